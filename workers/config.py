@@ -1,0 +1,34 @@
+"""Settings of one gang's engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..adapters.layout import Dtype
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes are bytes of one worker; counts are per gang."""
+
+    model_path: Path  # folder in Hugging Face format
+    store_path: Path  # content-addressed store of adapters
+    dtype: Dtype = "bfloat16"
+    pool_bytes: int = 1 << 30  # device pages, for KV and adapters alike
+    host_bytes: int = 4 << 30  # packed adapters kept in host memory
+    block_size: int = 16  # tokens a page
+    max_tokens_per_step: int = 512  # token budget of a plan
+    max_num_sequences: int = 128  # sequences that run at once
+    max_model_len: int | None = None  # None: what the model's config says
+    num_threads: int = 1  # threads of the compute library
+
+    def __post_init__(self) -> None:
+        for key in ("pool_bytes", "host_bytes", "block_size", "max_tokens_per_step", "max_num_sequences", "num_threads"):
+            value = getattr(self, key)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{key} = {value!r}: a positive integer is needed")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype = {self.dtype!r}: float32 or bfloat16 is accepted")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ValueError(f"max_model_len = {self.max_model_len!r}: a positive integer or none is needed")

@@ -1,0 +1,139 @@
+"""Messages between routers and gang leaders: all that a router knows of a worker.
+
+They travel as msgpack over one bidirectional gRPC stream per router and leader. A leader sends one `Frame` per engine
+step; it holds the tokens of every sequence that this router submitted.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length"]
+ErrorKind = Literal["invalid_request", "adapter_failed", "overloaded", "gang_lost", "internal"]
+
+
+class AdapterRef(msgspec.Struct, frozen=True):
+    """An adapter as the engine knows it: never a name.
+
+    `module_ranks` maps a target module ("q_proj", …) to its largest rank over the layers; absent modules are not listed.
+    """
+
+    digest: str
+    module_ranks: dict[str, int]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to choose and when to stop. Every field's default is "off" except `temperature`."""
+
+    max_tokens: int
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence ids
+    ignore_eos: bool = False  # the model's own ids only; stop_token_ids still stop
+    num_logprobs: int | None = None  # None: none. 0: the chosen token's. k: also the k most likely ones
+
+
+class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to grow. `sequence_id` is chosen by the sender and unique among its unfinished sequences."""
+
+    sequence_id: int
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    tenant: str
+    adapter: AdapterRef | None = None  # None: the base
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Forget a sequence: no update follows. Unknown and finished ids are ignored."""
+
+    sequence_id: int
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    request: SequenceRequest
+
+
+class ToLeader(msgspec.Struct, frozen=True):
+    """What a router sends: everything it had to say since its last message."""
+
+    messages: list[Submit | Cancel]
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logs of the probability before temperature, top-k and the like."""
+
+    chosen: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class SequenceError(msgspec.Struct, frozen=True):
+    kind: ErrorKind
+    message: str
+
+
+class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True):
+    """What one step brought for one sequence. After a `finish_reason` or an `error` no more updates follow.
+
+    A token that stopped the sequence (end-of-sequence or a stop id) is the last of `token_ids`, with finish_reason
+    "stop"; it counts as a completion token, and its text is not shown.
+    """
+
+    sequence_id: int
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None  # one for each of token_ids, if asked for
+    finish_reason: FinishReason | None = None
+    error: SequenceError | None = None
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a gang after a step."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 0
+    num_free_pages: int = 0
+    num_adapter_pages: int = 0
+    num_resident_adapters: int = 0
+    num_steps: int = 0
+    num_computed_tokens: int = 0  # counters since the engine's start, from here on
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_adapter_loads: int = 0
+    num_adapter_evictions: int = 0
+
+
+class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a leader tells a router when it connects."""
+
+    gang_id: str
+    model: str  # folder or hub id that the gang serves
+    device: str
+    dtype: str
+    kernels: str  # name of the kernel backend
+    max_model_len: int  # tokens, prompt and completion together
+    block_size: int  # tokens a page
+    num_pages: int
+    page_bytes: int
+    vocab_size: int
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    info: GangInfo
+
+
+class Frame(msgspec.Struct, frozen=True, tag="frame"):
+    updates: list[SequenceUpdate]
+    load: EngineLoad
+
+
+FromLeader = Hello | Frame
