@@ -24,7 +24,14 @@ class EngineConfig:
     num_threads: int = 1  # threads of the compute library
 
     def __post_init__(self) -> None:
-        for key in ("pool_bytes", "host_bytes", "block_size", "max_tokens_per_step", "max_num_sequences", "num_threads"):
+        for key in (
+            "pool_bytes",
+            "host_bytes",
+            "block_size",
+            "max_tokens_per_step",
+            "max_num_sequences",
+            "num_threads",
+        ):
             value = getattr(self, key)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{key} = {value!r}: a positive integer is needed")

@@ -17,7 +17,7 @@ ErrorKind = Literal["invalid_request", "adapter_failed", "overloaded", "gang_los
 class AdapterRef(msgspec.Struct, frozen=True):
     """An adapter as the engine knows it: never a name.
 
-    `module_ranks` maps a target module ("q_proj", …) to its largest rank over the layers; absent modules are not listed.
+    `module_ranks` maps a target module ("q_proj", …) to its largest rank over the layers; absent ones are not listed.
     """
 
     digest: str
