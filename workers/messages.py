@@ -10,6 +10,12 @@ from typing import Literal
 
 import msgspec
 
+# The gRPC method, bytes both ways: `ToLeader` in, `FromLeader` out. Metadata carries the cluster's secret token.
+STREAM_SERVICE = "motet.Leader"
+STREAM_METHOD = "Stream"
+TOKEN_KEY = "motet-token"
+MAX_MESSAGE_BYTES = 64 << 20
+
 FinishReason = Literal["stop", "length"]
 ErrorKind = Literal["invalid_request", "adapter_failed", "overloaded", "gang_lost", "internal"]
 
@@ -25,9 +31,9 @@ class AdapterRef(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to choose and when to stop. Every field's default is "off" except `temperature`."""
+    """How to choose the next tokens, and when to stop."""
 
-    max_tokens: int
+    max_tokens: int | None = None  # None: until the context or the pool is full
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: off

@@ -1,0 +1,81 @@
+"""LoRA over pages: what every backend's kernels take and give.
+
+y += x Aᵀ B for each row with its own adapter, at the adapter's real rank. A and B lie in pages of the pool as
+`adapters/layout.py` says; the layer's scaling is already in B. Split in two, shrink and expand, because a gang adds
+the rank-sized vectors between them over its workers (S-LoRA, arXiv 2311.03285, §6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class ModuleSlice:
+    """One module's matrices in its adapter's virtual array, in elements. Rank 0: the adapter has no such module."""
+
+    rank: int
+    a: int
+    b: int
+
+
+ABSENT = ModuleSlice(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class PagedAdapter:
+    """An adapter in the pool: its pages in order, and where each module starts."""
+
+    pages: tuple[int, ...]
+    modules: tuple[ModuleSlice, ...]  # by module index
+
+
+@dataclass(frozen=True)
+class LoraGeometry:
+    """The same for all adapters of a base."""
+
+    num_layers: int
+    slab: int  # elements of a page in one layer
+    tile: int  # elements of the widest run that never straddles a slab
+    sides: tuple[tuple[int, int], ...]  # (in, out) features by module index
+
+
+@dataclass(frozen=True)
+class LoraSegment:
+    """Neighbouring rows that share an adapter. Rows in no segment are the base's."""
+
+    start: int
+    end: int
+    adapter: PagedAdapter
+
+
+LoraBatch = Any  # what a backend worked out once for a batch, used by all its layers; opaque to the caller
+
+
+class LoraKernels(Protocol):
+    """`modules` are indices of the modules that share the input x; their outputs lie side by side in y."""
+
+    def prepare(self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device) -> LoraBatch: ...
+
+    def shrink(
+        self, x: torch.Tensor, pool: torch.Tensor, layer: int, batch: LoraBatch, modules: tuple[int, ...]
+    ) -> torch.Tensor:
+        """x Aᵀ of each row: one tensor of rank-sized vectors, which only `expand` reads.
+
+        x `[num_rows, in]`, pool `[num_pages, num_layers, slab]`.
+        """
+
+    def expand(
+        self,
+        y: torch.Tensor,
+        shrunk: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        batch: LoraBatch,
+        modules: tuple[int, ...],
+    ) -> None:
+        """Adds the adapters' share to y `[num_rows, sum of out]` in place."""

@@ -1,0 +1,17 @@
+"""Page copies in plain torch: how content enters and leaves a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def write_pages(pool: torch.Tensor, pages: Sequence[int], content: torch.Tensor) -> None:
+    """Copies `content` `[len(pages), num_layers, slab]` into those pages of the pool."""
+    pool.index_copy_(0, torch.tensor(pages, device=pool.device), content.to(pool.device, non_blocking=True))
+
+
+def read_pages(pool: torch.Tensor, pages: Sequence[int]) -> torch.Tensor:
+    """A copy of those pages, `[len(pages), num_layers, slab]`, on the pool's device."""
+    return pool.index_select(0, torch.tensor(pages, device=pool.device))

@@ -1,0 +1,61 @@
+"""The engine of a gang: schedule → execute → commit."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from .execution.executor import LocalExecutor
+from .messages import EngineLoad, GangInfo, SequenceRequest, SequenceUpdate
+from .scheduling.scheduler import Scheduler
+
+
+class Engine:
+    """Grows sequences step by step. Used from one thread."""
+
+    def __init__(self, scheduler: Scheduler, executor: LocalExecutor, info: GangInfo) -> None:
+        self._scheduler, self.executor, self.info = scheduler, executor, info
+        self._refused: list[SequenceUpdate] = []
+        self._computed = True
+
+    def submit(self, request: SequenceRequest) -> None:
+        """Queues a sequence. One that can never be served gets an update with an error at the next step."""
+        seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
+        error = self._scheduler.add(request, seed)
+        if error is not None:
+            self._refused.append(SequenceUpdate(request.sequence_id, error=error))
+
+    def cancel(self, sequence_id: int) -> None:
+        """Forgets a sequence; no update follows. Unknown ids are ignored."""
+        self._scheduler.cancel(sequence_id)
+        self._refused = [update for update in self._refused if update.sequence_id != sequence_id]
+
+    def has_work(self) -> bool:
+        return bool(self._refused) or self._scheduler.has_work()
+
+    def step(self) -> list[SequenceUpdate]:
+        """One iteration; what each sequence's owner should hear of it."""
+        refused, self._refused = self._refused, []
+        plan = self._scheduler.schedule()
+        result = self.executor.execute(plan)
+        self._computed = bool(plan.sequences or result.loaded or result.failed)
+        return refused + self._scheduler.commit(plan, result)
+
+    @property
+    def waits(self) -> bool:
+        """The last step found nothing to compute: its sequences wait for adapters that are still coming."""
+        return not self._computed
+
+    def on_load_end(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, from another thread, whenever an adapter that a step may wait for has come or failed."""
+        self.executor.loader.on_end = wake
+
+    def load(self) -> EngineLoad:
+        return self._scheduler.load()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if a page leaked or is in two hands."""
+        self._scheduler.check_integrity()
+
+    def close(self) -> None:
+        self.executor.close()

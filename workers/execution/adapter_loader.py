@@ -1,0 +1,62 @@
+"""Brings adapters from the host tier into pages of the pool, beside the steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+
+import torch
+
+from ...adapters.errors import AdapterError
+from ...kernels.backend import Kernels
+from ..memory.tiers import HostTier
+from ..scheduling.plan import AdapterFailure, AdapterLoad
+
+_log = logging.getLogger(__name__)
+
+
+class AdapterLoader:
+    """One thread that copies. Pages under a load belong to nobody else until the load has ended."""
+
+    def __init__(self, host: HostTier, pool: torch.Tensor, kernels: Kernels) -> None:
+        self._host, self._pool, self._kernels = host, pool, kernels
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-loader")
+        self._ended: SimpleQueue[str | AdapterFailure] = SimpleQueue()
+        self.on_end: Callable[[], None] = lambda: None  # called from the loader's thread after each load
+
+    def begin(self, load: AdapterLoad) -> None:
+        self._thread.submit(self._load, load)
+
+    def take_ended(self) -> tuple[tuple[str, ...], tuple[AdapterFailure, ...]]:
+        """Digests of the loads that ended well since the last call, and those that failed."""
+        ended: list[str | AdapterFailure] = []
+        try:
+            while True:
+                ended.append(self._ended.get_nowait())
+        except Empty:
+            pass
+        return (
+            tuple(end for end in ended if isinstance(end, str)),
+            tuple(end for end in ended if isinstance(end, AdapterFailure)),
+        )
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _load(self, load: AdapterLoad) -> None:
+        residence = load.residence
+        try:
+            packed = self._host.get(residence.digest)
+            if len(packed) != len(residence.pages):
+                raise ValueError(f"{len(packed)} pages are packed, and {len(residence.pages)} follow from its ranks")
+            self._kernels.write_pages(self._pool, residence.pages, packed)
+            self._ended.put(residence.digest)
+        except AdapterError as error:
+            self._ended.put(AdapterFailure(residence.digest, str(error)))
+        except Exception as error:
+            _log.exception("adapter %s could not be loaded", residence.digest)
+            message = f"adapter {residence.digest} could not be loaded: {type(error).__name__}: {error}"
+            self._ended.put(AdapterFailure(residence.digest, message))
+        self.on_end()

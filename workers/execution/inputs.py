@@ -1,0 +1,73 @@
+"""A plan's tensors: all rows of a step, one after the other, without padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import torch
+
+from ...kernels.attention import AttentionBatch
+from ...kernels.lora import LoraSegment, PagedAdapter
+from ..scheduling.plan import SamplePlan, SequencePlan, StepPlan
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    token_ids: torch.Tensor  # [num_rows] int64
+    attention: AttentionBatch
+    segments: tuple[LoraSegment, ...]
+    sample_rows: torch.Tensor  # [num_samples] int64, the row after which a token is chosen
+    sample_ids: tuple[int, ...]  # sequence ids, in the order of sample_rows
+    samples: tuple[SamplePlan, ...]
+
+
+def make_inputs(plan: StepPlan, adapters: dict[str, PagedAdapter], block_size: int, device: torch.device) -> StepInputs:
+    """Lays out a plan with at least one sequence; neighbours share an adapter where they can."""
+    sequences = sorted(plan.sequences, key=lambda sequence: sequence.adapter or "")
+    query_starts = tuple(accumulate((len(s.token_ids) for s in sequences), initial=0))
+    token_ids = torch.tensor(list(chain.from_iterable(s.token_ids for s in sequences)))
+    sampled = [(row_end - 1, s) for s, row_end in zip(sequences, query_starts[1:], strict=True) if s.sample is not None]
+    return StepInputs(
+        token_ids.to(device),
+        _attention_batch(sequences, query_starts, block_size, device),
+        _segments(sequences, query_starts, adapters),
+        torch.tensor([row for row, _ in sampled], dtype=torch.int64, device=device),
+        tuple(s.sequence_id for _, s in sampled),
+        tuple(s.sample for _, s in sampled if s.sample is not None),
+    )
+
+
+def _attention_batch(
+    sequences: list[SequencePlan], query_starts: tuple[int, ...], block_size: int, device: torch.device
+) -> AttentionBatch:
+    width = max(len(s.pages) for s in sequences)
+    table = torch.tensor([s.pages + s.pages[-1:] * (width - len(s.pages)) for s in sequences])
+    lengths = torch.tensor([len(s.token_ids) for s in sequences])
+    row_sequences = torch.arange(len(sequences)).repeat_interleave(lengths)
+    first_rows = torch.tensor(query_starts[:-1])
+    starts = torch.tensor([s.start for s in sequences])
+    positions = torch.arange(query_starts[-1]) + (starts - first_rows)[row_sequences]
+    return AttentionBatch(
+        query_starts,
+        tuple(s.start + len(s.token_ids) for s in sequences),
+        table.to(device),
+        positions.to(device),
+        table[row_sequences, positions // block_size].to(device),
+        (positions % block_size).to(device),
+    )
+
+
+def _segments(
+    sequences: list[SequencePlan], query_starts: tuple[int, ...], adapters: dict[str, PagedAdapter]
+) -> tuple[LoraSegment, ...]:
+    segments: list[LoraSegment] = []
+    for sequence, start, end in zip(sequences, query_starts, query_starts[1:], strict=False):
+        if sequence.adapter is None:
+            continue
+        adapter = adapters[sequence.adapter]
+        if segments and segments[-1].adapter is adapter:
+            segments[-1] = LoraSegment(segments[-1].start, end, adapter)
+        else:
+            segments.append(LoraSegment(start, end, adapter))
+    return tuple(segments)

@@ -1,0 +1,75 @@
+"""Runs plans on one worker's device: inputs, forward pass, sampling."""
+
+from __future__ import annotations
+
+import torch
+
+from ...adapters.adapter import MODULES
+from ...adapters.layout import AdapterLayout
+from ...kernels.backend import Kernels
+from ...kernels.lora import ABSENT, LoraBatch, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
+from ..decoding.sampling import sample
+from ..memory.pool import PoolGeometry, kv_view
+from ..models.context import ForwardContext
+from ..models.decoder import Decoder
+from ..scheduling.plan import Residence, SampledToken, StepPlan
+from .inputs import StepInputs, make_inputs
+
+
+class Runner:
+    """Obeys plans; decides nothing. Keeps no state of a sequence but the KV in its pages."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kernels: Kernels,
+        pool: torch.Tensor,
+        geometry: PoolGeometry,
+        layout: AdapterLayout,
+        rotary: torch.Tensor,
+    ) -> None:
+        self._decoder, self._kernels, self._pool, self._geometry = decoder, kernels, pool, geometry
+        self._layout, self._rotary, self._kv = layout, rotary, kv_view(pool, geometry)
+        self._lora_geometry = LoraGeometry(
+            geometry.num_layers, geometry.slab, layout.tile, tuple(layout.shape.modules[module] for module in MODULES)
+        )
+        self._lora_batch: tuple[tuple[LoraSegment, ...], LoraBatch] = ((), None)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> dict[int, SampledToken]:
+        """Computes the plan's tokens and chooses the next ones, by sequence id."""
+        if not plan.sequences:
+            return {}
+        inputs = self._inputs(plan)
+        logits = self._logits(inputs)
+        return dict(zip(inputs.sample_ids, sample(logits, inputs.samples), strict=True))
+
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan) -> torch.Tensor:
+        """Computes the plan's tokens; `[num_samples, vocab]` float32 of those sequences that sample, in batch order."""
+        return self._logits(self._inputs(plan))
+
+    def _inputs(self, plan: StepPlan) -> StepInputs:
+        adapters = {residence.digest: self._paged(residence) for residence in plan.adapters}
+        return make_inputs(plan, adapters, self._geometry.block_size, self._pool.device)
+
+    def _logits(self, inputs: StepInputs) -> torch.Tensor:
+        context = ForwardContext(
+            self._kernels, self._pool, inputs.attention, self._lora(inputs.segments), self._rotary, self._kv
+        )
+        hidden = self._decoder.hidden_states(inputs.token_ids, context)
+        return self._decoder.logits(hidden[inputs.sample_rows], context)
+
+    def _lora(self, segments: tuple[LoraSegment, ...]) -> LoraBatch | None:
+        """What the kernels need of the segments; that of the last step if nothing has changed, as in steady decode."""
+        if not segments:
+            return None
+        if self._lora_batch[0] != segments:
+            batch = self._kernels.lora.prepare(segments, self._lora_geometry, self._pool.device)
+            self._lora_batch = (segments, batch)
+        return self._lora_batch[1]
+
+    def _paged(self, residence: Residence) -> PagedAdapter:
+        offsets = self._layout.offsets(residence.module_ranks)
+        slices = ((offsets[m].rank, offsets[m].a, offsets[m].b) if m in offsets else None for m in MODULES)
+        return PagedAdapter(residence.pages, tuple(ABSENT if s is None else ModuleSlice(*s) for s in slices))

@@ -1,0 +1,242 @@
+"""The leader's side of the data plane: one gRPC stream per router, one frame per engine step.
+
+A token costs microseconds here because nothing is done per token but a list append: the engine's thread hands a whole
+step over with one `call_soon_threadsafe`, the event loop sorts it by router, and a router that is slower than the
+engine gets the steps that piled up merged into one frame. Each stream has one reader and one writer, since concurrent
+writes to a gRPC stream may hang.
+
+A router's sequences live as long as its stream: when it ends, for whatever reason, all of them are cancelled. A router
+must present the cluster's secret token, so that a stranger on the network cannot spend the gang's time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc
+import msgspec
+
+from .messages import (
+    MAX_MESSAGE_BYTES,
+    STREAM_METHOD,
+    STREAM_SERVICE,
+    TOKEN_KEY,
+    Cancel,
+    EngineLoad,
+    Frame,
+    GangInfo,
+    Hello,
+    SequenceRequest,
+    SequenceUpdate,
+    ToLeader,
+)
+
+# Pings notice a peer whose host vanished; both sides send them, so neither may punish the other for it.
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+_ID_BITS = 48  # of a router's sequence id; the stream's number lies above it in the engine's id
+_ID_MASK = (1 << _ID_BITS) - 1
+_BEAT_S = 0.25
+
+_log = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """What a frame server needs of an engine; `EngineLoop` is one."""
+
+    def start(self, on_step: Callable[[Sequence[SequenceUpdate], EngineLoad], None]) -> None: ...
+    def submit(self, request: SequenceRequest) -> None: ...
+    def cancel(self, sequence_id: int) -> None: ...
+    def stop(self) -> None: ...
+    @property
+    def alive(self) -> bool: ...
+
+
+@dataclass(eq=False)
+class _RouterStream:
+    """One router's connection, owned by the event loop."""
+
+    number: int
+    live: set[int] = field(default_factory=set)  # the router's ids of unfinished sequences
+    pending: list[SequenceUpdate] = field(default_factory=list)  # not yet written
+    load_is_stale: bool = False
+    failure: str | None = None
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def fail(self, message: str) -> None:
+        self.failure = self.failure or message
+        self.wake.set()
+
+    def engine_id(self, sequence_id: int) -> int:
+        return self.number << _ID_BITS | sequence_id
+
+
+class FrameServer:
+    """Lets routers use one engine. Starts the engine, and stops it when it is itself stopped.
+
+    All methods belong to the event loop that called `start`.
+    """
+
+    def __init__(self, engine: Engine, info: GangInfo, token: str) -> None:
+        self._engine = engine
+        self._info = info
+        self._token = token.encode()
+        self._server: grpc.aio.Server | None = None
+        self._streams: dict[int, _RouterStream] = {}
+        self._num_streams_ever = 0
+        self._load = EngineLoad(num_pages=info.num_pages, num_free_pages=info.num_pages)
+        self._beat: asyncio.Task[None] | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToLeader)
+
+    @property
+    def num_sequences(self) -> int:
+        """Unfinished sequences of all routers."""
+        return sum(len(stream.live) for stream in self._streams.values())
+
+    @property
+    def healthy(self) -> bool:
+        return self._server is not None and self._engine.alive
+
+    async def start(self, host: str, port: int = 0) -> str:
+        """Starts engine and server; the address on which routers reach it. Port 0 takes a free one."""
+        loop = asyncio.get_running_loop()
+
+        def on_step(updates: Sequence[SequenceUpdate], load: EngineLoad) -> None:
+            # After stop() the loop may be closed while the engine's last step ends.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._deliver, updates, load)
+
+        server = grpc.aio.server(options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)))
+        handler = grpc.stream_stream_rpc_method_handler(self._serve)  # bytes in, bytes out
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(STREAM_SERVICE, {STREAM_METHOD: handler}),)
+        )
+        bound = server.add_insecure_port(f"{host}:{port}")
+        await server.start()
+        self._engine.start(on_step)
+        self._server = server
+        self._beat = asyncio.create_task(self._beat_forever())
+        return f"{host}:{bound}"
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Waits until no sequence is left, at most `timeout_s`; whether that came about."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self.num_sequences:
+            if asyncio.get_running_loop().time() >= deadline:
+                return False
+            await asyncio.sleep(0.05)
+        return True
+
+    async def stop(self) -> None:
+        """Ends all streams, then the engine."""
+        if self._beat is not None:
+            self._beat.cancel()
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(grace=0)
+        await asyncio.to_thread(self._engine.stop)
+
+    def _deliver(self, updates: Sequence[SequenceUpdate], load: EngineLoad) -> None:
+        """Sorts one step's updates by router."""
+        self._load = load
+        for stream in self._streams.values():
+            stream.load_is_stale = True
+        for update in updates:
+            stream_or_none = self._streams.get(update.sequence_id >> _ID_BITS)
+            sequence_id = update.sequence_id & _ID_MASK
+            if stream_or_none is None or sequence_id not in stream_or_none.live:
+                continue  # cancelled, or its router has gone
+            if update.finish_reason is not None or update.error is not None:
+                stream_or_none.live.discard(sequence_id)
+            stream_or_none.pending.append(
+                SequenceUpdate(sequence_id, update.token_ids, update.logprobs, update.finish_reason, update.error)
+            )
+            stream_or_none.wake.set()
+
+    async def _beat_forever(self) -> None:
+        """Tells quiet routers the load, which they choose a gang by, and all of them when the engine has died."""
+        while True:
+            await asyncio.sleep(_BEAT_S)
+            alive = self._engine.alive
+            for stream in self._streams.values():
+                if not alive:
+                    stream.fail("the gang's engine has stopped")
+                elif stream.load_is_stale:
+                    stream.wake.set()
+
+    async def _serve(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        sent = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
+        if not hmac.compare_digest(sent.encode() if isinstance(sent, str) else sent, self._token):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"metadata {TOKEN_KEY}: not this cluster's token")
+        self._num_streams_ever += 1
+        stream = _RouterStream(self._num_streams_ever)
+        self._streams[stream.number] = stream
+        reader = asyncio.create_task(self._read(requests, stream))
+        try:
+            await context.write(self._encoder.encode(Hello(self._info)))
+            stream.load_is_stale = True  # a new router learns the load at once
+            stream.wake.set()
+            await self._write(context, stream)
+        finally:
+            reader.cancel()
+            del self._streams[stream.number]
+            for sequence_id in stream.live:
+                self._engine.cancel(stream.engine_id(sequence_id))
+        if stream.failure is not None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, stream.failure)
+
+    async def _write(self, context: grpc.aio.ServicerContext[bytes, bytes], stream: _RouterStream) -> None:
+        """Writes frames until the stream fails."""
+        while stream.failure is None:
+            await stream.wake.wait()
+            stream.wake.clear()
+            if not stream.pending and not stream.load_is_stale:
+                continue
+            updates, stream.pending = stream.pending, []
+            stream.load_is_stale = False
+            await context.write(self._encoder.encode(Frame(updates, self._load)))
+
+    async def _read(self, requests: AsyncIterator[bytes], stream: _RouterStream) -> None:
+        """Obeys the router until it ends the stream or says something that cannot be understood."""
+        failure = "the router ended the stream"
+        try:
+            async for data in requests:
+                for message in self._decoder.decode(data).messages:
+                    if isinstance(message, Cancel):
+                        self._cancel(stream, message.sequence_id)
+                    else:
+                        self._submit(stream, message.request)
+        except (msgspec.DecodeError, ValueError) as error:
+            failure = f"a router's message is not understood: {error}"
+            _log.error("%s", failure)
+        finally:
+            stream.fail(failure)
+
+    def _submit(self, stream: _RouterStream, request: SequenceRequest) -> None:
+        if not 0 <= request.sequence_id <= _ID_MASK:
+            raise ValueError(f"sequence_id = {request.sequence_id}: 0 to 2^{_ID_BITS} - 1 is accepted")
+        if request.sequence_id in stream.live:
+            raise ValueError(f"sequence_id = {request.sequence_id}: still in use by an unfinished sequence")
+        stream.live.add(request.sequence_id)
+        engine_id = stream.engine_id(request.sequence_id)
+        self._engine.submit(msgspec.structs.replace(request, sequence_id=engine_id))
+
+    def _cancel(self, stream: _RouterStream, sequence_id: int) -> None:
+        if sequence_id in stream.live:
+            stream.live.discard(sequence_id)
+            self._engine.cancel(stream.engine_id(sequence_id))

@@ -1,0 +1,111 @@
+"""The thread that steps an engine, and the thread-safe way in."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from .engine import Engine
+from .messages import EngineLoad, GangInfo, SequenceError, SequenceRequest, SequenceUpdate
+
+_log = logging.getLogger(__name__)
+_STEP_DEADLINE_S = 300.0  # a step that takes longer hangs
+
+OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad], None]
+
+
+class EngineLoop:
+    """Steps the engine while there is work, and sleeps while there is none."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._wake = threading.Condition()
+        self._inbox: deque[SequenceRequest | int] = deque()  # an int cancels
+        self._loads_ended = 0
+        self._stopping = False
+        self._progress_at = time.monotonic()
+        self._submitted: set[int] = set()  # unfinished sequences; the loop's thread owns it
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._on_step: OnStep = lambda updates, load: None
+        engine.on_load_end(self._load_ended)
+
+    @property
+    def info(self) -> GangInfo:
+        return self._engine.info
+
+    @property
+    def alive(self) -> bool:
+        """The thread runs, and its current step is not overdue."""
+        return self._thread.is_alive() and time.monotonic() - self._progress_at < _STEP_DEADLINE_S
+
+    def start(self, on_step: OnStep) -> None:
+        """Starts the thread. `on_step` is called from it after each step that has something to tell."""
+        self._on_step = on_step
+        self._thread.start()
+
+    def submit(self, request: SequenceRequest) -> None:
+        self._put(request)
+
+    def cancel(self, sequence_id: int) -> None:
+        self._put(sequence_id)
+
+    def stop(self) -> None:
+        """Ends the thread after its current step; unfinished sequences get no more updates."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._engine.close()
+
+    def _put(self, item: SequenceRequest | int) -> None:
+        with self._wake:
+            self._inbox.append(item)
+            self._wake.notify()
+
+    def _load_ended(self) -> None:
+        with self._wake:
+            self._loads_ended += 1
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._take_inbox():
+                load_before = self._engine.load()
+                updates = self._engine.step()
+                self._progress_at = time.monotonic()
+                self._submitted.difference_update(u.sequence_id for u in updates if u.finish_reason or u.error)
+                load = self._engine.load()
+                if updates or load != load_before:
+                    self._on_step(updates, load)
+        except Exception as error:
+            _log.exception("the engine failed")
+            failure = SequenceError("internal", f"the engine failed: {type(error).__name__}: {error}")
+            failed = [SequenceUpdate(sequence_id, error=failure) for sequence_id in sorted(self._submitted)]
+            self._on_step(failed, self._engine.load())
+
+    def _take_inbox(self) -> bool:
+        """Waits until a step is due and hands the engine what came in. False: stop."""
+        with self._wake:
+            while not self._stopping and not self._inbox and not self._loads_ended and self._nothing_to_do():
+                self._progress_at = time.monotonic()
+                self._wake.wait(timeout=_STEP_DEADLINE_S / 4)
+            self._loads_ended = 0
+            items = tuple(self._inbox)
+            self._inbox.clear()
+            stopping = self._stopping
+        for item in items:
+            if isinstance(item, int):
+                self._engine.cancel(item)
+                self._submitted.discard(item)
+            else:
+                self._engine.submit(item)
+                self._submitted.add(item.sequence_id)
+        self._progress_at = time.monotonic()
+        return not stopping
+
+    def _nothing_to_do(self) -> bool:
+        return not self._engine.has_work() or self._engine.waits

@@ -1,0 +1,50 @@
+"""The one tensor of pages that a worker has, for KV and adapters alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class PoolGeometry:
+    """A page is `[num_layers, slab]` elements, contiguous: `block_size` tokens of KV in every layer, or a piece of an
+    adapter."""
+
+    num_pages: int
+    num_layers: int
+    slab: int  # elements
+    block_size: int  # tokens
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def page_bytes(self) -> int:
+        return self.num_layers * self.slab * self.dtype.itemsize
+
+
+def plan_pool(config: ModelConfig, block_size: int, dtype: torch.dtype, pool_bytes: int) -> PoolGeometry:
+    """As many pages as fit into `pool_bytes`. Raises ValueError if that is none."""
+    slab = config.slab(block_size)
+    page_bytes = config.num_layers * slab * dtype.itemsize
+    if pool_bytes < page_bytes:
+        raise ValueError(f"pool_bytes = {pool_bytes}: a page of this model takes {page_bytes}, and one is needed")
+    return PoolGeometry(
+        pool_bytes // page_bytes, config.num_layers, slab, block_size, config.num_kv_heads, config.head_dim, dtype
+    )
+
+
+def make_pool(geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
+    """`[num_pages, num_layers, slab]`. Zeroed, because masked attention still multiplies what it does not see."""
+    return torch.zeros((geometry.num_pages, geometry.num_layers, geometry.slab), dtype=geometry.dtype, device=device)
+
+
+def kv_view(pool: torch.Tensor, geometry: PoolGeometry) -> torch.Tensor:
+    """The same pages as KV: `[num_pages, num_layers, 2, block_size, num_kv_heads, head_dim]`."""
+    return pool.view(
+        geometry.num_pages, geometry.num_layers, 2, geometry.block_size, geometry.num_kv_heads, geometry.head_dim
+    )

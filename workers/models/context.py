@@ -1,0 +1,30 @@
+"""What a forward pass needs beside the hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...adapters.adapter import MODULES
+from ...kernels.attention import AttentionBatch
+from ...kernels.backend import Kernels
+from ...kernels.lora import LoraBatch
+
+# Modules that share an input are computed together: one base product, one shrink, one expand.
+QKV = tuple(MODULES.index(name) for name in ("q_proj", "k_proj", "v_proj"))
+OUTPUT = (MODULES.index("o_proj"),)
+GATE_UP = tuple(MODULES.index(name) for name in ("gate_proj", "up_proj"))
+DOWN = (MODULES.index("down_proj"),)
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """One step's batch as the layers see it."""
+
+    kernels: Kernels
+    pool: torch.Tensor  # [num_pages, num_layers, slab]
+    attention: AttentionBatch
+    lora: LoraBatch | None  # None: no row has an adapter
+    rotary: torch.Tensor  # [num_positions, 2, head_dim // 2]
+    kv: torch.Tensor  # view of the pool: [num_pages, num_layers, 2, block_size, num_kv_heads, head_dim]

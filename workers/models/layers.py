@@ -1,0 +1,91 @@
+"""The parts of a decoder layer, over all rows of a step at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .context import ForwardContext
+
+
+@dataclass(frozen=True)
+class AdaptedLinear:
+    """A linear whose output holds one or more modules side by side, each with the rows' own adapters added."""
+
+    weight: torch.Tensor  # [sum of out, in]
+    bias: torch.Tensor | None
+    modules: tuple[int, ...]
+
+    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
+        y = context.kernels.linear(x, self.weight, self.bias)
+        if context.lora is not None:
+            lora = context.kernels.lora
+            shrunk = lora.shrink(x, context.pool, layer, context.lora, self.modules)
+            lora.expand(y, shrunk, context.pool, layer, context.lora, self.modules)
+        return y
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """RMS norm over each head of q and of k (Qwen3)."""
+
+    q: torch.Tensor  # [head_dim]
+    k: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Self-attention over paged KV with grouped queries."""
+
+    qkv: AdaptedLinear
+    output: AdaptedLinear
+    head_norm: HeadNorm | None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+
+    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
+        kernels, batch = context.kernels, context.attention
+        heads = self.qkv(x, layer, context).view(len(x), -1, self.head_dim)
+        q, k, v = torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        if self.head_norm is not None:
+            q = kernels.rms_norm(q, self.head_norm.q, self.head_norm.eps)
+            k = kernels.rms_norm(k, self.head_norm.k, self.head_norm.eps)
+        kv = context.kv[:, layer]
+        q = kernels.write_kv(q, k, v, context.rotary, kv, batch)
+        attended = kernels.paged_attention(q, kv, batch, self.head_dim**-0.5, self.window)
+        return self.output(attended.flatten(1), layer, context)
+
+
+@dataclass(frozen=True)
+class GatedMlp:
+    """down(silu(gate(x)) * up(x))."""
+
+    gate_up: AdaptedLinear
+    down: AdaptedLinear
+
+    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
+        return self.down(context.kernels.silu_mul(self.gate_up(x, layer, context)), layer, context)
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    index: int
+    attention: Attention
+    mlp: GatedMlp
+    attention_norm: torch.Tensor  # [hidden]
+    mlp_norm: torch.Tensor
+    norm_eps: float
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, context: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's share and the residual it is still to be added to, each `[num_rows, hidden]`."""
+        add_rms_norm = context.kernels.add_rms_norm
+        x, residual = add_rms_norm(x, residual, self.attention_norm, self.norm_eps)
+        x = self.attention(x, self.index, context)
+        x, residual = add_rms_norm(x, residual, self.mlp_norm, self.norm_eps)
+        return self.mlp(x, self.index, context), residual

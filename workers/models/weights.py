@@ -1,0 +1,69 @@
+"""A base's tensors, read by name from safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+Progress = Callable[[str, int, int], None]  # what, done, total
+
+
+class Checkpoint:
+    """The tensors of a model folder. Each is taken once; `finish` refuses what nobody took."""
+
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: torch.device, on_progress: Progress | None = None
+    ) -> None:
+        self._files = {path: safe_open(path, framework="pt", device="cpu") for path in _shards(folder)}
+        self._where = {name: file for file in self._files.values() for name in file.keys()}  # type: ignore[no-untyped-call] # noqa: SIM118
+        if not self._where:
+            raise ValueError(f"{folder} has no *.safetensors file with tensors in it")
+        self._folder, self._dtype, self._device, self._on_progress = folder, dtype, device, on_progress
+        self._total = len(self._where)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor, in the engine's dtype and on its device. Raises ValueError if it is missing or misshapen."""
+        file = self._where.pop(name, None)
+        if file is None:
+            raise ValueError(f"{self._folder} has no tensor {name!r}, or two parts of the model need it")
+        tensor: torch.Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"tensor {name!r} has shape {tuple(tensor.shape)}: {shape} is needed by config.json")
+        if self._on_progress is not None:
+            self._on_progress("loading weights", self._total - len(self._where), self._total)
+        return tensor.to(self._device, self._dtype)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def drop(self, suffix: str) -> None:
+        """Forgets tensors that the model computes by itself or shares."""
+        for name in [name for name in self._where if name.endswith(suffix)]:
+            del self._where[name]
+
+    def finish(self) -> None:
+        """Raises ValueError if tensors are left that no part of the model took."""
+        if self._where:
+            shown = ", ".join(sorted(self._where)[:5])
+            raise ValueError(f"{self._folder} has {len(self._where)} tensors that this model has no place for: {shown}")
+        if self._on_progress is not None:
+            self._on_progress("loading weights", self._total, self._total)
+
+
+def _shards(folder: Path) -> Iterator[Path]:
+    """The files of the index if there is one, else the single file, else all safetensors files."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        for name in names:
+            if Path(name).name != name:
+                raise ValueError(f"{index} names a file outside its folder: {name!r}")
+            yield folder / name
+    elif single.is_file():
+        yield single
+    else:
+        yield from sorted(folder.glob("*.safetensors"))

@@ -1,0 +1,16 @@
+"""Who gives way when pages run out: a pure policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .sequence import Sequence
+
+
+def choose_victim(running: Iterable[Sequence], needy: Sequence) -> Sequence | None:
+    """The newest running sequence, if it is newer than the one that needs pages; None: nobody gives way to it.
+
+    Nobody older ever gives way, so the oldest always gets on, and all are served in the end.
+    """
+    newest = max(running, key=lambda sequence: sequence.arrival, default=needy)
+    return newest if newest.arrival > needy.arrival else None

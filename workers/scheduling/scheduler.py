@@ -1,0 +1,207 @@
+"""The leader's scheduler: who computes which tokens in the next step, on which pages.
+
+There is no prefill phase and no decode phase (vLLM v1's idea): a plan gives each sequence a number of tokens to compute
+within a token budget, decodes first, then prompt chunks, first come first served.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterator
+
+from ..memory.adapter_cache import AdapterCache, AdapterState
+from ..memory.page_allocator import PageAllocator
+from ..messages import AdapterRef, EngineLoad, SequenceError, SequenceRequest, SequenceUpdate
+from .admission import Limits, pages_for, refusal
+from .plan import AdapterLoad, SampledToken, SequencePlan, StepPlan, StepResult
+from .preemption import choose_victim
+from .sequence import Sequence
+from .stopping import finish_reason
+
+_MAX_LOADS_UNDER_WAY = 8  # adapters that come into the pool at once: later ones wait for their turn
+
+
+class Scheduler:
+    """Owns all sequences and pages of a gang. Makes plans, and takes their results in."""
+
+    def __init__(
+        self, limits: Limits, eos_token_ids: frozenset[int], pages_of_adapter: Callable[[AdapterRef], int]
+    ) -> None:
+        self._limits, self._eos_token_ids, self._pages_of_adapter = limits, eos_token_ids, pages_of_adapter
+        self._allocator = PageAllocator(limits.num_pages)
+        self._adapters = AdapterCache(self._allocator)
+        self._waiting: list[Sequence] = []  # by arrival
+        self._running: dict[int, Sequence] = {}
+        self._step = self._arrivals = self._num_computed = self._num_generated = self._num_preemptions = 0
+
+    def add(self, request: SequenceRequest, seed: int) -> SequenceError | None:
+        """Puts a request into the queue, or says why it can never be served."""
+        error = refusal(request, self._num_adapter_pages(request.adapter), self._limits)
+        if error is None:
+            self._arrivals += 1
+            self._waiting.append(Sequence(request, self._arrivals, seed, list(request.prompt_token_ids)))
+        return error
+
+    def cancel(self, sequence_id: int) -> None:
+        """Forgets a sequence and frees its pages. Unknown ids are ignored."""
+        if (sequence := self._running.get(sequence_id)) is not None:
+            self._leave(sequence)
+        self._waiting = [waiting for waiting in self._waiting if waiting.sequence_id != sequence_id]
+
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting or self._adapters.num_loading)
+
+    def schedule(self) -> StepPlan:
+        """The next step's plan. Takes the pages that it needs; preempts and evicts where they run out."""
+        self._step += 1
+        num_preemptions = self._num_preemptions
+        budget = self._limits.max_tokens_per_step
+        planned: dict[int, int] = {}  # tokens to compute, by sequence id
+        for sequence in sorted(self._running.values(), key=lambda s: (s.num_uncomputed > 1, s.arrival)):
+            num_tokens = min(sequence.num_uncomputed, budget - sum(planned.values()))
+            if sequence.sequence_id not in self._running or num_tokens <= 0:
+                continue  # given way to an older one, or no budget is left
+            if self._grow(sequence, sequence.num_computed + num_tokens, planned):
+                planned[sequence.sequence_id] = num_tokens
+        loads: tuple[AdapterLoad, ...] = ()
+        if self._num_preemptions == num_preemptions:  # who just gave way must not come back for the pages it freed
+            loads = tuple(self._admit(budget - sum(planned.values()), planned))
+        sequences = tuple(self._plan(self._running[i], num_tokens) for i, num_tokens in planned.items())
+        digests = dict.fromkeys(sequence.adapter for sequence in sequences if sequence.adapter is not None)
+        return StepPlan(self._step, sequences, tuple(self._adapters.residence(d) for d in digests), loads)
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
+        """Takes a step's tokens and finished loads in; gives what each sequence's owner should hear."""
+        updates: list[SequenceUpdate] = []
+        for digest in result.loaded:
+            self._adapters.finish_load(digest)
+        for failure in result.failed:
+            self._adapters.fail_load(failure.digest)
+            updates.extend(self._fail_waiting(failure.digest, failure.message))
+        for planned in plan.sequences:
+            sequence = self._running[planned.sequence_id]
+            sequence.num_computed += len(planned.token_ids)
+            self._num_computed += len(planned.token_ids)
+            if planned.sample is not None:
+                updates.append(self._append(sequence, result.tokens[planned.sequence_id]))
+        return updates
+
+    def load(self) -> EngineLoad:
+        """Counts of this moment and since the start."""
+        return EngineLoad(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_pages=self._limits.num_pages,
+            num_free_pages=self._allocator.num_free,
+            num_adapter_pages=self._adapters.num_pages,
+            num_resident_adapters=self._adapters.num_resident,
+            num_steps=self._step,
+            num_computed_tokens=self._num_computed,
+            num_generated_tokens=self._num_generated,
+            num_preemptions=self._num_preemptions,
+            num_adapter_loads=self._adapters.num_loads,
+            num_adapter_evictions=self._adapters.num_evictions,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if a page leaked or is in two hands, or an adapter's users are miscounted."""
+        holders = [*(s.pages for s in self._running.values()), *self._adapters.holders()]
+        self._allocator.check_integrity(holders)
+        assert all(not s.pages and s.num_computed == 0 for s in self._waiting), "a waiting sequence holds pages"
+        users: dict[str, int] = {}
+        for sequence in self._running.values():
+            assert len(sequence.pages) >= pages_for(sequence.num_computed, self._limits.block_size)
+            if sequence.adapter_digest is not None:
+                users[sequence.adapter_digest] = users.get(sequence.adapter_digest, 0) + 1
+        assert users == self._adapters.users(), "an adapter's running sequences are miscounted"
+
+    def _grow(self, sequence: Sequence, num_tokens: int, planned: dict[int, int]) -> bool:
+        """Pages for so many tokens of a running sequence. False: none to be had now, it stays as it is."""
+        short = pages_for(num_tokens, self._limits.block_size) - len(sequence.pages)
+        while short > self._allocator.num_free and not self._adapters.make_room(short, keep=frozenset()):
+            victim = choose_victim(self._running.values(), sequence)
+            if victim is None:
+                return False
+            self._leave(victim)
+            planned.pop(victim.sequence_id, None)
+            victim.num_computed = 0
+            self._num_preemptions += 1
+            insort(self._waiting, victim, key=lambda waiting: waiting.arrival)
+        if short > 0:
+            sequence.pages.extend(self._allocator.allocate(short) or ())
+        return True
+
+    def _admit(self, budget: int, planned: dict[int, int]) -> Iterator[AdapterLoad]:
+        """Starts waiting sequences, oldest first. One whose adapter is still coming is passed over, not waited for."""
+        wanted: set[str] = set()  # adapters of older waiting sequences: not to be evicted for a newer one
+        for sequence in tuple(self._waiting):
+            if budget <= 0 or len(self._running) >= self._limits.max_num_sequences:
+                return
+            digest = sequence.adapter_digest
+            if digest is not None and self._adapters.state(digest) is not AdapterState.RESIDENT:
+                if self._adapters.state(digest) is AdapterState.ABSENT:
+                    load = self._begin_load(sequence, wanted)
+                    if load is None:
+                        return
+                    yield load
+                wanted.add(digest)
+                continue
+            if digest is not None:
+                wanted.add(digest)
+            num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size)
+            if not self._adapters.make_room(num_pages, wanted):
+                return
+            self._enter(sequence, num_pages)
+            planned[sequence.sequence_id] = min(sequence.num_uncomputed, budget)
+            budget -= planned[sequence.sequence_id]
+
+    def _begin_load(self, sequence: Sequence, wanted: set[str]) -> AdapterLoad | None:
+        ref = sequence.request.adapter
+        assert ref is not None
+        if self._adapters.num_loading >= _MAX_LOADS_UNDER_WAY:
+            return None
+        return self._adapters.begin_load(ref, self._pages_of_adapter(ref), wanted)
+
+    def _enter(self, sequence: Sequence, num_pages: int) -> None:
+        self._waiting.remove(sequence)
+        self._running[sequence.sequence_id] = sequence
+        sequence.pages.extend(self._allocator.allocate(num_pages) or ())
+        if sequence.adapter_digest is not None:
+            self._adapters.acquire(sequence.adapter_digest)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the running ones; its pages are free and its adapter has one user less."""
+        del self._running[sequence.sequence_id]
+        self._allocator.release(sequence.pages)
+        sequence.pages.clear()
+        if sequence.adapter_digest is not None:
+            self._adapters.release(sequence.adapter_digest)
+
+    def _plan(self, sequence: Sequence, num_tokens: int) -> SequencePlan:
+        start, end = sequence.num_computed, sequence.num_computed + num_tokens
+        return SequencePlan(
+            sequence.sequence_id,
+            tuple(sequence.token_ids[start:end]),
+            start,
+            tuple(sequence.pages),
+            sequence.adapter_digest,
+            sequence.sample_plan() if end == len(sequence.token_ids) else None,
+        )
+
+    def _append(self, sequence: Sequence, token: SampledToken) -> SequenceUpdate:
+        sequence.token_ids.append(token.token_id)
+        self._num_generated += 1
+        num_adapter_pages = self._num_adapter_pages(sequence.request.adapter)
+        reason = finish_reason(sequence, self._eos_token_ids, num_adapter_pages, self._limits)
+        if reason is not None:
+            self._leave(sequence)
+        logprobs = None if token.logprobs is None else [token.logprobs]
+        return SequenceUpdate(sequence.sequence_id, [token.token_id], logprobs, reason)
+
+    def _fail_waiting(self, digest: str, message: str) -> Iterator[SequenceUpdate]:
+        for sequence in [waiting for waiting in self._waiting if waiting.adapter_digest == digest]:
+            self._waiting.remove(sequence)
+            yield SequenceUpdate(sequence.sequence_id, error=SequenceError("adapter_failed", message))
+
+    def _num_adapter_pages(self, ref: AdapterRef | None) -> int:
+        return 0 if ref is None else self._pages_of_adapter(ref)

@@ -1,0 +1,55 @@
+"""A sequence: one growing token list. The scheduler owns its state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..messages import SamplingParams, SequenceRequest
+from .plan import SamplePlan
+
+
+@dataclass(eq=False)
+class Sequence:
+    request: SequenceRequest
+    arrival: int  # order of arrival; smaller is older
+    seed: int
+    token_ids: list[int]  # prompt, then generated
+    num_computed: int = 0  # tokens whose KV is in `pages`
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def sequence_id(self) -> int:
+        return self.request.sequence_id
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def adapter_digest(self) -> str | None:
+        return None if self.request.adapter is None else self.request.adapter.digest
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    def sample_plan(self) -> SamplePlan:
+        """How its next token is chosen."""
+        params = self.sampling
+        has_penalty = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        split = self.num_prompt_tokens
+        return SamplePlan(
+            params,
+            self.seed,
+            self.num_generated,
+            tuple(self.token_ids[:split]) if has_penalty else (),
+            tuple(self.token_ids[split:]) if has_penalty else (),
+        )
