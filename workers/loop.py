@@ -26,6 +26,7 @@ class EngineLoop:
         self._inbox: deque[SequenceRequest | int] = deque()  # an int cancels
         self._loads_ended = 0
         self._stopping = False
+        self._failure: SequenceError | None = None
         self._progress_at = time.monotonic()
         self._submitted: set[int] = set()  # unfinished sequences; the loop's thread owns it
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -38,8 +39,12 @@ class EngineLoop:
 
     @property
     def alive(self) -> bool:
-        """The thread runs, and its current step is not overdue."""
-        return self._thread.is_alive() and time.monotonic() - self._progress_at < _STEP_DEADLINE_S
+        """The thread runs, has not failed, and its current step is not overdue."""
+        return (
+            self._thread.is_alive()
+            and self._failure is None
+            and time.monotonic() - self._progress_at < _STEP_DEADLINE_S
+        )
 
     def start(self, on_step: OnStep) -> None:
         """Starts the thread. `on_step` is called from it after each step that has something to tell."""
@@ -74,18 +79,31 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._take_inbox():
-                load_before = self._engine.load()
-                updates = self._engine.step()
-                self._progress_at = time.monotonic()
-                self._submitted.difference_update(u.sequence_id for u in updates if u.finish_reason or u.error)
-                load = self._engine.load()
-                if updates or load != load_before:
-                    self._on_step(updates, load)
+                self._step()
         except Exception as error:
             _log.exception("the engine failed")
-            failure = SequenceError("internal", f"the engine failed: {type(error).__name__}: {error}")
+            self._failure = SequenceError("internal", f"the engine failed: {type(error).__name__}: {error}")
+            self._refuse_all(self._failure)
+
+    def _step(self) -> None:
+        load_before = self._engine.load()
+        updates = self._engine.step()
+        self._submitted.difference_update(u.sequence_id for u in updates if u.finish_reason or u.error)
+        load = self._engine.load()
+        if updates or load != load_before:
+            self._on_step(updates, load)
+
+    def _refuse_all(self, failure: SequenceError) -> None:
+        """Answers whoever waits or still comes, until somebody who looks at `alive` stops this."""
+        while not self._stopping:
             failed = [SequenceUpdate(sequence_id, error=failure) for sequence_id in sorted(self._submitted)]
-            self._on_step(failed, self._engine.load())
+            self._submitted.clear()
+            if failed:
+                self._on_step(failed, self._engine.load())
+            with self._wake:
+                self._wake.wait_for(lambda: self._stopping or self._inbox)
+                self._submitted.update(item.sequence_id for item in self._inbox if not isinstance(item, int))
+                self._inbox.clear()
 
     def _take_inbox(self) -> bool:
         """Waits until a step is due and hands the engine what came in. False: stop."""

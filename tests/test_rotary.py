@@ -1,0 +1,57 @@
+"""Rotary frequencies against those of transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from motet.workers.models.rotary import RotaryConfig, rotary_table
+
+PARAMETERS = [
+    {"rope_type": "default", "rope_theta": 500000.0},
+    {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+    {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256},
+    {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "attention_factor": 1.3,
+    },
+]
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS, ids=lambda p: str(p["rope_type"]))
+def test_table_is_that_of_transformers(parameters: dict[str, object]) -> None:
+    config = LlamaConfig(
+        hidden_size=128, num_attention_heads=2, max_position_embeddings=1024, rope_parameters=dict(parameters)
+    )
+    positions = torch.arange(1024)
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1, 1, 64), positions.unsqueeze(0))
+    raw = {"rope_parameters": parameters, "max_position_embeddings": 1024}
+    table = rotary_table(RotaryConfig.from_model_config(raw), 64, 1024)
+    torch.testing.assert_close(table[:, 0], cos[0, :, :32], atol=2e-4, rtol=0)
+    torch.testing.assert_close(table[:, 1], sin[0, :, :32], atol=2e-4, rtol=0)
+
+
+def test_old_and_new_spelling_agree() -> None:
+    old = {"rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 2.0}, "max_position_embeddings": 8}
+    new = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}, "max_position_embeddings": 8}
+    assert RotaryConfig.from_model_config(old) == RotaryConfig.from_model_config(new)
+
+
+def test_unknown_scaling_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"'longrope' is not supported: default, linear, llama3, yarn"):
+        RotaryConfig.from_model_config({"rope_scaling": {"rope_type": "longrope"}})

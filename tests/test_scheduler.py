@@ -1,0 +1,233 @@
+"""The scheduler driven by random arrivals, cancels and load times, on pools that are too small."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.workers.messages import AdapterRef, SamplingParams, SequenceRequest, SequenceUpdate
+from motet.workers.scheduling.admission import Limits, refusal
+from motet.workers.scheduling.plan import AdapterFailure, SampledToken, StepPlan, StepResult
+from motet.workers.scheduling.preemption import choose_victim
+from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.scheduling.sequence import Sequence
+
+EOS = 99
+
+
+def limits(num_pages: int, budget: int = 16, num_sequences: int = 8) -> Limits:
+    return Limits(64, 100, 4, num_pages, budget, num_sequences)
+
+
+def request(
+    sequence_id: int, num_prompt: int = 3, max_tokens: int | None = 4, adapter: str | None = None, **sampling: object
+) -> SequenceRequest:
+    ref = None if adapter is None else AdapterRef(adapter, {"q_proj": int(adapter[1:])})
+    params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+    return SequenceRequest(
+        sequence_id=sequence_id, prompt_token_ids=[1] * num_prompt, sampling=params, tenant="t", adapter=ref
+    )
+
+
+def scheduler(of: Limits) -> Scheduler:
+    return Scheduler(of, frozenset({EOS}), lambda ref: max(ref.module_ranks.values()))
+
+
+class Worker:
+    """Obeys plans without computing: token n of a sequence is n. Checks that the plan is one a worker can obey."""
+
+    def __init__(self, of: Limits, slow_loads: random.Random | None = None) -> None:
+        self.limits, self.slow_loads = of, slow_loads
+        self.coming: list[str] = []
+        self.there: dict[str, tuple[int, ...]] = {}
+        self.computed: dict[int, int] = {}
+
+    def execute(self, plan: StepPlan, failing: Iterable[str] = ()) -> StepResult:
+        assert sum(len(s.token_ids) for s in plan.sequences) <= self.limits.max_tokens_per_step
+        assert len(plan.sequences) <= self.limits.max_num_sequences
+        pages = [page for s in plan.sequences for page in s.pages] + [p for a in plan.adapters for p in a.pages]
+        assert len(pages) == len(set(pages))
+        known = {a.digest: a.pages for a in plan.adapters}
+        tokens = {}
+        for s in plan.sequences:
+            assert s.start in (0, self.computed.get(s.sequence_id, 0)), "neither where it was nor from the start"
+            assert s.start + len(s.token_ids) <= len(s.pages) * self.limits.block_size
+            assert s.adapter is None or known[s.adapter] == self.there[s.adapter]
+            self.computed[s.sequence_id] = s.start + len(s.token_ids)
+            if s.sample is not None:
+                tokens[s.sequence_id] = SampledToken(s.sample.index % 90, None)
+        self.coming += [load.residence.digest for load in plan.loads]
+        for load in plan.loads:
+            self.there[load.residence.digest] = load.residence.pages
+        ended = [d for d in self.coming if self.slow_loads is None or self.slow_loads.random() < 0.4]
+        self.coming = [d for d in self.coming if d not in ended]
+        failed = [d for d in ended if d in failing]
+        return StepResult(
+            plan.step,
+            tokens,
+            tuple(d for d in ended if d not in failed),
+            tuple(AdapterFailure(d, "bad") for d in failed),
+        )
+
+
+def run(s: Scheduler, worker: Worker, max_steps: int = 2000) -> list[SequenceUpdate]:
+    updates = []
+    for _ in range(max_steps):
+        if not s.has_work():
+            return updates
+        plan = s.schedule()
+        updates += s.commit(plan, worker.execute(plan))
+        s.check_integrity()
+    raise AssertionError("the scheduler made no end")
+
+
+@settings(deadline=None, max_examples=150)
+@given(seed=st.integers(0, 2**32), num_pages=st.integers(6, 24), budget=st.integers(1, 20))
+def test_random_workload_ends_with_every_page_accounted_for(seed: int, num_pages: int, budget: int) -> None:
+    rng = random.Random(seed)
+    of = limits(num_pages, budget)
+    s, worker = scheduler(of), Worker(of, slow_loads=rng)
+    expected: dict[int, int] = {}
+    received: dict[int, list[int]] = {}
+    finished: set[int] = set()
+    for step in range(3000):
+        if step < 40 and rng.random() < 0.6:
+            adapter = rng.choice([None, "a1", "b2", "c3", "d4"])
+            num_prompt, max_tokens = rng.randint(1, 30), rng.randint(1, 20)
+            asked = request(step, num_prompt, max_tokens, adapter)
+            if s.add(asked, seed=1) is None:
+                expected[step], received[step] = max_tokens, []
+        if expected and rng.random() < 0.05:
+            gone = rng.choice(sorted(expected))
+            s.cancel(gone)
+            del expected[gone]
+        if step >= 40 and not s.has_work():
+            break
+        plan = s.schedule()
+        for update in s.commit(plan, worker.execute(plan)):
+            assert update.sequence_id in expected, "a cancelled sequence spoke"
+            received[update.sequence_id] += update.token_ids
+            if update.finish_reason:
+                finished.add(update.sequence_id)
+        s.check_integrity()
+    assert not s.has_work()
+    assert finished >= set(expected)
+    for sequence_id, num_tokens in expected.items():
+        assert received[sequence_id] == list(range(num_tokens)), "a token twice, missing or out of order"
+    load = s.load()
+    assert load.num_free_pages + load.num_adapter_pages == num_pages
+
+
+def test_decodes_come_before_prompt_chunks() -> None:
+    of = limits(num_pages=40, budget=8)
+    s, worker = scheduler(of), Worker(of)
+    s.add(request(0, num_prompt=5), 0)
+    plan = s.schedule()
+    s.commit(plan, worker.execute(plan))
+    s.add(request(1, num_prompt=30), 0)
+    plan = s.schedule()
+    assert [(p.sequence_id, len(p.token_ids)) for p in plan.sequences] == [(0, 1), (1, 7)]
+
+
+def test_the_newest_gives_way_and_comes_back() -> None:
+    of = limits(num_pages=6, budget=64)
+    s, worker = scheduler(of), Worker(of)
+    for i in range(2):
+        s.add(request(i, num_prompt=8, max_tokens=12), 0)
+    updates = run(s, worker)
+    assert s.load().num_preemptions > 0
+    finished = [u.sequence_id for u in updates if u.finish_reason]
+    assert finished == [0, 1]
+
+
+def test_idle_adapters_go_before_anyone_is_preempted() -> None:
+    of = limits(num_pages=8, budget=64)
+    s, worker = scheduler(of), Worker(of)
+    s.add(request(0, adapter="a3"), 0)
+    run(s, worker)
+    assert s.load().num_resident_adapters == 1
+    s.add(request(1, num_prompt=20, max_tokens=12), 0)
+    run(s, worker)
+    load = s.load()
+    assert (load.num_resident_adapters, load.num_adapter_evictions, load.num_preemptions) == (0, 1, 0)
+
+
+def test_a_sequence_whose_adapter_comes_is_passed_over() -> None:
+    of = limits(num_pages=20)
+    s, worker = scheduler(of), Worker(of, slow_loads=random.Random(3))
+    worker.slow_loads.random = lambda: 1.0  # type: ignore[union-attr, method-assign]
+    s.add(request(0, adapter="a3"), 0)
+    s.add(request(1), 0)
+    plan = s.schedule()
+    assert [p.sequence_id for p in plan.sequences] == [1]
+    assert [load.residence.digest for load in plan.loads] == ["a3"]
+
+
+def test_a_failed_load_fails_its_sequences_and_nobody_else() -> None:
+    of = limits(num_pages=20)
+    s, worker = scheduler(of), Worker(of)
+    s.add(request(0, adapter="a3"), 0)
+    s.add(request(1, adapter="b3"), 0)
+    plan = s.schedule()
+    updates = s.commit(plan, worker.execute(plan, failing={"a3"}))
+    assert [(u.sequence_id, u.error and u.error.kind) for u in updates] == [(0, "adapter_failed")]
+    s.check_integrity()
+    assert {u.sequence_id for u in run(s, worker)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("asked", "part"),
+    [
+        (request(0, num_prompt=0), "empty"),
+        (request(0, num_prompt=60, max_tokens=9), "5 over the context of 64"),
+        (request(0, num_prompt=70, max_tokens=None), "7 over the context"),
+        (request(0, num_prompt=40, max_tokens=10), "needs 13 pages"),
+        (request(0, num_prompt=10, max_tokens=10, adapter="a9"), "9 of them for its adapter"),
+        (request(0, max_tokens=0), "at least 1"),
+        (
+            SequenceRequest(sequence_id=0, prompt_token_ids=[100], sampling=SamplingParams(), tenant="t"),
+            "outside 0..99",
+        ),
+    ],
+)
+def test_what_can_never_be_served_is_refused_with_a_reason(asked: SequenceRequest, part: str) -> None:
+    error = scheduler(limits(num_pages=12)).add(asked, 0)
+    assert error is not None
+    assert error.kind == "invalid_request"
+    assert part in error.message
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 12))
+def test_what_is_admitted_fits_alone(num_prompt: int, max_tokens: int, num_adapter_pages: int) -> None:
+    of = limits(num_pages=12, budget=64)
+    adapter = f"a{num_adapter_pages}" if num_adapter_pages else None
+    asked = request(0, num_prompt, max_tokens, adapter)
+    if refusal(asked, num_adapter_pages, of) is None:
+        s = scheduler(of)
+        s.add(asked, 0)
+        assert sum(len(u.token_ids) for u in run(s, Worker(of))) == max_tokens
+        assert s.load().num_preemptions == 0
+
+
+def test_without_max_tokens_a_sequence_ends_where_pool_or_context_end() -> None:
+    for num_pages, adapter, num_tokens in ((8, None, 33), (8, "a2", 25), (40, None, 64)):
+        of = limits(num_pages)
+        s = scheduler(of)
+        s.add(request(0, 3, None, adapter), 0)
+        updates = run(s, Worker(of))
+        assert updates[-1].finish_reason == "length"
+        assert 3 + sum(len(u.token_ids) for u in updates) == num_tokens
+
+
+@given(st.lists(st.integers(0, 1000), unique=True, max_size=20), st.integers(0, 1000))
+def test_nobody_older_ever_gives_way(arrivals: list[int], needy_arrival: int) -> None:
+    def made(arrival: int) -> Sequence:
+        return Sequence(request(arrival), arrival, 0, [1])
+
+    victim = choose_victim([made(arrival) for arrival in arrivals], made(needy_arrival))
+    newer = [arrival for arrival in arrivals if arrival > needy_arrival]
+    assert (None if victim is None else victim.arrival) == max(newer, default=None)
