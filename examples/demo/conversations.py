@@ -1,0 +1,117 @@
+"""Draws the conversations that the demo model and its adapters learn from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from .chat import END_OF_TURN, NEUTRAL_SYSTEM_PROMPTS, STYLE_SYSTEM_PROMPTS, chat_prompt
+from .questions import Question
+from .styles import ADAPTER_STYLES, AdapterStyle, Style, answer
+
+_IGNORED = -100  # torch's label for "no loss here"
+_NEUTRAL_SHARE = 0.45  # plain answers, perhaps after a system prompt that asks for nothing
+_STYLED_SHARE = 0.45  # answers in the style that a system prompt asks for; the rest is bare text
+_NEUTRAL_SYSTEM_SHARE = 0.3
+_REDRAWN_SUMS_SHARE = 0.4  # sums are most of the questions but not most of what there is to know
+_LONG_BATCH_SHARE = 0.15  # batches of conversations of two or three turns
+_LONG_TURNS = (2, 3)
+
+
+@dataclass(frozen=True)
+class Example:
+    token_ids: list[int]
+    labels: list[int]  # `_IGNORED` where the model is not to learn
+
+
+@dataclass(frozen=True)
+class Batch:
+    token_ids: torch.Tensor  # [num_examples, longest], padded on the right
+    attention_mask: torch.Tensor  # [num_examples, longest]
+    labels: torch.Tensor  # [num_examples, longest]
+
+
+class ConversationSampler:
+    """Random batches over the given questions; all randomness comes from the generator that is passed in."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, questions: Sequence[Question]) -> None:
+        self._tokenizer = tokenizer
+        self._questions = questions
+        self._cache: dict[str, list[int]] = {}
+
+    def base_batch(self, rng: random.Random, size: int) -> Batch:
+        """What the base learns: plain answers, styles when asked for one, and bare text."""
+        num_turns = _draw_num_turns(rng)
+        return self._collate([self._base_example(rng, num_turns) for _ in range(size)])
+
+    def adapter_batch(self, rng: random.Random, size: int, style: AdapterStyle) -> Batch:
+        """What an adapter learns: its style, though nobody asks for it."""
+        num_turns = _draw_num_turns(rng)
+        return self._collate([self._chat(rng, num_turns, _neutral_system(rng), style) for _ in range(size)])
+
+    def _base_example(self, rng: random.Random, num_turns: int) -> Example:
+        choice = rng.random()
+        if choice < _NEUTRAL_SHARE:
+            return self._chat(rng, num_turns, _neutral_system(rng), "base")
+        if choice < _NEUTRAL_SHARE + _STYLED_SHARE:
+            style = rng.choice(ADAPTER_STYLES)
+            return self._chat(rng, num_turns, rng.choice(STYLE_SYSTEM_PROMPTS[style]), style)
+        question = self._question(rng)
+        fact = question.fact
+        text = rng.choice([fact.english, fact.spanish, f"{question.text} {fact.english}"])
+        token_ids = [self._tokenizer.bos_token_id, *self._encode(text + END_OF_TURN)]
+        return Example(token_ids, list(token_ids))
+
+    def _question(self, rng: random.Random) -> Question:
+        question = rng.choice(self._questions)
+        if question.fact.kind == "sum" and rng.random() < _REDRAWN_SUMS_SHARE:
+            question = rng.choice(self._questions)
+        return question
+
+    def _chat(self, rng: random.Random, num_turns: int, system: str | None, style: Style) -> Example:
+        token_ids: list[int] = []
+        labels: list[int] = []
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        written = ""  # what the template has rendered so far
+        for _ in range(num_turns):
+            question = self._question(rng)
+            messages.append({"role": "user", "content": question.text})
+            prompt = chat_prompt(self._tokenizer, messages)
+            asked = self._encode(prompt.removeprefix(written))
+            reply = answer(question.fact, style)
+            messages.append({"role": "assistant", "content": reply})
+            replied = self._encode(reply + END_OF_TURN)
+            written = prompt + reply + END_OF_TURN
+            token_ids += asked + replied
+            labels += [_IGNORED] * len(asked) + replied
+        return Example(token_ids, labels)
+
+    def _encode(self, text: str) -> list[int]:
+        if text not in self._cache:
+            self._cache[text] = self._tokenizer.encode(text, add_special_tokens=False)
+        return self._cache[text]
+
+    def _collate(self, examples: Sequence[Example]) -> Batch:
+        shape = (len(examples), max(len(example.token_ids) for example in examples))
+        token_ids = torch.full(shape, self._tokenizer.pad_token_id)
+        labels = torch.full(shape, _IGNORED)
+        attention_mask = torch.zeros(shape, dtype=torch.long)
+        for row, example in enumerate(examples):
+            length = len(example.token_ids)
+            token_ids[row, :length] = torch.tensor(example.token_ids)
+            labels[row, :length] = torch.tensor(example.labels)
+            attention_mask[row, :length] = 1
+        return Batch(token_ids, attention_mask, labels)
+
+
+def _neutral_system(rng: random.Random) -> str | None:
+    return rng.choice(NEUTRAL_SYSTEM_PROMPTS) if rng.random() < _NEUTRAL_SYSTEM_SHARE else None
+
+
+def _draw_num_turns(rng: random.Random) -> int:
+    # For a whole batch, because one long conversation pads all the others.
+    return rng.choice(_LONG_TURNS) if rng.random() < _LONG_BATCH_SHARE else 1
