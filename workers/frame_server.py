@@ -16,7 +16,7 @@ import hmac
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import msgspec
@@ -122,7 +122,7 @@ class FrameServer:
                 loop.call_soon_threadsafe(self._deliver, updates, load)
 
         server = grpc.aio.server(options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)))
-        handler = grpc.stream_stream_rpc_method_handler(self._serve)  # bytes in, bytes out
+        handler: Any = grpc.stream_stream_rpc_method_handler(self._serve)  # bytes in, bytes out
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(STREAM_SERVICE, {STREAM_METHOD: handler}),)
         )

@@ -1,0 +1,106 @@
+"""The way of an upload: validate, store, register. Refused anywhere, it leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .adapter import AdapterVersion
+from .content import AdapterContent
+from .errors import UploadTooLarge
+from .events import AdapterDeleted, AdapterSet
+from .layout import AdapterLayout
+from .names import check_name, check_tenant
+from .peft import CONFIG_FILE, TENSORS_FILE
+from .registry import Registry
+from .registry_view import RegistryView
+from .store import AdapterStore
+from .validation import validate
+
+
+@dataclass(frozen=True)
+class UploadLimits:
+    max_config_bytes: int = 1 << 20
+    max_tensors_bytes: int = 4 << 30
+    max_concurrent: int = 2  # uploads validated and packed at once, each in a thread
+
+
+class UploadService:
+    """Changes adapters. Owned by one event loop; the work on tensors is done in threads.
+
+    `layouts` are what adapters are packed for, all of one base. `reserved` are names that no adapter may have.
+    """
+
+    def __init__(
+        self,
+        store: AdapterStore,
+        registry: Registry,
+        view: RegistryView,
+        layouts: Sequence[AdapterLayout],
+        reserved: Collection[str] = (),
+        limits: UploadLimits | None = None,
+    ) -> None:
+        if not layouts or any(layout.shape != layouts[0].shape for layout in layouts):
+            raise ValueError(f"{len(layouts)} layouts: at least one is needed, and all must be of one base")
+        self.limits = limits or UploadLimits()
+        self._store = store
+        self._registry = registry
+        self._view = view
+        self._layouts = tuple(layouts)
+        self._reserved = frozenset(reserved)
+        self._slots = asyncio.Semaphore(self.limits.max_concurrent)
+
+    async def upload(self, tenant: str, name: str, config: bytes | Path, tensors: Path) -> tuple[AdapterVersion, bool]:
+        """The version that the name now points to, and whether it is new; the same bytes again are not.
+
+        `config` and `tensors` are adapter_config.json, as bytes or a file, and the file adapter_model.safetensors; the
+        caller removes them afterwards. Once this returns, the adapter survives the death of the process. Raises
+        AdapterInvalid, UploadTooLarge, RegistryUnavailable; after the last the same upload may be repeated.
+        """
+        check_tenant(tenant)
+        check_name(name, self._reserved)
+        await self._registry.ping()  # no work for an upload that cannot be registered
+        async with self._slots:
+            content = await asyncio.to_thread(self._keep, config, tensors)
+        adapter, created = await self._registry.register(
+            tenant, name, digest=content.digest, module_ranks=content.module_ranks, num_bytes=content.num_bytes
+        )
+        self._view.apply(AdapterSet(adapter))
+        return adapter, created
+
+    async def delete(self, tenant: str, name: str) -> bool:
+        """Whether there was such a name; there is none now. What runs on it finishes. Raises RegistryUnavailable."""
+        version = await self._registry.delete(tenant, name)
+        if version is None:
+            return False
+        self._view.apply(AdapterDeleted(tenant, name, version))
+        return True
+
+    async def list(self, tenant: str) -> list[AdapterVersion]:
+        """The tenant's adapters, sorted by name. Raises RegistryUnavailable."""
+        return await self._registry.list(tenant)
+
+    async def get(self, tenant: str, name: str) -> AdapterVersion | None:
+        """The name's current version. Raises RegistryUnavailable."""
+        return await self._registry.get(tenant, name)
+
+    async def sweep(self, older_than_s: float = 3600.0) -> int:
+        """Removes stored adapters that no name has pointed to for so long; returns how many. Call it now and then."""
+        referenced = await self._registry.digests()
+        return len(await asyncio.to_thread(self._store.sweep, referenced, older_than_s))
+
+    def _keep(self, config: bytes | Path, tensors: Path) -> AdapterContent:
+        config_bytes = config.stat().st_size if isinstance(config, Path) else len(config)
+        _check_size(CONFIG_FILE, config_bytes, self.limits.max_config_bytes)
+        _check_size(TENSORS_FILE, tensors.stat().st_size, self.limits.max_tensors_bytes)
+        data = config.read_bytes() if isinstance(config, Path) else config
+        content = validate(data, tensors, self._layouts[0].shape)
+        self._store.put(content, self._layouts)
+        return content
+
+
+def _check_size(what: str, num_bytes: int, limit: int) -> None:
+    if num_bytes > limit:
+        raise UploadTooLarge(f"{what} has {num_bytes} bytes: at most {limit} are accepted")

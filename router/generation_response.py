@@ -1,0 +1,152 @@
+"""The HTTP answer of a generation: one JSON document, or server-sent events.
+
+An ASGI response of its own, because every token passes here: one event a step goes straight to the server. The status
+waits for the first update, so that an early failure has the right one. A client that goes away cancels the sequences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+from msgspec import UNSET
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .answer_shape import AnswerShape, joined
+from .choice import Delta
+from .generation import Generation, SequenceFailedError
+from .metrics import Metrics
+from .openai_answers import ChunkUsage
+from .openai_errors import ApiError, from_sequence_error, internal_error
+
+CLIENT_CLOSED_REQUEST: Final = 499  # nobody sees it but the metrics
+
+_HEADERS: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies hold back streams otherwise
+]
+_encode: Final = msgspec.json.Encoder().encode
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StreamStyle:
+    """How events are told to be."""
+
+    include_usage: bool = False
+    usage_in_every_chunk: bool = False
+
+
+class GenerationResponse:
+    """`status_code` is what was sent, once the call is over."""
+
+    def __init__(
+        self, generation: Generation, shape: AnswerShape, stream: StreamStyle | None, metrics: Metrics
+    ) -> None:
+        """`stream`: None for one JSON document."""
+        self.status_code = CLIENT_CLOSED_REQUEST
+        self._generation = generation
+        self._shape = shape
+        self._stream = stream
+        self._metrics = metrics
+        self._has_started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = asyncio.create_task(self._answer(scope, receive, send))
+        gone = asyncio.create_task(_client_gone(receive))
+        self._metrics.num_open_generations += 1
+        try:
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._metrics.num_open_generations -= 1
+            self._generation.cancel()
+            gone.cancel()
+            answer.cancel()  # a no-op when it is done
+            await asyncio.gather(answer, gone, return_exceptions=True)
+        if answer.cancelled():
+            gone.result()  # raises if the server could not tell whether the client is there
+        else:
+            answer.result()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if self._stream is None:
+                await self._send_whole(scope, receive, send)
+            else:
+                await self._send_events(send, self._stream)
+            return
+        except SequenceFailedError as failure:
+            error = from_sequence_error(failure.error)
+        except OSError:  # of a server that says so when the client is gone
+            return
+        except Exception:
+            _log.exception("a generation failed")
+            error = internal_error()
+        await self._send_error(error, scope, receive, send)
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation = self._generation
+        deltas: list[list[Delta]] = [[] for _ in generation.choices]
+        async with aclosing(generation.updates()) as updates:
+            async for index, update in updates:
+                deltas[index].append(generation.take(index, update))
+        answer = self._shape.whole([joined(parts) for parts in deltas], generation.usage())
+        response = Response(_encode(answer), media_type="application/json")
+        self.status_code = response.status_code
+        self._has_started = True
+        await response(scope, receive, send)
+
+    async def _send_events(self, send: Send, style: StreamStyle) -> None:
+        generation, shape = self._generation, self._shape
+        async with aclosing(generation.updates()) as updates:
+            async for index, update in updates:
+                delta = generation.take(index, update)
+                usage = self._chunk_usage(style)
+                opening = b"" if self._has_started else await self._start_events(send, usage)
+                if not delta.is_empty:
+                    await _send_body(send, opening + _event(shape.chunk(index, delta, usage)))
+                elif opening:
+                    await _send_body(send, opening)
+        closing = _event(shape.closing(generation.usage())) if style.include_usage else b""
+        await _send_body(send, closing + b"data: [DONE]\n\n", more=False)
+
+    async def _start_events(self, send: Send, usage: ChunkUsage) -> bytes:
+        """Sends the headers. Returns the first events."""
+        self.status_code = 200
+        self._has_started = True
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        return b"".join(map(_event, self._shape.opening(usage)))
+
+    async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        """As the answer, or as the last event of a stream: without [DONE], so that nobody takes it for whole."""
+        if self._has_started:
+            await _send_body(send, b"data: " + error.body() + b"\n\n", more=False)
+        else:
+            self.status_code = error.status_code
+            self._has_started = True
+            await error.response()(scope, receive, send)
+
+    def _chunk_usage(self, style: StreamStyle) -> ChunkUsage:
+        if style.usage_in_every_chunk:
+            return self._generation.usage()
+        return None if style.include_usage else UNSET
+
+
+def _event(chunk: msgspec.Struct) -> bytes:
+    return b"data: " + _encode(chunk) + b"\n\n"
+
+
+async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def _client_gone(receive: Receive) -> None:
+    """Returns when the client has closed the connection. The request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

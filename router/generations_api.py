@@ -1,0 +1,178 @@
+"""/v1/completions and /v1/chat/completions: from a request's body to the response that will answer it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+
+from ..adapters.registry_view import RegistryView
+from ..workers.messages import AdapterRef
+from .answer_shape import AnswerHead, AnswerShape
+from .base_model import BaseModel
+from .chat_answer import ChatAnswer
+from .chat_prompt import chat_prompt
+from .completion_answer import CompletionAnswer
+from .completion_prompts import completion_prompts
+from .config import RouterConfig
+from .dispatch import Dispatcher
+from .generation import Generation, GenerationRequest, Prompt
+from .generation_response import GenerationResponse, StreamStyle
+from .json_body import read_json
+from .metrics import Metrics
+from .openai_errors import invalid_value, unsupported
+from .openai_schema import ChatRequest, CompletionRequest, GenerationFields
+from .sampling import check_length, sampling_params, stop_strings
+from .tenants.auth import tenant_of
+from .text import TextService
+from .unsupported_fields import refuse_unsupported
+
+_COMPLETION: Final = msgspec.json.Decoder(CompletionRequest)
+_CHAT: Final = msgspec.json.Decoder(ChatRequest)
+
+_DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions; a chat's is all that the context or the pool leaves
+
+
+class GenerationsApi:
+    def __init__(
+        self,
+        config: RouterConfig,
+        base: BaseModel,
+        dispatcher: Dispatcher,
+        view: RegistryView,
+        text: TextService,
+        metrics: Metrics,
+    ) -> None:
+        self._config = config
+        self._base = base
+        self._dispatcher = dispatcher
+        self._view = view
+        self._text = text
+        self._metrics = metrics
+
+    async def complete(self, http: Request) -> GenerationResponse:
+        started_at = time.perf_counter()
+        tenant = tenant_of(http, self._view)
+        request = await read_json(http, _COMPLETION, self._config.max_body_bytes)
+        adapter = self._admit(request, tenant)
+        if request.echo and request.logprobs is not None:
+            raise unsupported("echo", "the prompt's log probabilities are not computed; leave echo or logprobs out.")
+        token_lists = await completion_prompts(request, self._text, self._base.gang().vocab_size)
+        self._check_num_sequences(len(token_lists), request, "prompt")
+        context = self._base.gang().max_model_len
+        prompts = [
+            self._prompt(
+                request, ids, "prompt", _completion_length(request.max_tokens, context - len(ids)), request.logprobs
+            )
+            for ids in token_lists
+        ]
+        each = [ids for ids in token_lists for _ in range(request.n or 1)]
+        shape = CompletionAnswer(
+            _head("cmpl-", request),
+            self._text.token_bytes,
+            echoes=[self._text.decode(ids) if request.echo else "" for ids in each],
+            prompts=each,
+            with_logprobs=request.logprobs is not None,
+            with_token_ids=bool(request.return_token_ids),
+        )
+        return self._response(request, prompts, tenant, adapter, shape, started_at)
+
+    async def chat(self, http: Request) -> GenerationResponse:
+        started_at = time.perf_counter()
+        tenant = tenant_of(http, self._view)
+        request = await read_json(http, _CHAT, self._config.max_body_bytes)
+        adapter = self._admit(request, tenant)
+        if request.echo:
+            raise unsupported("echo", "a chat's prompt is not repeated; leave it out.")
+        if request.top_logprobs is not None and not request.logprobs:
+            raise invalid_value("top_logprobs", "it needs logprobs to be true.")
+        token_ids = await chat_prompt(request, self._text)
+        self._check_num_sequences(1, request, "n")
+        max_tokens = request.max_completion_tokens or request.max_tokens
+        num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        prompt = self._prompt(request, token_ids, "messages", max_tokens, num_logprobs)
+        shape = ChatAnswer(
+            _head("chatcmpl-", request),
+            self._text.token_bytes,
+            num_choices=request.n or 1,
+            prompt=token_ids,
+            with_logprobs=bool(request.logprobs),
+            with_token_ids=bool(request.return_token_ids),
+        )
+        return self._response(request, [prompt], tenant, adapter, shape, started_at)
+
+    def _admit(self, request: GenerationFields, tenant: str) -> AdapterRef | None:
+        """What the model's name means; None: the base. Raises for what is refused before anything is computed."""
+        adapter = self._base.adapter(tenant, request.model)
+        refuse_unsupported(request)
+        if request.stream_options is not None and not request.stream:
+            raise invalid_value("stream_options", "it is only allowed with stream: true.")
+        return adapter
+
+    def _check_num_sequences(self, num_prompts: int, request: GenerationFields, param: str) -> None:
+        limit = self._config.max_sequences_per_request
+        if num_prompts * (request.n or 1) > limit:
+            message = f"prompts times n are {num_prompts * (request.n or 1)} sequences: at most {limit} are accepted."
+            raise invalid_value(param, message)
+
+    def _prompt(
+        self,
+        request: GenerationFields,
+        token_ids: list[int],
+        param: str,
+        max_tokens: int | None,
+        num_logprobs: int | None,
+    ) -> Prompt:
+        gang = self._base.gang()
+        check_length(len(token_ids), max_tokens, gang, prompt_param=param)
+        sampling = sampling_params(
+            request, max_tokens=max_tokens, num_logprobs=num_logprobs, vocab_size=gang.vocab_size
+        )
+        return Prompt(token_ids, sampling)
+
+    def _response(
+        self,
+        request: GenerationFields,
+        prompts: list[Prompt],
+        tenant: str,
+        adapter: AdapterRef | None,
+        shape: AnswerShape,
+        started_at: float,
+    ) -> GenerationResponse:
+        generation = Generation(
+            GenerationRequest(
+                prompts=prompts,
+                n=request.n or 1,
+                tenant=tenant,
+                adapter=adapter,
+                stop=stop_strings(request),
+                keep_token_ids=bool(request.return_token_ids),
+                keep_logprobs=prompts[0].sampling.num_logprobs is not None,
+            ),
+            self._dispatcher,
+            self._text,
+            self._metrics,
+            started_at,
+        )
+        return GenerationResponse(generation, shape, _stream_style(request), self._metrics)
+
+
+def _stream_style(request: GenerationFields) -> StreamStyle | None:
+    if not request.stream:
+        return None
+    options = request.stream_options
+    if options is None or not options.include_usage:
+        return StreamStyle()
+    return StreamStyle(include_usage=True, usage_in_every_chunk=bool(options.continuous_usage_stats))
+
+
+def _completion_length(asked: int | None, left: int) -> int:
+    """What was asked for; else OpenAI's default of this route, or what the context has left if that is less."""
+    return max(min(_DEFAULT_COMPLETION_TOKENS, left), 1) if asked is None else asked
+
+
+def _head(prefix: str, request: GenerationFields) -> AnswerHead:
+    return AnswerHead(prefix + secrets.token_hex(12), int(time.time()), request.model)

@@ -1,0 +1,221 @@
+"""One router's connection to one gang leader: many sequences over one gRPC stream.
+
+There is one writer and one reader, since concurrent writes to a gRPC stream may hang; what sequences have to say while
+a write is under way goes out together in the next message. The connection is made again, with growing pauses, for as
+long as the leader is wanted. When it breaks, the sequences on it are handed back at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import grpc
+import msgspec
+
+from ..workers.messages import (
+    MAX_MESSAGE_BYTES,
+    STREAM_METHOD,
+    STREAM_SERVICE,
+    TOKEN_KEY,
+    Cancel,
+    EngineLoad,
+    Frame,
+    FromLeader,
+    GangInfo,
+    Hello,
+    Submit,
+    ToLeader,
+)
+from .open_sequence import OpenSequence
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 5_000),  # notices a leader whose host vanished
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),  # a proxy of the environment is not for inside the cluster
+    ("grpc.use_local_subchannel_pool", 1),  # no memory of failed attempts at the same address
+)
+MAX_TOKENS_PER_MESSAGE = 4 << 20  # a token id takes at most 5 bytes, so a message stays far below its limit
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 2.0
+HELLO_TIMEOUT_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class LeaderConnection:
+    """Keeps itself connected from `start` on until it is closed, or retired and idle. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        on_connect: Callable[[], None],
+        on_lost: Callable[[list[OpenSequence], str], None],
+    ) -> None:
+        """`on_lost` gets the unfinished sequences of a connection that broke, and the reason."""
+        self.address = address
+        self.info: GangInfo | None = None  # None: not connected
+        self.load = EngineLoad()  # as of the last frame
+        self.num_unseen = 0  # sequences submitted since, which `load` may not count
+        self.retired = False
+        self._token = token
+        self._on_connect = on_connect
+        self._on_lost = on_lost
+        self._sequences: dict[int, OpenSequence] = {}
+        self._last_id = 0
+        self._outbox: deque[Submit | Cancel] = deque()
+        self._outbox_filled = asyncio.Event()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromLeader] = msgspec.msgpack.Decoder(FromLeader)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._sequences)
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._stay_connected(), name=f"leader {self.address}")
+
+    def retire(self) -> None:
+        """Takes no new sequences; closes itself once the last one has ended, or when the connection breaks."""
+        self.retired = True
+        if not self._sequences and self._task is not None:
+            self._task.cancel()
+
+    async def close(self) -> None:
+        """Ends the connection now; its sequences are lost."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def submit(self, sequence: OpenSequence) -> None:
+        """Sends a sequence's request under an id of this connection's own. Only while connected and not retired."""
+        assert self.info is not None
+        assert not self.retired
+        self._last_id += 1
+        sequence_id = self._last_id
+        self._sequences[sequence_id] = sequence
+        sequence.on_cancel = partial(self._cancel, sequence_id)
+        self.num_unseen += 1
+        self._send(Submit(msgspec.structs.replace(sequence.request, sequence_id=sequence_id)))
+
+    def _cancel(self, sequence_id: int) -> None:
+        if sequence_id in self._sequences:
+            self._send(Cancel(sequence_id))
+            self._forget(sequence_id)
+
+    def _send(self, message: Submit | Cancel) -> None:
+        self._outbox.append(message)
+        self._outbox_filled.set()
+
+    def _forget(self, sequence_id: int) -> None:
+        del self._sequences[sequence_id]
+        if self.retired and not self._sequences and self._task is not None:
+            self._task.cancel()
+
+    async def _stay_connected(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while not self.retired:
+            reason = "the connection was closed"
+            try:
+                async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+                    call: Any = channel.stream_stream(f"/{STREAM_SERVICE}/{STREAM_METHOD}")(
+                        metadata=((TOKEN_KEY, self._token),)
+                    )
+                    await self._greet(call)
+                    pause_s = FIRST_PAUSE_S
+                    await self._exchange(call)
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+            except (TimeoutError, msgspec.DecodeError, ConnectionError) as error:
+                reason = str(error)
+            except Exception as error:  # a defect of ours must not leave the router without its gang for good
+                _log.exception("the connection to %s broke unexpectedly", self.address)
+                reason = repr(error)
+            finally:
+                self._disconnected(reason)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _greet(self, call: Any) -> None:
+        """Learns who the leader is; from here on it can be chosen."""
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                data = await call.read()
+        except TimeoutError:
+            raise TimeoutError(f"no greeting within {HELLO_TIMEOUT_S} s") from None
+        if data is grpc.aio.EOF:
+            raise ConnectionError("the leader ended the stream before its greeting")
+        hello = self._decoder.decode(data)
+        if not isinstance(hello, Hello):
+            raise ConnectionError("the leader sent a frame before its greeting")
+        self.info = hello.info
+        _log.info("connected to gang %s at %s", hello.info.gang_id, self.address)
+        self._on_connect()
+
+    async def _exchange(self, call: Any) -> None:
+        """Reads frames and writes messages until the stream breaks."""
+        writer = asyncio.create_task(self._write(call))
+        try:
+            while (data := await call.read()) is not grpc.aio.EOF:
+                message = self._decoder.decode(data)
+                if isinstance(message, Frame):
+                    self._receive(message)
+        finally:
+            writer.cancel()
+        raise ConnectionError("the leader ended the stream")
+
+    def _receive(self, frame: Frame) -> None:
+        self.load = frame.load
+        self.num_unseen = 0
+        for update in frame.updates:
+            sequence = self._sequences.get(update.sequence_id)
+            if sequence is None:
+                continue  # cancelled while the update was under way
+            sequence.push(update)
+            if sequence.closed:
+                self._forget(update.sequence_id)
+
+    async def _write(self, call: Any) -> None:
+        """Writes what the outbox holds. Ends quietly when the stream breaks: the reader learns why."""
+        while True:
+            await self._outbox_filled.wait()
+            try:
+                await call.write(self._encoder.encode(ToLeader(self._take_outbox())))
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return
+
+    def _take_outbox(self) -> list[Submit | Cancel]:
+        taken: list[Submit | Cancel] = []
+        num_tokens = 0
+        while self._outbox and num_tokens <= MAX_TOKENS_PER_MESSAGE:
+            message = self._outbox.popleft()
+            taken.append(message)
+            if isinstance(message, Submit):
+                num_tokens += len(message.request.prompt_token_ids)
+        if not self._outbox:
+            self._outbox_filled.clear()
+        return taken
+
+    def _disconnected(self, reason: str) -> None:
+        if self.info is not None and not self.retired:
+            _log.warning("lost gang %s at %s: %s", self.info.gang_id, self.address, reason)
+        self.info = None
+        self.load = EngineLoad()
+        self.num_unseen = 0
+        self._outbox.clear()
+        self._outbox_filled.clear()
+        sequences, self._sequences = self._sequences, {}
+        for sequence in sequences.values():
+            sequence.on_cancel = None
+        self._on_lost(list(sequences.values()), reason)

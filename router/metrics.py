@@ -1,0 +1,81 @@
+"""Counters of one router and their Prometheus text. No label names a tenant or an adapter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from ..workers.messages import EngineLoad
+from .histogram import Histogram
+
+FIRST_TOKEN_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+INTER_TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+# Fields of EngineLoad that only grow.
+_ENGINE_COUNTERS = frozenset(
+    {
+        "num_steps",
+        "num_computed_tokens",
+        "num_generated_tokens",
+        "num_preemptions",
+        "num_adapter_loads",
+        "num_adapter_evictions",
+    }
+)
+
+
+class Metrics:
+    """Written by request handlers on the router's event loop; read at a scrape."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()  # by route and status
+        self.num_open_generations = 0
+        self.num_prompt_tokens = 0
+        self.num_completion_tokens = 0
+        self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS_S)
+        self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)  # between updates of a sequence
+        self.last_token_at: float | None = None  # time.perf_counter()
+
+    def exposition(self, load: EngineLoad | None) -> bytes:
+        """Prometheus' text format. `load`: of the engine; None: no gang is connected."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Families(self, load))
+        return generate_latest(registry)
+
+
+class _Families(Collector):
+    def __init__(self, metrics: Metrics, load: EngineLoad | None) -> None:
+        self._metrics = metrics
+        self._load = load
+
+    def collect(self) -> Iterator[Metric]:
+        metrics = self._metrics
+        requests = CounterMetricFamily("motet_requests", "Answered requests.", labels=("route", "status"))
+        for (route, status), count in sorted(metrics.requests.items()):
+            requests.add_metric((route, str(status)), count)
+        yield requests
+        yield GaugeMetricFamily("motet_open_generations", "Requests being answered.", metrics.num_open_generations)
+        yield CounterMetricFamily("motet_prompt_tokens", "Prompt tokens of requests.", metrics.num_prompt_tokens)
+        yield CounterMetricFamily("motet_completion_tokens", "Tokens that came back.", metrics.num_completion_tokens)
+        for name, help_text, histogram in (
+            ("motet_first_token_seconds", "From request to first token.", metrics.first_token_s),
+            ("motet_inter_token_seconds", "Between updates of a sequence.", metrics.inter_token_s),
+        ):
+            yield HistogramMetricFamily(name, help_text, histogram.buckets(), histogram.sum)
+        yield GaugeMetricFamily("motet_gang_connected", "1 if a gang is connected.", float(self._load is not None))
+        if self._load is not None:
+            yield from _engine_families(self._load)
+
+
+def _engine_families(load: EngineLoad) -> Iterator[Metric]:
+    for field, value in msgspec.structs.asdict(load).items():
+        name = f"motet_engine_{field.removeprefix('num_')}"
+        if field in _ENGINE_COUNTERS:
+            yield CounterMetricFamily(name, f"Engine counter {field}.", value)
+        else:
+            yield GaugeMetricFamily(name, f"Engine state {field}.", value)

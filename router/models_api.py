@@ -1,0 +1,54 @@
+"""/v1/models: the base and the caller's adapters."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..adapters.adapter import AdapterVersion
+from ..adapters.registry_view import RegistryView
+from .base_model import BaseModel
+from .openai_answers import Model, ModelList
+from .openai_errors import model_not_found
+from .tenants.auth import tenant_of
+
+OWNER_OF_BASE = "motet"
+
+
+class ModelsApi:
+    def __init__(self, base: BaseModel, view: RegistryView) -> None:
+        self._base = base
+        self._view = view
+        self._created_at = int(time.time())
+
+    async def list(self, request: Request) -> Response:
+        """The base first, then the tenant's adapters by name."""
+        tenant = tenant_of(request, self._view)
+        models = [self._base_model(), *map(self._adapter_model, self._view.list(tenant))]
+        return Response(msgspec.json.encode(ModelList(models)), media_type="application/json")
+
+    async def show(self, request: Request) -> Response:
+        tenant = tenant_of(request, self._view)
+        name = request.path_params["model"]
+        if name == self._base.name:
+            model = self._base_model()
+        else:
+            version = self._view.resolve(tenant, name)
+            if version is None:
+                raise model_not_found(name)
+            model = self._adapter_model(version)
+        return Response(msgspec.json.encode(model), media_type="application/json")
+
+    def _base_model(self) -> Model:
+        return Model(self._base.name, self._created_at, OWNER_OF_BASE, self._base.name, None, self._max_model_len())
+
+    def _adapter_model(self, adapter: AdapterVersion) -> Model:
+        base = self._base.name
+        return Model(adapter.name, int(adapter.created_at), adapter.tenant, base, base, self._max_model_len())
+
+    def _max_model_len(self) -> int | None:
+        gang = self._base.known_gang()
+        return gang.max_model_len if gang is not None else None

@@ -1,0 +1,82 @@
+"""One submitted sequence as its request handler sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from ..workers.messages import ErrorKind, SequenceError, SequenceRequest, SequenceUpdate
+
+
+class OpenSequence:
+    """An async iterator of updates that ends after one with `finish_reason` or `error`, or once cancelled.
+
+    Updates that arrive while the reader is busy are merged into one: a slow reader costs fewer, larger updates, never
+    a growing queue. One reader at a time; everything belongs to one event loop.
+    """
+
+    def __init__(self, request: SequenceRequest) -> None:
+        self.request = request
+        self.on_cancel: Callable[[], None] | None = None  # set by whoever holds the sequence at the time
+        self.started = False  # an update has come
+        self.num_lost = 0  # gangs that were lost with it
+        self._arrived: SequenceUpdate | None = None  # not yet read
+        self._reader: asyncio.Future[None] | None = None
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """No update will be added any more."""
+        return self._closed
+
+    def __aiter__(self) -> OpenSequence:
+        return self
+
+    async def __anext__(self) -> SequenceUpdate:
+        while self._arrived is None:
+            if self._closed:
+                raise StopAsyncIteration
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        update, self._arrived = self._arrived, None
+        return update
+
+    def push(self, update: SequenceUpdate) -> None:
+        """Adds what one step brought."""
+        if self._closed:
+            return
+        self.started = True
+        self._closed = update.finish_reason is not None or update.error is not None
+        self._arrived = update if self._arrived is None else _merged(self._arrived, update)
+        self._wake()
+
+    def fail(self, kind: ErrorKind, message: str) -> None:
+        """Ends the sequence with an error update, unless it has ended."""
+        self.push(SequenceUpdate(self.request.sequence_id, error=SequenceError(kind, message)))
+
+    def cancel(self) -> None:
+        """Forgets the sequence, here and at its leader; unread updates are dropped. No-op when it has ended."""
+        if self._closed:
+            return
+        self._closed = True
+        self._arrived = None
+        if self.on_cancel is not None:
+            self.on_cancel()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+def _merged(first: SequenceUpdate, second: SequenceUpdate) -> SequenceUpdate:
+    """Both updates of one sequence as one, in order."""
+    logprobs = first.logprobs
+    if second.logprobs is not None:
+        logprobs = [*(logprobs or ()), *second.logprobs]
+    return SequenceUpdate(
+        first.sequence_id, [*first.token_ids, *second.token_ids], logprobs, second.finish_reason, second.error
+    )

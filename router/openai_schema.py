@@ -1,0 +1,110 @@
+"""Requests of OpenAI's API, with the extensions that vLLM made common. Answers are in openai_answers.
+
+A null stands for an absent field, as at OpenAI. Fields that are not listed are ignored; those of `UnsupportedFields`
+are listed in order to be refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+NonEmpty = Annotated[str, Meta(min_length=1)]
+TokenId = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM: running usage in every chunk
+
+
+class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that would change the answer and are not obeyed. See `unsupported_fields`."""
+
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    audio: Any = None
+    modalities: Any = None
+    web_search_options: Any = None
+    documents: Any = None
+    chat_template: Any = None
+    suffix: Any = None
+    prompt_embeds: Any = None
+    prompt_logprobs: Any = None
+    logits_processors: Any = None
+    use_beam_search: Any = None
+    min_tokens: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    truncate_prompt_tokens: Any = None
+    skip_special_tokens: Any = None
+    include_stop_str_in_output: Any = None
+    return_tokens_as_token_ids: Any = None
+
+
+class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
+    """What both kinds of request share."""
+
+    model: str
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    best_of: int | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # 0 and -1: off
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    stop: NonEmpty | Annotated[list[NonEmpty], Meta(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    role: Role
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatRequest(GenerationFields, frozen=True, kw_only=True):
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None

@@ -1,0 +1,59 @@
+"""/health, /ready, /metrics and /status: for those who run motet. None of them needs a key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from .. import __version__
+from ..adapters.registry_view import RegistryView
+from .base_model import BaseModel
+from .dispatch import Dispatcher
+from .metrics import Metrics
+from .openai_errors import unavailable
+from .readiness import Readiness
+
+
+class OperationsApi:
+    def __init__(
+        self, base: BaseModel, dispatcher: Dispatcher, view: RegistryView, metrics: Metrics, readiness: Readiness
+    ) -> None:
+        self._base = base
+        self._dispatcher = dispatcher
+        self._view = view
+        self._metrics = metrics
+        self._readiness = readiness
+
+    async def health(self, request: Request) -> Response:
+        """The process is up and its event loop turns; nothing more."""
+        return PlainTextResponse("ok")
+
+    async def ready(self, request: Request) -> Response:
+        """200 if a token can be served, else 503 with the reason."""
+        problem = await self._readiness.problem()
+        if problem is not None:
+            raise unavailable(f"Not ready: {problem}.", "not_ready")
+        return PlainTextResponse("ready")
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(
+            self._metrics.exposition(self._dispatcher.load()), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+    async def status(self, request: Request) -> Response:
+        """What `motet status` shows."""
+        gang = self._dispatcher.gang()
+        load = self._dispatcher.load()
+        status: dict[str, Any] = {
+            "version": __version__,
+            "model": self._base.name,
+            "redis_connected": self._view.connected,
+            "gangs": [] if gang is None else [msgspec.to_builtins(gang)],
+            "load": None if load is None else msgspec.to_builtins(load),
+            "open_generations": self._metrics.num_open_generations,
+        }
+        return Response(msgspec.json.encode(status), media_type="application/json")

@@ -1,0 +1,73 @@
+"""The HTTP front of one router: every route of the OpenAI API and of adapters, around collaborators passed in."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..adapters.registry_view import RegistryView
+from ..adapters.upload import UploadService
+from .adapters_api import AdaptersApi
+from .base_model import BaseModel
+from .config import RouterConfig
+from .dispatch import Dispatcher
+from .endpoint import Endpoint, Handler
+from .generations_api import GenerationsApi
+from .metrics import Metrics
+from .models_api import ModelsApi
+from .openai_errors import ApiError, internal_error
+from .operations_api import OperationsApi
+from .readiness import Readiness
+from .text import TextService
+
+
+def create_app(
+    *,
+    config: RouterConfig,
+    dispatcher: Dispatcher,
+    view: RegistryView,  # started, so that it has loaded the registry once
+    uploads: UploadService,
+    text: TextService,  # TextService.from_folder(path), blocking
+) -> FastAPI:
+    """An app that serves. It has no lifespan of its own: whoever made the collaborators starts and stops them."""
+    metrics = Metrics()
+    base = BaseModel(config.model_name, dispatcher, view)
+    readiness = Readiness(config, dispatcher, metrics)
+    operations = OperationsApi(base, dispatcher, view, metrics, readiness)
+    models = ModelsApi(base, view)
+    generations = GenerationsApi(config, base, dispatcher, view, text, metrics)
+    adapters = AdaptersApi(config, view, uploads)
+    routes: tuple[tuple[str, str, Handler], ...] = (
+        ("POST", "/v1/chat/completions", generations.chat),
+        ("POST", "/v1/completions", generations.complete),
+        ("GET", "/v1/models", models.list),
+        ("GET", "/v1/models/{model:path}", models.show),  # a base's name may have slashes
+        ("POST", "/v1/adapters", adapters.upload),
+        ("GET", "/v1/adapters", adapters.list),
+        ("GET", "/v1/adapters/{name}", adapters.show),
+        ("DELETE", "/v1/adapters/{name}", adapters.delete),
+        ("GET", "/health", operations.health),
+        ("GET", "/ready", operations.ready),
+        ("GET", "/metrics", operations.metrics),
+        ("GET", "/status", operations.status),
+    )
+    app = FastAPI(title="motet", openapi_url=None, docs_url=None, redoc_url=None)
+    for method, path, handler in routes:
+        app.router.routes.append(Route(path, Endpoint(f"{method} {path}", handler, metrics), methods=[method]))
+    app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(Exception, _internal)
+    return app
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+
+
+async def _internal(request: Request, error: Exception) -> Response:
+    return internal_error().response()

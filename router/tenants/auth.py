@@ -1,0 +1,28 @@
+"""Who asks: the bearer key of a request, and the tenant that it belongs to."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from ...adapters.registry_view import RegistryView
+from ..openai_errors import ApiError
+
+_CHALLENGE = {"WWW-Authenticate": "Bearer"}
+
+
+def tenant_of(request: Request, view: RegistryView) -> str:
+    """The caller's tenant, from memory. Raises 401 for a key that is missing or unknown."""
+    header = request.headers.get("authorization", "")
+    scheme, _, key = header.partition(" ")
+    key = key.strip()
+    if scheme.lower() != "bearer" or not key:
+        raise ApiError(
+            401,
+            "You didn't provide an API key. Send it in the header Authorization: Bearer YOUR_KEY.",
+            code="invalid_api_key",
+            headers=_CHALLENGE,
+        )
+    tenant = view.tenant_of_key(key)
+    if tenant is None:
+        raise ApiError(401, "Incorrect API key provided.", code="invalid_api_key", headers=_CHALLENGE)
+    return tenant

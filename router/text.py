@@ -1,0 +1,152 @@
+"""Between text and token ids: encoding, chat templates, and text out of tokens as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from transformers import AutoTokenizer
+
+from .token_bytes import TokenBytes
+
+# A shorter text encodes faster than a thread takes over; a longer one would hold up every stream of this router.
+MAX_CHARS_ON_LOOP: Final = 4096
+# A decoder must see what came just before, or a completion of SentencePiece tokens would lose its first space.
+NUM_CONTEXT_TOKENS: Final = 6
+# Arguments of the template's renderer that are ours to set.
+RESERVED_TEMPLATE_ARGUMENTS: Final = frozenset(
+    {
+        "conversation",
+        "messages",
+        "tokenize",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "padding",
+        "truncation",
+        "max_length",
+        "tokenizer_kwargs",
+    }
+)
+
+
+class ChatTemplateError(Exception):
+    """Messages that cannot be made a prompt. `str()` of it is fit for the client."""
+
+
+class TextService:
+    """Text and tokens of one model. Safe to share between requests; has no state but the tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer`: of transformers, with a `tokenizers` backend."""
+        self._templated = tokenizer
+        self._backend: Tokenizer = tokenizer.backend_tokenizer
+        self._backend.no_truncation()  # a tokenizer.json may carry these from its training
+        self._backend.no_padding()
+        self.token_bytes = TokenBytes(self._backend)
+
+    @classmethod
+    def from_folder(cls, path: Path) -> TextService:
+        """The tokenizer of a model folder in Hugging Face format. Blocking; runs no code from the folder."""
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"{path} has no tokenizer that can be loaded (tokenizer.json is needed): {error}"
+            ) from error
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ValueError(f"{path} has no tokenizer.json: only tokenizers with one are served")
+        return cls(tokenizer)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text; off the event loop when it is long."""
+        if len(text) <= MAX_CHARS_ON_LOOP:
+            return self._encode(text, add_special_tokens)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of all tokens at once, without special tokens."""
+        return str(self._backend.decode(token_ids, skip_special_tokens=True))
+
+    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+        """A new one for a sequence that continues this prompt."""
+        return Detokenizer(self._backend, prompt_token_ids[-NUM_CONTEXT_TOKENS:])
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        arguments: Mapping[str, Any],
+    ) -> str:
+        """The prompt that the model's chat template makes of messages. Raises `ChatTemplateError`."""
+        if self._templated.chat_template is None:
+            raise ChatTemplateError("this model has no chat template, so it cannot chat; use /v1/completions")
+        reserved = sorted(RESERVED_TEMPLATE_ARGUMENTS.intersection(arguments))
+        if reserved:
+            raise ChatTemplateError(f"chat_template_kwargs may not set {', '.join(reserved)}")
+        try:
+            return str(
+                self._templated.apply_chat_template(
+                    list(messages),
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    **arguments,
+                )
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise ChatTemplateError(f"the model's chat template refused the messages: {error}") from error
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+
+class Detokenizer:
+    """Text of one growing sequence. The pieces and the flush joined are the text of all tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        # Context that ends inside of a character would show up in the first piece.
+        whole = not str(tokenizer.decode(context, skip_special_tokens=True)).endswith("�")
+        self._stream = DecodeStream(list(context) if whole else [], skip_special_tokens=True)
+        self._pending: list[int] = []  # tokens since the last piece
+
+    def step(self, token_id: int) -> str:
+        """The text that this token completes; empty for a special token or in the middle of a character."""
+        self._pending.append(token_id)
+        try:
+            piece = self._stream.step(self._tokenizer, token_id)
+        except Exception as error:  # the library raises nothing narrower
+            if "Invalid prefix" not in str(error):
+                raise
+            piece = self._restart()
+        if piece is None:
+            return ""
+        self._pending.clear()
+        return piece
+
+    def _restart(self) -> str | None:
+        """The text of the pending tokens.
+
+        Byte tokens that turn out to be no character spoil those before them too, whose text is out already: the whole
+        run decodes to replacement characters then. The stream goes on from what is not out yet.
+        """
+        *earlier, last = self._pending
+        self._stream = DecodeStream(earlier, skip_special_tokens=True)
+        return self._stream.step(self._tokenizer, last)
+
+    def flush(self) -> str:
+        """What is left of a character that will not be completed. The detokenizer is used up after it."""
+        if not self._pending:
+            return ""
+        return str(self._tokenizer.decode(self._pending, skip_special_tokens=True))

@@ -1,0 +1,31 @@
+"""Fixtures that many tests share."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from motet.adapters.registry import connect
+from motet.cluster.redis_server import RedisServer
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    """A real server for the whole session."""
+    with tempfile.TemporaryDirectory(prefix="motet-") as folder:  # short enough for a Unix socket
+        server = RedisServer(Path(folder) / "redis")
+        yield server.start()
+        server.stop()
+
+
+@pytest.fixture
+async def redis_client(redis_url: str) -> AsyncIterator[Redis]:
+    """A client of an empty server."""
+    client = connect(redis_url)
+    await client.flushall()
+    yield client
+    await client.aclose()

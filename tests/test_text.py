@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from motet.router.text import MAX_CHARS_ON_LOOP, TextService
+from motet.tests.router_rig import CORPUS, byte_level_tokenizer, text_service
+
+TEXT = "the héllo 你好 🎉 👩‍👩‍👧 fox  wörld\n"
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """Of SentencePiece's kind: spaces are ▁, unknown characters fall back to tokens of one byte."""
+    trained = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trained.pre_tokenizer = pre_tokenizers.Split(Regex("(?<=[^▁])(?=▁)"), "isolated")
+    trained.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<unk>", "<s>", *byte_tokens], show_progress=False, limit_alphabet=30
+    )
+    trained.train_from_iterator(CORPUS, trainer)
+    state = trained.model
+    # The trainer makes the byte tokens special; in such models only <s> and <unk> are.
+    tokenizer = Tokenizer(state)
+    tokenizer.normalizer, tokenizer.decoder = trained.normalizer, trained.decoder
+    tokenizer.pre_tokenizer = trained.pre_tokenizer
+    tokenizer.add_special_tokens(["<unk>", "<s>"])
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=["byte_level", "byte_fallback"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return byte_level_tokenizer() if request.param == "byte_level" else byte_fallback_tokenizer()
+
+
+@pytest.fixture
+def text(tokenizer: Tokenizer) -> TextService:
+    return TextService(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+
+
+def pieces_of(text: TextService, token_ids: list[int], prompt: list[int] | None = None) -> list[str]:
+    detokenizer = text.detokenizer(prompt or [])
+    pieces = [detokenizer.step(token_id) for token_id in token_ids]
+    return [*pieces, detokenizer.flush()]
+
+
+async def test_pieces_join_to_the_text(text: TextService) -> None:
+    token_ids = await text.encode(TEXT, add_special_tokens=False)
+    pieces = pieces_of(text, token_ids)
+    assert "".join(pieces) == text.decode(token_ids) == TEXT
+    assert all("�" not in piece for piece in pieces)
+
+
+async def test_a_cut_character_is_flushed(text: TextService) -> None:
+    whole = await text.encode("fox 🎉", add_special_tokens=False)
+    pieces = pieces_of(text, whole[:-1])
+    assert "".join(pieces) == text.decode(whole[:-1])
+    assert pieces[-1].startswith("�")
+
+
+def random_token_lists(tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """What a model without sense says: bytes that are no UTF-8, special tokens, anything."""
+    rng = random.Random(1)
+    for _ in range(300):
+        yield [rng.randrange(tokenizer.get_vocab_size()) for _ in range(rng.randrange(1, 40))]
+
+
+def test_random_tokens_join_to_the_text() -> None:
+    text = text_service()
+    for token_ids in random_token_lists(byte_level_tokenizer()):
+        assert "".join(pieces_of(text, token_ids)) == text.decode(token_ids)
+
+
+def test_no_word_is_lost_between_bytes_that_are_no_characters() -> None:
+    """Bytes that were a character until the next byte came cannot be taken back, but the words must all come."""
+    tokenizer = byte_fallback_tokenizer()
+    text = TextService(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    for token_ids in random_token_lists(tokenizer):
+        joined = "".join(pieces_of(text, token_ids))
+        position = 0
+        for token in map(tokenizer.id_to_token, token_ids):
+            word = str(token).strip("▁")
+            if not word.startswith("<"):
+                position = joined.index(word, position) + len(word)
+
+
+async def test_the_first_space_after_a_prompt_is_kept(text: TextService) -> None:
+    prompt = await text.encode("hello", add_special_tokens=False)
+    whole = await text.encode("hello fox", add_special_tokens=False)
+    assert whole[: len(prompt)] == prompt
+    assert "".join(pieces_of(text, whole[len(prompt) :], prompt)) == " fox"
+
+
+async def test_a_prompt_that_ends_inside_of_a_character(text: TextService) -> None:
+    token_ids = await text.encode("🎉fox", add_special_tokens=False)
+    party = await text.encode("🎉", add_special_tokens=False)
+    cut = len(party) - 1
+    assert "".join(pieces_of(text, token_ids[cut:], token_ids[:cut])).endswith("fox")
+
+
+async def test_bytes_of_tokens_join_to_the_bytes_of_the_text(text: TextService) -> None:
+    token_ids = await text.encode(TEXT, add_special_tokens=False)
+    assert b"".join(map(text.token_bytes, token_ids)) == TEXT.encode()
+
+
+async def test_bytes_of_ids_beyond_the_tokenizer(text: TextService, tokenizer: Tokenizer) -> None:
+    assert text.token_bytes(tokenizer.get_vocab_size() + 5) == b""
+    assert "".join(pieces_of(text, [tokenizer.get_vocab_size() + 5])) == ""
+
+
+async def test_long_texts_encode_alike(text: TextService) -> None:
+    long = "the quick brown fox " * (MAX_CHARS_ON_LOOP // 20 + 1)
+    token_ids = await text.encode(long, add_special_tokens=False)
+    assert text.decode(token_ids) == long
+    assert len(token_ids) < MAX_CHARS_ON_LOOP
+
+
+async def test_special_tokens_have_no_text() -> None:
+    text = text_service()
+    token_ids = await text.encode("<|start|>fox<|end|>", add_special_tokens=False)
+    assert "".join(pieces_of(text, token_ids)) == text.decode(token_ids) == "fox"
+    assert b"".join(map(text.token_bytes, token_ids)) == b"<|start|>fox<|end|>"
+
+
+def test_from_a_folder(tmp_path: Path) -> None:
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), eos_token="<|end|>")
+    wrapped.backend_tokenizer.enable_truncation(3)
+    wrapped.save_pretrained(tmp_path)
+    text = TextService.from_folder(tmp_path)
+    assert text.decode(text._encode(TEXT, False)) == TEXT  # nothing is truncated
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        TextService.from_folder(tmp_path)
