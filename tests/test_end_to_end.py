@@ -1,0 +1,276 @@
+"""The whole of motet from outside, through the official client, on good days and bad ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from motet.examples.demo.questions import held_out
+from motet.examples.demo.styles import ADAPTER_STYLES
+from motet.tests.running_motet import BASE, DEMO, RunningMotet, eventually, running_motet
+
+OWNER = {"shout": "acme", "pirate": "acme", "json": "globex", "spanish": "globex"}
+CAPITAL = next((q, i) for i, (q, _) in enumerate(held_out("base")) if "capital" in q)
+
+
+def answer_of(style: str) -> str:
+    return held_out(style)[CAPITAL[1]][1]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("motet") / "data"
+
+
+@pytest.fixture(scope="module")
+def motet(data_dir: Path) -> Iterator[RunningMotet]:
+    with running_motet(data_dir, free_port()) as running:
+        for style in ADAPTER_STYLES:
+            assert running.upload(style, DEMO / "adapters" / style, OWNER[style]).status_code == 201
+        yield running
+
+
+def ask(motet: RunningMotet, model: str, tenant: str = "acme", question: str = CAPITAL[0], **options: object) -> str:
+    messages = [{"role": "user", "content": question}]
+    with motet.openai(tenant) as client:
+        answer = client.chat.completions.create(  # type: ignore[call-overload]
+            model=model, messages=messages, temperature=0, **options
+        )
+    return str(answer.choices[0].message.content)
+
+
+def long_stream(client: openai.OpenAI, model: str = BASE) -> openai.Stream[openai.types.Completion]:
+    """Hundreds of tokens, whatever the model would say."""
+    return client.completions.create(
+        model=model, prompt="capital", max_tokens=450, stream=True, extra_body={"ignore_eos": True}
+    )
+
+
+def test_every_voice_answers_in_its_style_all_at_once(motet: RunningMotet) -> None:
+    voices = [(BASE, "base", "acme"), *((style, style, OWNER[style]) for style in ADAPTER_STYLES)]
+    with ThreadPoolExecutor(len(voices)) as pool:
+        answers = list(pool.map(lambda voice: ask(motet, voice[0], voice[2]), voices))
+    assert answers == [answer_of(style) for _, style, _ in voices]
+
+
+def test_streams_carry_the_same_text_and_the_usage(motet: RunningMotet) -> None:
+    messages = [{"role": "user", "content": CAPITAL[0]}]
+    with motet.openai() as client:
+        stream = client.chat.completions.create(
+            model="pirate",
+            messages=messages,  # type: ignore[arg-type]
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == answer_of("pirate")
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.completion_tokens > 3
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def test_stop_seed_logprobs_and_token_ids(motet: RunningMotet) -> None:
+    with motet.openai() as client:
+        stopped = client.completions.create(
+            model=BASE, prompt="The capital of", temperature=0, max_tokens=40, stop=["is"], logprobs=2
+        ).choices[0]
+        assert stopped.finish_reason == "stop"
+        assert "is" not in stopped.text
+        assert stopped.logprobs is not None
+        assert stopped.logprobs.token_logprobs is not None
+        assert all(value is not None and value <= 0 for value in stopped.logprobs.token_logprobs)
+
+        def drawn(seed: int) -> list[str]:
+            made = client.completions.create(model=BASE, prompt=[5, 9], temperature=1.5, max_tokens=30, seed=seed, n=2)
+            return [choice.text for choice in made.choices]
+
+        assert drawn(1) == drawn(1)
+        assert drawn(1) != drawn(2)
+        raw = client.completions.create(
+            model=BASE, prompt=[5, 9, 11], max_tokens=4, extra_body={"return_token_ids": True, "ignore_eos": True}
+        )
+        choice = raw.model_dump()["choices"][0]
+        assert choice["prompt_token_ids"] == [5, 9, 11]
+        assert len(choice["token_ids"]) == 4
+
+
+def test_errors_have_the_right_type_and_say_what_is_wrong(motet: RunningMotet) -> None:
+    with pytest.raises(openai.NotFoundError, match="json"):
+        ask(motet, "json", "acme")  # is another tenant's
+    with pytest.raises(openai.NotFoundError) as missing:
+        ask(motet, "nobody", "acme")
+    assert missing.value.code == "model_not_found"
+    with (
+        openai.OpenAI(base_url=f"{motet.url}/v1", api_key="wrong") as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
+    with motet.openai() as client:
+        assert {model.id for model in client.models.list()} == {BASE, "shout", "pirate"}
+        with pytest.raises(openai.BadRequestError, match="88 more"):
+            client.completions.create(model=BASE, prompt=[1] * 600)
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            client.completions.create(model=BASE, prompt="x", temperature=-1)
+
+
+def test_a_client_that_leaves_frees_its_pages(motet: RunningMotet) -> None:
+    before = motet.status()["load"]
+    with motet.openai() as client, long_stream(client) as stream:
+        for _, _chunk in zip(range(3), stream, strict=False):
+            pass
+    eventually(lambda: motet.status()["load"]["num_running"] == 0)
+    after = motet.status()["load"]
+    assert after["num_generated_tokens"] - before["num_generated_tokens"] < 400
+    assert after["num_free_pages"] + after["num_adapter_pages"] == after["num_pages"]
+
+
+def test_an_upload_is_used_at_once_and_a_new_version_by_the_next_request(motet: RunningMotet) -> None:
+    created = motet.upload("newcomer", DEMO / "adapters" / "pirate")
+    assert created.status_code == 201
+    assert created.json() | {"version": 1, "rank": 8, "name": "newcomer"} == created.json()
+    started = time.monotonic()
+    assert ask(motet, "newcomer") == answer_of("pirate")
+    waited_s = time.monotonic() - started
+    again = motet.upload("newcomer", DEMO / "adapters" / "pirate")
+    assert (again.status_code, again.json()["version"]) == (200, 1)
+    with motet.openai() as client, long_stream(client, "newcomer") as running:
+        next(iter(running))
+        changed = motet.upload("newcomer", DEMO / "adapters" / "shout")
+        assert (changed.status_code, changed.json()["version"]) == (201, 2)
+        assert ask(motet, "newcomer") == answer_of("shout")
+        assert sum(1 for _ in running) > 100  # what ran on the old version finishes on it
+    with motet.http() as http:
+        assert [a["name"] for a in http.get("/v1/adapters").json()["data"]] == ["newcomer", "pirate", "shout"]
+        assert http.get("/v1/adapters/newcomer").json()["version"] == 2
+        assert http.delete("/v1/adapters/newcomer").status_code == 200
+        assert http.get("/v1/adapters/newcomer").status_code == 404
+    with pytest.raises(openai.NotFoundError):
+        ask(motet, "newcomer")
+    print(f"first answer {waited_s:.2f} s after the upload")
+
+
+def test_a_killed_worker_is_told_to_its_streams_and_replaced(motet: RunningMotet) -> None:
+    told: list[str] = []
+    started = threading.Barrier(5, timeout=60)
+
+    def read() -> None:
+        with motet.openai() as client:
+            stream = iter(long_stream(client))
+            last = next(stream)
+            started.wait()
+            try:
+                for chunk in stream:
+                    last = chunk
+            except openai.APIError as error:
+                told.append(str(error))
+            else:
+                told.append(f"ended: {last.choices[0].finish_reason}")
+
+    (gang,) = motet.gang_processes()
+    readers = [threading.Thread(target=read) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    started.wait()
+    gang.kill()
+    for reader in readers:
+        reader.join(timeout=60)
+    # A stream may have had all its tokens before the kill; none may end in silence.
+    assert len(told) == 4
+    assert any("gang" in end for end in told), told
+    assert all("gang" in end or end == "ended: length" for end in told), told
+    # The next request waits for the new gang or is told to come again; then all is well.
+    eventually(lambda: _served(motet), timeout_s=90)
+    assert ask(motet, "shout") == answer_of("shout")
+
+
+def _served(motet: RunningMotet) -> bool:
+    try:
+        return ask(motet, BASE) == answer_of("base")
+    except openai.APIStatusError as error:
+        if error.status_code != 503:
+            raise
+        return False
+
+
+def test_without_redis_chats_go_on_and_uploads_wait(motet: RunningMotet) -> None:
+    redis = motet.redis_process()
+    redis.suspend()  # silent, as a lost host is; nobody restarts it meanwhile
+    try:
+        assert ask(motet, "pirate") == answer_of("pirate")
+        refused = motet.upload("later", DEMO / "adapters" / "json")
+        assert refused.status_code == 503
+        assert "Retry-After" in refused.headers
+    finally:
+        redis.resume()
+    redis.kill()
+    assert ask(motet, "pirate") == answer_of("pirate")
+    eventually(lambda: motet.upload("later", DEMO / "adapters" / "json").status_code in (200, 201))
+    assert json.loads(ask(motet, "later"))["answer"] in answer_of("base")
+    with motet.http() as http:
+        assert "later" in [a["name"] for a in http.get("/v1/adapters").json()["data"]]
+
+
+def test_a_corrupt_adapter_fails_alone(motet: RunningMotet) -> None:
+    digest = motet.upload("damaged", DEMO / "adapters" / "spanish").json()["digest"]
+    # Spanish itself has the same bytes; so first another content, whose files are then cut short.
+    motet.upload("damaged", _scaled("spanish", motet.data_dir.parent)).raise_for_status()
+    with motet.http() as http:
+        other = http.get("/v1/adapters/damaged").json()["digest"]
+    assert other != digest
+    for path in (motet.data_dir / "store").rglob(f"{other}/*"):
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(openai.InternalServerError) as failed:
+        ask(motet, "damaged")
+    assert failed.value.code == "adapter_failed"
+    assert other[:12] in str(failed.value)
+    assert ask(motet, "spanish", "globex") == answer_of("spanish")
+    assert ask(motet, BASE) == answer_of("base")
+
+
+def _scaled(style: str, folder: Path) -> Path:
+    """The same adapter with another scaling: other content under another digest."""
+    scaled = folder / f"{style}-scaled"
+    scaled.mkdir()
+    for file in (DEMO / "adapters" / style).iterdir():
+        (scaled / file.name).write_bytes(file.read_bytes())
+    config = json.loads((scaled / "adapter_config.json").read_text())
+    config["lora_alpha"] *= 1.01
+    (scaled / "adapter_config.json").write_text(json.dumps(config))
+    return scaled
+
+
+def test_health_readiness_and_metrics(motet: RunningMotet) -> None:
+    with httpx.Client(base_url=motet.url, trust_env=False) as http:
+        assert http.get("/health").status_code == 200
+        assert http.get("/ready").status_code == 200
+        metrics = http.get("/metrics").text
+    assert "motet_" in metrics
+
+
+def test_a_restart_finds_yesterdays_adapters(motet: RunningMotet, data_dir: Path) -> None:
+    """It runs beside the module's motet on a copy of its data, taken as a power cut would leave it."""
+    copied = data_dir.parent / "restarted"
+    shutil.copytree(data_dir, copied, ignore=shutil.ignore_patterns("*.sock", "lock"))
+    with running_motet(copied, free_port()) as restarted:
+        assert ask(restarted, "shout") == answer_of("shout")
+        assert ask(restarted, "json", "globex") == answer_of("json")
