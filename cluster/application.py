@@ -1,0 +1,42 @@
+"""The Serve application: routers in front of gangs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+
+from .config import MotetConfig
+from .gang import GangReplica
+from .ingress import RouterReplica
+
+APP = "motet"
+SHUTDOWN_MARGIN_S = 5.0
+
+
+def build_application(config: MotetConfig, token: str, progress_path: Path | None = None) -> Any:
+    """What `serve.run` takes. `token`: a secret that routers and gangs share; `progress_path`: see GangReplica."""
+    gangs: Any = serve.deployment(
+        GangReplica,
+        name="gang",
+        num_replicas=config.num_gangs,
+        ray_actor_options={"num_cpus": config.gang_num_cpus},
+        # A process that dies is noticed at once; this is for an engine that stopped inside a living one.
+        health_check_period_s=1.0,
+        health_check_timeout_s=30.0,
+        graceful_shutdown_timeout_s=config.drain_s + SHUTDOWN_MARGIN_S,
+        max_constructor_retry_count=3,
+    )
+    routers: Any = serve.deployment(
+        serve.ingress()(RouterReplica),
+        name="router",
+        num_replicas=config.num_routers,
+        ray_actor_options={"num_cpus": 0},  # it waits more than it works; the machine's share is the gangs'
+        max_ongoing_requests=100_000,  # admission is the router's own business
+        health_check_period_s=5.0,
+        health_check_timeout_s=30.0,
+        graceful_shutdown_timeout_s=config.drain_s + SHUTDOWN_MARGIN_S,
+        max_constructor_retry_count=3,
+    )
+    return routers.bind(config, token, gangs.bind(config.engine, token, config.drain_s, progress_path))

@@ -1,0 +1,165 @@
+"""All settings of one motet, and the only place that reads the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..adapters.errors import AdapterInvalid
+from ..adapters.layout import Dtype
+from ..adapters.names import check_tenant
+from ..router.config import RouterConfig
+from ..workers.config import EngineConfig
+
+REDIS_URL_VARIABLE = "REDIS_URL"
+REDIS_SCHEMES = ("redis", "rediss", "unix")
+
+
+class ConfigError(ValueError):
+    """A setting is not acceptable; the message names the key, the value and what would be accepted."""
+
+    def __init__(self, key: str, value: object, accepted: str) -> None:
+        super().__init__(f"{key} = {value!r}: {accepted}")
+        self.key = key
+
+
+@dataclass(frozen=True, kw_only=True)
+class MotetConfig:
+    """What `motet serve` serves, and with what. Sizes are bytes; `pool_bytes` and `host_bytes` are of one gang."""
+
+    model_path: Path  # a complete model folder
+    data_dir: Path  # holds store/, redis/, models/ and uploads in flight
+    name: str = ""  # the base's name in requests; empty: the name of the model's folder
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: tuple[tuple[str, str], ...] = ()  # (tenant, API key), registered at the start; for trials
+    redis_url: str | None = None  # None: an embedded server
+
+    dtype: Dtype = "bfloat16"
+    pool_bytes: int = 1 << 30
+    host_bytes: int = 4 << 30
+    block_size: int = 16
+    max_tokens_per_step: int = 512
+    max_num_sequences: int = 128
+    max_model_len: int | None = None
+    num_threads: int = 1  # of a gang's compute library
+
+    num_gangs: int = 1
+    num_routers: int = 1
+    gang_num_cpus: float = 1.0  # what a gang takes of Ray's CPUs
+    gang_wait_s: float = 15.0  # how long a request waits while no gang is connected
+    drain_s: float = 30.0  # how long a gang that is told to stop goes on with what it serves
+    max_upload_bytes: int = 2 << 30
+    max_body_bytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", self.model_path.name)
+        if not self.name:
+            raise ConfigError("name", self.name, "the base needs a name, and its folder has none")
+        if not (self.model_path / "config.json").is_file():
+            raise ConfigError("model_path", str(self.model_path), "a folder that holds a config.json is needed")
+        if not isinstance(self.port, int) or not 1 <= self.port <= 65535:
+            raise ConfigError("port", self.port, "1 to 65535 is accepted")
+        if not self.host:
+            raise ConfigError("host", self.host, "an address of this machine is needed; 0.0.0.0 is all of them")
+        for key in ("num_gangs", "num_routers"):
+            if not isinstance(getattr(self, key), int) or getattr(self, key) < 1:
+                raise ConfigError(key, getattr(self, key), "a positive integer is needed")
+        for key in ("gang_num_cpus", "gang_wait_s", "drain_s"):
+            if not getattr(self, key) >= 0:
+                raise ConfigError(key, getattr(self, key), "zero or a positive number is needed")
+        _check_keys(self.keys)
+        _check_redis_url(self.redis_url)
+        _ = (self.engine, self.router)  # the parts check what they are given
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None, **given: Any) -> MotetConfig:
+        """The config with `given` fields; what is not given comes from the environment, then from the defaults.
+
+        REDIS_URL: `redis_url`. Raises ConfigError, or ValueError of a part's own config.
+        """
+        environ = os.environ if environ is None else environ
+        if given.get("redis_url") is None and environ.get(REDIS_URL_VARIABLE):
+            given["redis_url"] = environ[REDIS_URL_VARIABLE]
+        return cls(**given)
+
+    @property
+    def store_path(self) -> Path:
+        return self.data_dir / "store"
+
+    @property
+    def redis_path(self) -> Path:
+        return self.data_dir / "redis"
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine reaches it."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(self.host, self.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @property
+    def engine(self) -> EngineConfig:
+        """Settings of one gang's engine."""
+        return EngineConfig(
+            model_path=self.model_path,
+            store_path=self.store_path,
+            dtype=self.dtype,
+            pool_bytes=self.pool_bytes,
+            host_bytes=self.host_bytes,
+            block_size=self.block_size,
+            max_tokens_per_step=self.max_tokens_per_step,
+            max_num_sequences=self.max_num_sequences,
+            max_model_len=self.max_model_len,
+            num_threads=self.num_threads,
+        )
+
+    @property
+    def router(self) -> RouterConfig:
+        """Settings of one router."""
+        return RouterConfig(
+            model_name=self.name,
+            spool_path=self.data_dir / "spool",
+            max_upload_bytes=self.max_upload_bytes,
+            max_body_bytes=self.max_body_bytes,
+        )
+
+    def with_redis_url(self, redis_url: str) -> MotetConfig:
+        """The same, with the server that was started."""
+        return replace(self, redis_url=redis_url)
+
+
+def _check_keys(keys: tuple[tuple[str, str], ...]) -> None:
+    seen: dict[str, str] = {}
+    for tenant, key in keys:
+        try:
+            check_tenant(tenant)
+        except AdapterInvalid as error:
+            raise ConfigError("keys", tenant, str(error)) from None
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            # The key itself is a secret: it is not repeated.
+            raise ConfigError("keys", f"{tenant}=…", "a key is printable ASCII without spaces, and not empty")
+        if seen.setdefault(key, tenant) != tenant:
+            raise ConfigError("keys", f"{tenant}=…", f"the same key was given to {seen[key]}; each needs its own")
+
+
+def _check_redis_url(url: str | None) -> None:
+    if url is None:
+        return
+    try:
+        scheme = urlsplit(url).scheme
+    except ValueError:
+        scheme = ""
+    if scheme not in REDIS_SCHEMES:
+        raise ConfigError(
+            "redis_url", _without_password(url), f"{', '.join(f'{scheme}://' for scheme in REDIS_SCHEMES)} are accepted"
+        )
+
+
+def _without_password(url: str) -> str:
+    return re.sub(r"//[^@/]*@", "//…@", url)

@@ -1,0 +1,54 @@
+"""A deployment that a command runs in front of a person: progress while it starts, plain words when it cannot."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+from rich.console import Console
+
+from ..adapters.errors import RegistryUnavailable
+from .config import MotetConfig
+from .launch import Deployment, LaunchError
+from .progress import ProgressDisplay
+from .redis_server import RedisServerError
+
+INTERRUPTED_EXIT_CODE = 130
+
+
+@contextmanager
+def deployed(config: MotetConfig, console: Console) -> Iterator[Deployment]:
+    """A deployment that can serve a token; it is stopped when the block ends, however it ends.
+
+    What keeps it from starting or running is a ClickException; Ctrl-C and SIGTERM are SystemExit with code 130.
+    """
+    deployment = Deployment()
+    _start(deployment, config, console)
+    try:
+        yield deployment
+    except LaunchError as error:
+        raise click.ClickException(str(error)) from error
+    except (KeyboardInterrupt, SystemExit):
+        raise SystemExit(INTERRUPTED_EXIT_CODE) from None
+    finally:
+        console.print("stopping", highlight=False)
+        deployment.stop()
+
+
+def _start(deployment: Deployment, config: MotetConfig, console: Console) -> None:
+    logging.disable(logging.INFO)  # of this process: how far it is, the progress tells
+    try:
+        with ProgressDisplay(console) as progress:
+            deployment.start(config, progress)
+        # Ray puts a handler before Python's that aborts the process three seconds after the signal: too soon to stop.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    except (LaunchError, RedisServerError, RegistryUnavailable, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    except (KeyboardInterrupt, SystemExit):
+        # Everything is stopped by now, and a Ray that was interrupted while it started can crash a normal exit.
+        console.print("stopped", highlight=False)
+        os._exit(INTERRUPTED_EXIT_CODE)

@@ -1,0 +1,54 @@
+"""A gang as Ray Serve sees it: a replica that holds the leader, an engine behind a frame server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from pathlib import Path
+
+import msgspec
+import ray
+
+from ..workers.config import EngineConfig
+from ..workers.engine_builder import build_engine_loop
+from ..workers.frame_server import FrameServer
+from .gang_directory import ADDRESS
+from .progress_log import ProgressWriter
+from .replica_logging import configure_replica_logging
+
+_log = logging.getLogger(__name__)
+
+
+class GangReplica:
+    """Serves one engine to the routers. Tokens do not pass through Serve, which only keeps the replica alive."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: EngineConfig, token: str, drain_s: float, progress_path: Path | None
+    ) -> None:
+        """`token`: the cluster's secret. `progress_path`: where to tell how far the engine's building is."""
+        configure_replica_logging()
+        self._drain_s = drain_s
+        on_progress = None if progress_path is None else ProgressWriter(progress_path)
+        # In a thread, so that the replica answers Serve while a large model loads.
+        engine = await asyncio.to_thread(build_engine_loop, config, on_progress)
+        info = msgspec.structs.replace(engine.info, gang_id=secrets.token_hex(4))
+        self._server = FrameServer(engine, info, token)
+        # Loopback on a cluster of one machine, whose node address that then is.
+        self._address = await self._server.start(ray.util.get_node_ip_address())
+        _log.info("gang %s serves %s at %s", info.gang_id, info.model, self._address)
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        """What the directory of every router hears of this replica."""
+        return {ADDRESS: self._address}
+
+    async def check_health(self) -> None:
+        """Raises when the replica must be replaced."""
+        if not self._server.healthy:
+            raise RuntimeError("the gang's engine or frame server has stopped")
+
+    async def __del__(self) -> None:
+        """Serve's hook for a graceful end; routers have heard by now that this gang takes nothing new."""
+        if not await self._server.drain(self._drain_s):
+            _log.warning("%d sequences are cut off by the gang's end", self._server.num_sequences)
+        await self._server.stop()

@@ -1,0 +1,79 @@
+"""Ends what a motet on this machine left running: run as a process beside it, it outlives even a killed launcher.
+
+Its standard input is a pipe whose other end the launcher holds. When the pipe closes, because the launcher stopped or
+died, every process of the session is killed and the session's folder removed. A process of the session is one whose
+environment carries the session's mark, which Ray, its workers, HAProxy and Redis all inherit.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+SESSION_VARIABLE = "MOTET_SESSION"
+SWEEP_TIMEOUT_S = 15.0
+GRACE_S = 0.5
+
+
+class Janitor:
+    """The launcher's handle of its janitor."""
+
+    def __init__(self, session: str, session_path: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, session, str(session_path)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in the terminal is not for it
+        )
+
+    def finish(self) -> None:
+        """Lets it do its work, and waits for the end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(SWEEP_TIMEOUT_S + 5)
+
+
+def find_processes(session: str) -> list[psutil.Process]:
+    """All other processes that carry the session's mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(SESSION_VARIABLE) == session:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue  # ended meanwhile, or someone else's
+    return found
+
+
+def sweep(session: str) -> None:
+    """Asks the session's processes to end, and kills those that do not, until none is found."""
+    deadline = time.monotonic() + SWEEP_TIMEOUT_S
+    for process in find_processes(session):
+        _signal(process, "terminate")
+    time.sleep(GRACE_S)
+    while (left := find_processes(session)) and time.monotonic() < deadline:
+        for process in left:
+            _signal(process, "kill")
+        psutil.wait_procs(left, timeout=0.2)
+
+
+def _signal(process: psutil.Process, method: str) -> None:
+    try:
+        getattr(process, method)()
+    except psutil.NoSuchProcess:
+        pass  # ended by itself
+
+
+def main(session: str, session_path: str) -> None:
+    sys.stdin.buffer.read()
+    sweep(session)
+    shutil.rmtree(session_path, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

