@@ -26,7 +26,7 @@ def build_application(config: MotetConfig, token: str, progress_path: Path | Non
         health_check_period_s=1.0,
         health_check_timeout_s=30.0,
         graceful_shutdown_timeout_s=config.drain_s + SHUTDOWN_MARGIN_S,
-        max_constructor_retry_count=3,
+        max_constructor_retry_count=1,  # a model that cannot be loaded cannot be loaded again
     )
     routers: Any = serve.deployment(
         serve.ingress()(RouterReplica),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -44,8 +43,6 @@ def _start(deployment: Deployment, config: MotetConfig, console: Console) -> Non
     try:
         with ProgressDisplay(console) as progress:
             deployment.start(config, progress)
-        # Ray puts a handler before Python's that aborts the process three seconds after the signal: too soon to stop.
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     except (LaunchError, RedisServerError, RegistryUnavailable, ValueError) as error:
         raise click.ClickException(str(error)) from error
     except (KeyboardInterrupt, SystemExit):

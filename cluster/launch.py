@@ -176,7 +176,16 @@ def _run_application(config: MotetConfig, progress_path: Path) -> None:
     try:
         serve.run(build_application(config, secrets.token_hex(32), progress_path), name=APP, route_prefix="/")
     except RuntimeError as error:
-        raise LaunchError(f"the application could not be started: {error}") from error
+        deployments = serve.status().applications[APP].deployments.items()
+        reasons = [
+            f"{name}: {_last_line(deployment.message)}" for name, deployment in deployments if deployment.message
+        ]
+        raise LaunchError(f"the application could not be started: {'; '.join(reasons) or error}") from error
+
+
+def _last_line(message: str) -> str:
+    """Of a replica's traceback: the error."""
+    return next((line.strip() for line in reversed(message.splitlines()) if line.strip()), message)
 
 
 def _wait_until_ready(url: str) -> None:

@@ -56,6 +56,7 @@ def serve_environment(session: str, session_path: Path, host: str, port: int) ->
     binary = write_haproxy_wrapper(haproxy_path / "haproxy", host, port, (stats_port, metrics_port))
     return {
         SESSION_VARIABLE: session,
+        "SPT_NOENV": "1",  # Ray's process titles must not be written over the environment that carries the mark
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(binary),

@@ -159,6 +159,14 @@ def test_only_the_front_listens_to_strangers(motet: Motet) -> None:
             httpx.get(f"http://127.0.0.1:{port}/", trust_env=False)
 
 
+def test_every_process_carries_the_mark(motet: Motet) -> None:
+    started = psutil.Process(motet.process.pid).children(recursive=True)
+    unmarked = [" ".join(process.cmdline()) for process in set(started) - set(motet.session())]
+    assert len(started) > 10
+    # The janitor has its mark as an argument, and Redis ends with its parent by itself.
+    assert all("motet.cluster.janitor" in command or "redis" in command for command in unmarked), unmarked
+
+
 def test_sigterm_leaves_nothing_behind(motet: Motet) -> None:
     started = [*motet.session(), *psutil.Process(motet.process.pid).children(recursive=True)]
     assert len(started) > 5
