@@ -29,9 +29,12 @@ def pack(content: AdapterContent, layout: AdapterLayout) -> torch.Tensor:
             found = content.matrices.get((layer, module))
             if found is None:
                 continue
-            array[place.a : place.a + found.a.numel()] = found.a.reshape(-1).to(dtype)
-            scaled = (found.b.to(torch.float32) * found.scaling).t()  # [rank, out]
-            array[place.b : place.b + found.b.numel()] = scaled.reshape(-1).to(dtype)
+            part = layout.part(module)
+            first_row = part.part * place.a_rows
+            a = found.a[first_row : first_row + place.a_rows, slice(*part.inputs)]
+            array[place.a : place.a + a.numel()] = a.reshape(-1).to(dtype)
+            scaled = (found.b[slice(*part.outputs)].to(torch.float32) * found.scaling).t()  # [rank, out]
+            array[place.b : place.b + scaled.numel()] = scaled.reshape(-1).to(dtype)
         if not torch.isfinite(array).all():
             raise AdapterInvalid(f"layer {layer} overflows {layout.dtype} once scaled: its numbers are too large")
         pages[:, layer] = array.view(num_pages, layout.slab)

@@ -11,9 +11,9 @@ import ray
 
 from motet.cluster.gang_directory import ADDRESS
 from motet.workers.frame_server import FrameServer
-from motet.workers.messages import EngineLoad, GangInfo, SequenceRequest, SequenceUpdate
+from motet.workers.messages import EngineLoad, GangInfo, ResidencyChange, SequenceRequest, SequenceUpdate
 
-OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad], None]
+OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
 
 
 class ReadyEngine:
@@ -63,7 +63,7 @@ class ReadyEngine:
                 pace = max(request.sampling.seed or 1 for request, _ in self._running.values())
                 updates = [self._advance(*entry) for entry in list(self._running.values())]
                 num_running = len(self._running)
-            on_step(updates, EngineLoad(num_running=num_running))
+            on_step(updates, EngineLoad(num_running=num_running), ResidencyChange())
             next_step_at = max(next_step_at + 1 / pace, time.monotonic() - 1 / pace)
             time.sleep(max(0.0, next_step_at - time.monotonic()))
 

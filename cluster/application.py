@@ -7,9 +7,11 @@ from typing import Any
 
 from ray import serve
 
+from .autoscaler import autoscaling_config
 from .config import MotetConfig
 from .gang import GangReplica
 from .ingress import RouterReplica
+from .scaling import ScalingConfig
 
 APP = "motet"
 SHUTDOWN_MARGIN_S = 5.0
@@ -20,7 +22,7 @@ def build_application(config: MotetConfig, token: str, progress_path: Path | Non
     gangs: Any = serve.deployment(
         GangReplica,
         name="gang",
-        num_replicas=config.num_gangs,
+        **_number_of_gangs(config.scaling),
         ray_actor_options={"num_cpus": config.gang_num_cpus},
         # A process that dies is noticed at once; this is for an engine that stopped inside a living one.
         health_check_period_s=1.0,
@@ -36,7 +38,14 @@ def build_application(config: MotetConfig, token: str, progress_path: Path | Non
         max_ongoing_requests=100_000,  # admission is the router's own business
         health_check_period_s=5.0,
         health_check_timeout_s=30.0,
-        graceful_shutdown_timeout_s=config.drain_s + SHUTDOWN_MARGIN_S,
+        graceful_shutdown_timeout_s=config.router_drain_s,
         max_constructor_retry_count=3,
     )
     return routers.bind(config, token, gangs.bind(config.engine, token, config.drain_s, progress_path))
+
+
+def _number_of_gangs(scaling: ScalingConfig) -> dict[str, Any]:
+    """Options of the gangs' deployment: a policy runs only where there is something to decide."""
+    if scaling.is_fixed:
+        return {"num_replicas": scaling.max_gangs}
+    return {"autoscaling_config": autoscaling_config(scaling)}

@@ -15,9 +15,11 @@ from ..adapters.layout import Dtype
 from ..adapters.names import check_tenant
 from ..router.config import RouterConfig
 from ..workers.config import EngineConfig
+from .scaling import ScalingConfig
 
 REDIS_URL_VARIABLE = "REDIS_URL"
 REDIS_SCHEMES = ("redis", "rediss", "unix")
+STEPS_QUEUED_PER_GANG = 16  # a prompt that waits longer is worth another gang
 
 
 class ConfigError(ValueError):
@@ -49,11 +51,21 @@ class MotetConfig:
     max_model_len: int | None = None
     num_threads: int = 1  # of a gang's compute library
 
-    num_gangs: int = 1
+    min_gangs: int = 1  # 0: none while nobody asks, and the first request waits for a start
+    max_gangs: int | None = None  # None: as many as min_gangs, but at least one
+    queued_tokens_per_gang: int | None = None  # more waiting prompt tokens call for more gangs; None: 16 steps' worth
+    pool_pressure: float = 0.8  # share of a gang's pages or places that may be taken before another gang is called for
+    adapter_loads_per_s: float = 4.0  # loads into a full pool that one gang may make before another is called for
+    scale_down_after_s: float = 60.0  # how long fewer gangs must have been enough
+    scale_to_zero_after_s: float = 300.0  # how long nobody must have asked
+    scaling_window_s: float = 5.0  # over which the load is averaged
+
     num_routers: int = 1
     gang_num_cpus: float = 1.0  # what a gang takes of Ray's CPUs
-    gang_wait_s: float = 15.0  # how long a request waits while no gang is connected
-    drain_s: float = 30.0  # how long a gang that is told to stop goes on with what it serves
+    gang_wait_s: float = 30.0  # how long a sequence waits while no gang is connected: long enough to replace one
+    cold_start_wait_s: float = 600.0  # the same where min_gangs is 0: long enough to start one on a new machine
+    drain_s: float = 5.0  # how long a gang that is told to stop goes on with what it serves, before it hands it over
+    router_drain_s: float = 600.0  # how long a router that is told to stop goes on: its clients' streams end with it
     max_upload_bytes: int = 2 << 30
     max_body_bytes: int = 16 << 20
 
@@ -68,15 +80,14 @@ class MotetConfig:
             raise ConfigError("port", self.port, "1 to 65535 is accepted")
         if not self.host:
             raise ConfigError("host", self.host, "an address of this machine is needed; 0.0.0.0 is all of them")
-        for key in ("num_gangs", "num_routers"):
-            if not isinstance(getattr(self, key), int) or getattr(self, key) < 1:
-                raise ConfigError(key, getattr(self, key), "a positive integer is needed")
-        for key in ("gang_num_cpus", "gang_wait_s", "drain_s"):
+        if not isinstance(self.num_routers, int) or self.num_routers < 1:
+            raise ConfigError("num_routers", self.num_routers, "a positive integer is needed")
+        for key in ("gang_num_cpus", "gang_wait_s", "cold_start_wait_s", "drain_s", "router_drain_s"):
             if not getattr(self, key) >= 0:
                 raise ConfigError(key, getattr(self, key), "zero or a positive number is needed")
         _check_keys(self.keys)
         _check_redis_url(self.redis_url)
-        _ = (self.engine, self.router)  # the parts check what they are given
+        _ = (self.engine, self.router, self.scaling)  # the parts check what they are given
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, **given: Any) -> MotetConfig:
@@ -127,7 +138,31 @@ class MotetConfig:
             spool_path=self.data_dir / "spool",
             max_upload_bytes=self.max_upload_bytes,
             max_body_bytes=self.max_body_bytes,
+            scales_from_zero=self.scaling.min_gangs == 0,
         )
+
+    @property
+    def scaling(self) -> ScalingConfig:
+        """How many gangs there are, and when."""
+        queued_tokens_per_gang = self.queued_tokens_per_gang
+        if queued_tokens_per_gang is None:
+            queued_tokens_per_gang = STEPS_QUEUED_PER_GANG * self.max_tokens_per_step
+        return ScalingConfig(
+            min_gangs=self.min_gangs,
+            max_gangs=max(self.min_gangs, 1) if self.max_gangs is None else self.max_gangs,
+            queued_tokens_per_gang=queued_tokens_per_gang,
+            pool_pressure=self.pool_pressure,
+            adapter_loads_per_s=self.adapter_loads_per_s,
+            scale_down_after_s=self.scale_down_after_s,
+            scale_to_zero_after_s=self.scale_to_zero_after_s,
+            start_grace_s=self.cold_start_wait_s,
+            window_s=self.scaling_window_s,
+        )
+
+    @property
+    def sequence_wait_s(self) -> float:
+        """How long a sequence waits while no gang is connected."""
+        return max(self.gang_wait_s, self.cold_start_wait_s) if self.min_gangs == 0 else self.gang_wait_s
 
     def with_redis_url(self, redis_url: str) -> MotetConfig:
         """The same, with the server that was started."""

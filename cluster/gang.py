@@ -14,6 +14,7 @@ from ..workers.config import EngineConfig
 from ..workers.engine_builder import build_engine_loop
 from ..workers.frame_server import FrameServer
 from .gang_directory import ADDRESS
+from .gang_stats import gang_stats
 from .progress_log import ProgressWriter
 from .replica_logging import configure_replica_logging
 
@@ -29,6 +30,7 @@ class GangReplica:
         """`token`: the cluster's secret. `progress_path`: where to tell how far the engine's building is."""
         configure_replica_logging()
         self._drain_s = drain_s
+        self._max_num_sequences = config.max_num_sequences
         on_progress = None if progress_path is None else ProgressWriter(progress_path)
         # In a thread, so that the replica answers Serve while a large model loads.
         engine = await asyncio.to_thread(build_engine_loop, config, on_progress)
@@ -42,6 +44,13 @@ class GangReplica:
         """What the directory of every router hears of this replica."""
         return {ADDRESS: self._address}
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the autoscaler hears of this replica."""
+        return gang_stats(self._server.load, self._max_num_sequences)
+
+    async def wake(self) -> None:
+        """Nothing: a router calls this so that Serve sees that a gang is wanted."""
+
     async def check_health(self) -> None:
         """Raises when the replica must be replaced."""
         if not self._server.healthy:
@@ -49,6 +58,7 @@ class GangReplica:
 
     async def __del__(self) -> None:
         """Serve's hook for a graceful end; routers have heard by now that this gang takes nothing new."""
-        if not await self._server.drain(self._drain_s):
-            _log.warning("%d sequences are cut off by the gang's end", self._server.num_sequences)
+        num_handed_over = await self._server.drain(self._drain_s)
+        if num_handed_over:
+            _log.info("%d sequences were handed over", num_handed_over)
         await self._server.stop()

@@ -20,6 +20,7 @@ from ..router.text import TextService
 from ..workers.models.config import ModelConfig
 from .bounded_receive import BoundedReceive
 from .config import MotetConfig
+from .gang_demand import GangDemand
 from .gang_directory import GangDirectory
 from .replica_logging import configure_replica_logging
 
@@ -48,7 +49,8 @@ class RouterReplica:
             reserved=[config.name],
             limits=UploadLimits(max_tensors_bytes=config.max_upload_bytes),
         )
-        self._dispatcher = FleetDispatcher(token, config.gang_wait_s)
+        self._dispatcher = FleetDispatcher(token, config.sequence_wait_s, self._show_demand)
+        self._demand = GangDemand(gang, lambda: self._dispatcher.num_waiting) if config.min_gangs == 0 else None
         self._directory = GangDirectory(gang.app_name, gang.deployment_name, self._dispatcher.update)
         self._directory.start()
         self._app = create_app(
@@ -68,10 +70,17 @@ class RouterReplica:
     async def __del__(self) -> None:
         """Serve's hook for a graceful end, after the last request."""
         self._sweeper.cancel()
+        if self._demand is not None:
+            self._demand.stop()
         self._directory.stop()
         await self._dispatcher.close()
         await self._view.stop()
         await self._redis.aclose()
+
+    def _show_demand(self) -> None:
+        """A sequence waits for a gang. Where there is always to be one, Serve sees to it without being told."""
+        if self._demand is not None:
+            self._demand.show()
 
     async def _sweep_forever(self) -> None:
         """Frees the disk of adapters that no name points to any more."""

@@ -60,6 +60,36 @@ def tenant_keys(
 @click.option("--max-num-sequences", default=128, show_default=True, help="Sequences that run at once.")
 @click.option("--max-tokens-per-step", default=512, show_default=True, help="Tokens computed in one step.")
 @click.option("--max-model-len", type=int, help="Longest prompt and completion. Default: the model's.")
+@click.option(
+    "--min-gangs",
+    "--gangs",
+    "min_gangs",
+    default=1,
+    show_default=True,
+    help="Copies of the base, each with its own memory. 0: none while nobody asks.",
+)
+@click.option("--max-gangs", type=int, help="More copies under load, up to so many. Default: as --min-gangs.")
+@click.option(
+    "--queued-tokens-per-gang",
+    type=int,
+    help="More prompt tokens that wait call for more gangs. Default: 16 times --max-tokens-per-step.",
+)
+@click.option(
+    "--scale-down-after",
+    "scale_down_after_s",
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Fewer gangs must have been enough for so long.",
+)
+@click.option(
+    "--scale-to-zero-after",
+    "scale_to_zero_after_s",
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Nobody must have asked for so long.",
+)
 @click.option("--threads", "num_threads", default=1, show_default=True, help="Threads of the compute library.")
 def serve(path_or_id: str, data_dir: Path, keys: tuple[tuple[str, str], ...], **settings: Any) -> None:
     """Serve a base and its tenants' adapters. PATH_OR_ID is a folder in Hugging Face format or a hub id.

@@ -16,14 +16,18 @@ import torch
 
 @dataclass(frozen=True)
 class ModuleSlice:
-    """One module's matrices in its adapter's virtual array, in elements. Rank 0: the adapter has no such module."""
+    """One module's matrices in its adapter's virtual array, in elements. Rank 0: the adapter has no such module.
 
-    rank: int
+    In a gang a worker may have only its part of A's rows: `rank / a_rows` parts make the whole.
+    """
+
+    rank: int  # rows of B
+    a_rows: int
     a: int
     b: int
 
 
-ABSENT = ModuleSlice(0, 0, 0)
+ABSENT = ModuleSlice(0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class LoraGeometry:
     num_layers: int
     slab: int  # elements of a page in one layer
     tile: int  # elements of the widest run that never straddles a slab
-    sides: tuple[tuple[int, int], ...]  # (in, out) features by module index
+    sides: tuple[tuple[int, int], ...]  # elements of a row of A and of a row of B, by module index
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,9 @@ class LoraKernels(Protocol):
     def shrink(
         self, x: torch.Tensor, pool: torch.Tensor, layer: int, batch: LoraBatch, modules: tuple[int, ...]
     ) -> torch.Tensor:
-        """x Aᵀ of each row: one tensor of rank-sized vectors, which only `expand` reads.
+        """x Aᵀ of each row, with this worker's rows of A: the rank-sized vectors end to end, in an order of the backend's.
 
-        x `[num_rows, in]`, pool `[num_pages, num_layers, slab]`.
+        x `[num_rows, in]`, pool `[num_pages, num_layers, slab]`; gives one dimension, as long on every worker.
         """
 
     def expand(
@@ -78,4 +82,8 @@ class LoraKernels(Protocol):
         batch: LoraBatch,
         modules: tuple[int, ...],
     ) -> None:
-        """Adds the adapters' share to y `[num_rows, sum of out]` in place."""
+        """Adds the adapters' share to y `[num_rows, sum of out]` in place.
+
+        `shrunk` `[num_parts, length]`: what the workers' `shrink` gave, in the order of their ranks; or, where A's rows
+        are not cut, one part, which is their sum.
+        """

@@ -1,7 +1,7 @@
 """LoRA over pages in plain torch: the twin that the fast kernels are compared with.
 
-Short segments are stacked: the A rows of several adapters become one matrix, one product serves them all, and a mask
-keeps of each row its own adapter's part. Pages are read by tiles, so a stack is one gather.
+Short segments are stacked: the A rows of several adapters become one matrix, one product serves them all, and of each
+row its own adapter's part is kept. Pages are read by tiles, so a stack is one gather.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .lora import LoraGeometry, LoraSegment, PagedAdapter
+from .lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 
 _STACKED_ROWS = 8  # rows of a stack, at most, unless one segment alone has more
 
@@ -24,15 +24,25 @@ class _Stack:
 
 
 @dataclass(frozen=True)
+class _Output:
+    """One module's share of y in a stack."""
+
+    columns: slice  # of y
+    ranks: slice  # of a part's stacked ranks
+    b_tiles: torch.Tensor  # of the rows of B, in the order of the gathered parts
+
+
+@dataclass(frozen=True)
 class _Part:
     """A stack's view of some modules that share an input."""
 
     start: int
     end: int
     a_tiles: torch.Tensor  # [num_ranks * in / tile], tile indices in layer 0
-    mask: torch.Tensor | None  # [rows, num_ranks]; None: one segment alone
-    outputs: tuple[tuple[slice, slice, torch.Tensor], ...]  # columns of y, columns of shrunk, tiles of B
-    num_ranks: int
+    own: torch.Tensor | None  # positions in [rows, num_ranks] of each row's own adapter; None: all, there is but one
+    outputs: tuple[_Output, ...]
+    num_ranks: int  # rows of A here, of all modules and adapters
+    length: int  # of what is shrunk
 
 
 @dataclass
@@ -54,17 +64,14 @@ class TorchLora:
     def shrink(
         self, x: torch.Tensor, pool: torch.Tensor, layer: int, batch: TorchLoraBatch, modules: tuple[int, ...]
     ) -> torch.Tensor:
-        parts = _parts(batch, modules)
-        shrunk = x.new_empty(sum((part.end - part.start) * part.num_ranks for part in parts))
-        tiles = pool.view(-1, batch.geometry.tile)
-        for part, piece in zip(parts, _pieces(shrunk, parts), strict=True):
+        tiles, shrunk = pool.view(-1, batch.geometry.tile), []
+        for part in _parts(batch, modules):
             if part.num_ranks == 0:
                 continue
             a = _gather(tiles, part.a_tiles, layer, batch.geometry).view(part.num_ranks, -1)
-            torch.mm(x[part.start : part.end], a.t(), out=piece)
-            if part.mask is not None:
-                piece.mul_(part.mask)
-        return shrunk
+            product = torch.mm(x[part.start : part.end], a.t()).flatten()
+            shrunk.append(product if part.own is None else product[part.own])
+        return torch.cat(shrunk) if shrunk else x.new_empty(0)
 
     def expand(
         self,
@@ -75,12 +82,16 @@ class TorchLora:
         batch: TorchLoraBatch,
         modules: tuple[int, ...],
     ) -> None:
-        parts = _parts(batch, modules)
-        tiles = pool.view(-1, batch.geometry.tile)
-        for part, piece in zip(parts, _pieces(shrunk, parts), strict=True):
-            for columns, ranks, b_tiles in part.outputs:
-                b = _gather(tiles, b_tiles, layer, batch.geometry).view(ranks.stop - ranks.start, -1)
-                y[part.start : part.end, columns].addmm_(piece[:, ranks], b)
+        tiles, start = pool.view(-1, batch.geometry.tile), 0
+        for part in _parts(batch, modules):
+            stacked = _stacked(shrunk[:, start : start + part.length], part)
+            start += part.length
+            for output in part.outputs:
+                b = _gather(tiles, output.b_tiles, layer, batch.geometry).view(
+                    -1, output.columns.stop - output.columns.start
+                )
+                own = stacked[:, :, output.ranks].transpose(0, 1).flatten(1)  # [rows, parts * ranks]
+                y[part.start : part.end, output.columns].addmm_(own, b)
 
 
 def _stacks(segments: Sequence[LoraSegment]) -> Iterator[_Stack]:
@@ -105,32 +116,37 @@ def _parts(batch: TorchLoraBatch, modules: tuple[int, ...]) -> tuple[_Part, ...]
 
 
 def _part(stack: _Stack, modules: tuple[int, ...], maps: dict[int, torch.Tensor], batch: TorchLoraBatch) -> _Part:
-    tile, sides = batch.geometry.tile, batch.geometry.sides
+    tile = batch.geometry.tile
     a_tiles: list[torch.Tensor] = []
-    outputs: list[tuple[slice, slice, torch.Tensor]] = []
-    ranks: list[tuple[LoraSegment, int]] = []
+    outputs: list[_Output] = []
+    owners: list[tuple[LoraSegment, int]] = []
     column = num_ranks = 0
     for module in modules:
-        num_in, num_out = sides[module]
-        first, b_tiles = num_ranks, []
+        num_in, num_out = batch.geometry.sides[module]
+        first, slices = num_ranks, []
         for segment in stack.segments:
             found, tile_map = segment.adapter.modules[module], maps[id(segment.adapter)]
-            a_tiles.append(tile_map[found.a // tile : (found.a + found.rank * num_in) // tile])
-            b_tiles.append(tile_map[found.b // tile : (found.b + found.rank * num_out) // tile])
-            ranks.append((segment, found.rank))
-            num_ranks += found.rank
+            a_tiles.append(tile_map[found.a // tile : (found.a + found.a_rows * num_in) // tile])
+            owners.append((segment, found.a_rows))
+            slices.append((found, tile_map))
+            num_ranks += found.a_rows
         if num_ranks > first:
-            b_index = torch.cat(b_tiles).to(batch.device)
-            outputs.append((slice(column, column + num_out), slice(first, num_ranks), b_index))
+            b_tiles = torch.cat(list(_b_tiles(slices, num_out // tile, tile))).to(batch.device)
+            outputs.append(_Output(slice(column, column + num_out), slice(first, num_ranks), b_tiles))
         column += num_out
-    return _Part(
-        stack.start,
-        stack.end,
-        torch.cat(a_tiles).to(batch.device),
-        _mask(stack, ranks).to(batch.device) if len(stack.segments) > 1 else None,
-        tuple(outputs),
-        num_ranks,
-    )
+    own = _own(stack, owners).to(batch.device) if len(stack.segments) > 1 else None
+    length = (stack.end - stack.start) * num_ranks if own is None else len(own)
+    a_index = torch.cat(a_tiles).to(batch.device)
+    return _Part(stack.start, stack.end, a_index, own, tuple(outputs), num_ranks, length)
+
+
+def _b_tiles(slices: list[tuple[ModuleSlice, torch.Tensor]], tiles_per_row: int, tile: int) -> Iterator[torch.Tensor]:
+    """Tiles of B's rows as they meet the gathered vectors: part by part, in each part adapter by adapter."""
+    num_parts = max(found.rank // found.a_rows for found, _ in slices if found.rank)
+    for part in range(num_parts):
+        for found, tile_map in slices:
+            first = found.b // tile + part * found.a_rows * tiles_per_row
+            yield tile_map[first : first + found.a_rows * tiles_per_row]
 
 
 def _tile_map(adapter: PagedAdapter, geometry: LoraGeometry) -> torch.Tensor:
@@ -140,20 +156,22 @@ def _tile_map(adapter: PagedAdapter, geometry: LoraGeometry) -> torch.Tensor:
     return (pages.unsqueeze(1) + torch.arange(tiles_per_slab)).flatten()
 
 
-def _mask(stack: _Stack, ranks: list[tuple[LoraSegment, int]]) -> torch.Tensor:
-    """1 where a row's own adapter has that rank, `[rows, num_ranks]`."""
+def _own(stack: _Stack, owners: list[tuple[LoraSegment, int]]) -> torch.Tensor:
+    """Positions in `[rows, num_ranks]`, flattened, where a row's own adapter has its ranks."""
     rows = torch.arange(stack.start, stack.end).unsqueeze(1)
-    columns = [((rows >= s.start) & (rows < s.end)).expand(-1, rank) for s, rank in ranks]
-    return torch.cat(columns, dim=1)
+    columns = [((rows >= s.start) & (rows < s.end)).expand(-1, rank) for s, rank in owners]
+    return torch.cat(columns, dim=1).flatten().nonzero().squeeze(1)
+
+
+def _stacked(shrunk: torch.Tensor, part: _Part) -> torch.Tensor:
+    """The vectors `[num_parts, length]` in their places among zeros, `[num_parts, rows, num_ranks]`."""
+    num_parts, rows = len(shrunk), part.end - part.start
+    if part.own is None:
+        return shrunk.view(num_parts, rows, part.num_ranks)
+    placed = shrunk.new_zeros(num_parts, rows * part.num_ranks)
+    placed[:, part.own] = shrunk
+    return placed.view(num_parts, rows, part.num_ranks)
 
 
 def _gather(tiles: torch.Tensor, index: torch.Tensor, layer: int, geometry: LoraGeometry) -> torch.Tensor:
     return tiles.index_select(0, index + layer * (geometry.slab // geometry.tile))
-
-
-def _pieces(shrunk: torch.Tensor, parts: tuple[_Part, ...]) -> Iterator[torch.Tensor]:
-    start = 0
-    for part in parts:
-        rows, end = part.end - part.start, start + (part.end - part.start) * part.num_ranks
-        yield shrunk[start:end].view(rows, part.num_ranks)
-        start = end

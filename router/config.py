@@ -17,6 +17,7 @@ class RouterConfig:
     max_sequences_per_request: int = 128  # prompts times n
     ready_interval_s: float = 5.0  # how long one proof that a token can be served is believed
     ready_timeout_s: float = 10.0  # how long /ready waits for that token
+    scales_from_zero: bool = False  # there may be no gang while nobody asks, and a request brings one
 
     def __post_init__(self) -> None:
         if not self.model_name:

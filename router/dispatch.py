@@ -1,15 +1,17 @@
 """The way of a sequence from a request handler to a gang and back.
 
 `Dispatcher` and `SequenceStream` are what request handlers are written against; `FleetDispatcher` is the one that
-talks to gangs. A sequence that finds no gang connected waits for one a bounded time, and one whose gang is lost before
-its first token is sent once more, so that a request that arrives about when a gang dies is served by its successor.
+talks to gangs. A sequence outlives its gang: when that dies or is told to go, the sequence goes on at another one from
+its prompt and the tokens so far, and its reader notices a pause. One that finds no gang connected waits for one a
+bounded time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -27,7 +29,10 @@ from .fleet import Fleet
 from .open_sequence import OpenSequence
 
 MAX_PARKED = 1024  # sequences that wait for a gang
-MAX_LOST = 1  # gangs that one sequence may be lost with and still be sent again: a request may be what kills them
+# Gangs that may die with one sequence, and no token of it between, before it is given up: it may be what kills them.
+# One that never had a token is the likelier culprit, so those that got on until it came outlive it.
+MAX_LOSSES_BEFORE_BEGUN = 2
+MAX_LOSSES = 3
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +57,9 @@ class Dispatcher(Protocol):
     def gang(self) -> GangInfo | None:
         """Facts of a connected gang; None: none is connected."""
 
+    def gangs(self) -> list[tuple[GangInfo, EngineLoad]]:
+        """Every connected gang with its latest load."""
+
     def load(self) -> EngineLoad | None:
         """The latest load, summed over the connected gangs; None: none is connected."""
 
@@ -59,10 +67,11 @@ class Dispatcher(Protocol):
 class FleetDispatcher:
     """The `Dispatcher` over gRPC. Belongs to one event loop; `update` tells it the gangs."""
 
-    def __init__(self, token: str, gang_wait_s: float) -> None:
-        """`gang_wait_s`: how long a sequence waits for a gang while none is connected."""
+    def __init__(self, token: str, gang_wait_s: float, on_wait: Callable[[], None] = lambda: None) -> None:
+        """`gang_wait_s`: how long a sequence waits for a gang while none is connected. `on_wait`: one begins to."""
         self._fleet = Fleet(token, self._send_parked, self._lost)
         self._gang_wait_s = gang_wait_s
+        self._on_wait = on_wait
         self._parked: dict[OpenSequence, asyncio.TimerHandle] = {}  # in order of arrival
         self._closed = False
 
@@ -74,9 +83,11 @@ class FleetDispatcher:
     def submit(
         self, prompt_token_ids: list[int], sampling: SamplingParams, tenant: str, adapter: AdapterRef | None
     ) -> OpenSequence:
+        if sampling.seed is None:  # drawn here, so that another gang would go on with the same draws
+            sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
         sequence = OpenSequence(
             SequenceRequest(
-                sequence_id=0,  # the connection gives it one
+                sequence_id=0,  # each connection gives it one
                 prompt_token_ids=prompt_token_ids,
                 sampling=sampling,
                 tenant=tenant,
@@ -102,6 +113,11 @@ class FleetDispatcher:
         names = msgspec.structs.fields(EngineLoad)
         return EngineLoad(**{field.name: sum(getattr(load, field.name) for load in loads) for field in names})
 
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait because no gang is connected."""
+        return len(self._parked)
+
     async def close(self) -> None:
         """Ends all connections; open sequences end with "gang_lost"."""
         self._closed = True
@@ -113,16 +129,20 @@ class FleetDispatcher:
         leader = self._fleet.choose()
         if leader is not None:
             leader.submit(sequence)
-        elif len(self._parked) >= MAX_PARKED:
+        elif len(self._parked) >= MAX_PARKED and not sequence.has_begun:
             sequence.fail("overloaded", f"no gang is connected and {MAX_PARKED} requests wait for one; try again later")
         else:
             self._park(sequence)
 
     def _lost(self, sequences: list[OpenSequence], reason: str) -> None:
+        """Sends on what the loss of a gang left, in the order of its submission there."""
         for sequence in sequences:
-            sequence.num_lost += 1
-            if self._closed or sequence.started or sequence.num_lost > MAX_LOST:
-                sequence.fail("gang_lost", f"the gang that served this request was lost ({reason}); send it again")
+            limit = MAX_LOSSES if sequence.has_begun else MAX_LOSSES_BEFORE_BEGUN
+            if self._closed:
+                sequence.fail("gang_lost", "this router is shutting down")
+            elif sequence.num_losses >= limit:
+                message = f"{limit} gangs were lost with this request before its next token, the last one to: {reason}"
+                sequence.fail("gang_lost", message)
             else:
                 self._send(sequence)
 
@@ -131,6 +151,7 @@ class FleetDispatcher:
         timer = asyncio.get_running_loop().call_later(self._gang_wait_s, self._give_up, sequence, message)
         self._parked[sequence] = timer
         sequence.on_cancel = partial(self._unpark, sequence)
+        self._on_wait()
 
     def _unpark(self, sequence: OpenSequence) -> None:
         self._parked.pop(sequence).cancel()

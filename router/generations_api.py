@@ -60,6 +60,7 @@ class GenerationsApi:
         adapter = self._admit(request, tenant)
         if request.echo and request.logprobs is not None:
             raise unsupported("echo", "the prompt's log probabilities are not computed; leave echo or logprobs out.")
+        await self._base.meet_a_gang()
         token_lists = await completion_prompts(request, self._text, self._base.gang().vocab_size)
         self._check_num_sequences(len(token_lists), request, "prompt")
         context = self._base.gang().max_model_len
@@ -93,6 +94,7 @@ class GenerationsApi:
         self._check_num_sequences(1, request, "n")
         max_tokens = request.max_completion_tokens or request.max_tokens
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        await self._base.meet_a_gang()
         prompt = self._prompt(request, token_ids, "messages", max_tokens, num_logprobs)
         shape = ChatAnswer(
             _head("chatcmpl-", request),

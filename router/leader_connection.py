@@ -2,7 +2,7 @@
 
 There is one writer and one reader, since concurrent writes to a gRPC stream may hang; what sequences have to say while
 a write is under way goes out together in the next message. The connection is made again, with growing pauses, for as
-long as the leader is wanted. When it breaks, the sequences on it are handed back at once.
+long as the leader is wanted. When it breaks, or the leader hands its sequences over, all on it are given back at once.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ..workers.messages import (
     FromLeader,
     GangInfo,
     Hello,
+    SequenceError,
     Submit,
     ToLeader,
 )
@@ -52,6 +53,10 @@ HELLO_TIMEOUT_S = 10.0
 _log = logging.getLogger(__name__)
 
 
+class _HandedOverError(Exception):
+    """The leader leaves, and its sequences must go on elsewhere."""
+
+
 class LeaderConnection:
     """Keeps itself connected from `start` on until it is closed, or retired and idle. Belongs to one event loop."""
 
@@ -62,7 +67,7 @@ class LeaderConnection:
         on_connect: Callable[[], None],
         on_lost: Callable[[list[OpenSequence], str], None],
     ) -> None:
-        """`on_lost` gets the unfinished sequences of a connection that broke, and the reason."""
+        """`on_lost` gets the unfinished sequences of a connection that ended, and the reason."""
         self.address = address
         self.info: GangInfo | None = None  # None: not connected
         self.load = EngineLoad()  # as of the last frame
@@ -107,7 +112,7 @@ class LeaderConnection:
         self._sequences[sequence_id] = sequence
         sequence.on_cancel = partial(self._cancel, sequence_id)
         self.num_unseen += 1
-        self._send(Submit(msgspec.structs.replace(sequence.request, sequence_id=sequence_id)))
+        self._send(Submit(sequence.request_from_here(sequence_id)))
 
     def _cancel(self, sequence_id: int) -> None:
         if sequence_id in self._sequences:
@@ -126,7 +131,7 @@ class LeaderConnection:
     async def _stay_connected(self) -> None:
         pause_s = FIRST_PAUSE_S
         while not self.retired:
-            reason = "the connection was closed"
+            reason, is_fault = "the connection was closed", True
             try:
                 async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
                     call: Any = channel.stream_stream(f"/{STREAM_SERVICE}/{STREAM_METHOD}")(
@@ -137,13 +142,15 @@ class LeaderConnection:
                     await self._exchange(call)
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
+            except _HandedOverError as farewell:
+                reason, is_fault = str(farewell), False
             except (TimeoutError, msgspec.DecodeError, ConnectionError) as error:
                 reason = str(error)
             except Exception as error:  # a defect of ours must not leave the router without its gang for good
                 _log.exception("the connection to %s broke unexpectedly", self.address)
                 reason = repr(error)
             finally:
-                self._disconnected(reason)
+                self._disconnected(reason, is_fault=is_fault)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -164,7 +171,7 @@ class LeaderConnection:
         self._on_connect()
 
     async def _exchange(self, call: Any) -> None:
-        """Reads frames and writes messages until the stream breaks."""
+        """Reads frames and writes messages until the stream breaks or the leader gives sequences back."""
         writer = asyncio.create_task(self._write(call))
         try:
             while (data := await call.read()) is not grpc.aio.EOF:
@@ -178,13 +185,20 @@ class LeaderConnection:
     def _receive(self, frame: Frame) -> None:
         self.load = frame.load
         self.num_unseen = 0
+        given_back: SequenceError | None = None
         for update in frame.updates:
             sequence = self._sequences.get(update.sequence_id)
             if sequence is None:
                 continue  # cancelled while the update was under way
+            if update.error is not None and update.error.kind in ("handed_over", "gang_lost"):
+                given_back = update.error
+                continue
             sequence.push(update)
             if sequence.closed:
                 self._forget(update.sequence_id)
+        if given_back is not None:  # the others, which may not have reached the leader, must go elsewhere too
+            is_farewell = given_back.kind == "handed_over"
+            raise (_HandedOverError if is_farewell else ConnectionError)(given_back.message)
 
     async def _write(self, call: Any) -> None:
         """Writes what the outbox holds. Ends quietly when the stream breaks: the reader learns why."""
@@ -202,12 +216,12 @@ class LeaderConnection:
             message = self._outbox.popleft()
             taken.append(message)
             if isinstance(message, Submit):
-                num_tokens += len(message.request.prompt_token_ids)
+                num_tokens += len(message.request.prompt_token_ids) + len(message.request.generated_token_ids)
         if not self._outbox:
             self._outbox_filled.clear()
         return taken
 
-    def _disconnected(self, reason: str) -> None:
+    def _disconnected(self, reason: str, *, is_fault: bool) -> None:
         if self.info is not None and not self.retired:
             _log.warning("lost gang %s at %s: %s", self.info.gang_id, self.address, reason)
         self.info = None
@@ -217,5 +231,5 @@ class LeaderConnection:
         self._outbox_filled.clear()
         sequences, self._sequences = self._sequences, {}
         for sequence in sequences.values():
-            sequence.on_cancel = None
+            sequence.lose_gang(is_fault=is_fault)
         self._on_lost(list(sequences.values()), reason)

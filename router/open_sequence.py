@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from ..workers.messages import ErrorKind, SequenceError, SequenceRequest, SequenceUpdate
 
 
@@ -13,13 +15,15 @@ class OpenSequence:
 
     Updates that arrive while the reader is busy are merged into one: a slow reader costs fewer, larger updates, never
     a growing queue. One reader at a time; everything belongs to one event loop.
+
+    It remembers all tokens that came, so that it can go on elsewhere when its gang is lost.
     """
 
     def __init__(self, request: SequenceRequest) -> None:
         self.request = request
         self.on_cancel: Callable[[], None] | None = None  # set by whoever holds the sequence at the time
-        self.started = False  # an update has come
-        self.num_lost = 0  # gangs that were lost with it
+        self.num_losses = 0  # gangs that died with it since its last token
+        self._token_ids: list[int] = []  # all that came, read or not
         self._arrived: SequenceUpdate | None = None  # not yet read
         self._reader: asyncio.Future[None] | None = None
         self._closed = False
@@ -28,6 +32,15 @@ class OpenSequence:
     def closed(self) -> bool:
         """No update will be added any more."""
         return self._closed
+
+    @property
+    def has_begun(self) -> bool:
+        """A token has come."""
+        return bool(self._token_ids)
+
+    def request_from_here(self, sequence_id: int) -> SequenceRequest:
+        """What a leader needs to go on after the tokens that came, under an id of its connection's."""
+        return msgspec.structs.replace(self.request, sequence_id=sequence_id, generated_token_ids=[*self._token_ids])
 
     def __aiter__(self) -> OpenSequence:
         return self
@@ -48,10 +61,17 @@ class OpenSequence:
         """Adds what one step brought."""
         if self._closed:
             return
-        self.started = True
+        if update.token_ids:
+            self._token_ids += update.token_ids
+            self.num_losses = 0
         self._closed = update.finish_reason is not None or update.error is not None
         self._arrived = update if self._arrived is None else _merged(self._arrived, update)
         self._wake()
+
+    def lose_gang(self, *, is_fault: bool) -> None:
+        """Nobody holds it now. `is_fault`: its gang died or broke, and was not told to go."""
+        self.on_cancel = None
+        self.num_losses += is_fault
 
     def fail(self, kind: ErrorKind, message: str) -> None:
         """Ends the sequence with an error update, unless it has ended."""

@@ -46,13 +46,12 @@ class OperationsApi:
 
     async def status(self, request: Request) -> Response:
         """What `motet status` shows."""
-        gang = self._dispatcher.gang()
         load = self._dispatcher.load()
         status: dict[str, Any] = {
             "version": __version__,
             "model": self._base.name,
             "redis_connected": self._view.connected,
-            "gangs": [] if gang is None else [msgspec.to_builtins(gang)],
+            "gangs": [msgspec.to_builtins(gang) for gang, _ in self._dispatcher.gangs()],
             "load": None if load is None else msgspec.to_builtins(load),
             "open_generations": self._metrics.num_open_generations,
         }

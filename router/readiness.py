@@ -5,52 +5,51 @@ from __future__ import annotations
 import asyncio
 import time
 
-from ..workers.messages import SamplingParams, SequenceError
+from ..workers.messages import GangInfo
 from .config import RouterConfig
 from .dispatch import Dispatcher
 from .metrics import Metrics
-
-PROBE_TENANT = "system"
-_PROBE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+from .probe import probe
 
 
 class Readiness:
-    """A client's token counts as proof, so a busy router is not probed. Concurrent checks share one probe."""
+    """A client's token counts as proof, so a busy router is not probed. Concurrent checks share one probe.
+
+    Where gangs come when they are asked for, a router without one is ready, since a request brings one, and each gang
+    is probed once: checks that go on forever would count as somebody who asks, and keep it from going.
+    """
 
     def __init__(self, config: RouterConfig, dispatcher: Dispatcher, metrics: Metrics) -> None:
         self._config = config
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._probed_at: float | None = None  # time.perf_counter() of the last success
+        self._probed_gang_id: str | None = None  # the gang that was there then
         self._lock = asyncio.Lock()
 
     async def problem(self) -> str | None:
         """Why no token can be served now; None: one can."""
-        if self._dispatcher.gang() is None:
-            return "no gang of workers is connected"
+        gang = self._dispatcher.gang()
+        if gang is None:
+            return None if self._config.scales_from_zero else "no gang of workers is connected"
         async with self._lock:
-            if self._is_proved():
+            if self._is_proved(gang):
                 return None
             problem = await self._probe()
             if problem is None:
                 self._probed_at = time.perf_counter()
+                self._probed_gang_id = gang.gang_id
             return problem
 
-    def _is_proved(self) -> bool:
+    def _is_proved(self, gang: GangInfo) -> bool:
+        if self._config.scales_from_zero and self._probed_gang_id == gang.gang_id:
+            return True
         times = [at for at in (self._probed_at, self._metrics.last_token_at) if at is not None]
         return bool(times) and time.perf_counter() - max(times) < self._config.ready_interval_s
 
     async def _probe(self) -> str | None:
-        error: SequenceError | None = None
-        stream = self._dispatcher.submit([0], _PROBE, PROBE_TENANT, None)
         try:
             async with asyncio.timeout(self._config.ready_timeout_s):
-                async for update in stream:
-                    if update.token_ids:
-                        return None
-                    error = update.error or error
+                return await probe(self._dispatcher)
         except TimeoutError:
             return f"no token was served within {self._config.ready_timeout_s:g} s"
-        finally:
-            stream.cancel()
-        return f"no token can be served: {error.message if error is not None else 'the sequence ended without one'}"

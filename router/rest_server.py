@@ -34,7 +34,7 @@ def create_app(
 ) -> FastAPI:
     """An app that serves. It has no lifespan of its own: whoever made the collaborators starts and stops them."""
     metrics = Metrics()
-    base = BaseModel(config.model_name, dispatcher, view)
+    base = BaseModel(config.model_name, dispatcher, view, scales_from_zero=config.scales_from_zero)
     readiness = Readiness(config, dispatcher, metrics)
     operations = OperationsApi(base, dispatcher, view, metrics, readiness)
     models = ModelsApi(base, view)

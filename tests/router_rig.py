@@ -141,6 +141,10 @@ class FakeDispatcher:
             vocab_size=320,
         )
 
+    def gangs(self) -> list[tuple[GangInfo, EngineLoad]]:
+        gang, load = self.gang(), self.load()
+        return [] if gang is None or load is None else [(gang, load)]
+
     def load(self) -> EngineLoad | None:
         return EngineLoad(num_running=3, num_generated_tokens=17) if self.is_connected else None
 

@@ -1,4 +1,7 @@
-"""An engine that computes nothing: each step gives every sequence its next token, counted up from its prompt's last."""
+"""An engine that computes nothing: each step gives every sequence its next token, counted up from its prompt's last.
+
+A sequence that was begun elsewhere goes on after the tokens it had there. Log-probabilities are minus the token's index.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from motet.workers.messages import EngineLoad, GangInfo, SequenceRequest, SequenceUpdate
+from motet.workers.messages import EngineLoad, GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
+
+OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
 
 INFO = GangInfo(
     gang_id="stand-in",
@@ -23,12 +28,17 @@ INFO = GangInfo(
 
 
 class StandInEngine:
-    """Satisfies `Engine`. `cancelled` and `submitted` tell what reached it. While `paused`, no step is made."""
+    """Satisfies `Engine`. `cancelled` and `submitted` tell what reached it. While `paused`, no step is made.
+
+    Once it `fails`, the next step loses all sequences and is the last.
+    """
 
     def __init__(self, step_s: float = 0.001) -> None:
         self.submitted: list[SequenceRequest] = []
         self.cancelled: list[int] = []
         self.paused = False
+        self.fails = False
+        self._residency = ResidencyChange()  # not yet told
         self._step_s = step_s
         self._running: dict[int, tuple[SequenceRequest, int]] = {}
         self._lock = threading.Lock()
@@ -36,14 +46,21 @@ class StandInEngine:
         self._thread: threading.Thread | None = None
         self._num_steps = 0
 
-    def start(self, on_step: Callable[[Sequence[SequenceUpdate], EngineLoad], None]) -> None:
+    def start(self, on_step: OnStep) -> None:
         self._thread = threading.Thread(target=self._run, args=(on_step,), daemon=True)
         self._thread.start()
 
     def submit(self, request: SequenceRequest) -> None:
         with self._lock:
             self.submitted.append(request)
-            self._running[request.sequence_id] = (request, 0)
+            self._running[request.sequence_id] = (request, len(request.generated_token_ids))
+            if request.adapter is not None:
+                self._residency.came.append(request.adapter.digest)
+
+    def evict(self, digest: str) -> None:
+        """Tells with the next step that the adapter has gone."""
+        with self._lock:
+            self._residency.went.append(digest)
 
     def cancel(self, sequence_id: int) -> None:
         with self._lock:
@@ -64,12 +81,15 @@ class StandInEngine:
         with self._lock:
             return len(self._running)
 
-    def _run(self, on_step: Callable[[Sequence[SequenceUpdate], EngineLoad], None]) -> None:
+    def _run(self, on_step: OnStep) -> None:
         num_running = 0
         while not self._stopping.is_set():
             time.sleep(self._step_s)
             if self.paused:
                 continue
+            if self.fails:
+                on_step(self._lose_all(), EngineLoad(), ResidencyChange())
+                return
             with self._lock:
                 updates = [self._next(request, count) for request, count in self._running.values()]
                 for update in updates:
@@ -81,11 +101,22 @@ class StandInEngine:
             if updates or num_running:
                 num_running = len(updates)
                 self._num_steps += 1
-                on_step(updates, EngineLoad(num_running=num_running, num_steps=self._num_steps))
+                on_step(updates, EngineLoad(num_running=num_running, num_steps=self._num_steps), self._take_residency())
+
+    def _lose_all(self) -> list[SequenceUpdate]:
+        with self._lock:
+            lost = SequenceError("gang_lost", "the engine failed: as told")
+            return [SequenceUpdate(sequence_id, error=lost) for sequence_id in self._running]
+
+    def _take_residency(self) -> ResidencyChange:
+        with self._lock:
+            taken, self._residency = self._residency, ResidencyChange()
+            return taken
 
     @staticmethod
     def _next(request: SequenceRequest, count: int) -> SequenceUpdate:
         token = (request.prompt_token_ids[-1] + count + 1) % INFO.vocab_size
         limit = request.sampling.max_tokens
         is_last = limit is not None and count + 1 >= limit
-        return SequenceUpdate(request.sequence_id, [token], finish_reason="length" if is_last else None)
+        logprobs = None if request.sampling.num_logprobs is None else [TokenLogprobs(-float(count), [], [])]
+        return SequenceUpdate(request.sequence_id, [token], logprobs, "length" if is_last else None)

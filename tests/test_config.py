@@ -33,6 +33,18 @@ def test_the_parts_get_what_was_set(paths: dict[str, Any]) -> None:
     assert (config.router.model_name, config.router.max_upload_bytes) == ("base", 9)
 
 
+def test_the_number_of_gangs(paths: dict[str, Any]) -> None:
+    assert MotetConfig(**paths).scaling.is_fixed
+    two = MotetConfig(**paths, min_gangs=2)
+    assert (two.scaling.min_gangs, two.scaling.max_gangs, two.sequence_wait_s) == (2, 2, two.gang_wait_s)
+    none = MotetConfig(**paths, min_gangs=0, max_tokens_per_step=10)
+    assert (none.scaling.max_gangs, none.scaling.queued_tokens_per_gang) == (1, 160)
+    assert none.sequence_wait_s == none.scaling.start_grace_s == none.cold_start_wait_s
+    assert none.router.scales_from_zero
+    with pytest.raises(ValueError, match="min_gangs = 3: 0 to max_gangs, which is 2"):
+        MotetConfig(**paths, min_gangs=3, max_gangs=2)
+
+
 @pytest.mark.parametrize(
     ("given", "url"),
     [(None, "redis://environment"), ("redis://given", "redis://given")],
@@ -60,7 +72,16 @@ def test_url(paths: dict[str, Any], host: str, url: str) -> None:
         ("port", 0, "1 to 65535"),
         ("port", 65536, "1 to 65535"),
         ("host", "", "address"),
-        ("num_gangs", 0, "positive integer"),
+        ("min_gangs", -1, "0 to max_gangs"),
+        ("min_gangs", 1.5, "0 to max_gangs"),
+        ("max_gangs", 0, "positive integer"),
+        ("max_gangs", 2.5, "positive integer"),
+        ("queued_tokens_per_gang", 0, "positive integer"),
+        ("pool_pressure", 1.5, "at most 1"),
+        ("adapter_loads_per_s", 0.0, "positive number"),
+        ("scale_down_after_s", -1.0, "zero or a positive number"),
+        ("scale_to_zero_after_s", 1.0, "at least two windows"),
+        ("cold_start_wait_s", float("nan"), "zero or a positive number"),
         ("num_routers", 1.5, "positive integer"),
         ("gang_wait_s", -1.0, "zero or a positive number"),
         ("drain_s", float("nan"), "zero or a positive number"),

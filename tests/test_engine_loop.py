@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from motet.workers.loop import EngineLoop
-from motet.workers.messages import EngineLoad, SamplingParams, SequenceRequest, SequenceUpdate
+from motet.workers.messages import EngineLoad, ResidencyChange, SamplingParams, SequenceRequest, SequenceUpdate
 
 
 class CountingEngine:
@@ -36,6 +36,9 @@ class CountingEngine:
     def load(self) -> EngineLoad:
         return EngineLoad(num_steps=self.num_steps)
 
+    def take_residency_changes(self) -> ResidencyChange:
+        return ResidencyChange([f"came at {self.num_steps}"])
+
     def step(self) -> list[SequenceUpdate]:
         self.num_steps += 1
         self.stepped.set()
@@ -55,11 +58,16 @@ class CountingEngine:
 class Listener:
     def __init__(self) -> None:
         self.updates: list[SequenceUpdate] = []
+        self.came: list[str] = []
+        self.busy_s = 0.0
         self.told = threading.Condition()
 
-    def __call__(self, updates: Sequence[SequenceUpdate], load: EngineLoad) -> None:
+    def __call__(self, updates: Sequence[SequenceUpdate], load: EngineLoad, residency: ResidencyChange) -> None:
         with self.told:
             self.updates += updates
+            self.came += residency.came
+            assert load.busy_s >= self.busy_s
+            self.busy_s = load.busy_s
             self.told.notify_all()
 
     def wait_for(self, sequence_id: int) -> SequenceUpdate:
@@ -129,7 +137,7 @@ def test_a_failing_engine_fails_its_sequences_and_counts_as_dead() -> None:
     loop.submit(request(7))
     error = listener.wait_for(7).error
     assert error is not None
-    assert error.kind == "internal"
+    assert error.kind == "gang_lost"  # routers continue its sequences elsewhere
     assert "boom" in error.message
     assert not loop.alive
     loop.submit(request(8))

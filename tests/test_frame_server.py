@@ -221,12 +221,60 @@ async def test_a_dead_engine_ends_the_streams(leader: Leader) -> None:
     await router.channel.close()
 
 
-async def test_drain_waits_for_the_last_sequence(leader: Leader) -> None:
+async def test_drain_lets_sequences_end(leader: Leader) -> None:
     router = Router(leader.address)
     await router.read()
-    await router.send(submit(1, 0, None))
-    await eventually(lambda: leader.server.num_sequences == 1)
-    assert not await leader.server.drain(0.1)
-    await router.send(Cancel(1))
-    assert await leader.server.drain(10)
+    await router.send(submit(1, 0, 100), submit(2, 0, None))
+    await eventually(lambda: leader.server.num_sequences == 2)
+    drained = asyncio.create_task(leader.server.drain(10))
+    tokens: list[int] = []
+    async for update in router.updates():
+        tokens += update.token_ids if update.sequence_id == 1 else []
+        if update.finish_reason is not None:
+            break
+    assert tokens == list(range(1, 101))
+    assert not drained.done()
+    await router.send(Cancel(2))
+    assert await drained == 0
+    await router.read_to_the_end()
+    assert await router.call.code() == grpc.StatusCode.OK
+    await router.channel.close()
+
+
+async def test_drain_hands_over_what_has_not_ended(leader: Leader) -> None:
+    routers = [Router(leader.address) for _ in range(2)]
+    for router in routers:
+        await router.read()
+        await router.send(submit(1, 0, None), submit(2, 500, None))
+    await eventually(lambda: leader.engine.num_running == 4)
+    assert await leader.server.drain(0.05) == 4
+    assert leader.server.num_sequences == 0
+    await eventually(lambda: leader.engine.num_running == 0)
+    for router in routers:
+        tokens: dict[int, list[int]] = {1: [], 2: []}
+        handed_over: list[int] = []
+        while (data := await router.call.read()) is not grpc.aio.EOF:
+            for update in msgspec.msgpack.decode(data, type=FromLeader).updates:
+                assert update.sequence_id not in handed_over, "an update after the hand-over"
+                tokens[update.sequence_id] += update.token_ids
+                if update.error is not None:
+                    assert update.error.kind == "handed_over"
+                    handed_over.append(update.sequence_id)
+        assert sorted(handed_over) == [1, 2]
+        for first, got in ((1, tokens[1]), (501, tokens[2])):
+            assert got
+            assert got == [(first + n) % INFO.vocab_size for n in range(len(got))]
+        assert await router.call.code() == grpc.StatusCode.OK
+        await router.channel.close()
+
+
+@pytest.mark.parametrize("reason", ["drained", "dead"])
+async def test_a_gang_that_serves_nobody_greets_nobody(leader: Leader, reason: str) -> None:
+    if reason == "drained":
+        await leader.server.drain(0)
+    else:
+        await asyncio.to_thread(leader.engine.stop)
+    router = Router(leader.address)
+    with pytest.raises(grpc.aio.AioRpcError, match="serves nobody"):
+        await router.call.read()
     await router.channel.close()

@@ -50,7 +50,8 @@ def place(
             dense[layer, module] = (a, b)
         pool[list(pages), layer] = virtual.view(len(pages), -1).to(pool.dtype)
     slices = tuple(
-        ModuleSlice(offsets[m].rank, offsets[m].a, offsets[m].b) if m in offsets else ABSENT for m in MODULES
+        ModuleSlice(offsets[m].rank, offsets[m].a_rows, offsets[m].a, offsets[m].b) if m in offsets else ABSENT
+        for m in MODULES
     )
     return PagedAdapter(pages, slices), dense
 
@@ -93,5 +94,6 @@ def test_rows_get_their_own_adapters_share(
                         a, b = dense[segment.start][layer, MODULES[module]]
                         expected[rows, column : column + num_out] += x[rows].float() @ a.T @ b
                     column += num_out
-            lora.expand(y, lora.shrink(x, pool, layer, prepared, modules), pool, layer, prepared, modules)
+            shrunk = lora.shrink(x, pool, layer, prepared, modules).unsqueeze(0)
+            lora.expand(y, shrunk, pool, layer, prepared, modules)
             torch.testing.assert_close(y.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

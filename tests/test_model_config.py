@@ -128,7 +128,7 @@ def test_sharded_checkpoints_are_read_through_their_index(tmp_path: Path) -> Non
     ("break_it", "message"),
     [
         (lambda t: t.pop("model.norm.weight"), r"no tensor 'model\.norm\.weight'"),
-        (lambda t: t.update({"model.norm.weight": torch.ones(9)}), r"has shape \(9,\): \(8,\) is needed"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(9)}), r"has shape \(9,\): config\.json needs \(8,\)"),
         (lambda t: t.update({"model.layers.2.mlp.w": torch.ones(1)}), r"no place for: model\.layers\.2\.mlp\.w"),
     ],
 )

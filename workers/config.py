@@ -22,6 +22,9 @@ class EngineConfig:
     max_num_sequences: int = 128  # sequences that run at once
     max_model_len: int | None = None  # None: what the model's config says
     num_threads: int = 1  # threads of the compute library
+    tensor_parallel: int = 1  # workers of the gang
+    step_deadline_s: float = 120.0  # a worker that takes longer over a step hangs
+    start_deadline_s: float = 300.0  # for all workers to come up, before they load the model
 
     def __post_init__(self) -> None:
         for key in (
@@ -31,6 +34,7 @@ class EngineConfig:
             "max_tokens_per_step",
             "max_num_sequences",
             "num_threads",
+            "tensor_parallel",
         ):
             value = getattr(self, key)
             if not isinstance(value, int) or value < 1:
@@ -39,3 +43,7 @@ class EngineConfig:
             raise ValueError(f"dtype = {self.dtype!r}: float32 or bfloat16 is accepted")
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ValueError(f"max_model_len = {self.max_model_len!r}: a positive integer or none is needed")
+
+    def context_of(self, max_position_embeddings: int) -> int:
+        """The longest sequence of a model of so many positions, in tokens."""
+        return min(self.max_model_len or max_position_embeddings, max_position_embeddings)

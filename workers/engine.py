@@ -5,15 +5,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from .execution.executor import LocalExecutor
-from .messages import EngineLoad, GangInfo, SequenceRequest, SequenceUpdate
+from .execution.executor import Executor
+from .messages import EngineLoad, GangInfo, ResidencyChange, SequenceRequest, SequenceUpdate
 from .scheduling.scheduler import Scheduler
 
 
 class Engine:
     """Grows sequences step by step. Used from one thread."""
 
-    def __init__(self, scheduler: Scheduler, executor: LocalExecutor, info: GangInfo) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, info: GangInfo) -> None:
         self._scheduler, self.executor, self.info = scheduler, executor, info
         self._refused: list[SequenceUpdate] = []
         self._computed = True
@@ -48,10 +48,14 @@ class Engine:
 
     def on_load_end(self, wake: Callable[[], None]) -> None:
         """`wake` is called, from another thread, whenever an adapter that a step may wait for has come or failed."""
-        self.executor.loader.on_end = wake
+        self.executor.on_load_end(wake)
 
     def load(self) -> EngineLoad:
         return self._scheduler.load()
+
+    def take_residency_changes(self) -> ResidencyChange:
+        """Adapters that came into the pool, or began to, and those that went since the last call."""
+        return self._scheduler.take_residency_changes()
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a page leaked or is in two hands."""

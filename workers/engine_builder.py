@@ -2,73 +2,148 @@
 
 from __future__ import annotations
 
-import torch
+import secrets
+import socket
+import time
+from collections.abc import Callable
 
-from ..adapters.layout import AdapterLayout
-from ..adapters.store import AdapterStore
-from ..kernels.backend import torch_kernels
+import msgspec
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
 from .config import EngineConfig
 from .engine import Engine
-from .execution.adapter_loader import AdapterLoader
-from .execution.executor import LocalExecutor
-from .execution.runner import Runner
+from .execution.connection import Connection, ConnectionLostError
+from .execution.executor import Executor, WorkerLostError
+from .execution.gang_executor import GangExecutor
+from .execution.gang_messages import Failed, FromWorker, Join, Ready
+from .execution.gang_messages import Progress as ProgressMessage
 from .loop import EngineLoop
-from .memory.pool import PoolGeometry, make_pool, plan_pool
-from .memory.tiers import HostTier
+from .memory.pool import PoolGeometry, plan_pool
 from .messages import GangInfo
 from .models.config import ModelConfig
-from .models.decoder import load_decoder
-from .models.rotary import rotary_table
-from .models.weights import Checkpoint, Progress
+from .models.sharding import ModelSharding
+from .models.weights import Progress
+from .parallel import Alone
 from .scheduling.admission import Limits
 from .scheduling.scheduler import Scheduler
+from .worker import WorkerSettings
+from .worker_builder import build_executor
+
+Spawn = Callable[[WorkerSettings], None]  # starts `run_worker` in a process of its own and returns at once
 
 
-def build_engine_loop(config: EngineConfig, on_progress: Progress | None = None) -> EngineLoop:
-    """An engine with a thread of its own, not yet started. Raises ValueError if the model cannot be served."""
-    return EngineLoop(build_engine(config, on_progress))
+def build_engine_loop(
+    config: EngineConfig, on_progress: Progress | None = None, spawn: Spawn | None = None, host: str = "127.0.0.1"
+) -> EngineLoop:
+    """An engine with a thread of its own, not yet started. See `build_engine`."""
+    return EngineLoop(build_engine(config, on_progress, spawn, host))
 
 
-def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> Engine:
-    """Loads the base and lays out the pool. Raises ValueError if the model cannot be served with these settings."""
-    torch.set_num_threads(config.num_threads)
-    device, dtype = torch.device("cpu"), getattr(torch, config.dtype)
+def build_engine(
+    config: EngineConfig, on_progress: Progress | None = None, spawn: Spawn | None = None, host: str = "127.0.0.1"
+) -> Engine:
+    """Loads the base and lays out the pool, on as many workers as the config says.
+
+    One worker lives in this process. Several are started by `spawn`, and reach this process at `host`. Raises
+    ValueError if the model cannot be served with these settings, WorkerLostError if a worker does not come up.
+    """
     model = ModelConfig.from_folder(config.model_path)
-    geometry = plan_pool(model, config.block_size, dtype, config.pool_bytes)
-    layout = AdapterLayout(model.shape, geometry.slab, config.dtype)
-    max_model_len = min(config.max_model_len or model.max_model_len, model.max_model_len)
-    kernels = torch_kernels()
-    pool = make_pool(geometry, device)
-    decoder = load_decoder(model, Checkpoint(config.model_path, dtype, device, on_progress))
-    rotary = rotary_table(model.rotary, model.head_dim, max_model_len).to(device)
-    runner = Runner(decoder, kernels, pool, geometry, layout, rotary)
-    host = HostTier(AdapterStore(config.store_path), layout, config.host_bytes, pinned=False)
+    sharding = ModelSharding(model, config.tensor_parallel)
+    geometry = plan_pool(sharding, config.block_size, getattr(torch, config.dtype), config.pool_bytes)
+    executor: Executor
+    if config.tensor_parallel == 1:
+        executor = build_executor(config, Alone(), on_progress)
+        kernels = executor.kernels_name
+    else:
+        if spawn is None:
+            raise ValueError(f"tensor_parallel = {config.tensor_parallel}: a way to start workers is needed, or 1")
+        executor, kernels = _start_gang(config, on_progress, spawn, host)
+    layout = sharding.layout(config.block_size, config.dtype)
     scheduler = Scheduler(
-        Limits(
-            max_model_len,
-            model.vocab_size,
-            config.block_size,
-            geometry.num_pages,
-            config.max_tokens_per_step,
-            config.max_num_sequences,
-        ),
+        _limits(config, geometry, model),
         frozenset(model.eos_token_ids),
         lambda ref: layout.num_pages(ref.module_ranks),
     )
-    info = _info(config, geometry, kernels.name, max_model_len, model.vocab_size)
-    return Engine(scheduler, LocalExecutor(runner, AdapterLoader(host, pool, kernels)), info)
+    return Engine(scheduler, executor, _info(config, geometry, kernels, model))
 
 
-def _info(config: EngineConfig, geometry: PoolGeometry, kernels: str, max_model_len: int, vocab_size: int) -> GangInfo:
+def _start_gang(
+    config: EngineConfig, on_progress: Progress | None, spawn: Spawn, host: str
+) -> tuple[GangExecutor, str]:
+    """Workers that have loaded their parts, and the name of their kernels."""
+    secret = secrets.token_hex(16)
+    with socket.create_server((host, 0)) as listener:
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        for rank in range(config.tensor_parallel):
+            spawn(WorkerSettings(config, rank, host, listener.getsockname()[1], store.port, secret))
+        connections = _accept(listener, config, secret)
+    kernels = [_await_ready(rank, connection, on_progress) for rank, connection in enumerate(connections)]
+    return GangExecutor(connections, store, config.step_deadline_s), kernels[0]
+
+
+def _accept(listener: socket.socket, config: EngineConfig, secret: str) -> list[Connection]:
+    """A connection of each worker, by rank. Raises WorkerLostError if one does not come in time."""
+    decoder = msgspec.msgpack.Decoder(FromWorker)
+    found: dict[int, Connection] = {}
+    deadline = time.monotonic() + config.start_deadline_s
+    while len(found) < config.tensor_parallel:
+        listener.settimeout(max(deadline - time.monotonic(), 0.01))
+        try:
+            connection = Connection(listener.accept()[0])
+        except TimeoutError:
+            missing = sorted(set(range(config.tensor_parallel)) - found.keys())
+            raise WorkerLostError(f"workers {missing} did not come within {config.start_deadline_s:g} s") from None
+        connection.set_timeout(10.0)
+        try:
+            message = decoder.decode(connection.receive())
+        except (ConnectionLostError, msgspec.MsgspecError):
+            connection.close()
+            continue
+        if isinstance(message, Join) and secrets.compare_digest(message.secret, secret):
+            connection.set_timeout(None)
+            found[message.rank] = connection
+        else:
+            connection.close()
+    return [found[rank] for rank in range(config.tensor_parallel)]
+
+
+def _await_ready(rank: int, connection: Connection, on_progress: Progress | None) -> str:
+    decoder = msgspec.msgpack.Decoder(FromWorker)
+    while True:
+        try:
+            message = decoder.decode(connection.receive())
+        except ConnectionLostError as error:
+            raise WorkerLostError(f"worker {rank} was lost while it loaded the model: {error}") from error
+        if isinstance(message, Ready):
+            return message.kernels
+        if isinstance(message, Failed):
+            raise WorkerLostError(f"worker {rank} could not load the model: {message.problem}")
+        if isinstance(message, ProgressMessage) and on_progress is not None:
+            on_progress(message.what, message.done, message.total)
+
+
+def _limits(config: EngineConfig, geometry: PoolGeometry, model: ModelConfig) -> Limits:
+    return Limits(
+        config.context_of(model.max_model_len),
+        model.vocab_size,
+        config.block_size,
+        geometry.num_pages,
+        config.max_tokens_per_step,
+        config.max_num_sequences,
+    )
+
+
+def _info(config: EngineConfig, geometry: PoolGeometry, kernels: str, model: ModelConfig) -> GangInfo:
     return GangInfo(
         gang_id="",  # the leader's replica names itself
         model=str(config.model_path),
         device="cpu",
         dtype=config.dtype,
         kernels=kernels,
-        max_model_len=max_model_len,
+        max_model_len=config.context_of(model.max_model_len),
         block_size=geometry.block_size,
         num_pages=geometry.num_pages,
         page_bytes=geometry.page_bytes,
-        vocab_size=vocab_size,
+        vocab_size=model.vocab_size,
     )

@@ -5,8 +5,9 @@ step over with one `call_soon_threadsafe`, the event loop sorts it by router, an
 engine gets the steps that piled up merged into one frame. Each stream has one reader and one writer, since concurrent
 writes to a gRPC stream may hang.
 
-A router's sequences live as long as its stream: when it ends, for whatever reason, all of them are cancelled. A router
-must present the cluster's secret token, so that a stranger on the network cannot spend the gang's time.
+A router's sequences live as long as its stream: when it ends, for whatever reason, all of them are cancelled, and the
+router continues them on another gang. A leader that leaves hands them over itself and ends the streams. A router must
+present the cluster's secret token, so that a stranger on the network cannot spend the gang's time.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from .messages import (
     Frame,
     GangInfo,
     Hello,
+    ResidencyChange,
+    SequenceError,
     SequenceRequest,
     SequenceUpdate,
     ToLeader,
@@ -51,6 +54,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 _ID_BITS = 48  # of a router's sequence id; the stream's number lies above it in the engine's id
 _ID_MASK = (1 << _ID_BITS) - 1
 _BEAT_S = 0.25
+_FAREWELL_S = 2.0  # how long routers may take to read what they are told at the end
+_HANDED_OVER = SequenceError("handed_over", "the gang leaves")
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +63,7 @@ _log = logging.getLogger(__name__)
 class Engine(Protocol):
     """What a frame server needs of an engine; `EngineLoop` is one."""
 
-    def start(self, on_step: Callable[[Sequence[SequenceUpdate], EngineLoad], None]) -> None: ...
+    def start(self, on_step: Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]) -> None: ...
     def submit(self, request: SequenceRequest) -> None: ...
     def cancel(self, sequence_id: int) -> None: ...
     def stop(self) -> None: ...
@@ -73,7 +78,9 @@ class _RouterStream:
     number: int
     live: set[int] = field(default_factory=set)  # the router's ids of unfinished sequences
     pending: list[SequenceUpdate] = field(default_factory=list)  # not yet written
+    moved: set[str] = field(default_factory=set)  # adapters that came or went; not yet written
     load_is_stale: bool = False
+    is_ending: bool = False  # what is pending is the last that is written
     failure: str | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -98,6 +105,8 @@ class FrameServer:
         self._server: grpc.aio.Server | None = None
         self._streams: dict[int, _RouterStream] = {}
         self._num_streams_ever = 0
+        self._leaving = False
+        self._resident: set[str] = set()  # adapters by digest, coming ones too
         self._load = EngineLoad(num_pages=info.num_pages, num_free_pages=info.num_pages)
         self._beat: asyncio.Task[None] | None = None
         self._encoder = msgspec.msgpack.Encoder()
@@ -109,6 +118,11 @@ class FrameServer:
         return sum(len(stream.live) for stream in self._streams.values())
 
     @property
+    def load(self) -> EngineLoad:
+        """The engine's, as of its last step."""
+        return self._load
+
+    @property
     def healthy(self) -> bool:
         return self._server is not None and self._engine.alive
 
@@ -116,10 +130,10 @@ class FrameServer:
         """Starts engine and server; the address on which routers reach it. Port 0 takes a free one."""
         loop = asyncio.get_running_loop()
 
-        def on_step(updates: Sequence[SequenceUpdate], load: EngineLoad) -> None:
+        def on_step(updates: Sequence[SequenceUpdate], load: EngineLoad, residency: ResidencyChange) -> None:
             # After stop() the loop may be closed while the engine's last step ends.
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._deliver, updates, load)
+                loop.call_soon_threadsafe(self._deliver, updates, load, residency)
 
         server = grpc.aio.server(options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)))
         handler: Any = grpc.stream_stream_rpc_method_handler(self._serve)  # bytes in, bytes out
@@ -133,14 +147,23 @@ class FrameServer:
         self._beat = asyncio.create_task(self._beat_forever())
         return f"{host}:{bound}"
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Waits until no sequence is left, at most `timeout_s`; whether that came about."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while self.num_sequences:
-            if asyncio.get_running_loop().time() >= deadline:
-                return False
-            await asyncio.sleep(0.05)
-        return True
+    async def drain(self, grace_s: float) -> int:
+        """Lets sequences end for up to `grace_s`, then hands the others over to their routers; the number of these.
+
+        Afterwards no router is connected, and none can connect any more.
+        """
+        await _until(lambda: self.num_sequences == 0, grace_s)
+        self._leaving = True
+        num_sequences = self.num_sequences
+        for stream in self._streams.values():
+            for sequence_id in stream.live:
+                self._engine.cancel(stream.engine_id(sequence_id))
+                stream.pending.append(SequenceUpdate(sequence_id, error=_HANDED_OVER))
+            stream.live.clear()
+            stream.is_ending = True
+            stream.wake.set()
+        await _until(lambda: not self._streams, _FAREWELL_S)
+        return num_sequences
 
     async def stop(self) -> None:
         """Ends all streams, then the engine."""
@@ -151,11 +174,16 @@ class FrameServer:
             await server.stop(grace=0)
         await asyncio.to_thread(self._engine.stop)
 
-    def _deliver(self, updates: Sequence[SequenceUpdate], load: EngineLoad) -> None:
+    def _deliver(self, updates: Sequence[SequenceUpdate], load: EngineLoad, residency: ResidencyChange) -> None:
         """Sorts one step's updates by router."""
         self._load = load
+        self._resident.difference_update(residency.went)
+        self._resident.update(residency.came)
         for stream in self._streams.values():
             stream.load_is_stale = True
+            if residency.came or residency.went:
+                stream.moved.update(residency.came, residency.went)
+                stream.wake.set()
         for update in updates:
             stream_or_none = self._streams.get(update.sequence_id >> _ID_BITS)
             sequence_id = update.sequence_id & _ID_MASK
@@ -183,12 +211,14 @@ class FrameServer:
         sent = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
         if not hmac.compare_digest(sent.encode() if isinstance(sent, str) else sent, self._token):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"metadata {TOKEN_KEY}: not this cluster's token")
+        if self._leaving or not self._engine.alive:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this gang serves nobody any more")
         self._num_streams_ever += 1
         stream = _RouterStream(self._num_streams_ever)
         self._streams[stream.number] = stream
         reader = asyncio.create_task(self._read(requests, stream))
         try:
-            await context.write(self._encoder.encode(Hello(self._info)))
+            await context.write(self._encoder.encode(Hello(self._info, sorted(self._resident))))
             stream.load_is_stale = True  # a new router learns the load at once
             stream.wake.set()
             await self._write(context, stream)
@@ -201,21 +231,29 @@ class FrameServer:
             await context.abort(grpc.StatusCode.UNAVAILABLE, stream.failure)
 
     async def _write(self, context: grpc.aio.ServicerContext[bytes, bytes], stream: _RouterStream) -> None:
-        """Writes frames until the stream fails."""
-        while stream.failure is None:
+        """Writes frames until the stream fails, or ends and the last one is written."""
+        while stream.failure is None and (stream.pending or not stream.is_ending):
             await stream.wake.wait()
             stream.wake.clear()
             if not stream.pending and not stream.load_is_stale:
                 continue
-            updates, stream.pending = stream.pending, []
-            stream.load_is_stale = False
-            await context.write(self._encoder.encode(Frame(updates, self._load)))
+            await context.write(self._encoder.encode(self._next_frame(stream)))
+
+    def _next_frame(self, stream: _RouterStream) -> Frame:
+        """All that happened since the router's last frame."""
+        updates, stream.pending = stream.pending, []
+        moved, stream.moved = stream.moved, set()
+        stream.load_is_stale = False
+        residency = ResidencyChange(sorted(moved & self._resident), sorted(moved - self._resident))
+        return Frame(updates, self._load, residency)
 
     async def _read(self, requests: AsyncIterator[bytes], stream: _RouterStream) -> None:
         """Obeys the router until it ends the stream or says something that cannot be understood."""
         failure = "the router ended the stream"
         try:
             async for data in requests:
+                if stream.is_ending:
+                    continue  # what crossed it: the router sends it elsewhere
                 for message in self._decoder.decode(data).messages:
                     if isinstance(message, Cancel):
                         self._cancel(stream, message.sequence_id)
@@ -240,3 +278,12 @@ class FrameServer:
         if sequence_id in stream.live:
             stream.live.discard(sequence_id)
             self._engine.cancel(stream.engine_id(sequence_id))
+
+
+async def _until(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Waits for the condition to hold, at most so long."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not condition():
+        if asyncio.get_running_loop().time() >= deadline:
+            return
+        await asyncio.sleep(0.02)

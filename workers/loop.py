@@ -9,12 +9,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from .engine import Engine
-from .messages import EngineLoad, GangInfo, SequenceError, SequenceRequest, SequenceUpdate
+from .messages import EngineLoad, GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
+from .step_times import StepTimes
 
 _log = logging.getLogger(__name__)
 _STEP_DEADLINE_S = 300.0  # a step that takes longer hangs
 
-OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad], None]
+OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
 
 
 class EngineLoop:
@@ -30,7 +31,8 @@ class EngineLoop:
         self._progress_at = time.monotonic()
         self._submitted: set[int] = set()  # unfinished sequences; the loop's thread owns it
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._on_step: OnStep = lambda updates, load: None
+        self._times = StepTimes()
+        self._on_step: OnStep = lambda updates, load, residency: None
         engine.on_load_end(self._load_ended)
 
     @property
@@ -47,7 +49,7 @@ class EngineLoop:
         )
 
     def start(self, on_step: OnStep) -> None:
-        """Starts the thread. `on_step` is called from it after each step that has something to tell."""
+        """Starts the thread. `on_step` is called from it after each step."""
         self._on_step = on_step
         self._thread.start()
 
@@ -82,16 +84,14 @@ class EngineLoop:
                 self._step()
         except Exception as error:
             _log.exception("the engine failed")
-            self._failure = SequenceError("internal", f"the engine failed: {type(error).__name__}: {error}")
+            self._failure = SequenceError("gang_lost", f"the engine failed: {type(error).__name__}: {error}")
             self._refuse_all(self._failure)
 
     def _step(self) -> None:
-        load_before = self._engine.load()
+        self._times.begin_step()
         updates = self._engine.step()
         self._submitted.difference_update(u.sequence_id for u in updates if u.finish_reason or u.error)
-        load = self._engine.load()
-        if updates or load != load_before:
-            self._on_step(updates, load)
+        self._on_step(updates, self._times.end_step(self._engine.load()), self._engine.take_residency_changes())
 
     def _refuse_all(self, failure: SequenceError) -> None:
         """Answers whoever waits or still comes, until somebody who looks at `alive` stops this."""
@@ -99,7 +99,7 @@ class EngineLoop:
             failed = [SequenceUpdate(sequence_id, error=failure) for sequence_id in sorted(self._submitted)]
             self._submitted.clear()
             if failed:
-                self._on_step(failed, self._engine.load())
+                self._on_step(failed, self._engine.load(), ResidencyChange())
             with self._wake:
                 self._wake.wait_for(lambda: self._stopping or self._inbox)
                 self._submitted.update(item.sequence_id for item in self._inbox if not isinstance(item, int))

@@ -17,7 +17,9 @@ TOKEN_KEY = "motet-token"
 MAX_MESSAGE_BYTES = 64 << 20
 
 FinishReason = Literal["stop", "length"]
-ErrorKind = Literal["invalid_request", "adapter_failed", "overloaded", "gang_lost", "internal"]
+# A leader says "gang_lost" of a sequence when its engine has failed, and "handed_over" when it leaves before the
+# sequence has ended. A router continues both elsewhere; when that cannot be, its client hears "gang_lost".
+ErrorKind = Literal["invalid_request", "adapter_failed", "overloaded", "gang_lost", "handed_over", "internal"]
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
@@ -49,13 +51,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to grow. `sequence_id` is chosen by the sender and unique among its unfinished sequences."""
+    """One sequence to grow. `sequence_id` is chosen by the sender and unique among its unfinished sequences.
+
+    `generated_token_ids` came from another gang already: the sequence goes on after them as if they had been generated
+    here, and only what is new comes in updates. With the same seed, or greedily, it goes on as it would have there.
+    """
 
     sequence_id: int
     prompt_token_ids: list[int]
     sampling: SamplingParams
     tenant: str
     adapter: AdapterRef | None = None  # None: the base
+    generated_token_ids: list[int] = []
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -106,16 +113,33 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     num_running: int = 0
     num_waiting: int = 0
+    num_waiting_for_adapters: int = 0  # of those that wait: their adapter is not there yet
+    num_queued_tokens: int = 0  # still to compute of all running and waiting sequences, as far as they have grown
     num_pages: int = 0
     num_free_pages: int = 0
     num_adapter_pages: int = 0
+    num_idle_adapter_pages: int = 0  # of them, those of adapters that no running sequence uses
     num_resident_adapters: int = 0
+    num_coming_adapters: int = 0  # being copied into the pool
     num_steps: int = 0
     num_computed_tokens: int = 0  # counters since the engine's start, from here on
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_adapter_loads: int = 0
     num_adapter_evictions: int = 0
+    num_loaded_pages: int = 0  # of adapters whose copy ended well
+    busy_s: float = 0.0  # inside steps
+    loading_s: float = 0.0  # with at least one adapter coming
+
+
+class ResidencyChange(msgspec.Struct, frozen=True):
+    """Adapters, by digest, that came into a gang's pool or began to, and those that went, since the last change.
+
+    What came and went again in between is told as gone, so a digest told as gone need not be known.
+    """
+
+    came: list[str] = []
+    went: list[str] = []
 
 
 class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,11 +159,13 @@ class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     info: GangInfo
+    resident: list[str] = []  # digests of adapters that are in the pool or on their way into it
 
 
 class Frame(msgspec.Struct, frozen=True, tag="frame"):
     updates: list[SequenceUpdate]
     load: EngineLoad
+    residency: ResidencyChange = ResidencyChange()  # since the last frame on this stream
 
 
 FromLeader = Hello | Frame

@@ -12,6 +12,7 @@ from ..decoding.sampling import sample
 from ..memory.pool import PoolGeometry, kv_view
 from ..models.context import ForwardContext
 from ..models.decoder import Decoder
+from ..parallel import Parallel
 from ..scheduling.plan import Residence, SampledToken, StepPlan
 from .inputs import StepInputs, make_inputs
 
@@ -23,25 +24,29 @@ class Runner:
         self,
         decoder: Decoder,
         kernels: Kernels,
+        parallel: Parallel,
         pool: torch.Tensor,
         geometry: PoolGeometry,
         layout: AdapterLayout,
         rotary: torch.Tensor,
     ) -> None:
-        self._decoder, self._kernels, self._pool, self._geometry = decoder, kernels, pool, geometry
+        self._decoder, self._kernels, self._parallel = decoder, kernels, parallel
+        self._pool, self._geometry = pool, geometry
         self._layout, self._rotary, self._kv = layout, rotary, kv_view(pool, geometry)
         self._lora_geometry = LoraGeometry(
-            geometry.num_layers, geometry.slab, layout.tile, tuple(layout.shape.modules[module] for module in MODULES)
+            geometry.num_layers, geometry.slab, layout.tile, tuple(layout.part(module).widths for module in MODULES)
         )
         self._lora_batch: tuple[tuple[LoraSegment, ...], LoraBatch] = ((), None)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> dict[int, SampledToken]:
-        """Computes the plan's tokens and chooses the next ones, by sequence id."""
+        """Computes the plan's tokens; the gang's first worker chooses the next ones, by sequence id."""
         if not plan.sequences:
             return {}
         inputs = self._inputs(plan)
         logits = self._logits(inputs)
+        if self._parallel.rank > 0:
+            return {}
         return dict(zip(inputs.sample_ids, sample(logits, inputs.samples), strict=True))
 
     @torch.inference_mode()
@@ -55,7 +60,13 @@ class Runner:
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor:
         context = ForwardContext(
-            self._kernels, self._pool, inputs.attention, self._lora(inputs.segments), self._rotary, self._kv
+            self._kernels,
+            self._parallel,
+            self._pool,
+            inputs.attention,
+            self._lora(inputs.segments),
+            self._rotary,
+            self._kv,
         )
         hidden = self._decoder.hidden_states(inputs.token_ids, context)
         return self._decoder.logits(hidden[inputs.sample_rows], context)
@@ -71,5 +82,8 @@ class Runner:
 
     def _paged(self, residence: Residence) -> PagedAdapter:
         offsets = self._layout.offsets(residence.module_ranks)
-        slices = ((offsets[m].rank, offsets[m].a, offsets[m].b) if m in offsets else None for m in MODULES)
-        return PagedAdapter(residence.pages, tuple(ABSENT if s is None else ModuleSlice(*s) for s in slices))
+        slices = (
+            ModuleSlice(offsets[m].rank, offsets[m].a_rows, offsets[m].a, offsets[m].b) if m in offsets else ABSENT
+            for m in MODULES
+        )
+        return PagedAdapter(residence.pages, tuple(slices))

@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
 
-from ..messages import AdapterRef
+from ..messages import AdapterRef, ResidencyChange
 from ..scheduling.plan import AdapterLoad, Residence
 from .page_allocator import PageAllocator
 
@@ -33,7 +33,9 @@ class AdapterCache:
         self._allocator = allocator
         self._entries: dict[str, _Entry] = {}
         self._clock = 0
+        self._moved: dict[str, None] = {}  # digests that came or went since the last take_changes()
         self.num_loads = 0
+        self.num_loaded_pages = 0
         self.num_evictions = 0
 
     def state(self, digest: str) -> AdapterState:
@@ -51,15 +53,18 @@ class AdapterCache:
         assert pages is not None
         residence = Residence(ref.digest, ref.module_ranks, pages)
         self._entries[ref.digest] = _Entry(residence, AdapterState.LOADING, last_use=self._tick())
+        self._moved[ref.digest] = None
         self.num_loads += 1
         return AdapterLoad(residence)
 
     def finish_load(self, digest: str) -> None:
-        self._entries[digest].state = AdapterState.RESIDENT
+        entry = self._entries[digest]
+        entry.state = AdapterState.RESIDENT
+        self.num_loaded_pages += len(entry.residence.pages)
 
     def fail_load(self, digest: str) -> None:
         """Forgets an adapter whose copy failed; its pages are free again."""
-        self._allocator.release(self._entries.pop(digest).residence.pages)
+        self._drop(digest)
 
     def acquire(self, digest: str) -> None:
         """One more running sequence uses the adapter: it stays until `release`."""
@@ -90,9 +95,14 @@ class AdapterCache:
         if short > 0:
             return False
         for digest in going:
-            self._allocator.release(self._entries.pop(digest).residence.pages)
+            self._drop(digest)
         self.num_evictions += len(going)
         return True
+
+    def take_changes(self) -> ResidencyChange:
+        """What came, be it not wholly copied yet, and what went since the last call."""
+        moved, self._moved = self._moved, {}
+        return ResidencyChange([d for d in moved if d in self._entries], [d for d in moved if d not in self._entries])
 
     @property
     def num_resident(self) -> int:
@@ -106,6 +116,11 @@ class AdapterCache:
     def num_pages(self) -> int:
         return sum(len(entry.residence.pages) for entry in self._entries.values())
 
+    @property
+    def num_idle_pages(self) -> int:
+        """Pages that eviction could free."""
+        return sum(len(self._entries[digest].residence.pages) for digest in self._idle())
+
     def holders(self) -> Iterator[tuple[int, ...]]:
         """The pages of each adapter, for integrity checks."""
         return (entry.residence.pages for entry in self._entries.values())
@@ -114,9 +129,15 @@ class AdapterCache:
         """Running sequences by digest, for integrity checks; idle adapters are left out."""
         return {digest: entry.num_users for digest, entry in self._entries.items() if entry.num_users}
 
+    def _idle(self) -> list[str]:
+        return [d for d, e in self._entries.items() if e.num_users == 0 and e.state is AdapterState.RESIDENT]
+
     def _idle_by_last_use(self) -> list[str]:
-        idle = [d for d, e in self._entries.items() if e.num_users == 0 and e.state is AdapterState.RESIDENT]
-        return sorted(idle, key=lambda digest: self._entries[digest].last_use)
+        return sorted(self._idle(), key=lambda digest: self._entries[digest].last_use)
+
+    def _drop(self, digest: str) -> None:
+        self._allocator.release(self._entries.pop(digest).residence.pages)
+        self._moved[digest] = None
 
     def _tick(self) -> int:
         self._clock += 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..models.config import ModelConfig
+from ..models.sharding import ModelSharding
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class PoolGeometry:
         return self.num_layers * self.slab * self.dtype.itemsize
 
 
-def plan_pool(config: ModelConfig, block_size: int, dtype: torch.dtype, pool_bytes: int) -> PoolGeometry:
-    """As many pages as fit into `pool_bytes`. Raises ValueError if that is none."""
-    slab = config.slab(block_size)
+def plan_pool(sharding: ModelSharding, block_size: int, dtype: torch.dtype, pool_bytes: int) -> PoolGeometry:
+    """The pool of one worker: as many pages as fit into `pool_bytes`. Raises ValueError if that is none."""
+    config, slab = sharding.config, sharding.slab(block_size)
     page_bytes = config.num_layers * slab * dtype.itemsize
     if pool_bytes < page_bytes:
         raise ValueError(f"pool_bytes = {pool_bytes}: a page of this model takes {page_bytes}, and one is needed")
     return PoolGeometry(
-        pool_bytes // page_bytes, config.num_layers, slab, block_size, config.num_kv_heads, config.head_dim, dtype
+        pool_bytes // page_bytes, config.num_layers, slab, block_size, sharding.num_kv_heads, config.head_dim, dtype
     )
 
 

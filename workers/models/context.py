@@ -10,6 +10,7 @@ from ...adapters.adapter import MODULES
 from ...kernels.attention import AttentionBatch
 from ...kernels.backend import Kernels
 from ...kernels.lora import LoraBatch
+from ..parallel import Parallel
 
 # Modules that share an input are computed together: one base product, one shrink, one expand.
 QKV = tuple(MODULES.index(name) for name in ("q_proj", "k_proj", "v_proj"))
@@ -23,6 +24,7 @@ class ForwardContext:
     """One step's batch as the layers see it."""
 
     kernels: Kernels
+    parallel: Parallel
     pool: torch.Tensor  # [num_pages, num_layers, slab]
     attention: AttentionBatch
     lora: LoraBatch | None  # None: no row has an adapter

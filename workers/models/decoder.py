@@ -6,84 +6,108 @@ from dataclasses import dataclass
 
 import torch
 
-from .config import ModelConfig
 from .context import DOWN, GATE_UP, OUTPUT, QKV, ForwardContext
-from .layers import AdaptedLinear, Attention, DecoderLayer, GatedMlp, HeadNorm
+from .layers import BASE, Attention, ColumnLinear, DecoderLayer, GatedMlp, HeadNorm, RowLinear
+from .sharding import ModelSharding, Range
 from .weights import Checkpoint
 
 
 @dataclass(frozen=True)
 class Decoder:
-    embedding: torch.Tensor  # [vocab, hidden]
+    """One worker's part. Embedding and head are cut along the vocabulary."""
+
+    embedding: torch.Tensor  # [this worker's share of the vocabulary, hidden]
     layers: tuple[DecoderLayer, ...]
     norm: torch.Tensor  # [hidden]
     norm_eps: float
-    head: torch.Tensor  # [vocab, hidden]
+    head: torch.Tensor  # [this worker's share of the vocabulary, hidden]
+    vocabulary: Range
+    vocab_size: int
 
     def hidden_states(self, token_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """The last layer's normed states of `[num_rows]` tokens, `[num_rows, hidden]`; their KV is in the pool."""
-        x, residual = self.embedding[token_ids], None
+        x, residual = self._embed(token_ids, context), None
         for layer in self.layers:
             x, residual = layer(x, residual, context)
         return context.kernels.add_rms_norm(x, residual, self.norm, self.norm_eps)[0]
 
     def logits(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """`[num_rows, vocab]` in float32."""
-        return context.kernels.linear(hidden, self.head, None).float()
+        """`[num_rows, vocab]` in float32, on every worker."""
+        own = context.kernels.linear(hidden, self.head, None)
+        if context.parallel.degree == 1:
+            return own.float()
+        share = -(-self.vocab_size // context.parallel.degree)
+        padded = own.new_zeros(len(hidden), share)
+        padded[:, : own.shape[1]] = own
+        gathered = context.parallel.all_gather(padded, BASE)  # [degree, num_rows, share]
+        return gathered.transpose(0, 1).flatten(1)[:, : self.vocab_size].float()
+
+    def _embed(self, token_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        if context.parallel.degree == 1:
+            return self.embedding[token_ids]
+        start, stop = self.vocabulary
+        mine = (token_ids >= start) & (token_ids < stop)
+        found = self.embedding[(token_ids - start).clamp(0, max(stop - start - 1, 0))] * mine.unsqueeze(1)
+        return context.parallel.all_reduce(found, BASE)
 
 
-def load_decoder(config: ModelConfig, checkpoint: Checkpoint) -> Decoder:
-    """Reads every weight of the checkpoint. Raises ValueError for missing, misshapen or left-over tensors."""
-    hidden, vocab = config.hidden_size, config.vocab_size
-    embedding = checkpoint.take("model.embed_tokens.weight", (vocab, hidden))
-    layers = tuple(_load_layer(index, config, checkpoint) for index in range(config.num_layers))
+def load_decoder(sharding: ModelSharding, checkpoint: Checkpoint) -> Decoder:
+    """Reads this worker's part of every weight. Raises ValueError for missing, misshapen or left-over tensors."""
+    config = sharding.config
+    hidden, vocab, own = config.hidden_size, config.vocab_size, sharding.vocabulary
+    embedding = checkpoint.take("model.embed_tokens.weight", (vocab, hidden), rows=own)
+    layers = tuple(_load_layer(index, sharding, checkpoint) for index in range(config.num_layers))
     norm = checkpoint.take("model.norm.weight", (hidden,))
     if config.tie_word_embeddings:
         checkpoint.drop("lm_head.weight")
         head = embedding
     else:
-        head = checkpoint.take("lm_head.weight", (vocab, hidden))
+        head = checkpoint.take("lm_head.weight", (vocab, hidden), rows=own)
     checkpoint.drop("rotary_emb.inv_freq")
     checkpoint.finish()
-    return Decoder(embedding, layers, norm, config.norm_eps, head)
+    return Decoder(embedding, layers, norm, config.norm_eps, head, own, vocab)
 
 
-def _load_layer(index: int, config: ModelConfig, checkpoint: Checkpoint) -> DecoderLayer:
-    prefix, hidden, shapes = f"model.layers.{index}.", config.hidden_size, config.shape.modules
+def _load_layer(index: int, sharding: ModelSharding, checkpoint: Checkpoint) -> DecoderLayer:
+    prefix, config = f"model.layers.{index}.", sharding.config
+    hidden, dim = config.hidden_size, config.head_dim
+    query, kv = ((start * dim, stop * dim) for start, stop in (sharding.heads, sharding.kv_heads))
+    features = sharding.intermediate
 
-    def adapted(names: tuple[str, ...], modules: tuple[int, ...], has_bias: bool) -> AdaptedLinear:
-        sides = [shapes[name.rpartition(".")[2]] for name in names]
-        weights = [
-            checkpoint.take(f"{prefix}{name}.weight", (num_out, num_in))
-            for name, (num_in, num_out) in zip(names, sides, strict=True)
-        ]
-        biases = [
-            checkpoint.take(f"{prefix}{name}.bias", (num_out,))
-            for name, (_, num_out) in zip(names, sides, strict=True)
-            if has_bias
-        ]
-        return AdaptedLinear(torch.cat(weights), torch.cat(biases) if biases else None, modules)
+    def column(parts: dict[str, Range], modules: tuple[int, ...], has_bias: bool) -> ColumnLinear:
+        weights, biases = [], []
+        for name, rows in parts.items():
+            num_in, num_out = config.shape.modules[name.rpartition(".")[2]]
+            weights.append(checkpoint.take(f"{prefix}{name}.weight", (num_out, num_in), rows=rows))
+            if has_bias:
+                biases.append(checkpoint.take(f"{prefix}{name}.bias", (num_out,), rows=rows))
+        return ColumnLinear(torch.cat(weights), torch.cat(biases) if biases else None, modules)
 
-    qkv_names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    def row(name: str, columns: Range, modules: tuple[int, ...], has_bias: bool) -> RowLinear:
+        num_in, num_out = config.shape.modules[name.rpartition(".")[2]]
+        weight = checkpoint.take(f"{prefix}{name}.weight", (num_out, num_in), columns=columns)
+        bias = checkpoint.take(f"{prefix}{name}.bias", (num_out,)) if has_bias else None
+        return RowLinear(weight.contiguous(), bias if sharding.rank == 0 else None, modules)
+
     head_norm = None
     if config.family.qk_norm:
         head_norm = HeadNorm(
-            checkpoint.take(f"{prefix}self_attn.q_norm.weight", (config.head_dim,)),
-            checkpoint.take(f"{prefix}self_attn.k_norm.weight", (config.head_dim,)),
+            checkpoint.take(f"{prefix}self_attn.q_norm.weight", (dim,)),
+            checkpoint.take(f"{prefix}self_attn.k_norm.weight", (dim,)),
             config.norm_eps,
         )
     attention = Attention(
-        qkv=adapted(qkv_names, QKV, config.qkv_bias),
-        output=adapted(("self_attn.o_proj",), OUTPUT, config.output_bias),
+        qkv=column({"self_attn.q_proj": query, "self_attn.k_proj": kv, "self_attn.v_proj": kv}, QKV, config.qkv_bias),
+        output=row("self_attn.o_proj", query, OUTPUT, config.output_bias),
         head_norm=head_norm,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_heads=sharding.heads[1] - sharding.heads[0],
+        num_kv_heads=sharding.num_kv_heads,
+        head_dim=dim,
         window=config.sliding_windows[index],
     )
     mlp = GatedMlp(
-        adapted(("mlp.gate_proj", "mlp.up_proj"), GATE_UP, config.mlp_bias),
-        adapted(("mlp.down_proj",), DOWN, config.mlp_bias),
+        column({"mlp.gate_proj": features, "mlp.up_proj": features}, GATE_UP, config.mlp_bias),
+        row("mlp.down_proj", features, DOWN, config.mlp_bias),
     )
     return DecoderLayer(
         index,

@@ -1,4 +1,4 @@
-"""The parts of a decoder layer, over all rows of a step at once."""
+"""The parts of a decoder layer, over all rows of a step at once, as one worker of a gang computes them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import torch
 
 from .context import ForwardContext
 
+# Kinds of what workers exchange.
+BASE = "base"
+ADAPTERS = "adapters"
+
 
 @dataclass(frozen=True)
-class AdaptedLinear:
-    """A linear whose output holds one or more modules side by side, each with the rows' own adapters added."""
+class ColumnLinear:
+    """This worker's outputs of one or more modules that share an input, side by side, each with the rows' adapters.
 
-    weight: torch.Tensor  # [sum of out, in]
+    Rank-sized vectors are gathered from all workers, each of which has its rows of A.
+    """
+
+    weight: torch.Tensor  # [sum of this worker's out, in]
     bias: torch.Tensor | None
     modules: tuple[int, ...]
 
@@ -22,8 +29,32 @@ class AdaptedLinear:
         if context.lora is not None:
             lora = context.kernels.lora
             shrunk = lora.shrink(x, context.pool, layer, context.lora, self.modules)
-            lora.expand(y, shrunk, context.pool, layer, context.lora, self.modules)
+            gathered = context.parallel.all_gather(shrunk, ADAPTERS)
+            lora.expand(y, gathered, context.pool, layer, context.lora, self.modules)
         return y
+
+
+@dataclass(frozen=True)
+class RowLinear:
+    """All outputs of one module whose inputs the workers share, with the rows' adapters; the same on every worker.
+
+    Each worker adds its share of the adapters' outputs to its partial sum, so that the base's all-reduce brings both.
+    """
+
+    weight: torch.Tensor  # [out, this worker's in]
+    bias: torch.Tensor | None  # the first worker's only
+    modules: tuple[int, ...]
+
+    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
+        parallel = context.parallel
+        y = context.kernels.linear(x, self.weight, self.bias)
+        if context.lora is not None:
+            lora, width = context.kernels.lora, y.shape[1] // parallel.degree
+            shrunk = lora.shrink(x, context.pool, layer, context.lora, self.modules)
+            summed = parallel.all_reduce(shrunk, ADAPTERS).unsqueeze(0)
+            own = y[:, parallel.rank * width : (parallel.rank + 1) * width]
+            lora.expand(own, summed, context.pool, layer, context.lora, self.modules)
+        return parallel.all_reduce(y, BASE)
 
 
 @dataclass(frozen=True)
@@ -39,10 +70,10 @@ class HeadNorm:
 class Attention:
     """Self-attention over paged KV with grouped queries."""
 
-    qkv: AdaptedLinear
-    output: AdaptedLinear
+    qkv: ColumnLinear
+    output: RowLinear
     head_norm: HeadNorm | None
-    num_heads: int
+    num_heads: int  # of this worker
     num_kv_heads: int
     head_dim: int
     window: int | None
@@ -64,8 +95,8 @@ class Attention:
 class GatedMlp:
     """down(silu(gate(x)) * up(x))."""
 
-    gate_up: AdaptedLinear
-    down: AdaptedLinear
+    gate_up: ColumnLinear
+    down: RowLinear
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         return self.down(context.kernels.silu_mul(self.gate_up(x, layer, context)), layer, context)

@@ -25,14 +25,27 @@ class Checkpoint:
         self._folder, self._dtype, self._device, self._on_progress = folder, dtype, device, on_progress
         self._total = len(self._where)
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor, in the engine's dtype and on its device. Raises ValueError if it is missing or misshapen."""
+    def take(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
+        """The tensor or the given part of it, in the engine's dtype and on its device; only that part is read.
+
+        `shape` is the whole tensor's. Raises ValueError if it is missing or misshapen.
+        """
         file = self._where.pop(name, None)
         if file is None:
             raise ValueError(f"{self._folder} has no tensor {name!r}, or two parts of the model need it")
-        tensor: torch.Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"tensor {name!r} has shape {tuple(tensor.shape)}: {shape} is needed by config.json")
+        stored = file.get_slice(name)  # type: ignore[no-untyped-call]
+        if tuple(stored.get_shape()) != shape:
+            raise ValueError(f"tensor {name!r} has shape {tuple(stored.get_shape())}: config.json needs {shape}")
+        if columns is None:
+            tensor: torch.Tensor = stored[slice(*rows)] if rows is not None else stored[:]
+        else:
+            tensor = stored[slice(*rows) if rows is not None else slice(None), slice(*columns)]
         if self._on_progress is not None:
             self._on_progress("loading weights", self._total - len(self._where), self._total)
         return tensor.to(self._device, self._dtype)

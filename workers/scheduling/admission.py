@@ -26,16 +26,20 @@ def pages_for(num_tokens: int, block_size: int) -> int:
 def refusal(request: SequenceRequest, num_adapter_pages: int, limits: Limits) -> SequenceError | None:
     """Why the request can never be served, or None. `num_adapter_pages` are those of its adapter, 0 for the base."""
     num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+    num_generated = len(request.generated_token_ids)
     if num_prompt == 0:
         return _invalid("the prompt is empty: at least one token is needed")
-    if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < limits.vocab_size:
+    token_ids = (*request.prompt_token_ids, *request.generated_token_ids)
+    if not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
         return _invalid(f"the prompt has a token id outside 0..{limits.vocab_size - 1}")
     if max_tokens is not None and max_tokens < 1:
         return _invalid(f"max_tokens = {max_tokens}: at least 1 is needed")
-    wanted = num_prompt + (1 if max_tokens is None else max_tokens)
+    if max_tokens is not None and max_tokens <= num_generated:
+        return _invalid(f"max_tokens = {max_tokens}, and {num_generated} were generated before: nothing is left to do")
+    wanted = num_prompt + (num_generated + 1 if max_tokens is None else max_tokens)
     if wanted > limits.max_model_len:
         over = wanted - limits.max_model_len
-        asked = "" if max_tokens is None else f" and {max_tokens} to generate"
+        asked = f" and {wanted - num_prompt} to generate" if max_tokens is not None or num_generated else ""
         return _invalid(
             f"{num_prompt} prompt tokens{asked} are {over} over the context of {limits.max_model_len} tokens"
         )

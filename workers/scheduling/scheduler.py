@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from ..memory.adapter_cache import AdapterCache, AdapterState
 from ..memory.page_allocator import PageAllocator
-from ..messages import AdapterRef, EngineLoad, SequenceError, SequenceRequest, SequenceUpdate
+from ..messages import AdapterRef, EngineLoad, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 from .admission import Limits, pages_for, refusal
 from .plan import AdapterLoad, SampledToken, SequencePlan, StepPlan, StepResult
 from .preemption import choose_victim
@@ -19,6 +19,7 @@ from .sequence import Sequence
 from .stopping import finish_reason
 
 _MAX_LOADS_UNDER_WAY = 8  # adapters that come into the pool at once: later ones wait for their turn
+_BEFORE_ALL = 1 << 62  # what another gang began has waited already: it is older than all that arrived here
 
 
 class Scheduler:
@@ -39,7 +40,9 @@ class Scheduler:
         error = refusal(request, self._num_adapter_pages(request.adapter), self._limits)
         if error is None:
             self._arrivals += 1
-            self._waiting.append(Sequence(request, self._arrivals, seed, list(request.prompt_token_ids)))
+            arrival = self._arrivals - (_BEFORE_ALL if request.generated_token_ids else 0)
+            token_ids = [*request.prompt_token_ids, *request.generated_token_ids]
+            insort(self._waiting, Sequence(request, arrival, seed, token_ids), key=lambda waiting: waiting.arrival)
         return error
 
     def cancel(self, sequence_id: int) -> None:
@@ -91,17 +94,26 @@ class Scheduler:
         return EngineLoad(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
+            num_waiting_for_adapters=sum(not self._has_adapter(sequence) for sequence in self._waiting),
+            num_queued_tokens=sum(s.num_uncomputed for s in (*self._running.values(), *self._waiting)),
             num_pages=self._limits.num_pages,
             num_free_pages=self._allocator.num_free,
             num_adapter_pages=self._adapters.num_pages,
+            num_idle_adapter_pages=self._adapters.num_idle_pages,
             num_resident_adapters=self._adapters.num_resident,
+            num_coming_adapters=self._adapters.num_loading,
             num_steps=self._step,
             num_computed_tokens=self._num_computed,
             num_generated_tokens=self._num_generated,
             num_preemptions=self._num_preemptions,
             num_adapter_loads=self._adapters.num_loads,
             num_adapter_evictions=self._adapters.num_evictions,
+            num_loaded_pages=self._adapters.num_loaded_pages,
         )
+
+    def take_residency_changes(self) -> ResidencyChange:
+        """Adapters that came into the pool, or began to, and those that went since the last call."""
+        return self._adapters.take_changes()
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a page leaked or is in two hands, or an adapter's users are miscounted."""
@@ -202,6 +214,10 @@ class Scheduler:
         for sequence in [waiting for waiting in self._waiting if waiting.adapter_digest == digest]:
             self._waiting.remove(sequence)
             yield SequenceUpdate(sequence.sequence_id, error=SequenceError("adapter_failed", message))
+
+    def _has_adapter(self, sequence: Sequence) -> bool:
+        digest = sequence.adapter_digest
+        return digest is None or self._adapters.state(digest) is AdapterState.RESIDENT
 
     def _num_adapter_pages(self, ref: AdapterRef | None) -> int:
         return 0 if ref is None else self._pages_of_adapter(ref)

@@ -13,7 +13,7 @@ class Sequence:
     request: SequenceRequest
     arrival: int  # order of arrival; smaller is older
     seed: int
-    token_ids: list[int]  # prompt, then generated
+    token_ids: list[int]  # prompt, then generated, here or before
     num_computed: int = 0  # tokens whose KV is in `pages`
     pages: list[int] = field(default_factory=list)
 

@@ -1,0 +1,164 @@
+"""How many gangs there should be: a pure function of what the fleet tells, what is wanted, and what was needed.
+
+All that is measured is summed over the fleet, so the number of gangs that it calls for does not depend on how many
+there are: a gang that is starting is neither missing nor a reason to start another. More are asked for at once; fewer
+only after the load has been small enough for a while, which is what the history remembers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingConfig:
+    """Bounds, what one gang should carry, and how patient to be."""
+
+    min_gangs: int = 1  # 0: none while nobody asks
+    max_gangs: int = 1
+    queued_tokens_per_gang: int = 8192  # tokens of prompts that wait to be computed
+    pool_pressure: float = 0.8  # share of a gang's pages, or of its places for running sequences, that are taken
+    adapter_loads_per_s: float = 4.0  # loads into a full pool, which push another adapter out, for each gang
+    scale_down_share: float = 0.7  # of the three above: what is left must fit into so much of fewer gangs
+    scale_down_after_s: float = 60.0  # fewer gangs must have been enough for so long
+    scale_to_zero_after_s: float = 300.0  # nobody must have asked for so long
+    start_grace_s: float = 600.0  # a gang that starts is not given up for so long
+    window_s: float = 5.0  # over which a load is averaged
+
+    def __post_init__(self) -> None:
+        for key in ("max_gangs", "queued_tokens_per_gang"):
+            if not _is_count(getattr(self, key)) or getattr(self, key) < 1:
+                raise ValueError(f"{key} = {getattr(self, key)!r}: a positive integer is needed")
+        if not _is_count(self.min_gangs) or not 0 <= self.min_gangs <= self.max_gangs:
+            raise ValueError(f"min_gangs = {self.min_gangs!r}: 0 to max_gangs, which is {self.max_gangs}, is accepted")
+        for key in ("pool_pressure", "scale_down_share"):
+            if not 0 < getattr(self, key) <= 1:
+                raise ValueError(f"{key} = {getattr(self, key)!r}: more than 0 and at most 1 is accepted")
+        for key in ("adapter_loads_per_s", "window_s"):
+            if not 0 < getattr(self, key) < math.inf:
+                raise ValueError(f"{key} = {getattr(self, key)!r}: a positive number is needed")
+        for key in ("scale_down_after_s", "start_grace_s"):
+            if not getattr(self, key) >= 0:
+                raise ValueError(f"{key} = {getattr(self, key)!r}: zero or a positive number is needed")
+        if not self.scale_to_zero_after_s >= 2 * self.window_s:
+            # Less, and what is remembered of the last request would bring the gang back.
+            least = f"at least two windows, which are {2 * self.window_s:g} s, are needed"
+            raise ValueError(f"scale_to_zero_after_s = {self.scale_to_zero_after_s!r}: {least}")
+
+    @property
+    def is_fixed(self) -> bool:
+        """There is nothing to decide."""
+        return self.min_gangs == self.max_gangs
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangLoad:
+    """One gang over the last window."""
+
+    num_sequences: float = 0.0  # running and waiting
+    queued_tokens: float = 0.0
+    pool_pressure: float = 0.0  # 0 to 1
+    adapter_loads_per_s: float = 0.0  # into a full pool
+    computed_tokens_per_s: float = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.num_sequences or self.queued_tokens or self.computed_tokens_per_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetState:
+    now_s: float
+    target: int  # gangs that are asked for at present
+    num_running: int  # of them, those that serve
+    gangs: tuple[GangLoad, ...] = ()  # of those that serve, those that have told their load
+    is_awaited: bool = False  # a request waits because no gang serves
+
+
+@dataclass(frozen=True)
+class Saturation:
+    """What one gang computed when it had more to do than it should have."""
+
+    tokens_per_s: float
+    at_s: float
+
+
+@dataclass(frozen=True)
+class ScalingHistory:
+    """What a decision must know of the past."""
+
+    last_needed_s: tuple[float, ...]  # entry k - 1: when at least k gangs were needed last
+    target: int
+    raised_s: float  # when the target grew last
+    saturation: Saturation | None = None
+
+    @classmethod
+    def start(cls, state: FleetState, config: ScalingConfig) -> ScalingHistory:
+        """Nothing is known of the past: what there is counts as needed until now."""
+        last_needed_s = _mark((-math.inf,) * config.max_gangs, state.target, state.now_s)
+        return cls(last_needed_s, state.target, state.now_s)
+
+    def observe(self, state: FleetState, config: ScalingConfig) -> ScalingHistory:
+        """The history with this state."""
+        saturation = _observe_saturation(self.saturation, state, config)
+        raised_s = state.now_s if state.target > self.target else self.raised_s
+        needed = gangs_needed(state, config, config.scale_down_share)
+        if saturation is not None:
+            rate = sum(gang.computed_tokens_per_s for gang in state.gangs)
+            needed = max(needed, math.ceil(rate / (saturation.tokens_per_s * config.scale_down_share)))
+        is_starting = state.num_running < state.target and state.now_s - raised_s < config.start_grace_s
+        if is_starting or not state.gangs or len(state.gangs) < state.num_running:
+            needed = max(needed, state.target)  # whoever has told nothing yet may be needed
+        return ScalingHistory(_mark(self.last_needed_s, needed, state.now_s), state.target, raised_s, saturation)
+
+    def held(self, now_s: float, config: ScalingConfig) -> int:
+        """Gangs that were needed too lately to be let go."""
+        delays_s = (config.scale_to_zero_after_s, *(config.scale_down_after_s,) * (len(self.last_needed_s) - 1))
+        held = 0
+        for count, (at_s, delay_s) in enumerate(zip(self.last_needed_s, delays_s, strict=True), start=1):
+            if now_s - at_s <= delay_s:
+                held = count
+        return held
+
+
+def gangs_needed(state: FleetState, config: ScalingConfig, share: float = 1.0) -> int:
+    """Gangs that the load calls for, if each takes so large a share of what it should carry. 0: nobody asks."""
+    if not state.is_awaited and all(gang.is_idle for gang in state.gangs):
+        return 0
+    wanted = max(
+        sum(gang.queued_tokens for gang in state.gangs) / config.queued_tokens_per_gang,
+        sum(gang.pool_pressure for gang in state.gangs) / config.pool_pressure,
+        sum(gang.adapter_loads_per_s for gang in state.gangs) / config.adapter_loads_per_s,
+    )
+    return max(1, math.ceil(wanted / share))
+
+
+def decide(state: FleetState, config: ScalingConfig, history: ScalingHistory) -> int:
+    """The number of gangs to ask for now. `history` has observed everything up to and including this state.
+
+    Never 0 while somebody asks, nor before a gang that was asked for has told its load.
+    """
+    kept = min(state.target, history.held(state.now_s, config))
+    return min(max(gangs_needed(state, config), kept, config.min_gangs), config.max_gangs)
+
+
+def _observe_saturation(before: Saturation | None, state: FleetState, config: ScalingConfig) -> Saturation | None:
+    """A gang that has too long a queue shows what a gang can do; the best one lately is the truest.
+
+    The queue is gone once there are gangs enough, so it cannot say when there would be too few again: this can.
+    """
+    rates = [gang.computed_tokens_per_s for gang in state.gangs if gang.queued_tokens >= config.queued_tokens_per_gang]
+    rate = max(rates, default=0.0)
+    is_stale = before is None or state.now_s - before.at_s > config.scale_down_after_s
+    if rate > 0 and (is_stale or before is None or rate >= before.tokens_per_s):
+        return Saturation(rate, state.now_s)
+    return before
+
+
+def _mark(last_needed_s: tuple[float, ...], needed: int, now_s: float) -> tuple[float, ...]:
+    return (now_s,) * min(needed, len(last_needed_s)) + last_needed_s[needed:]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

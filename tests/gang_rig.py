@@ -1,0 +1,38 @@
+"""Gangs of worker processes for tests: real processes, gloo between them, a leader in the test's own process."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+
+from motet.workers.config import EngineConfig
+from motet.workers.engine import Engine
+from motet.workers.engine_builder import build_engine
+from motet.workers.worker import WorkerSettings, run_worker
+
+
+@contextmanager
+def gang(config: EngineConfig) -> Iterator[tuple[Engine, list[BaseProcess]]]:
+    """An engine over `config.tensor_parallel` worker processes, which have ended when the block has."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["motet.workers.worker"])  # torch is imported once, not by every worker
+    processes: list[BaseProcess] = []
+
+    def spawn(settings: WorkerSettings) -> None:
+        processes.append(context.Process(target=run_worker, args=(settings,), daemon=True))
+        processes[-1].start()
+
+    engine = None
+    try:
+        engine = build_engine(config, spawn=spawn)
+        yield engine, processes
+    finally:
+        if engine is not None:
+            engine.close()
+        for process in processes:
+            process.join(timeout=20)
+            if process.is_alive():
+                process.kill()
+                process.join()

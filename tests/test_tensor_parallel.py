@@ -1,0 +1,156 @@
+"""Gangs of several workers against transformers + PEFT: the same tokens, whatever the degree."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from motet.adapters.layout import AdapterLayout
+from motet.adapters.store import AdapterStore
+from motet.adapters.validation import validate
+from motet.tests.engine_rig import EngineRig
+from motet.tests.gang_rig import gang
+from motet.tests.oracle import RECIPES, VARIANTS, VOCAB_SIZE, Oracle, write_adapters, write_model
+from motet.workers.config import EngineConfig
+from motet.workers.execution.executor import WorkerLostError
+from motet.workers.messages import AdapterRef, SamplingParams
+from motet.workers.models.config import ModelConfig
+from motet.workers.models.sharding import ModelSharding, layouts_of_gang
+
+BLOCK_SIZE = 8
+NUM_TOKENS = 16
+TOLERANCE = 1e-3  # of log-probabilities in float32; below it a choice is a close call, which rounding may decide
+ADAPTERS: tuple[str | None, ...] = (None, *(recipe.name for recipe in RECIPES), None)
+
+
+@dataclass(frozen=True)
+class Case:
+    oracle: Oracle
+    model_path: Path
+    store_path: Path
+    refs: dict[str, AdapterRef]
+
+    def config(self, degree: int, num_pages: int, **settings: int | float) -> EngineConfig:
+        sharding = ModelSharding(ModelConfig.from_folder(self.model_path), degree)
+        page_bytes = sharding.config.num_layers * sharding.slab(BLOCK_SIZE) * 4
+        return EngineConfig(
+            self.model_path,
+            self.store_path,
+            dtype="float32",
+            pool_bytes=num_pages * page_bytes,
+            block_size=BLOCK_SIZE,
+            tensor_parallel=degree,
+            **settings,  # type: ignore[arg-type]
+        )
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model_path = write_model(request.param, folder / "model")
+    adapters = write_adapters(model_path, folder / "adapters")
+    model, store, refs = ModelConfig.from_folder(model_path), AdapterStore(folder / "store"), {}
+    layouts = [layout for degree in (2, 4) for layout in layouts_of_gang(model, degree, BLOCK_SIZE, "float32")]
+    for name, path in adapters.items():
+        config = (path / "adapter_config.json").read_bytes()
+        content = validate(config, path / "adapter_model.safetensors", model.shape)
+        store.put(content, layouts)
+        refs[name] = AdapterRef(content.digest, content.module_ranks)
+    yield Case(Oracle(model_path, adapters), model_path, folder / "store", refs)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_mixed_batch_on_a_small_pool(case: Case, degree: int) -> None:
+    """Base and adapters in chunked batches; adapters evict one another."""
+    generator = random.Random(degree)
+    prompts = [[generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 40))] for _ in ADAPTERS]
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, num_logprobs=0)
+    layout = ModelSharding(ModelConfig.from_folder(case.model_path), degree).layout(BLOCK_SIZE, "float32")
+    num_pages = 16 + max(layout.num_pages(ref.module_ranks) for ref in case.refs.values())
+    with gang(case.config(degree, num_pages, max_tokens_per_step=24)) as (engine, _):
+        rig = EngineRig(engine, case.refs)
+        for i, (prompt, adapter) in enumerate(zip(prompts, ADAPTERS, strict=True)):
+            rig.submit(i, prompt, adapter, sampling)
+        rig.finish()
+        rig.assert_idle()
+        assert engine.load().num_adapter_evictions > 0
+    for i, (prompt, adapter) in enumerate(zip(prompts, ADAPTERS, strict=True)):
+        told = rig.told[i]
+        assert (told.finish_reason, told.error) == ("length", None)
+        logprobs = case.oracle.logits(prompt + told.token_ids[:-1], adapter)[len(prompt) - 1 :].log_softmax(-1)
+        chosen = logprobs.gather(1, torch.tensor(told.token_ids).unsqueeze(1)).squeeze(1)
+        # Greedy by the oracle's own numbers at every position, up to close calls.
+        assert (logprobs.amax(dim=-1) - chosen).max() < TOLERANCE, f"adapter {adapter}"
+        said = torch.tensor([entry.chosen for entry in told.logprobs])
+        torch.testing.assert_close(said, chosen, atol=TOLERANCE, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp("llama")
+    return Case(Oracle, write_model("llama", folder / "model"), folder / "store", {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_is_noticed(llama: Case, rank: int) -> None:
+    with gang(llama.config(2, 40)) as (engine, processes):
+        rig = EngineRig(engine, {})
+        rig.submit(0, [1, 2, 3], None, SamplingParams(max_tokens=200, ignore_eos=True))
+        rig.step()
+        woken: list[float] = []
+        engine.on_load_end(lambda: woken.append(time.monotonic()))
+        processes[rank].kill()
+        processes[rank].join()
+        with pytest.raises(WorkerLostError, match="worker"):
+            for _ in range(200):
+                rig.step()
+        assert woken, "an idle leader would not have noticed"
+
+
+def test_a_worker_that_hangs_is_found_by_the_deadline(llama: Case) -> None:
+    import os
+    import signal
+
+    with gang(llama.config(2, 40, step_deadline_s=2.0)) as (engine, processes):
+        rig = EngineRig(engine, {})
+        rig.submit(0, [1, 2, 3], None, SamplingParams(max_tokens=200, ignore_eos=True))
+        rig.step()
+        pid = processes[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(WorkerLostError):
+                for _ in range(200):
+                    rig.step()
+        finally:
+            processes[1].kill()
+
+
+def test_a_degree_that_does_not_fit_is_refused(llama: Case) -> None:
+    with pytest.raises(ValueError, match="a gang of 3 workers cannot share 4 attention heads"):
+        llama.config(3, 40)
+
+
+def test_each_worker_reads_its_own_slices(llama: Case) -> None:
+    model = ModelConfig.from_folder(llama.model_path)
+    for degree in (2, 4):
+        parts = [ModelSharding(model, degree, rank) for rank in range(degree)]
+        assert [part.heads for part in parts] == [(i * 4 // degree, (i + 1) * 4 // degree) for i in range(degree)]
+        assert [part.vocabulary[1] for part in parts][-1] == model.vocab_size
+    assert [ModelSharding(model, 4, rank).kv_heads for rank in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
+
+
+def test_every_worker_packs_an_adapter_into_as_many_pages(llama: Case) -> None:
+    model = ModelConfig.from_folder(llama.model_path)
+    for ranks in ({"q_proj": 1}, {"down_proj": 3, "k_proj": 7}, {module: 16 for module in model.shape.modules}):
+        for degree in (2, 4):
+            layouts: list[AdapterLayout] = layouts_of_gang(model, degree, BLOCK_SIZE, "float32")
+            assert len({layout.num_pages(ranks) for layout in layouts}) == 1
+            assert len({str(layout.offsets(ranks)) for layout in layouts}) == 1
+            assert len({layout.key for layout in layouts}) == degree

@@ -1,0 +1,121 @@
+"""Executes plans on workers in processes of their own: one message out to each, one back from each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+
+import msgspec
+
+from ..scheduling.plan import AdapterFailure, SampledToken, StepPlan, StepResult
+from .connection import Connection, ConnectionLostError
+from .executor import WorkerLostError
+from .gang_messages import Done, Execute, Failed, FromWorker, LoadEnded, Stop
+
+
+class GangExecutor:
+    """All workers do the same step; an adapter is there when it is there on all of them."""
+
+    def __init__(self, connections: Sequence[Connection], rendezvous: object, step_deadline_s: float) -> None:
+        """`connections`: of workers that are ready, by rank. `step_deadline_s`: a worker that takes longer hangs.
+
+        `rendezvous`: what the workers met through, held because it has to live as long as they do.
+        """
+        self._connections, self._rendezvous, self._step_deadline_s = connections, rendezvous, step_deadline_s
+        self._done: list[SimpleQueue[Done | WorkerLostError]] = [SimpleQueue() for _ in connections]
+        self._loads: dict[str, list[str | None]] = {}  # problems told so far, by digest
+        self._ended: SimpleQueue[str | AdapterFailure] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._failure: WorkerLostError | None = None
+        self._closing = False
+        self._wake: Callable[[], None] = lambda: None
+        self._encoder = msgspec.msgpack.Encoder()
+        for rank in range(len(connections)):
+            threading.Thread(target=self._listen, args=(rank,), name=f"worker-{rank}", daemon=True).start()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self._failure is not None:
+            raise self._failure
+        message = self._encoder.encode(Execute(plan))
+        for rank, connection in enumerate(self._connections):
+            try:
+                connection.send(message)
+            except ConnectionLostError as error:
+                raise WorkerLostError(f"worker {rank} is lost: {error}") from error
+        tokens: dict[int, SampledToken] = {}
+        for rank in range(len(self._connections)):
+            tokens |= self._result(rank, plan.step).tokens
+        loaded, failed = self._take_ended()
+        return StepResult(plan.step, tokens, loaded, failed)
+
+    def on_load_end(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+    def close(self) -> None:
+        """Tells the workers to end; those that do not listen end with their connection."""
+        self._closing = True
+        for connection in self._connections:
+            try:
+                connection.send(self._encoder.encode(Stop()))
+            except ConnectionLostError:
+                pass  # it has ended already
+            connection.close()
+
+    def _result(self, rank: int, step: int) -> Done:
+        try:
+            done = self._done[rank].get(timeout=self._step_deadline_s)
+        except Empty:
+            raise WorkerLostError(
+                f"worker {rank} gave no result of step {step} within {self._step_deadline_s:g} s"
+            ) from None
+        if isinstance(done, WorkerLostError):
+            raise done
+        assert done.step == step, f"worker {rank} answers step {done.step}, and {step} was asked"
+        return done
+
+    def _take_ended(self) -> tuple[tuple[str, ...], tuple[AdapterFailure, ...]]:
+        loaded: list[str] = []
+        failed: list[AdapterFailure] = []
+        while True:
+            try:
+                ended = self._ended.get_nowait()
+            except Empty:
+                return tuple(loaded), tuple(failed)
+            if isinstance(ended, AdapterFailure):
+                failed.append(ended)
+            else:
+                loaded.append(ended)
+
+    def _listen(self, rank: int) -> None:
+        decoder = msgspec.msgpack.Decoder(FromWorker)
+        try:
+            while True:
+                message = decoder.decode(self._connections[rank].receive())
+                if isinstance(message, Done):
+                    self._done[rank].put(message)
+                elif isinstance(message, LoadEnded):
+                    self._load_ended(message)
+                elif isinstance(message, Failed):
+                    raise ConnectionLostError(message.problem)
+        except (ConnectionLostError, msgspec.MsgspecError) as error:
+            if not self._closing:
+                self._fail(WorkerLostError(f"worker {rank} is lost: {error}"))
+
+    def _load_ended(self, message: LoadEnded) -> None:
+        with self._lock:
+            told = self._loads.setdefault(message.digest, [])
+            told.append(message.problem)
+            if len(told) < len(self._connections):
+                return
+            del self._loads[message.digest]
+        problem = next((problem for problem in told if problem is not None), None)
+        self._ended.put(message.digest if problem is None else AdapterFailure(message.digest, problem))
+        self._wake()
+
+    def _fail(self, failure: WorkerLostError) -> None:
+        """Ends the step that waits and all later ones."""
+        self._failure = self._failure or failure
+        for queue in self._done:
+            queue.put(failure)
+        self._wake()

@@ -1,0 +1,90 @@
+"""Which part of a base each worker of a gang holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...adapters.layout import AdapterLayout, Dtype
+from ...adapters.sharding import Sharding
+from .config import ModelConfig
+
+Range = tuple[int, int]  # start, stop
+
+
+@dataclass(frozen=True)
+class ModelSharding:
+    """The part of worker `rank` of a gang of `degree`: heads, features of the MLP and rows of the vocabulary."""
+
+    config: ModelConfig
+    degree: int = 1
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        config, degree = self.config, self.degree
+        if not 0 <= self.rank < degree:
+            raise ValueError(f"rank {self.rank}: 0 to {degree - 1} are the workers of this gang")
+        for what, count in (
+            ("attention heads", config.num_heads),
+            ("hidden features", config.hidden_size),
+            ("intermediate features", config.intermediate_size),
+        ):
+            if count % degree:
+                raise ValueError(f"a gang of {degree} workers cannot share {count} {what}: a divisor is needed")
+        if config.num_kv_heads % degree and degree % config.num_kv_heads:
+            raise ValueError(
+                f"a gang of {degree} workers cannot share {config.num_kv_heads} KV heads: "
+                "a divisor or a multiple is needed"
+            )
+
+    @property
+    def heads(self) -> Range:
+        return self._share(self.config.num_heads)
+
+    @property
+    def kv_heads(self) -> Range:
+        """Those that this worker's heads attend to: where there are fewer than workers, several hold the same one."""
+        if self.config.num_kv_heads >= self.degree:
+            return self._share(self.config.num_kv_heads)
+        first = self.rank * self.config.num_kv_heads // self.degree
+        return first, first + 1
+
+    @property
+    def intermediate(self) -> Range:
+        return self._share(self.config.intermediate_size)
+
+    @property
+    def vocabulary(self) -> Range:
+        """Rows of the embedding and of the head; the last worker may have fewer."""
+        share = -(-self.config.vocab_size // self.degree)
+        return min(self.rank * share, self.config.vocab_size), min((self.rank + 1) * share, self.config.vocab_size)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads[1] - self.kv_heads[0]
+
+    def slab(self, block_size: int) -> int:
+        """Elements that a page of `block_size` tokens holds in one layer of this worker: K, then V."""
+        return block_size * 2 * self.num_kv_heads * self.config.head_dim
+
+    def layout(self, block_size: int, dtype: Dtype) -> AdapterLayout:
+        """How adapters are packed for this worker."""
+        sharding = None
+        if self.degree > 1:
+            query, kv = self._features(self.heads), self._features(self.kv_heads)
+            outputs = {"q_proj": query, "k_proj": kv, "v_proj": kv}
+            outputs |= {"gate_proj": self.intermediate, "up_proj": self.intermediate}
+            inputs = {"o_proj": query, "down_proj": self.intermediate}
+            sharding = Sharding(self.degree, self.rank, outputs, inputs)
+        return AdapterLayout(self.config.shape, self.slab(block_size), dtype, sharding)
+
+    def _share(self, count: int) -> Range:
+        share = count // self.degree
+        return self.rank * share, (self.rank + 1) * share
+
+    def _features(self, heads: Range) -> Range:
+        return heads[0] * self.config.head_dim, heads[1] * self.config.head_dim
+
+
+def layouts_of_gang(config: ModelConfig, degree: int, block_size: int, dtype: Dtype) -> list[AdapterLayout]:
+    """The layouts of all workers of a gang, by rank."""
+    return [ModelSharding(config, degree, rank).layout(block_size, dtype) for rank in range(degree)]

@@ -1,0 +1,72 @@
+"""What the workers of a gang exchange while they compute."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+
+class Parallel(Protocol):
+    """Collectives among a gang's workers. Every worker calls the same ones in the same order.
+
+    `kind` says what is exchanged; implementations count bytes by it.
+    """
+
+    rank: int
+    degree: int
+
+    def all_reduce(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        """The sum of all workers' x, which is overwritten."""
+
+    def all_gather(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        """All workers' x, by rank: `[degree, *x.shape]`."""
+
+
+class Alone:
+    """A gang of one worker: nothing to exchange."""
+
+    rank = 0
+    degree = 1
+
+    def all_reduce(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        return x.unsqueeze(0)
+
+
+class ProcessGroup:
+    """Workers in processes of their own, over torch.distributed: NCCL on GPUs, gloo on CPUs."""
+
+    def __init__(self, rank: int, degree: int, store: TCPStore, timeout_s: float, device: str) -> None:
+        """Returns when all workers have come. A worker that dies or hangs later makes a collective raise."""
+        self.rank, self.degree = rank, degree
+        self.sent_bytes: Counter[str] = Counter()  # by kind, of a ring: what each worker sends
+        torch.distributed.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            rank=rank,
+            world_size=degree,
+            store=store,
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+    def all_reduce(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        if x.numel() > 0:
+            self.sent_bytes[kind] += 2 * (self.degree - 1) * x.nbytes // self.degree
+            torch.distributed.all_reduce(x)
+        return x
+
+    def all_gather(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        gathered = x.new_empty(self.degree, *x.shape)
+        if x.numel() > 0:
+            self.sent_bytes[kind] += (self.degree - 1) * x.nbytes
+            torch.distributed.all_gather_into_tensor(gathered, x.contiguous())
+        return gathered
+
+    def close(self) -> None:
+        torch.distributed.destroy_process_group()

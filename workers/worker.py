@@ -1,0 +1,93 @@
+"""One worker of a gang, in a process of its own: obeys the leader's plans until it is told to end."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from dataclasses import dataclass
+
+import msgspec
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from .config import EngineConfig
+from .execution.connection import Connection, ConnectionLostError
+from .execution.executor import LocalExecutor
+from .execution.gang_messages import Done, Execute, Failed, FromWorker, Join, LoadEnded, Progress, Ready, ToWorker
+from .parallel import ProcessGroup
+from .scheduling.plan import StepPlan
+from .worker_builder import build_executor
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """All that a worker's process must know. Plain data: it travels to another node."""
+
+    config: EngineConfig
+    rank: int
+    leader_host: str
+    leader_port: int  # of the plans
+    store_port: int  # of torch.distributed's rendezvous
+    secret: str
+
+
+def run_worker(settings: WorkerSettings) -> None:
+    """Joins the gang, loads this worker's part of the base, and obeys. Returns when the leader ends the connection."""
+    address = (settings.leader_host, settings.leader_port)
+    leader = _Leader(socket.create_connection(address, timeout=settings.config.step_deadline_s))
+    leader.tell(Join(settings.rank, settings.secret))
+    try:
+        executor = _build(settings, leader)
+        while (plan := leader.next_plan()) is not None:
+            for load in plan.loads:
+                executor.loader.begin(load)
+            leader.tell(Done(plan.step, executor.runner.run(plan)))
+        executor.close()
+    except ConnectionLostError as error:
+        _log.warning("the leader is gone, and this worker with it: %s", error)
+    except Exception as error:
+        _log.exception("worker %d failed", settings.rank)
+        leader.tell(Failed(f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        leader.close()
+
+
+class _Leader:
+    """The connection to the leader, in messages."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._connection = Connection(connected)
+        self._connection.set_timeout(None)
+        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+        self.close = self._connection.close
+
+    def tell(self, message: FromWorker) -> None:
+        """From any thread."""
+        self._connection.send(msgspec.msgpack.encode(message))
+
+    def next_plan(self) -> StepPlan | None:
+        """None: the leader wants an end."""
+        message = self._decoder.decode(self._connection.receive())
+        return message.plan if isinstance(message, Execute) else None
+
+
+def _build(settings: WorkerSettings, leader: _Leader) -> LocalExecutor:
+    """Meets the other workers and loads the model; the leader hears of it, and of every load that ends later."""
+    config = settings.config
+    store = TCPStore(settings.leader_host, settings.store_port, is_master=False)
+    group = ProcessGroup(settings.rank, config.tensor_parallel, store, config.step_deadline_s, device="cpu")
+    on_progress = (lambda *progress: leader.tell(Progress(*progress))) if settings.rank == 0 else None
+    executor = build_executor(config, group, on_progress)
+
+    def tell_loads() -> None:
+        loaded, failed = executor.loader.take_ended()
+        for digest in loaded:
+            leader.tell(LoadEnded(digest, None))
+        for failure in failed:
+            leader.tell(LoadEnded(failure.digest, failure.message))
+
+    executor.on_load_end(tell_loads)
+    leader.tell(Ready(executor.kernels_name))
+    return executor
