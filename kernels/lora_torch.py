@@ -30,7 +30,7 @@ class _Part:
     start: int
     end: int
     a_tiles: torch.Tensor  # [num_ranks * in / tile], tile indices in layer 0
-    mask: torch.Tensor | None  # [rows, num_ranks]; None: one segment alone
+    mask: torch.Tensor | None  # [rows, num_ranks], true where a rank is another adapter's; None: one segment alone
     outputs: tuple[tuple[slice, slice, torch.Tensor], ...]  # columns of y, columns of shrunk, tiles of B
     num_ranks: int
 
@@ -63,7 +63,7 @@ class TorchLora:
             a = _gather(tiles, part.a_tiles, layer, batch.geometry).view(part.num_ranks, -1)
             torch.mm(x[part.start : part.end], a.t(), out=piece)
             if part.mask is not None:
-                piece.mul_(part.mask)
+                piece.masked_fill_(part.mask, 0)
         return shrunk
 
     def expand(
@@ -141,9 +141,9 @@ def _tile_map(adapter: PagedAdapter, geometry: LoraGeometry) -> torch.Tensor:
 
 
 def _mask(stack: _Stack, ranks: list[tuple[LoraSegment, int]]) -> torch.Tensor:
-    """1 where a row's own adapter has that rank, `[rows, num_ranks]`."""
+    """True where a rank is not of the row's own adapter, `[rows, num_ranks]`."""
     rows = torch.arange(stack.start, stack.end).unsqueeze(1)
-    columns = [((rows >= s.start) & (rows < s.end)).expand(-1, rank) for s, rank in ranks]
+    columns = [((rows < s.start) | (rows >= s.end)).expand(-1, rank) for s, rank in ranks]
     return torch.cat(columns, dim=1)
 
 
