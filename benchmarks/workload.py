@@ -1,4 +1,4 @@
-"""The load that the engine benchmarks share: requests whose lengths are drawn log-normally, seeded."""
+"""The load that the engine benchmarks share: requests whose lengths are drawn log-normally (sigma 0.5), seeded."""
 
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ class WriteKV(Protocol):
 class PagedAttention(Protocol):
     """Causal attention of the batch's rows over their sequences' pages: `[num_rows, num_heads, head_dim]`.
 
-    `window`: a row at position p sees positions above p - window; None: all up to p.
+    `window`: a row at position p sees positions above p - window; None: all up to p. What pages hold beyond a
+    sequence's context, NaN included, has no influence.
     """
 
     def __call__(

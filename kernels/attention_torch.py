@@ -94,6 +94,9 @@ def _attend_decodes(
     seen = key < lengths.unsqueeze(1)
     if window is not None:
         seen &= key >= (lengths - window).unsqueeze(1)
+    # Pages hold anything beyond a sequence's end, and a weight of zero would not hide a NaN.
+    unseen = ~seen[:, None, :, None]
+    k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
     grouped = q.view(num_rows, num_kv_heads, -1, head_dim)  # the heads of a group are rows that see the same keys
     attended = scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None, :], scale=scale)
     return attended.reshape(q.shape)

@@ -51,7 +51,7 @@ def test_rows_attend_to_their_own_sequence(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     free = torch.randperm(NUM_PAGES, generator=generator).tolist()
-    kv = torch.full((NUM_PAGES, 2, BLOCK, NUM_KV_HEADS, HEAD_DIM), 1e3, dtype=dtype)  # foreign content shows
+    kv = torch.full((NUM_PAGES, 2, BLOCK, NUM_KV_HEADS, HEAD_DIM), torch.nan, dtype=dtype)  # foreign content shows
     plans = [
         SequencePlan(i, (0,) * new, old, tuple(free.pop() for _ in range(-(-(old + new) // BLOCK))), None, None)
         for i, (old, new) in enumerate(sequences)

@@ -97,3 +97,20 @@ def test_rows_get_their_own_adapters_share(
             shrunk = lora.shrink(x, pool, layer, prepared, modules).unsqueeze(0)
             lora.expand(y, shrunk, pool, layer, prepared, modules)
             torch.testing.assert_close(y.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_an_overflow_in_a_neighbour_reaches_no_other_row() -> None:
+    generator = torch.Generator().manual_seed(0)
+    pool = torch.zeros(NUM_PAGES, SHAPE.num_layers, LAYOUT.slab)
+    free = list(range(NUM_PAGES))
+    good, dense = place({"q_proj": 4}, free, pool, generator)
+    bad, _ = place({"q_proj": 4}, free, pool, generator)
+    pool[list(bad.pages)] = 3e38
+    segments = [LoraSegment(0, 1, good), LoraSegment(1, 2, bad), LoraSegment(2, 3, good)]
+    lora = TorchLora()
+    prepared = lora.prepare(segments, GEOMETRY, pool.device)
+    x, y = torch.randn(3, 48, generator=generator), torch.zeros(3, 64)
+    lora.expand(y, lora.shrink(x, pool, 0, prepared, (0,)), pool, 0, prepared, (0,))
+    a, b = dense[0, "q_proj"]
+    torch.testing.assert_close(y[[0, 2]], x[[0, 2]] @ a.T @ b, atol=1e-4, rtol=1e-4)
+    assert not y[1].isfinite().all()

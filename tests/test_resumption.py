@@ -89,7 +89,7 @@ class Cluster:
         return gang
 
     def remove(self, gang: Gang) -> None:
-        self.gangs.remove(gang)
+        self.gangs = [other for other in self.gangs if other is not gang]
         self._tell()
 
     async def kill(self, gang: Gang) -> None:

@@ -82,6 +82,35 @@ def test_uniform_is_even() -> None:
     assert abs(float(torch.corrcoef(torch.stack((values[:-1], values[1:])))[0, 1])) < 0.05
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-9, 1e-38, 5e-324])
+def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
+    row = logits()
+    for params in ({}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
+        (token,) = sample(row, [plan(temperature=temperature, **params)])
+        assert token is not None
+        assert token.token_id == int(row.argmax())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
+    rows = logits(3)
+    rows[1, 7] = bad
+    expected = rows.argmax(-1).tolist()
+    for params in ({"temperature": 0}, {"top_p": 0.9, "temperature": 1e-9}, {"num_logprobs": 2, "temperature": 0}):
+        tokens = sample(rows, [plan(**params)] * 3)
+        assert [token and token.token_id for token in tokens] == [expected[0], None, expected[2]]
+
+
+def test_the_largest_parameters_that_can_be_asked_for_draw_a_token() -> None:
+    row = logits()
+    for params in ({"top_k": 10 * VOCAB}, {"temperature": 1e30}, {"top_p": 1e-30}, {"min_p": 1.0}, {"seed": -(2**63)}):
+        (token,) = sample(row, [plan(**params)])
+        assert token is not None
+        assert 0 <= token.token_id < VOCAB
+    many = {token: -100.0 for token in range(VOCAB) if token != 17}
+    assert sample(row, [plan(logit_bias=many)])[0].token_id == 17
+
+
 def test_penalties_and_bias_move_the_right_tokens() -> None:
     row = torch.zeros(1, 5)
     row[0] = torch.tensor([2.0, 1.9, -1.0, 0.0, 0.0])

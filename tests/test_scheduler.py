@@ -167,6 +167,47 @@ def test_a_sequence_whose_adapter_comes_is_passed_over() -> None:
     assert [load.residence.digest for load in plan.loads] == ["a3"]
 
 
+def test_a_sequence_without_finite_logits_fails_alone() -> None:
+    of = limits(num_pages=20)
+    s, worker = scheduler(of), Worker(of)
+    s.add(request(0, adapter="a3"), 0)
+    s.add(request(1), 0)
+    updates = []
+    while s.has_work():
+        plan = s.schedule()
+        result = worker.execute(plan)
+        result.tokens.update({i: None for i in result.tokens if i == 0})
+        updates += s.commit(plan, result)
+        s.check_integrity()
+    assert [u.error and u.error.kind for u in updates if u.sequence_id == 0] == ["adapter_failed"]
+    assert [u.finish_reason for u in updates if u.sequence_id == 1][-1] == "length"
+
+
+def test_an_older_waiting_sequence_keeps_its_adapter_while_newer_ones_can_give_way() -> None:
+    """It came back from the queue once: its adapter is idle, and whoever is newer gives way before it goes."""
+    of = limits(num_pages=12, budget=64)
+    s, worker = scheduler(of), Worker(of)
+    s.add(request(0, num_prompt=1, max_tokens=40), 0)
+    s.add(request(1, num_prompt=1, max_tokens=8, adapter="a4"), 0)
+    for i in range(2, 5):
+        s.add(request(i, num_prompt=4, max_tokens=12), 0)
+    updates = run(s, worker)
+    assert s.load().num_adapter_loads <= 2
+    assert sorted(u.sequence_id for u in updates if u.finish_reason) == [0, 1, 2, 3, 4]
+
+
+def test_base_requests_pass_when_too_many_adapters_are_coming() -> None:
+    of = limits(num_pages=40, num_sequences=30)
+    s, worker = scheduler(of), Worker(of, slow_loads=random.Random(3))
+    worker.slow_loads.random = lambda: 1.0  # type: ignore[union-attr, method-assign]
+    for i in range(12):
+        s.add(request(i, adapter=f"{chr(97 + i)}1"), 0)
+    s.add(request(12), 0)
+    plan = s.schedule()
+    assert len(plan.loads) == 8
+    assert [p.sequence_id for p in plan.sequences] == [12]
+
+
 def test_a_failed_load_fails_its_sequences_and_nobody_else() -> None:
     of = limits(num_pages=20)
     s, worker = scheduler(of), Worker(of)

@@ -62,11 +62,11 @@ class ProcessGroup:
         return x
 
     def all_gather(self, x: torch.Tensor, kind: str) -> torch.Tensor:
-        gathered = x.new_empty(self.degree, *x.shape)
+        gathered = x.new_empty(self.degree * x.numel())
         if x.numel() > 0:
             self.sent_bytes[kind] += (self.degree - 1) * x.nbytes
-            torch.distributed.all_gather_into_tensor(gathered, x.contiguous())
-        return gathered
+            torch.distributed.all_gather_into_tensor(gathered, x.flatten())
+        return gathered.view(self.degree, *x.shape)
 
     def close(self) -> None:
         torch.distributed.destroy_process_group()

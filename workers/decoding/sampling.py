@@ -17,21 +17,28 @@ _FIRST_LOOK = 1024  # candidates tried before a whole vocabulary is sorted
 _MASK = (1 << 64) - 1
 
 
-def sample(logits: torch.Tensor, plans: Sequence[SamplePlan]) -> list[SampledToken]:
-    """One token for each row of `[num_rows, vocab]` float32 logits, with log-probabilities where asked for."""
+def sample(logits: torch.Tensor, plans: Sequence[SamplePlan]) -> list[SampledToken | None]:
+    """One token for each row of `[num_rows, vocab]` float32 logits, with log-probabilities where asked for.
+
+    None for a row whose largest number is NaN or infinite: nothing can be chosen from it.
+    """
     shaped = logits
     if any(_is_shaped(plan) for plan in plans):
         shaped = logits.clone()
         for row, plan in zip(shaped, plans, strict=True):
             _apply_penalties(row, plan)
-    token_ids: list[int] = shaped.argmax(dim=-1).tolist()
-    for i, plan in enumerate(plans):
-        if plan.params.temperature > 0:
-            token_ids[i] = _draw(shaped[i], plan)
-    return [
-        SampledToken(token, None if plan.params.num_logprobs is None else _logprobs(row, token, plan.params))
-        for row, token, plan in zip(logits, token_ids, plans, strict=True)
-    ]
+    largest, most_likely = shaped.max(dim=-1)
+    found: list[SampledToken | None] = []
+    for i, (plan, token, is_finite) in enumerate(
+        zip(plans, most_likely.tolist(), largest.isfinite().tolist(), strict=True)
+    ):
+        if not is_finite:
+            found.append(None)
+            continue
+        chosen = _draw(shaped[i], plan) if plan.params.temperature > 0 else token
+        has_logprobs = plan.params.num_logprobs is not None
+        found.append(SampledToken(chosen, _logprobs(logits[i], chosen, plan.params) if has_logprobs else None))
+    return found
 
 
 def uniform(seed: int, index: int) -> float:
@@ -62,15 +69,16 @@ def _apply_penalties(row: torch.Tensor, plan: SamplePlan) -> None:
     if plan.output_token_ids and (params.presence_penalty or params.frequency_penalty):
         tokens, counts = torch.unique(torch.tensor(plan.output_token_ids, device=row.device), return_counts=True)
         row[tokens] -= params.presence_penalty + params.frequency_penalty * counts
-    for token, bias in params.logit_bias.items():
-        row[token] += bias
+    if params.logit_bias:
+        biases = torch.tensor(list(params.logit_bias.values()), dtype=row.dtype, device=row.device)
+        row.index_add_(0, torch.tensor(list(params.logit_bias), device=row.device), biases)
 
 
 def _draw(row: torch.Tensor, plan: SamplePlan) -> int:
     """A token by inverse transform over the candidates, most likely first."""
     params = plan.params
-    scaled = row / params.temperature
-    probabilities = torch.softmax(scaled - scaled.max(), dim=-1)
+    # In double and from the largest down, so that the smallest temperature is greedy instead of NaN.
+    probabilities = torch.softmax((row.double() - row.max()) / params.temperature, dim=-1)
     if params.top_k == 0 and params.top_p >= 1 and params.min_p == 0:
         return _pick(probabilities, uniform(plan.seed, plan.index))
     kept, token_ids = _candidates(probabilities, params)
@@ -95,7 +103,7 @@ def _candidates(probabilities: torch.Tensor, params: SamplingParams) -> tuple[to
 
 
 def _pick(probabilities: torch.Tensor, draw: float) -> int:
-    cumulative = probabilities.double().cumsum(0)
+    cumulative = probabilities.cumsum(0)
     index = int(torch.searchsorted(cumulative, cumulative[-1:] * draw, right=True))
     return min(index, len(probabilities) - 1)
 

@@ -43,7 +43,7 @@ class GangExecutor:
                 connection.send(message)
             except ConnectionLostError as error:
                 raise WorkerLostError(f"worker {rank} is lost: {error}") from error
-        tokens: dict[int, SampledToken] = {}
+        tokens: dict[int, SampledToken | None] = {}
         for rank in range(len(self._connections)):
             tokens |= self._result(rank, plan.step).tokens
         loaded, failed = self._take_ended()

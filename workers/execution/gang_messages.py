@@ -30,7 +30,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     """A step is computed. Tokens are the first worker's to tell."""
 
     step: int
-    tokens: dict[int, SampledToken]
+    tokens: dict[int, SampledToken | None]
 
 
 class LoadEnded(msgspec.Struct, frozen=True, tag="load_ended"):

@@ -39,7 +39,7 @@ class Runner:
         self._lora_batch: tuple[tuple[LoraSegment, ...], LoraBatch] = ((), None)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> dict[int, SampledToken]:
+    def run(self, plan: StepPlan) -> dict[int, SampledToken | None]:
         """Computes the plan's tokens; the gang's first worker chooses the next ones, by sequence id."""
         if not plan.sequences:
             return {}

@@ -74,6 +74,6 @@ class StepResult:
     """What came of a plan. Loads are those that ended since the last result, whichever plan asked for them."""
 
     step: int
-    tokens: dict[int, SampledToken]  # by sequence id
+    tokens: dict[int, SampledToken | None]  # by sequence id; None: its logits are not finite
     loaded: tuple[str, ...]  # digests
     failed: tuple[AdapterFailure, ...]

@@ -130,18 +130,26 @@ class Scheduler:
     def _grow(self, sequence: Sequence, num_tokens: int, planned: dict[int, int]) -> bool:
         """Pages for so many tokens of a running sequence. False: none to be had now, it stays as it is."""
         short = pages_for(num_tokens, self._limits.block_size) - len(sequence.pages)
-        while short > self._allocator.num_free and not self._adapters.make_room(short, keep=frozenset()):
+        wanted = {w.adapter_digest for w in self._waiting if w.arrival < sequence.arrival and w.adapter_digest}
+        while short > self._allocator.num_free and not self._adapters.make_room(short, wanted):
             victim = choose_victim(self._running.values(), sequence)
-            if victim is None:
+            if victim is not None:
+                self._preempt(victim)
+                planned.pop(victim.sequence_id, None)
+            elif self._adapters.make_room(short, keep=frozenset()):
+                break  # an adapter that an older one waits for, rather than both waiting for each other
+            else:
                 return False
-            self._leave(victim)
-            planned.pop(victim.sequence_id, None)
-            victim.num_computed = 0
-            self._num_preemptions += 1
-            insort(self._waiting, victim, key=lambda waiting: waiting.arrival)
         if short > 0:
             sequence.pages.extend(self._allocator.allocate(short) or ())
         return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Back into the queue, to be computed again from the start."""
+        self._leave(victim)
+        victim.num_computed = 0
+        self._num_preemptions += 1
+        insort(self._waiting, victim, key=lambda waiting: waiting.arrival)
 
     def _admit(self, budget: int, planned: dict[int, int]) -> Iterator[AdapterLoad]:
         """Starts waiting sequences, oldest first. One whose adapter is still coming is passed over, not waited for."""
@@ -151,7 +159,8 @@ class Scheduler:
                 return
             digest = sequence.adapter_digest
             if digest is not None and self._adapters.state(digest) is not AdapterState.RESIDENT:
-                if self._adapters.state(digest) is AdapterState.ABSENT:
+                is_absent = self._adapters.state(digest) is AdapterState.ABSENT
+                if is_absent and self._adapters.num_loading < _MAX_LOADS_UNDER_WAY:
                     load = self._begin_load(sequence, wanted)
                     if load is None:
                         return
@@ -170,8 +179,6 @@ class Scheduler:
     def _begin_load(self, sequence: Sequence, wanted: set[str]) -> AdapterLoad | None:
         ref = sequence.request.adapter
         assert ref is not None
-        if self._adapters.num_loading >= _MAX_LOADS_UNDER_WAY:
-            return None
         return self._adapters.begin_load(ref, self._pages_of_adapter(ref), wanted)
 
     def _enter(self, sequence: Sequence, num_pages: int) -> None:
@@ -200,7 +207,10 @@ class Scheduler:
             sequence.sample_plan() if end == len(sequence.token_ids) else None,
         )
 
-    def _append(self, sequence: Sequence, token: SampledToken) -> SequenceUpdate:
+    def _append(self, sequence: Sequence, token: SampledToken | None) -> SequenceUpdate:
+        if token is None:
+            self._leave(sequence)
+            return SequenceUpdate(sequence.sequence_id, error=_not_finite(sequence))
         sequence.token_ids.append(token.token_id)
         self._num_generated += 1
         num_adapter_pages = self._num_adapter_pages(sequence.request.adapter)
@@ -221,3 +231,10 @@ class Scheduler:
 
     def _num_adapter_pages(self, ref: AdapterRef | None) -> int:
         return 0 if ref is None else self._pages_of_adapter(ref)
+
+
+def _not_finite(sequence: Sequence) -> SequenceError:
+    if sequence.adapter_digest is None:
+        return SequenceError("internal", "the model gave no finite number for the next token")
+    message = f"adapter {sequence.adapter_digest} gave no finite number for the next token: its weights are too large"
+    return SequenceError("adapter_failed", message)
