@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from motet.router.affinity import GangView, RoutingConfig, RoutingRequest
 from motet.router.known_gang import KnownGang
 from motet.workers.messages import EngineLoad, Frame, ResidencyChange
+from motet.workers.step_times import StepTimes
 
 MAX_LOADS_UNDER_WAY = 8
 
@@ -84,8 +85,10 @@ class SimulatedGang:
         self._coming: deque[str] = deque()
         self._loader_free_at = 0.0
         self._moved: dict[str, None] = {}
-        self._num_steps = self._num_computed = self._num_generated = self._num_loaded_pages = 0
-        self._busy_s = self._loading_s = 0.0
+        self._num_steps = self._num_computed = self._num_generated = self._num_loads = self._num_loaded_pages = 0
+        self._num_evictions = 0
+        self._now = 0.0
+        self._times = StepTimes(clock=lambda: self._now)
 
     def next_step_at(self, now: float) -> float | None:
         """When the next step can begin: at once, or when something arrives; None: nothing is to be done or to come."""
@@ -101,6 +104,8 @@ class SimulatedGang:
 
     def step(self, now: float) -> float:
         """Begins a step; when it ends."""
+        self._now = now
+        self._times.begin_step()
         while self.inbox and self.inbox[0][0] <= now:
             job = self.inbox.popleft()[1]
             adapter = self._adapters.get(job.digest)
@@ -118,11 +123,11 @@ class SimulatedGang:
             return now
         step_s = self._costs.s_per_step + num_decodes * self._costs.s_per_decode
         step_s += num_prompt_tokens * self._costs.s_per_prompt_token
-        self._busy_s += step_s
         return now + step_s
 
     def end_step(self, now: float) -> tuple[Frame, list[Job]]:
         """What routers hear of the step, and the jobs that ended with it."""
+        self._now = now
         self._num_generated += self._num_decoding
         ended = self._ending.pop(self._num_steps, [])
         for job in ended:
@@ -135,7 +140,7 @@ class SimulatedGang:
         residency = ResidencyChange(
             [d for d in moved if d in self._adapters], [d for d in moved if d not in self._adapters]
         )
-        return Frame([], self._load(now), residency), ended
+        return Frame([], self._times.end_step(self._load(now)), residency), ended
 
     def _load(self, now: float) -> EngineLoad:
         queued = sum(job.num_left for job in self._prefilling) + sum(job.num_left for job in self._waiting)
@@ -146,9 +151,10 @@ class SimulatedGang:
             num_queued_tokens=queued + self._num_decoding,
             num_computed_tokens=self._num_computed,
             num_generated_tokens=self._num_generated,
+            num_coming_adapters=len(self._coming),
+            num_adapter_loads=self._num_loads,
+            num_adapter_evictions=self._num_evictions,
             num_loaded_pages=self._num_loaded_pages,
-            busy_s=self._busy_s,
-            loading_s=self._loading_s,
         )
 
     def _admit(self, now: float, budget: int) -> None:
@@ -195,11 +201,11 @@ class SimulatedGang:
             return False
         begins_at = max(now, self._loader_free_at)
         self._loader_free_at = begins_at + num_pages * self._costs.s_per_page
-        self._loading_s += self._loader_free_at - begins_at
         self._adapters[job.digest] = _Adapter(num_pages, self._loader_free_at)
         self._coming.append(job.digest)
         self._num_free_pages -= num_pages
         self._moved[job.digest] = None
+        self._num_loads += 1
         job.began_load = True
         return True
 
@@ -215,6 +221,7 @@ class SimulatedGang:
                         break
             if short > 0:
                 return False
+        self._num_evictions += len(going)
         for digest in going:
             self._num_free_pages += self._adapters.pop(digest).num_pages
             self._moved[digest] = None

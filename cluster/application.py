@@ -8,7 +8,7 @@ from typing import Any
 from ray import serve
 
 from .autoscaler import autoscaling_config
-from .config import MotetConfig
+from .config import LEADER_NUM_CPUS, MotetConfig
 from .gang import GangReplica
 from .ingress import RouterReplica
 from .scaling import ScalingConfig
@@ -23,7 +23,7 @@ def build_application(config: MotetConfig, token: str, progress_path: Path | Non
         GangReplica,
         name="gang",
         **_number_of_gangs(config.scaling),
-        ray_actor_options={"num_cpus": config.gang_num_cpus},
+        **_place_of_a_gang(config),
         # A process that dies is noticed at once; this is for an engine that stopped inside a living one.
         health_check_period_s=1.0,
         health_check_timeout_s=30.0,
@@ -49,3 +49,15 @@ def _number_of_gangs(scaling: ScalingConfig) -> dict[str, Any]:
     if scaling.is_fixed:
         return {"num_replicas": scaling.max_gangs}
     return {"autoscaling_config": autoscaling_config(scaling)}
+
+
+def _place_of_a_gang(config: MotetConfig) -> dict[str, Any]:
+    """Options of the gangs' deployment: the replica itself, or with it a bundle for each worker, all on one node."""
+    if config.tensor_parallel == 1:
+        return {"ray_actor_options": {"num_cpus": config.gang_num_cpus}}
+    workers = [{"CPU": config.gang_num_cpus}] * config.tensor_parallel
+    return {
+        "ray_actor_options": {"num_cpus": LEADER_NUM_CPUS},
+        "placement_group_bundles": [{"CPU": LEADER_NUM_CPUS}, *workers],
+        "placement_group_strategy": "STRICT_PACK",
+    }

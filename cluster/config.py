@@ -19,6 +19,7 @@ from .scaling import ScalingConfig
 
 REDIS_URL_VARIABLE = "REDIS_URL"
 REDIS_SCHEMES = ("redis", "rediss", "unix")
+LEADER_NUM_CPUS = 0.1  # of Ray's: a leader without a worker of its own plans, and mostly waits
 STEPS_QUEUED_PER_GANG = 16  # a prompt that waits longer is worth another gang
 
 
@@ -61,7 +62,8 @@ class MotetConfig:
     scaling_window_s: float = 5.0  # over which the load is averaged
 
     num_routers: int = 1
-    gang_num_cpus: float = 1.0  # what a gang takes of Ray's CPUs
+    tensor_parallel: int = 1  # workers of a gang
+    gang_num_cpus: float = 1.0  # what each worker of a gang takes of Ray's CPUs
     gang_wait_s: float = 30.0  # how long a sequence waits while no gang is connected: long enough to replace one
     cold_start_wait_s: float = 600.0  # the same where min_gangs is 0: long enough to start one on a new machine
     drain_s: float = 5.0  # how long a gang that is told to stop goes on with what it serves, before it hands it over
@@ -128,7 +130,14 @@ class MotetConfig:
             max_num_sequences=self.max_num_sequences,
             max_model_len=self.max_model_len,
             num_threads=self.num_threads,
+            tensor_parallel=self.tensor_parallel,
         )
+
+    @property
+    def num_cpus_of_a_gang(self) -> float:
+        """What a gang takes of Ray's CPUs, its leader included."""
+        leader = LEADER_NUM_CPUS if self.tensor_parallel > 1 else 0.0
+        return leader + self.tensor_parallel * self.gang_num_cpus
 
     @property
     def router(self) -> RouterConfig:

@@ -1,4 +1,8 @@
-"""A gang as Ray Serve sees it: a replica that holds the leader, an engine behind a frame server."""
+"""A gang as Ray Serve sees it: a replica that holds the leader, an engine behind a frame server.
+
+A gang of one worker computes in the replica's own process. One of several has an actor for each, in the bundles of the
+replica's placement group; they end with the replica that owns them, so a gang is replaced as one.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from ..workers.engine_builder import build_engine_loop
 from ..workers.frame_server import FrameServer
 from .gang_directory import ADDRESS
 from .gang_stats import gang_stats
+from .gang_workers import RayWorkers
 from .progress_log import ProgressWriter
 from .replica_logging import configure_replica_logging
 
@@ -32,12 +37,14 @@ class GangReplica:
         self._drain_s = drain_s
         self._max_num_sequences = config.max_num_sequences
         on_progress = None if progress_path is None else ProgressWriter(progress_path)
+        host = ray.util.get_node_ip_address()  # loopback on a cluster of one machine
+        workers = None if config.tensor_parallel == 1 else RayWorkers(ray.util.get_current_placement_group())
         # In a thread, so that the replica answers Serve while a large model loads.
-        engine = await asyncio.to_thread(build_engine_loop, config, on_progress)
+        spawn = None if workers is None else workers.spawn
+        engine = await asyncio.to_thread(build_engine_loop, config, on_progress, spawn, host)
         info = msgspec.structs.replace(engine.info, gang_id=secrets.token_hex(4))
         self._server = FrameServer(engine, info, token)
-        # Loopback on a cluster of one machine, whose node address that then is.
-        self._address = await self._server.start(ray.util.get_node_ip_address())
+        self._address = await self._server.start(host)
         _log.info("gang %s serves %s at %s", info.gang_id, info.model, self._address)
 
     def record_replica_metadata(self) -> dict[str, str]:

@@ -9,7 +9,6 @@ from typing import Any
 from fastapi import FastAPI
 
 from ..adapters.errors import RegistryUnavailable
-from ..adapters.layout import AdapterLayout
 from ..adapters.registry import Registry, connect
 from ..adapters.registry_view import RegistryView
 from ..adapters.store import AdapterStore
@@ -18,6 +17,7 @@ from ..router.dispatch import FleetDispatcher
 from ..router.rest_server import create_app
 from ..router.text import TextService
 from ..workers.models.config import ModelConfig
+from ..workers.models.sharding import layouts_of_gang
 from .bounded_receive import BoundedReceive
 from .config import MotetConfig
 from .gang_demand import GangDemand
@@ -45,7 +45,7 @@ class RouterReplica:
             await asyncio.to_thread(AdapterStore, config.store_path),
             registry,
             self._view,
-            layouts=[AdapterLayout(model.shape, model.slab(config.block_size), config.dtype)],
+            layouts=layouts_of_gang(model, config.tensor_parallel, config.block_size, config.dtype),
             reserved=[config.name],
             limits=UploadLimits(max_tensors_bytes=config.max_upload_bytes),
         )

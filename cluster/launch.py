@@ -130,7 +130,7 @@ class Deployment:
         self._environment = set_environment(variables)
         children = set(psutil.Process().children())
         self._ray_started = True
-        start_serve(self._session_path, config.port, config.scaling.max_gangs * config.gang_num_cpus)
+        start_serve(self._session_path, config.port, config.scaling.max_gangs * config.num_cpus_of_a_gang)
         # Ray put a handler before Python's that aborts the process three seconds after a SIGTERM: too soon to stop.
         self._catch_signals()
         started = set(psutil.Process().children()) - children

@@ -27,11 +27,15 @@ class ScalingConfig:
     window_s: float = 5.0  # over which a load is averaged
 
     def __post_init__(self) -> None:
+        if not _is_count(self.min_gangs) or self.min_gangs < 0:
+            raise ValueError(f"min_gangs = {self.min_gangs!r}: zero or a positive integer is needed")
         for key in ("max_gangs", "queued_tokens_per_gang"):
             if not _is_count(getattr(self, key)) or getattr(self, key) < 1:
                 raise ValueError(f"{key} = {getattr(self, key)!r}: a positive integer is needed")
-        if not _is_count(self.min_gangs) or not 0 <= self.min_gangs <= self.max_gangs:
-            raise ValueError(f"min_gangs = {self.min_gangs!r}: 0 to max_gangs, which is {self.max_gangs}, is accepted")
+        if self.min_gangs > self.max_gangs:
+            raise ValueError(
+                f"min_gangs = {self.min_gangs!r}: at most max_gangs, which is {self.max_gangs}, is accepted"
+            )
         for key in ("pool_pressure", "scale_down_share"):
             if not 0 < getattr(self, key) <= 1:
                 raise ValueError(f"{key} = {getattr(self, key)!r}: more than 0 and at most 1 is accepted")

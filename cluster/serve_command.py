@@ -90,6 +90,9 @@ def tenant_keys(
     metavar="SECONDS",
     help="Nobody must have asked for so long.",
 )
+@click.option(
+    "--tensor-parallel", default=1, show_default=True, help="Workers that hold one copy of the base together."
+)
 @click.option("--threads", "num_threads", default=1, show_default=True, help="Threads of the compute library.")
 def serve(path_or_id: str, data_dir: Path, keys: tuple[tuple[str, str], ...], **settings: Any) -> None:
     """Serve a base and its tenants' adapters. PATH_OR_ID is a folder in Hugging Face format or a hub id.

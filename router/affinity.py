@@ -11,6 +11,7 @@ Shared prefixes are no criterion: gangs keep no prefix of one sequence for anoth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -21,13 +22,15 @@ class RoutingConfig:
     """How gangs are judged. The costs are those believed of a gang that has not shown its own yet."""
 
     s_per_queued_token: float = 1e-4
+    s_per_token: float = 1e-5
     s_per_page: float = 1e-3  # of a cold load
-    tolerance: float = 0.25  # of a cold load: waits that differ by less are equally good
+    num_shared_steps: int = 100  # that a sequence is expected to take beside those that are there when it comes
+    tolerance: float = 0.25  # of a cold load: gangs that differ by less are equally good
 
     def __post_init__(self) -> None:
-        for key in ("s_per_queued_token", "s_per_page"):
+        for key in ("s_per_queued_token", "s_per_token", "s_per_page", "num_shared_steps"):
             if not getattr(self, key) > 0:
-                raise ValueError(f"{key} = {getattr(self, key)!r}: a positive number of seconds is needed")
+                raise ValueError(f"{key} = {getattr(self, key)!r}: a positive number is needed")
         if not 0 <= self.tolerance <= 1:
             raise ValueError(f"tolerance = {self.tolerance!r}: 0 to 1 is accepted, a fraction of a cold load")
 
@@ -50,35 +53,41 @@ class GangView:
     num_queued_tokens: int  # to compute before a new sequence's turn
     num_sequences: int
     s_per_queued_token: float
+    s_per_token: float  # by which one more token makes a step longer
     s_per_page: float  # of a cold load
+    num_evictions_per_load: float
 
-    @property
-    def wait_s(self) -> float:
-        """Until a new sequence's turn, if its adapter is there."""
-        return self.num_queued_tokens * self.s_per_queued_token
+    def crowd_s(self, num_shared_steps: int) -> float:
+        """What those who are there cost a new sequence: the wait for its turn, and longer steps from then on."""
+        waiting_s = self.num_queued_tokens * self.s_per_queued_token
+        return waiting_s + num_shared_steps * self.num_sequences * self.s_per_token
+
+    def cold_load_s(self, num_pages: int) -> float:
+        """What it would cost to load so many pages there, the way back of what they push out included."""
+        return num_pages * self.s_per_page * (1 + self.num_evictions_per_load)
 
 
-def choose_gang(
-    request: RoutingRequest, gangs: Sequence[GangView], config: RoutingConfig = RoutingConfig()
-) -> str | None:
-    """Key of the gang to send the request to; None only if there are no gangs.
+def choose_gang(request: RoutingRequest, gangs: Sequence[GangView], config: RoutingConfig) -> str | None:
+    """Key of the gang to send the request to; None only if there are no gangs. The order of `gangs` does not matter.
 
-    The wait there is never longer than the shortest wait by more than a cold load of the request's adapter takes, and for
-    the base it is the shortest. The order of `gangs` does not matter.
+    The crowd there never costs more than at another gang and the load of the adapter at that other one together. For the
+    base, which is everywhere, it costs the least.
     """
     if not gangs:
         return None
+    crowds_s = {gang.key: gang.crowd_s(config.num_shared_steps) for gang in gangs}
     if request.digest is None:
-        return min(gangs, key=lambda gang: (gang.wait_s, gang.num_sequences, gang.key)).key
-    cold_load_s = request.num_adapter_pages * min(gang.s_per_page for gang in gangs)
-    longest_s = min(gang.wait_s for gang in gangs) + cold_load_s
-    holders = [gang for gang in gangs if gang.has_adapter and gang.wait_s <= longest_s]
-    candidates = holders or gangs
-    limit_s = min(longest_s, min(gang.wait_s for gang in candidates) + config.tolerance * cold_load_s)
-    near = [gang for gang in candidates if gang.wait_s <= limit_s]
-    return max(near, key=lambda gang: (_affinity(request.digest, gang.key), gang.key)).key
+        return min(gangs, key=lambda gang: (crowds_s[gang.key], gang.num_sequences, gang.key)).key
+    loads_s = {gang.key: gang.cold_load_s(request.num_adapter_pages) for gang in gangs}
+    without = {gang.key: crowds_s[gang.key] + loads_s[gang.key] for gang in gangs if not gang.has_adapter}
+    highest_s = min(without.values(), default=math.inf)
+    holders = {gang.key: crowds_s[gang.key] for gang in gangs if gang.has_adapter and crowds_s[gang.key] <= highest_s}
+    costs_s = holders or without
+    limit_s = min(costs_s.values()) + config.tolerance * min(loads_s.values())
+    near = [key for key, cost_s in costs_s.items() if cost_s <= limit_s]
+    return max(near, key=lambda key: (_affinity(request.digest, key), key))
 
 
-def _affinity(digest: str, key: str) -> bytes:
+def _affinity(digest: str | None, key: str) -> bytes:
     """Rendezvous hashing: each adapter has its own order of gangs, and a gang that leaves changes no other's place."""
     return blake2b(f"{digest} {key}".encode(), digest_size=8).digest()

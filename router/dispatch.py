@@ -49,6 +49,10 @@ class SequenceStream(Protocol):
 class Dispatcher(Protocol):
     """Sends sequences to gangs."""
 
+    @property
+    def num_resumed(self) -> int:
+        """How often a sequence has gone on at another gang, or waited for one, because it lost its own."""
+
     def submit(
         self, prompt_token_ids: list[int], sampling: SamplingParams, tenant: str, adapter: AdapterRef | None
     ) -> SequenceStream:
@@ -74,6 +78,11 @@ class FleetDispatcher:
         self._on_wait = on_wait
         self._parked: dict[OpenSequence, asyncio.TimerHandle] = {}  # in order of arrival
         self._closed = False
+        self._num_resumed = 0
+
+    @property
+    def num_resumed(self) -> int:
+        return self._num_resumed
 
     def update(self, addresses: Mapping[str, str]) -> None:
         """Makes these the gangs: key to address of the leader."""
@@ -144,6 +153,7 @@ class FleetDispatcher:
                 message = f"{limit} gangs were lost with this request before its next token, the last one to: {reason}"
                 sequence.fail("gang_lost", message)
             else:
+                self._num_resumed += 1
                 self._send(sequence)
 
     def _park(self, sequence: OpenSequence) -> None:

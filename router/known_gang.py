@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from ..workers.messages import EngineLoad, Frame
 from .affinity import GangView, RoutingConfig, RoutingRequest
 
-_HALF_LIFE_S = 20.0  # of what a queue was seen to cost; seconds of the gang's own backlog
-_BELIEF_TOKENS = 512  # queued tokens that weigh as much as the belief before the first of them was seen
-_BELIEF_PAGES = 64
+_BELIEF_TOKENS, _HALF_LIFE_TOKENS = 500, 50_000  # how soon what a gang shows outweighs the belief, and what it showed
+_BELIEF_PAGES, _HALF_LIFE_PAGES = 50, 5_000
+_BELIEF_LOADS, _HALF_LIFE_LOADS = 5, 100
 
 
 class KnownGang:
@@ -18,17 +18,18 @@ class KnownGang:
 
     def __init__(self, config: RoutingConfig, resident: Iterable[str] = ()) -> None:
         """`resident`: digests of the adapters that the gang greeted with."""
-        self._config = config
         self.load = EngineLoad()  # as of the last frame
         self._resident = set(resident)  # coming ones too, as the gang told
         self._open: Counter[str] = Counter()  # unfinished sequences of this router, by digest
         self._num_unseen = self._num_unseen_tokens = 0  # sent since the last frame, whose load may not count them
-        self._pace = _QueuePace(config.s_per_queued_token)
+        self._queued = _FadingRatio(config.s_per_queued_token, _BELIEF_TOKENS, _HALF_LIFE_TOKENS)
+        self._loaded = _FadingRatio(config.s_per_page, _BELIEF_PAGES, _HALF_LIFE_PAGES)
+        self._evicted = _FadingRatio(0.0, _BELIEF_LOADS, _HALF_LIFE_LOADS)
 
     def receive(self, frame: Frame) -> None:
         self._resident.difference_update(frame.residency.went)
         self._resident.update(frame.residency.came)
-        self._pace.observe(self.load, frame.load)
+        self._learn_costs(self.load, frame.load)
         self.load = frame.load
         self._num_unseen = self._num_unseen_tokens = 0
 
@@ -58,32 +59,38 @@ class KnownGang:
             digest is not None and self.has(digest),
             load.num_queued_tokens + self._num_unseen_tokens,
             load.num_running + load.num_waiting + self._num_unseen,
-            self._pace.s_per_token,
-            (load.loading_s + _BELIEF_PAGES * self._config.s_per_page) / (load.num_loaded_pages + _BELIEF_PAGES),
+            self._queued.value,
+            self._loaded.value,
+            self._evicted.value,
         )
 
+    def _learn_costs(self, before: EngineLoad, after: EngineLoad) -> None:
+        """Takes in what queued tokens and cold loads cost between two frames."""
+        self._loaded.add(after.loading_s - before.loading_s, after.num_loaded_pages - before.num_loaded_pages)
+        self._evicted.add(
+            after.num_adapter_evictions - before.num_adapter_evictions, after.num_adapter_loads - before.num_adapter_loads
+        )
+        # Time in which no sequence waits for compute says nothing of a queue: a prompt that arrives alone takes a whole
+        # step, however short it is. With a queue all time counts, whatever holds it up.
+        if before.num_waiting > before.num_waiting_for_adapters:
+            # A decoding sequence computes the token that it generated last, so what is beyond that was queued.
+            computed = after.num_computed_tokens - before.num_computed_tokens
+            generated = after.num_generated_tokens - before.num_generated_tokens
+            self._queued.add(after.busy_s - before.busy_s, max(0, computed - generated))
 
-class _QueuePace:
-    """How fast a gang takes queued tokens in while sequences wait for compute: whatever holds them up counts.
 
-    Steps without such a queue say nothing of it: a prompt that arrives alone takes a whole step, however short it is.
-    """
+class _FadingRatio:
+    """A sum over a sum, of which the older part counts less. Begins with a belief."""
 
-    def __init__(self, believed_s_per_token: float) -> None:
-        self._seconds = believed_s_per_token * _BELIEF_TOKENS
-        self._tokens = float(_BELIEF_TOKENS)
+    def __init__(self, belief: float, weight: float, half_life: float) -> None:
+        """`weight` of the belief and `half_life` are amounts of the denominator."""
+        self._numerator, self._denominator, self._half_life = belief * weight, weight, half_life
 
     @property
-    def s_per_token(self) -> float:
-        return self._seconds / max(self._tokens, 1.0)
+    def value(self) -> float:
+        return self._numerator / self._denominator
 
-    def observe(self, before: EngineLoad, after: EngineLoad) -> None:
-        if before.num_waiting <= before.num_waiting_for_adapters:
-            return
-        seconds = after.busy_s - before.busy_s
-        # A decoding sequence computes the token that it generated last, so what is beyond that was queued.
-        computed = after.num_computed_tokens - before.num_computed_tokens
-        generated = after.num_generated_tokens - before.num_generated_tokens
-        fade = 0.5 ** (seconds / _HALF_LIFE_S)
-        self._seconds = fade * self._seconds + seconds
-        self._tokens = fade * self._tokens + max(0, computed - generated)
+    def add(self, numerator: float, denominator: float) -> None:
+        fade = 0.5 ** (denominator / self._half_life)
+        self._numerator = fade * self._numerator + numerator
+        self._denominator = fade * self._denominator + denominator

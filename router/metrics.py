@@ -44,17 +44,18 @@ class Metrics:
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)  # between updates of a sequence
         self.last_token_at: float | None = None  # time.perf_counter()
 
-    def exposition(self, load: EngineLoad | None) -> bytes:
-        """Prometheus' text format. `load`: of the engine; None: no gang is connected."""
+    def exposition(self, load: EngineLoad | None, num_resumed: int) -> bytes:
+        """Prometheus' text format. `load`: of the engine; None: no gang is connected. `num_resumed`: see Dispatcher."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families(self, load))
+        registry.register(_Families(self, load, num_resumed))
         return generate_latest(registry)
 
 
 class _Families(Collector):
-    def __init__(self, metrics: Metrics, load: EngineLoad | None) -> None:
+    def __init__(self, metrics: Metrics, load: EngineLoad | None, num_resumed: int) -> None:
         self._metrics = metrics
         self._load = load
+        self._num_resumed = num_resumed
 
     def collect(self) -> Iterator[Metric]:
         metrics = self._metrics
@@ -70,6 +71,7 @@ class _Families(Collector):
             ("motet_inter_token_seconds", "Between updates of a sequence.", metrics.inter_token_s),
         ):
             yield HistogramMetricFamily(name, help_text, histogram.buckets(), histogram.sum)
+        yield CounterMetricFamily("motet_resumed_sequences", "Went on after they lost their gang.", self._num_resumed)
         yield GaugeMetricFamily("motet_gang_connected", "1 if a gang is connected.", float(self._load is not None))
         if self._load is not None:
             yield from _engine_families(self._load)

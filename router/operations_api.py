@@ -41,7 +41,8 @@ class OperationsApi:
 
     async def metrics(self, request: Request) -> Response:
         return Response(
-            self._metrics.exposition(self._dispatcher.load()), headers={"Content-Type": CONTENT_TYPE_LATEST}
+            self._metrics.exposition(self._dispatcher.load(), self._dispatcher.num_resumed),
+            headers={"Content-Type": CONTENT_TYPE_LATEST},
         )
 
     async def status(self, request: Request) -> Response:

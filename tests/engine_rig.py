@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,13 +102,24 @@ class EngineRig:
         self.engine.close()
 
     def submit(
-        self, sequence_id: int, prompt: list[int], adapter: AdapterRef | str | None, sampling: SamplingParams
+        self,
+        sequence_id: int,
+        prompt: list[int],
+        adapter: AdapterRef | str | None,
+        sampling: SamplingParams,
+        generated: Sequence[int] = (),
     ) -> None:
+        """`generated`: tokens that it had elsewhere before."""
         ref = self.refs[adapter] if isinstance(adapter, str) else adapter
         self.told[sequence_id] = Told()
         self.engine.submit(
             SequenceRequest(
-                sequence_id=sequence_id, prompt_token_ids=prompt, sampling=sampling, tenant="acme", adapter=ref
+                sequence_id=sequence_id,
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                tenant="acme",
+                adapter=ref,
+                generated_token_ids=list(generated),
             )
         )
 

@@ -113,6 +113,7 @@ class FakeDispatcher:
     script: Script | None = None
     hangs: bool = False  # after the script
     is_connected: bool = True
+    num_resumed: int = 0
     submitted: list[Submitted] = field(default_factory=list)
     streams: list[FakeStream] = field(default_factory=list)
 

@@ -9,7 +9,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from motet.workers.messages import EngineLoad, GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
+from motet.workers.messages import (
+    EngineLoad,
+    GangInfo,
+    ResidencyChange,
+    SequenceError,
+    SequenceRequest,
+    SequenceUpdate,
+    TokenLogprobs,
+)
 
 OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
 

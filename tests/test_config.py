@@ -41,7 +41,7 @@ def test_the_number_of_gangs(paths: dict[str, Any]) -> None:
     assert (none.scaling.max_gangs, none.scaling.queued_tokens_per_gang) == (1, 160)
     assert none.sequence_wait_s == none.scaling.start_grace_s == none.cold_start_wait_s
     assert none.router.scales_from_zero
-    with pytest.raises(ValueError, match="min_gangs = 3: 0 to max_gangs, which is 2"):
+    with pytest.raises(ValueError, match="min_gangs = 3: at most max_gangs, which is 2"):
         MotetConfig(**paths, min_gangs=3, max_gangs=2)
 
 
@@ -72,8 +72,8 @@ def test_url(paths: dict[str, Any], host: str, url: str) -> None:
         ("port", 0, "1 to 65535"),
         ("port", 65536, "1 to 65535"),
         ("host", "", "address"),
-        ("min_gangs", -1, "0 to max_gangs"),
-        ("min_gangs", 1.5, "0 to max_gangs"),
+        ("min_gangs", -1, "zero or a positive integer"),
+        ("min_gangs", 1.5, "zero or a positive integer"),
         ("max_gangs", 0, "positive integer"),
         ("max_gangs", 2.5, "positive integer"),
         ("queued_tokens_per_gang", 0, "positive integer"),

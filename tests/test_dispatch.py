@@ -115,43 +115,6 @@ async def test_a_reader_that_waits_is_woken_by_cancel(dispatcher: FleetDispatche
     assert await asyncio.wait_for(reader, 10) is None
 
 
-async def test_a_lost_gang_ends_each_of_its_sequences(dispatcher: FleetDispatcher, start_gang: StartGang) -> None:
-    gang = await start_gang()
-    dispatcher.update({"a": gang.address})
-    streams = [submit(dispatcher, 0, None) for _ in range(3)]
-    for stream in streams:
-        await anext(stream)
-    await gang.server.stop()
-    for stream in streams:
-        _, last = await read(stream)
-        assert last.error is not None
-        assert last.error.kind == "gang_lost"
-    assert dispatcher.gang() is None
-
-
-async def test_what_had_not_begun_is_sent_again_once(dispatcher: FleetDispatcher, start_gang: StartGang) -> None:
-    gangs = [await start_gang() for _ in range(2)]
-    for gang in gangs:
-        gang.engine.paused = True
-    stream = submit(dispatcher, 5, 2)
-    for number, gang in enumerate(gangs):
-        dispatcher.update({str(number): gang.address})
-        await eventually(lambda gang=gang: gang.engine.num_running == 1)  # type: ignore[misc]
-        await gang.server.stop()
-    _, last = await read(stream)
-    assert last.error is not None
-    assert last.error.kind == "gang_lost"
-
-    stream = submit(dispatcher, 5, 2)
-    third = await start_gang()
-    third.engine.paused = True
-    dispatcher.update({"2": third.address})
-    await eventually(lambda: third.engine.num_running == 1)
-    await third.server.stop()
-    dispatcher.update({"3": (await start_gang()).address})
-    assert (await read(stream))[0] == [6, 7]
-
-
 async def test_a_request_waits_for_the_successor(dispatcher: FleetDispatcher, start_gang: StartGang) -> None:
     old = await start_gang()
     dispatcher.update({"a": old.address})

@@ -110,7 +110,8 @@ def test_an_overflow_in_a_neighbour_reaches_no_other_row() -> None:
     lora = TorchLora()
     prepared = lora.prepare(segments, GEOMETRY, pool.device)
     x, y = torch.randn(3, 48, generator=generator), torch.zeros(3, 64)
-    lora.expand(y, lora.shrink(x, pool, 0, prepared, (0,)), pool, 0, prepared, (0,))
+    shrunk = lora.shrink(x, pool, 0, prepared, (0,)).unsqueeze(0)
+    lora.expand(y, shrunk, pool, 0, prepared, (0,))
     a, b = dense[0, "q_proj"]
     torch.testing.assert_close(y[[0, 2]], x[[0, 2]] @ a.T @ b, atol=1e-4, rtol=1e-4)
     assert not y[1].isfinite().all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,8 +100,9 @@ def test_random_workload_ends_with_every_page_accounted_for(seed: int, num_pages
             adapter = rng.choice([None, "a1", "b2", "c3", "d4"])
             num_prompt, max_tokens = rng.randint(1, 30), rng.randint(1, 20)
             asked = request(step, num_prompt, max_tokens, adapter)
-            if s.add(asked, seed=1) is None:
-                expected[step], received[step] = max_tokens, []
+            before = list(range(rng.choice([0, 0, rng.randrange(max_tokens)])))
+            if s.add(msgspec.structs.replace(asked, generated_token_ids=before), seed=1) is None:
+                expected[step], received[step] = max_tokens, before
         if expected and rng.random() < 0.05:
             gone = rng.choice(sorted(expected))
             s.cancel(gone)
@@ -120,6 +122,34 @@ def test_random_workload_ends_with_every_page_accounted_for(seed: int, num_pages
         assert received[sequence_id] == list(range(num_tokens)), "a token twice, missing or out of order"
     load = s.load()
     assert load.num_free_pages + load.num_adapter_pages == num_pages
+
+
+def test_what_was_begun_elsewhere_goes_on_where_it_was() -> None:
+    of = limits(num_pages=40, budget=8)
+    s, worker = scheduler(of), Worker(of)
+    asked = request(0, num_prompt=5, max_tokens=20, presence_penalty=1.0)
+    s.add(msgspec.structs.replace(asked, generated_token_ids=list(range(12))), seed=7)
+    chunks = []
+    while s.has_work():
+        plan = s.schedule()
+        (planned,) = plan.sequences
+        chunks.append((planned.start, len(planned.token_ids), planned.sample and planned.sample.index))
+        if planned.sample is not None:
+            assert planned.sample.seed == 7
+            assert planned.sample.prompt_token_ids == (1,) * 5
+            assert planned.sample.output_token_ids == tuple(range(planned.sample.index))
+        for update in s.commit(plan, worker.execute(plan)):
+            assert update.finish_reason == ("length" if update.token_ids == [19] else None)
+    assert chunks == [(0, 8, None), (8, 8, None), (16, 1, 12), *((16 + n, 1, 12 + n) for n in range(1, 8))]
+    assert s.load().num_generated_tokens == 8
+
+
+def test_what_was_begun_elsewhere_comes_before_what_waits() -> None:
+    of = limits(num_pages=40, num_sequences=1)
+    s, worker = scheduler(of), Worker(of)
+    for i in range(5):
+        s.add(msgspec.structs.replace(request(i), generated_token_ids=[0] if i in (2, 4) else []), 0)
+    assert [u.sequence_id for u in run(s, worker) if u.finish_reason] == [2, 4, 0, 1, 3]
 
 
 def test_decodes_come_before_prompt_chunks() -> None:
@@ -232,6 +262,12 @@ def test_a_failed_load_fails_its_sequences_and_nobody_else() -> None:
         (
             SequenceRequest(sequence_id=0, prompt_token_ids=[100], sampling=SamplingParams(), tenant="t"),
             "outside 0..99",
+        ),
+        (msgspec.structs.replace(request(0), generated_token_ids=[100]), "outside 0..99"),
+        (msgspec.structs.replace(request(0, max_tokens=4), generated_token_ids=[1] * 4), "4 were generated before"),
+        (
+            msgspec.structs.replace(request(0, 3, None), generated_token_ids=[1] * 61),
+            "3 prompt tokens and 62 to generate are 1 over the context of 64",
         ),
     ],
 )

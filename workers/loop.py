@@ -14,6 +14,7 @@ from .step_times import StepTimes
 
 _log = logging.getLogger(__name__)
 _STEP_DEADLINE_S = 300.0  # a step that takes longer hangs
+_HEARTBEAT_S = 5.0  # between steps while there is nothing to compute
 
 OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
 
@@ -108,9 +109,8 @@ class EngineLoop:
     def _take_inbox(self) -> bool:
         """Waits until a step is due and hands the engine what came in. False: stop."""
         with self._wake:
-            while not self._stopping and not self._inbox and not self._loads_ended and self._nothing_to_do():
-                self._progress_at = time.monotonic()
-                self._wake.wait(timeout=_STEP_DEADLINE_S / 4)
+            # A step without work is a heartbeat: it finds a worker that died or hangs while nobody asked for anything.
+            self._wake.wait_for(self._is_due, timeout=_HEARTBEAT_S)
             self._loads_ended = 0
             items = tuple(self._inbox)
             self._inbox.clear()
@@ -125,5 +125,7 @@ class EngineLoop:
         self._progress_at = time.monotonic()
         return not stopping
 
-    def _nothing_to_do(self) -> bool:
-        return not self._engine.has_work() or self._engine.waits
+    def _is_due(self) -> bool:
+        if self._stopping or self._inbox or self._loads_ended:
+            return True
+        return self._engine.has_work() and not self._engine.waits

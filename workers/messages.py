@@ -129,7 +129,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_adapter_evictions: int = 0
     num_loaded_pages: int = 0  # of adapters whose copy ended well
     busy_s: float = 0.0  # inside steps
-    loading_s: float = 0.0  # with at least one adapter coming
+    loading_s: float = 0.0  # until adapters were there, summed over them
 
 
 class ResidencyChange(msgspec.Struct, frozen=True):

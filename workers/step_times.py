@@ -1,4 +1,4 @@
-"""Where a gang's time goes: routers estimate from it what a queue and a cold load cost there."""
+"""Where a gang's time goes: routers estimate from it what a queue and a cold load cost a sequence there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from .messages import EngineLoad
 
 
 class StepTimes:
-    """Seconds spent inside steps, and seconds with an adapter coming, since the engine's start."""
+    """Seconds inside steps, and seconds that adapters took to come, since the engine's start.
+
+    An adapter counts from the begin of the step that asked for it to the end of the step that noticed it, as it does for
+    the sequences that wait for it, and several that come at once count each.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -26,9 +30,8 @@ class StepTimes:
         """The load after the step that ends now, with the times filled in."""
         now = self._clock()
         self._busy_s += now - self._began_at
-        if self._load.num_coming_adapters:
-            self._loading_s += now - self._ended_at  # the engine may have slept in between, the loader has not
-        elif load.num_adapter_loads > self._load.num_adapter_loads:
-            self._loading_s += now - self._began_at
+        # Between two steps the engine may have slept; the loader has not.
+        self._loading_s += self._load.num_coming_adapters * (now - self._ended_at)
+        self._loading_s += (load.num_adapter_loads - self._load.num_adapter_loads) * (now - self._began_at)
         self._ended_at, self._load = now, load
         return msgspec.structs.replace(load, busy_s=self._busy_s, loading_s=self._loading_s)

@@ -1,0 +1,39 @@
+"""The workers of a gang as Ray actors, one in each bundle of the leader's placement group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ..workers.worker import WorkerSettings, run_worker
+from .replica_logging import configure_replica_logging
+
+
+class WorkerActor:
+    """A process for one worker. Plans do not pass through Ray, which only places the process and ends it."""
+
+    def run(self, settings: WorkerSettings) -> None:
+        """Obeys the leader until it ends the connection."""
+        configure_replica_logging()
+        run_worker(settings)
+
+
+class RayWorkers:
+    """Starts workers beside the leader that calls it; they end with the leader's process, which owns them."""
+
+    def __init__(self, placement_group: Any) -> None:
+        """`placement_group`: the leader's; its bundle 0 is the leader's own, worker r takes bundle r + 1."""
+        if placement_group is None:
+            raise RuntimeError("a gang of several workers needs a placement group with a bundle for each")
+        self._placement_group = placement_group
+        self._actors: list[Any] = []
+
+    def spawn(self, settings: WorkerSettings) -> None:
+        """Returns at once; the worker reports to the leader when it is up."""
+        place = PlacementGroupSchedulingStrategy(self._placement_group, settings.rank + 1)
+        num_cpus = self._placement_group.bundle_specs[settings.rank + 1]["CPU"]
+        actor = ray.remote(WorkerActor).options(num_cpus=num_cpus, scheduling_strategy=place).remote()
+        self._actors.append(actor)
+        actor.run.remote(settings)
