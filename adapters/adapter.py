@@ -15,7 +15,9 @@ class BaseShape:
     """What an adapter must fit: the base's layers and the (in, out) features of its modules, unsharded."""
 
     num_layers: int
-    modules: Mapping[str, tuple[int, int]]  # one entry for each of MODULES
+    modules: Mapping[
+        str, tuple[int, int]
+    ]  # in the order of MODULES; those that adapters of this base may have
 
 
 @dataclass(frozen=True)

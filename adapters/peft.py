@@ -18,7 +18,10 @@ from .strict_json import parse_object
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
-MODULE_PATHS = {module: f"{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}" for module in MODULES}
+MODULE_PATHS = {
+    module: f"{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}"
+    for module in MODULES
+}
 
 _UNDERSTOOD = {
     "peft_type",
@@ -84,6 +87,8 @@ _FOREIGN_TENSORS = (  # part of a name, and the feature that it belongs to
     ("embed_tokens", "trained embeddings (save with save_embedding_layers=False)"),
     ("lm_head", "a trained lm_head"),
     (".bias", "trained biases (bias)"),
+    (".experts.", "LoRA of experts"),
+    (".shared_expert", "LoRA of a shared expert"),
 )
 
 
@@ -119,10 +124,12 @@ def parse_config(data: bytes) -> LoraConfig:
         layers_to_transform=_layers([layers] if type(layers) is int else layers or []),
         layers_pattern=_as_tuple(_names(config, "layers_pattern")),
         rank_pattern={
-            key: _rank(rank, f"rank_pattern[{shown(key)}]") for key, rank in _pattern(config, "rank_pattern")
+            key: _rank(rank, f"rank_pattern[{shown(key)}]")
+            for key, rank in _pattern(config, "rank_pattern")
         },
         alpha_pattern={
-            key: _alpha(alpha, f"alpha_pattern[{shown(key)}]") for key, alpha in _pattern(config, "alpha_pattern")
+            key: _alpha(alpha, f"alpha_pattern[{shown(key)}]")
+            for key, alpha in _pattern(config, "alpha_pattern")
         },
     )
 
@@ -135,7 +142,11 @@ def tensor_name(layer: int, module: str, letter: str) -> str:
 def parse_tensor_name(name: str) -> tuple[int, str, str] | None:
     """(layer, module, letter), or None for a name that is no LoRA matrix of a decoder layer."""
     match = _TENSOR_NAME.fullmatch(name)
-    if match is None or match["module"] not in MODULE_PATHS or f".{MODULE_PATHS[match['module']]}." not in name:
+    if (
+        match is None
+        or match["module"] not in MODULE_PATHS
+        or f".{MODULE_PATHS[match['module']]}." not in name
+    ):
         return None
     return int(match["layer"]), match["module"], match["letter"]
 
@@ -151,9 +162,18 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise AdapterInvalid(f"peft_type is {shown(kind)}: only LORA is accepted")
     for key, value in config.items():
         if key in _UNSUPPORTED and value:
-            raise AdapterInvalid(f"{key} = {shown(value)} is not supported ({_UNSUPPORTED[key]}): only plain LoRA is")
-        if key not in _UNSUPPORTED and key not in _UNDERSTOOD and key not in _HARMLESS and value:
-            raise AdapterInvalid(f"{shown(key)} = {shown(value)} is not known here: remove it if it changes nothing")
+            raise AdapterInvalid(
+                f"{key} = {shown(value)} is not supported ({_UNSUPPORTED[key]}): only plain LoRA is"
+            )
+        if (
+            key not in _UNSUPPORTED
+            and key not in _UNDERSTOOD
+            and key not in _HARMLESS
+            and value
+        ):
+            raise AdapterInvalid(
+                f"{shown(key)} = {shown(value)} is not known here: remove it if it changes nothing"
+            )
     bias = config.get("bias", "none")
     if bias != "none":
         raise AdapterInvalid(f"bias = {shown(bias)} is not supported: only 'none' is")
@@ -161,7 +181,9 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 def _rank(value: Any, key: str) -> int:
     if type(value) is not int or not 1 <= value <= MAX_RANK:
-        raise AdapterInvalid(f"{key} = {shown(value)}: an integer from 1 to {MAX_RANK} is needed")
+        raise AdapterInvalid(
+            f"{key} = {shown(value)}: an integer from 1 to {MAX_RANK} is needed"
+        )
     return value
 
 
@@ -186,7 +208,9 @@ def _names(config: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise AdapterInvalid(f"{key} = {shown(value)}: a list of names or one regular expression is needed")
+        raise AdapterInvalid(
+            f"{key} = {shown(value)}: a list of names or one regular expression is needed"
+        )
     return tuple(value)
 
 
@@ -196,12 +220,16 @@ def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 def _layers(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(layer) is int for layer in value):
-        raise AdapterInvalid(f"layers_to_transform = {shown(value)}: a layer or a list of layers is needed")
+        raise AdapterInvalid(
+            f"layers_to_transform = {shown(value)}: a layer or a list of layers is needed"
+        )
     return tuple(value)
 
 
 def _pattern(config: Mapping[str, Any], key: str) -> list[tuple[str, Any]]:
     value = config.get(key) or {}
     if not isinstance(value, dict):
-        raise AdapterInvalid(f"{key} = {shown(value)}: an object from module names to numbers is needed")
+        raise AdapterInvalid(
+            f"{key} = {shown(value)}: an object from module names to numbers is needed"
+        )
     return list(value.items())

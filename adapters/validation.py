@@ -7,10 +7,16 @@ from pathlib import Path
 
 import torch
 
-from .adapter import MODULES, BaseShape
+from .adapter import BaseShape
 from .content import AdapterContent, LoraMatrices
 from .errors import AdapterInvalid, listed, shown
-from .peft import TENSORS_FILE, foreign_feature, parse_config, parse_tensor_name, tensor_name
+from .peft import (
+    TENSORS_FILE,
+    foreign_feature,
+    parse_config,
+    parse_tensor_name,
+    tensor_name,
+)
 from .targets import Target, resolve_targets
 from .tensor_file import TensorFile
 
@@ -25,25 +31,29 @@ def validate(config: bytes, tensors: Path, shape: BaseShape) -> AdapterContent:
     """
     targets = resolve_targets(parse_config(config), shape)
     file = TensorFile(tensors, TENSORS_FILE)
-    names = _match_names(file, targets)
+    names = _match_names(file, targets, shape)
     for key, name in names.items():
         _check_shape(name, key, file.entries[name].shape, targets, shape)
     found = {key: _finite(file, name) for key, name in names.items()}
     return AdapterContent(
         {
-            (layer, module): LoraMatrices(found[layer, module, "A"], found[layer, module, "B"], target.scaling)
+            (layer, module): LoraMatrices(
+                found[layer, module, "A"], found[layer, module, "B"], target.scaling
+            )
             for (layer, module), target in targets.items()
         }
     )
 
 
-def _match_names(file: TensorFile, targets: Mapping[tuple[int, str], Target]) -> dict[_Key, str]:
+def _match_names(
+    file: TensorFile, targets: Mapping[tuple[int, str], Target], shape: BaseShape
+) -> dict[_Key, str]:
     """The file's name for each matrix. Raises AdapterInvalid for missing, extra and doubled ones."""
     names: dict[_Key, str] = {}
     for name in file.entries:
         key = parse_tensor_name(name)
-        if key is None:
-            _refuse_tensor(name)
+        if key is None or key[1] not in shape.modules:
+            _refuse_tensor(name, shape)
         elif key in names:
             raise AdapterInvalid(
                 f"{TENSORS_FILE} holds both {shown(names[key], 160)} and {shown(name, 160)}: one is needed"
@@ -52,7 +62,9 @@ def _match_names(file: TensorFile, targets: Mapping[tuple[int, str], Target]) ->
             names[key] = name
     extra = [name for key, name in names.items() if key[:2] not in targets]
     if extra:
-        raise AdapterInvalid(f"{TENSORS_FILE} holds tensors that adapter_config.json does not target: {listed(extra)}")
+        raise AdapterInvalid(
+            f"{TENSORS_FILE} holds tensors that adapter_config.json does not target: {listed(extra)}"
+        )
     missing = [
         tensor_name(layer, module, letter)
         for layer, module in targets
@@ -60,22 +72,31 @@ def _match_names(file: TensorFile, targets: Mapping[tuple[int, str], Target]) ->
         if (layer, module, letter) not in names
     ]
     if missing:
-        raise AdapterInvalid(f"{TENSORS_FILE} lacks tensors that adapter_config.json targets: {listed(missing)}")
+        raise AdapterInvalid(
+            f"{TENSORS_FILE} lacks tensors that adapter_config.json targets: {listed(missing)}"
+        )
     return names
 
 
-def _refuse_tensor(name: str) -> None:
+def _refuse_tensor(name: str, shape: BaseShape) -> None:
     feature = foreign_feature(name)
     if feature is not None:
-        raise AdapterInvalid(f"{TENSORS_FILE} holds {shown(name, 160)}: {feature} is not supported, only plain LoRA is")
+        raise AdapterInvalid(
+            f"{TENSORS_FILE} holds {shown(name, 160)}: {feature} is not supported, "
+            f"only plain LoRA of {', '.join(shape.modules)} is"
+        )
     raise AdapterInvalid(
         f"{TENSORS_FILE} holds {shown(name, 160)}, which is no LoRA matrix of this base: names like "
-        f"{tensor_name(0, 'q_proj', 'A')} of {', '.join(MODULES)} are accepted"
+        f"{tensor_name(0, 'q_proj', 'A')} of {', '.join(shape.modules)} are accepted"
     )
 
 
 def _check_shape(
-    name: str, key: _Key, got: tuple[int, ...], targets: Mapping[tuple[int, str], Target], shape: BaseShape
+    name: str,
+    key: _Key,
+    got: tuple[int, ...],
+    targets: Mapping[tuple[int, str], Target],
+    shape: BaseShape,
 ) -> None:
     layer, module, letter = key
     rank = targets[layer, module].rank
@@ -91,5 +112,7 @@ def _check_shape(
 def _finite(file: TensorFile, name: str) -> torch.Tensor:
     tensor = file.tensor(name)
     if not torch.isfinite(tensor).all():
-        raise AdapterInvalid(f"{name} holds NaN or infinity: only finite numbers are accepted")
+        raise AdapterInvalid(
+            f"{name} holds NaN or infinity: only finite numbers are accepted"
+        )
     return tensor

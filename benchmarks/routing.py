@@ -150,7 +150,7 @@ def least_loaded(router: int) -> Choose:
 
 def least_queued(router: int) -> Choose:
     generator = random.Random(router)
-    return lambda request, gangs: min(gangs, key=lambda gang: (gang.wait_s, generator.random())).key
+    return lambda request, gangs: min(gangs, key=lambda gang: (gang.num_queued_tokens, generator.random())).key
 
 
 def consistent_hashing(router: int) -> Choose:

@@ -151,6 +151,7 @@ class SimulatedGang:
             num_queued_tokens=queued + self._num_decoding,
             num_computed_tokens=self._num_computed,
             num_generated_tokens=self._num_generated,
+            num_steps=self._num_steps,
             num_coming_adapters=len(self._coming),
             num_adapter_loads=self._num_loads,
             num_adapter_evictions=self._num_evictions,

@@ -110,7 +110,8 @@ class ScalingHistory:
         needed = gangs_needed(state, config, config.scale_down_share)
         if saturation is not None:
             rate = sum(gang.computed_tokens_per_s for gang in state.gangs)
-            needed = max(needed, math.ceil(rate / (saturation.tokens_per_s * config.scale_down_share)))
+            wanted = rate / (saturation.tokens_per_s * config.scale_down_share)
+            needed = max(needed, math.ceil(min(wanted, config.max_gangs)))
         is_starting = state.num_running < state.target and state.now_s - raised_s < config.start_grace_s
         if is_starting or not state.gangs or len(state.gangs) < state.num_running:
             needed = max(needed, state.target)  # whoever has told nothing yet may be needed
@@ -127,7 +128,10 @@ class ScalingHistory:
 
 
 def gangs_needed(state: FleetState, config: ScalingConfig, share: float = 1.0) -> int:
-    """Gangs that the load calls for, if each takes so large a share of what it should carry. 0: nobody asks."""
+    """Gangs that the load calls for, if each takes so large a share of what it should carry; at most the maximum.
+
+    0: nobody asks.
+    """
     if not state.is_awaited and all(gang.is_idle for gang in state.gangs):
         return 0
     wanted = max(
@@ -135,7 +139,7 @@ def gangs_needed(state: FleetState, config: ScalingConfig, share: float = 1.0) -
         sum(gang.pool_pressure for gang in state.gangs) / config.pool_pressure,
         sum(gang.adapter_loads_per_s for gang in state.gangs) / config.adapter_loads_per_s,
     )
-    return max(1, math.ceil(wanted / share))
+    return max(1, math.ceil(min(wanted / share, config.max_gangs)))
 
 
 def decide(state: FleetState, config: ScalingConfig, history: ScalingHistory) -> int:
@@ -155,7 +159,7 @@ def _observe_saturation(before: Saturation | None, state: FleetState, config: Sc
     rates = [gang.computed_tokens_per_s for gang in state.gangs if gang.queued_tokens >= config.queued_tokens_per_gang]
     rate = max(rates, default=0.0)
     is_stale = before is None or state.now_s - before.at_s > config.scale_down_after_s
-    if rate > 0 and (is_stale or before is None or rate >= before.tokens_per_s):
+    if rate >= 1.0 and (is_stale or before is None or rate >= before.tokens_per_s):
         return Saturation(rate, state.now_s)
     return before
 

@@ -23,7 +23,9 @@ class AttentionBatch:
 
     query_starts: tuple[int, ...]  # [num_sequences + 1]
     context_lens: tuple[int, ...]  # [num_sequences], tokens
-    page_table: torch.Tensor  # [num_sequences, max_pages] int64, rows padded with a valid page
+    page_table: (
+        torch.Tensor
+    )  # [num_sequences, max_pages] int64, rows padded with a valid page
     positions: torch.Tensor  # [num_rows] int64, of each row's token in its sequence
     row_pages: torch.Tensor  # [num_rows] int64, page that takes the row's K and V
     row_slots: torch.Tensor  # [num_rows] int64, token of that page
@@ -50,10 +52,17 @@ class WriteKV(Protocol):
 class PagedAttention(Protocol):
     """Causal attention of the batch's rows over their sequences' pages: `[num_rows, num_heads, head_dim]`.
 
-    `window`: a row at position p sees positions above p - window; None: all up to p. What pages hold beyond a
-    sequence's context, NaN included, has no influence.
+    `window`: a row at position p sees positions above p - window; None: all up to p. `softcap`: a scaled score s counts
+    as softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118, §2); None: as it is. What pages hold beyond a sequence's
+    context, NaN included, has no influence.
     """
 
     def __call__(
-        self, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch, scale: float, window: int | None
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
     ) -> torch.Tensor: ...

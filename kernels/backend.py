@@ -10,6 +10,8 @@ from torch.nn.functional import linear
 
 from . import attention_torch, norms, pages
 from .attention import PagedAttention, WriteKV
+from .experts import ExpertKernels
+from .experts_torch import TorchExperts
 from .lora import LoraKernels
 from .lora_torch import TorchLora
 
@@ -21,11 +23,16 @@ class Kernels:
     name: str
     linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    add_rms_norm: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+    add_rms_norm: Callable[
+        [torch.Tensor, torch.Tensor | None, torch.Tensor, float],
+        tuple[torch.Tensor, torch.Tensor],
+    ]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
+    gelu_tanh_mul: Callable[[torch.Tensor], torch.Tensor]
     write_kv: WriteKV
     paged_attention: PagedAttention
     lora: LoraKernels
+    experts: ExpertKernels
     write_pages: Callable[[torch.Tensor, Sequence[int], torch.Tensor], None]
 
 
@@ -37,8 +44,10 @@ def torch_kernels() -> Kernels:
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,
         silu_mul=norms.silu_mul,
+        gelu_tanh_mul=norms.gelu_tanh_mul,
         write_kv=attention_torch.write_kv,
         paged_attention=attention_torch.paged_attention,
         lora=TorchLora(),
+        experts=TorchExperts(),
         write_pages=pages.write_pages,
     )

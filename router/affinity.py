@@ -18,19 +18,26 @@ from hashlib import blake2b
 
 
 @dataclass(frozen=True)
-class RoutingConfig:
-    """How gangs are judged. The costs are those believed of a gang that has not shown its own yet."""
+class GangCosts:
+    """Of one gang's work, in seconds. The defaults are what is believed of a gang before it has shown its own."""
 
-    s_per_queued_token: float = 1e-4
-    s_per_token: float = 1e-5
-    s_per_page: float = 1e-3  # of a cold load
-    num_shared_steps: int = 100  # that a sequence is expected to take beside those that are there when it comes
+    s_per_queued_token: float = 1e-4  # for which a new sequence waits
+    s_per_token: float = 1e-5  # by which one more token makes a step longer
+    s_per_page: float = 1e-3  # of an adapter, from the wish for it until it is there
+    num_evictions_per_load: float = 0.0
+
+
+@dataclass(frozen=True)
+class RoutingConfig:
+    """How gangs are judged."""
+
+    belief: GangCosts = GangCosts()
+    num_shared_steps: int = 50  # that a sequence is expected to take beside those that are there when it comes
     tolerance: float = 0.25  # of a cold load: gangs that differ by less are equally good
 
     def __post_init__(self) -> None:
-        for key in ("s_per_queued_token", "s_per_token", "s_per_page", "num_shared_steps"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"{key} = {getattr(self, key)!r}: a positive number is needed")
+        if self.num_shared_steps < 0:
+            raise ValueError(f"num_shared_steps = {self.num_shared_steps!r}: zero or a positive number is needed")
         if not 0 <= self.tolerance <= 1:
             raise ValueError(f"tolerance = {self.tolerance!r}: 0 to 1 is accepted, a fraction of a cold load")
 
@@ -52,19 +59,16 @@ class GangView:
     has_adapter: bool  # or is getting it
     num_queued_tokens: int  # to compute before a new sequence's turn
     num_sequences: int
-    s_per_queued_token: float
-    s_per_token: float  # by which one more token makes a step longer
-    s_per_page: float  # of a cold load
-    num_evictions_per_load: float
+    costs: GangCosts
 
     def crowd_s(self, num_shared_steps: int) -> float:
         """What those who are there cost a new sequence: the wait for its turn, and longer steps from then on."""
-        waiting_s = self.num_queued_tokens * self.s_per_queued_token
-        return waiting_s + num_shared_steps * self.num_sequences * self.s_per_token
+        waiting_s = self.num_queued_tokens * self.costs.s_per_queued_token
+        return waiting_s + num_shared_steps * self.num_sequences * self.costs.s_per_token
 
     def cold_load_s(self, num_pages: int) -> float:
         """What it would cost to load so many pages there, the way back of what they push out included."""
-        return num_pages * self.s_per_page * (1 + self.num_evictions_per_load)
+        return num_pages * self.costs.s_per_page * (1 + self.costs.num_evictions_per_load)
 
 
 def choose_gang(request: RoutingRequest, gangs: Sequence[GangView], config: RoutingConfig) -> str | None:

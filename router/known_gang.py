@@ -7,10 +7,7 @@ from collections.abc import Iterable
 
 from ..workers.messages import EngineLoad, Frame
 from .affinity import GangView, RoutingConfig, RoutingRequest
-
-_BELIEF_TOKENS, _HALF_LIFE_TOKENS = 500, 50_000  # how soon what a gang shows outweighs the belief, and what it showed
-_BELIEF_PAGES, _HALF_LIFE_PAGES = 50, 5_000
-_BELIEF_LOADS, _HALF_LIFE_LOADS = 5, 100
+from .observed_costs import ObservedCosts
 
 
 class KnownGang:
@@ -22,14 +19,12 @@ class KnownGang:
         self._resident = set(resident)  # coming ones too, as the gang told
         self._open: Counter[str] = Counter()  # unfinished sequences of this router, by digest
         self._num_unseen = self._num_unseen_tokens = 0  # sent since the last frame, whose load may not count them
-        self._queued = _FadingRatio(config.s_per_queued_token, _BELIEF_TOKENS, _HALF_LIFE_TOKENS)
-        self._loaded = _FadingRatio(config.s_per_page, _BELIEF_PAGES, _HALF_LIFE_PAGES)
-        self._evicted = _FadingRatio(0.0, _BELIEF_LOADS, _HALF_LIFE_LOADS)
+        self._observed = ObservedCosts(config.belief)
 
     def receive(self, frame: Frame) -> None:
         self._resident.difference_update(frame.residency.went)
         self._resident.update(frame.residency.came)
-        self._learn_costs(self.load, frame.load)
+        self._observed.observe(self.load, frame.load)
         self.load = frame.load
         self._num_unseen = self._num_unseen_tokens = 0
 
@@ -41,7 +36,7 @@ class KnownGang:
             self._open[request.digest] += 1
 
     def ended(self, digest: str | None) -> None:
-        """A sequence that was sent there is finished or forgotten."""
+        """A sequence that was sent there, with this adapter, is finished or forgotten."""
         if digest is not None:
             self._open[digest] -= 1
             if not self._open[digest]:
@@ -56,41 +51,8 @@ class KnownGang:
         load = self.load
         return GangView(
             key,
-            digest is not None and self.has(digest),
-            load.num_queued_tokens + self._num_unseen_tokens,
-            load.num_running + load.num_waiting + self._num_unseen,
-            self._queued.value,
-            self._loaded.value,
-            self._evicted.value,
+            has_adapter=digest is not None and self.has(digest),
+            num_queued_tokens=load.num_queued_tokens + self._num_unseen_tokens,
+            num_sequences=load.num_running + load.num_waiting + self._num_unseen,
+            costs=self._observed.costs,
         )
-
-    def _learn_costs(self, before: EngineLoad, after: EngineLoad) -> None:
-        """Takes in what queued tokens and cold loads cost between two frames."""
-        self._loaded.add(after.loading_s - before.loading_s, after.num_loaded_pages - before.num_loaded_pages)
-        self._evicted.add(
-            after.num_adapter_evictions - before.num_adapter_evictions, after.num_adapter_loads - before.num_adapter_loads
-        )
-        # Time in which no sequence waits for compute says nothing of a queue: a prompt that arrives alone takes a whole
-        # step, however short it is. With a queue all time counts, whatever holds it up.
-        if before.num_waiting > before.num_waiting_for_adapters:
-            # A decoding sequence computes the token that it generated last, so what is beyond that was queued.
-            computed = after.num_computed_tokens - before.num_computed_tokens
-            generated = after.num_generated_tokens - before.num_generated_tokens
-            self._queued.add(after.busy_s - before.busy_s, max(0, computed - generated))
-
-
-class _FadingRatio:
-    """A sum over a sum, of which the older part counts less. Begins with a belief."""
-
-    def __init__(self, belief: float, weight: float, half_life: float) -> None:
-        """`weight` of the belief and `half_life` are amounts of the denominator."""
-        self._numerator, self._denominator, self._half_life = belief * weight, weight, half_life
-
-    @property
-    def value(self) -> float:
-        return self._numerator / self._denominator
-
-    def add(self, numerator: float, denominator: float) -> None:
-        fade = 0.5 ** (denominator / self._half_life)
-        self._numerator = fade * self._numerator + numerator
-        self._denominator = fade * self._denominator + denominator

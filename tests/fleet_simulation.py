@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from motet.cluster.scaling import FleetState, GangLoad
 from motet.tests.recorded_day import Arrival
@@ -78,7 +79,7 @@ class Outcome:
 
     @property
     def num_changes(self) -> int:
-        return sum(one != other for one, other in zip(self.targets, self.targets[1:], strict=False))
+        return sum(one != other for one, other in pairwise(self.targets))
 
     def wait_s(self, share: float) -> float:
         """The first token's delay that this share of requests stays below."""

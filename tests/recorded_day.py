@@ -1,4 +1,4 @@
-"""The arrivals of a day, squeezed into six hours: quiet nights, a working day's two humps, and bursts out of nowhere."""
+"""The arrivals of a day, squeezed into six hours: quiet nights, a day's two humps, and bursts out of nowhere."""
 
 from __future__ import annotations
 

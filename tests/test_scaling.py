@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, astuple, replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -90,8 +91,8 @@ def test_more_load_never_calls_for_fewer(state: FleetState, number: int, more: G
     at = number % len(state.gangs)
     grown = GangLoad(
         **{
-            name: max(getattr(state.gangs[at], name), getattr(more, name))
-            for name in ("num_sequences", "queued_tokens", "pool_pressure", "adapter_loads_per_s", "computed_tokens_per_s")
+            name: max(before, after)
+            for (name, before), after in zip(asdict(state.gangs[at]).items(), astuple(more), strict=True)
         }
     )
     heavier = replace(state, gangs=(*state.gangs[:at], grown, *state.gangs[at + 1 :]))
@@ -212,5 +213,5 @@ def test_a_steady_load_has_a_steady_fleet(rate_per_s: float) -> None:
     duration_s = 3600
     outcome = simulate(steady_arrivals(rate_per_s, duration_s), Memory(CONFIG), duration_s, num_gangs=1)
     settled = outcome.targets[900:duration_s]
-    assert sum(one > other for one, other in zip(settled, settled[1:], strict=False)) <= 2, set(settled)
+    assert sum(one > other for one, other in pairwise(settled)) <= 2, set(settled)
     assert math.ceil(rate_per_s / 20) <= min(settled)

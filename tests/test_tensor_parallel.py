@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import torch
 from motet.adapters.layout import AdapterLayout
 from motet.adapters.store import AdapterStore
 from motet.adapters.validation import validate
+from motet.benchmarks.thread_gang import ThreadGroup, run_threads
 from motet.tests.engine_rig import EngineRig
 from motet.tests.gang_rig import gang
 from motet.tests.oracle import RECIPES, VARIANTS, VOCAB_SIZE, Oracle, write_adapters, write_model
@@ -22,6 +25,8 @@ from motet.workers.execution.executor import WorkerLostError
 from motet.workers.messages import AdapterRef, SamplingParams
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.sharding import ModelSharding, layouts_of_gang
+from motet.workers.scheduling.plan import Residence, SequencePlan, StepPlan
+from motet.workers.worker_builder import build_executor
 
 BLOCK_SIZE = 8
 NUM_TOKENS = 16
@@ -51,7 +56,7 @@ class Case:
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)
     model_path = write_model(request.param, folder / "model")
     adapters = write_adapters(model_path, folder / "adapters")
@@ -62,7 +67,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         content = validate(config, path / "adapter_model.safetensors", model.shape)
         store.put(content, layouts)
         refs[name] = AdapterRef(content.digest, content.module_ranks)
-    yield Case(Oracle(model_path, adapters), model_path, folder / "store", refs)
+    return Case(Oracle(model_path, adapters), model_path, folder / "store", refs)
 
 
 @pytest.mark.parametrize("degree", [2, 4])
@@ -97,6 +102,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(Oracle, write_model("llama", folder / "model"), folder / "store", {})  # type: ignore[arg-type]
 
 
+def _steps(rig: EngineRig, count: int) -> None:
+    for _ in range(count):
+        rig.step()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_worker_is_noticed(llama: Case, rank: int) -> None:
     with gang(llama.config(2, 40)) as (engine, processes):
@@ -108,14 +118,11 @@ def test_a_killed_worker_is_noticed(llama: Case, rank: int) -> None:
         processes[rank].kill()
         processes[rank].join()
         with pytest.raises(WorkerLostError, match="worker"):
-            for _ in range(200):
-                rig.step()
+            _steps(rig, 200)
         assert woken, "an idle leader would not have noticed"
 
 
 def test_a_worker_that_hangs_is_found_by_the_deadline(llama: Case) -> None:
-    import os
-    import signal
 
     with gang(llama.config(2, 40, step_deadline_s=2.0)) as (engine, processes):
         rig = EngineRig(engine, {})
@@ -126,8 +133,7 @@ def test_a_worker_that_hangs_is_found_by_the_deadline(llama: Case) -> None:
         os.kill(pid, signal.SIGSTOP)
         try:
             with pytest.raises(WorkerLostError):
-                for _ in range(200):
-                    rig.step()
+                _steps(rig, 200)
         finally:
             processes[1].kill()
 
@@ -148,9 +154,32 @@ def test_each_worker_reads_its_own_slices(llama: Case) -> None:
 
 def test_every_worker_packs_an_adapter_into_as_many_pages(llama: Case) -> None:
     model = ModelConfig.from_folder(llama.model_path)
-    for ranks in ({"q_proj": 1}, {"down_proj": 3, "k_proj": 7}, {module: 16 for module in model.shape.modules}):
+    for ranks in ({"q_proj": 1}, {"down_proj": 3, "k_proj": 7}, dict.fromkeys(model.shape.modules, 16)):
         for degree in (2, 4):
             layouts: list[AdapterLayout] = layouts_of_gang(model, degree, BLOCK_SIZE, "float32")
             assert len({layout.num_pages(ranks) for layout in layouts}) == 1
             assert len({str(layout.offsets(ranks)) for layout in layouts}) == 1
             assert len({layout.key for layout in layouts}) == degree
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("lora_rank", [4, 16])
+def test_what_workers_exchange_is_what_the_formula_says(llama: Case, degree: int, lora_rank: int) -> None:
+    """S-LoRA (arXiv 2311.03285) §6.2: with adapters only rank-sized vectors are added, and no outputs."""
+    num_rows, model = 12, ModelConfig.from_folder(llama.model_path)
+    ranks = dict.fromkeys(model.shape.modules, lora_rank)
+    residence = Residence("digest", ranks, tuple(range(5, 300)))
+    sequences = tuple(SequencePlan(i, (1,) * 6, 0, (i,), "digest", None) for i in range(num_rows // 6))
+
+    def work(group: ThreadGroup) -> Counter[str]:
+        executor = build_executor(llama.config(degree, 400), group, None)
+        executor.runner.run(StepPlan(1, sequences, (residence,), ()))
+        executor.close()
+        return group.traffic.sent_bytes
+
+    share, element = (degree - 1) / degree, 4
+    base = num_rows * element * (2 * model.num_layers + 1) * 2 * share * model.hidden_size
+    adapters = num_rows * element * model.num_layers * lora_rank * (5 * share + 2 * 2 * share)
+    for sent in run_threads(degree, work):
+        assert sent["base"] == pytest.approx(base, rel=0.05)
+        assert sent["adapters"] == pytest.approx(adapters, rel=0.05)

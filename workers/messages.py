@@ -32,7 +32,7 @@ class AdapterRef(msgspec.Struct, frozen=True):
     module_ranks: dict[str, int]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose the next tokens, and when to stop."""
 
     max_tokens: int | None = None  # None: until the context or the pool is full

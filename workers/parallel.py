@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 class Parallel(Protocol):
     """Collectives among a gang's workers. Every worker calls the same ones in the same order.
 
-    `kind` says what is exchanged; implementations count bytes by it.
+    `kind` says what is exchanged, for those who count.
     """
 
     rank: int
@@ -25,6 +25,19 @@ class Parallel(Protocol):
 
     def all_gather(self, x: torch.Tensor, kind: str) -> torch.Tensor:
         """All workers' x, by rank: `[degree, *x.shape]`."""
+
+
+class Traffic:
+    """Bytes that each worker sends, by kind, with rings: the least that an all-reduce or an all-gather takes."""
+
+    def __init__(self) -> None:
+        self.sent_bytes: Counter[str] = Counter()
+
+    def count_all_reduce(self, x: torch.Tensor, degree: int, kind: str) -> None:
+        self.sent_bytes[kind] += 2 * (degree - 1) * x.nbytes // degree
+
+    def count_all_gather(self, x: torch.Tensor, degree: int, kind: str) -> None:
+        self.sent_bytes[kind] += (degree - 1) * x.nbytes
 
 
 class Alone:
@@ -46,7 +59,7 @@ class ProcessGroup:
     def __init__(self, rank: int, degree: int, store: TCPStore, timeout_s: float, device: str) -> None:
         """Returns when all workers have come. A worker that dies or hangs later makes a collective raise."""
         self.rank, self.degree = rank, degree
-        self.sent_bytes: Counter[str] = Counter()  # by kind, of a ring: what each worker sends
+        self.traffic = Traffic()
         torch.distributed.init_process_group(
             "nccl" if device == "cuda" else "gloo",
             rank=rank,
@@ -57,14 +70,14 @@ class ProcessGroup:
 
     def all_reduce(self, x: torch.Tensor, kind: str) -> torch.Tensor:
         if x.numel() > 0:
-            self.sent_bytes[kind] += 2 * (self.degree - 1) * x.nbytes // self.degree
+            self.traffic.count_all_reduce(x, self.degree, kind)
             torch.distributed.all_reduce(x)
         return x
 
     def all_gather(self, x: torch.Tensor, kind: str) -> torch.Tensor:
         gathered = x.new_empty(self.degree * x.numel())
         if x.numel() > 0:
-            self.sent_bytes[kind] += (self.degree - 1) * x.nbytes
+            self.traffic.count_all_gather(x, self.degree, kind)
             torch.distributed.all_gather_into_tensor(gathered, x.flatten())
         return gathered.view(self.degree, *x.shape)
 

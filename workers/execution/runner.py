@@ -7,7 +7,14 @@ import torch
 from ...adapters.adapter import MODULES
 from ...adapters.layout import AdapterLayout
 from ...kernels.backend import Kernels
-from ...kernels.lora import ABSENT, LoraBatch, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
+from ...kernels.lora import (
+    ABSENT,
+    LoraBatch,
+    LoraGeometry,
+    LoraSegment,
+    ModuleSlice,
+    PagedAdapter,
+)
 from ..decoding.sampling import sample
 from ..memory.pool import PoolGeometry, kv_view
 from ..models.context import ForwardContext
@@ -28,13 +35,17 @@ class Runner:
         pool: torch.Tensor,
         geometry: PoolGeometry,
         layout: AdapterLayout,
-        rotary: torch.Tensor,
+        rotary: tuple[torch.Tensor, ...],
     ) -> None:
         self._decoder, self._kernels, self._parallel = decoder, kernels, parallel
         self._pool, self._geometry = pool, geometry
         self._layout, self._rotary, self._kv = layout, rotary, kv_view(pool, geometry)
+        widths = {module: layout.part(module).widths for module in layout.shape.modules}
         self._lora_geometry = LoraGeometry(
-            geometry.num_layers, geometry.slab, layout.tile, tuple(layout.part(module).widths for module in MODULES)
+            geometry.num_layers,
+            geometry.slab,
+            layout.tile,
+            tuple(widths.get(module, (0, 0)) for module in MODULES),
         )
         self._lora_batch: tuple[tuple[LoraSegment, ...], LoraBatch] = ((), None)
 
@@ -55,7 +66,9 @@ class Runner:
         return self._logits(self._inputs(plan))
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
-        adapters = {residence.digest: self._paged(residence) for residence in plan.adapters}
+        adapters = {
+            residence.digest: self._paged(residence) for residence in plan.adapters
+        }
         return make_inputs(plan, adapters, self._geometry.block_size, self._pool.device)
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor:
@@ -76,14 +89,18 @@ class Runner:
         if not segments:
             return None
         if self._lora_batch[0] != segments:
-            batch = self._kernels.lora.prepare(segments, self._lora_geometry, self._pool.device)
+            batch = self._kernels.lora.prepare(
+                segments, self._lora_geometry, self._pool.device
+            )
             self._lora_batch = (segments, batch)
         return self._lora_batch[1]
 
     def _paged(self, residence: Residence) -> PagedAdapter:
         offsets = self._layout.offsets(residence.module_ranks)
         slices = (
-            ModuleSlice(offsets[m].rank, offsets[m].a_rows, offsets[m].a, offsets[m].b) if m in offsets else ABSENT
+            ModuleSlice(offsets[m].rank, offsets[m].a_rows, offsets[m].a, offsets[m].b)
+            if m in offsets
+            else ABSENT
             for m in MODULES
         )
         return PagedAdapter(residence.pages, tuple(slices))

@@ -6,11 +6,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ...adapters.adapter import BaseShape
+from .expert_config import ExpertConfig
 from .families import Family, family_of
-from .rotary import RotaryConfig
+from .rotary import RotaryConfig, layer_rotaries
+
+Activation = Literal["silu", "gelu_pytorch_tanh"]
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,20 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    rotary: RotaryConfig
+    activation: Activation
+    rotaries: tuple[RotaryConfig, ...]  # by layer
     max_model_len: int  # tokens
     tie_word_embeddings: bool
     qkv_bias: bool
     output_bias: bool  # of o_proj
     mlp_bias: bool
-    sliding_windows: tuple[int | None, ...]  # tokens that a layer's queries see, themselves included; None: all
+    attention_scale: float
+    attention_softcap: float | None
+    logit_softcap: float | None
+    sliding_windows: tuple[
+        int | None, ...
+    ]  # tokens that a layer's queries see, themselves included; None: all
+    experts: ExpertConfig | None
     eos_token_ids: tuple[int, ...]
 
     @staticmethod
@@ -40,27 +50,43 @@ class ModelConfig:
         """Reads config.json and generation_config.json. Raises ValueError when motet cannot compute such a model."""
         path = folder / "config.json"
         if not path.is_file():
-            raise ValueError(f"{folder} has no config.json: a model folder in Hugging Face format is needed")
+            raise ValueError(
+                f"{folder} has no config.json: a model folder in Hugging Face format is needed"
+            )
         raw = json.loads(path.read_text())
         generation = folder / "generation_config.json"
-        eos = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
-        return _parse(raw, eos)
+        eos = (
+            json.loads(generation.read_text()).get("eos_token_id")
+            if generation.is_file()
+            else None
+        )
+        try:
+            return _parse(raw, eos)
+        except KeyError as error:
+            raise ValueError(f"{path} lacks {error.args[0]!r}") from None
 
     @property
     def shape(self) -> BaseShape:
-        """What adapters must fit."""
-        hidden, query, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        """What adapters must fit. A base with experts has only its attention's modules."""
+        hidden, query, kv = (
+            self.hidden_size,
+            self.num_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+        )
+        attention = {
+            "q_proj": (hidden, query),
+            "k_proj": (hidden, kv),
+            "v_proj": (hidden, kv),
+            "o_proj": (query, hidden),
+        }
+        dense = {
+            "gate_proj": (hidden, self.intermediate_size),
+            "up_proj": (hidden, self.intermediate_size),
+            "down_proj": (self.intermediate_size, hidden),
+        }
         return BaseShape(
             self.num_layers,
-            {
-                "q_proj": (hidden, query),
-                "k_proj": (hidden, kv),
-                "v_proj": (hidden, kv),
-                "o_proj": (query, hidden),
-                "gate_proj": (hidden, self.intermediate_size),
-                "up_proj": (hidden, self.intermediate_size),
-                "down_proj": (self.intermediate_size, hidden),
-            },
+            attention if self.experts is not None else attention | dense,
         )
 
     def slab(self, block_size: int) -> int:
@@ -71,50 +97,78 @@ class ModelConfig:
 def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     architectures = raw.get("architectures") or ["none named"]
     family = family_of(str(architectures[0]))
-    if (activation := raw.get("hidden_act", "silu")) != "silu":
-        raise ValueError(f"hidden_act {activation!r} is not supported: silu is accepted")
-    if raw.get("quantization_config"):
-        raise ValueError("quantized checkpoints are not supported: float32, float16 or bfloat16 weights are accepted")
+    _refuse_unsupported(raw, family)
     num_heads = int(raw["num_attention_heads"])
     num_kv_heads = int(raw.get("num_key_value_heads") or num_heads)
     if num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads")
+        raise ValueError(
+            f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads"
+        )
+    head_dim = int(raw.get("head_dim") or raw["hidden_size"] // num_heads)
     attention_bias = bool(raw.get("attention_bias", False))
+    num_layers = int(raw["num_hidden_layers"])
+    slides = tuple(family.slides(raw, layer) for layer in range(num_layers))
+    window = raw.get("sliding_window", family.window)
     return ModelConfig(
         family=family,
         vocab_size=int(raw["vocab_size"]),
         hidden_size=int(raw["hidden_size"]),
         intermediate_size=int(raw["intermediate_size"]),
-        num_layers=int(raw["num_hidden_layers"]),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=int(raw.get("head_dim") or raw["hidden_size"] // num_heads),
+        head_dim=head_dim,
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rotary=RotaryConfig.from_model_config(raw),
+        activation=raw.get(family.activation_key, family.activation),
+        rotaries=layer_rotaries(
+            raw, slides, family.rope_theta, family.local_rope_theta
+        ),
         max_model_len=int(raw["max_position_embeddings"]),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=attention_bias or family.qkv_bias,
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", family.tied_embedding)),
+        qkv_bias=attention_bias or bool(raw.get("qkv_bias", family.qkv_bias)),
         output_bias=attention_bias,
         mlp_bias=bool(raw.get("mlp_bias", False)),
-        sliding_windows=_sliding_windows(raw, family),
-        eos_token_ids=tuple(sorted(_token_ids(raw.get("eos_token_id")) | _token_ids(generation_eos))),
+        attention_scale=float(
+            raw["query_pre_attn_scalar"] if family.query_scalar else head_dim
+        )
+        ** -0.5,
+        attention_softcap=_number(raw["attn_logit_softcapping"])
+        if family.attention_softcap
+        else None,
+        logit_softcap=_number(raw.get("final_logit_softcapping")),
+        sliding_windows=tuple(
+            int(window) if slide and window else None for slide in slides
+        ),
+        experts=ExpertConfig.from_model_config(raw, family),
+        eos_token_ids=tuple(
+            sorted(_token_ids(raw.get("eos_token_id")) | _token_ids(generation_eos))
+        ),
     )
 
 
-def _sliding_windows(raw: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:
-    """The window of each layer. Missing keys have the defaults that transformers gives them."""
-    num_layers, window = int(raw["num_hidden_layers"]), raw.get("sliding_window", 4096)
-    if family.sliding_window == "never" or not window:
-        return (None,) * num_layers
-    if family.sliding_window == "always":
-        return (int(window),) * num_layers
-    if not raw.get("use_sliding_window", False):
-        return (None,) * num_layers
-    first = int(raw.get("max_window_layers", 28))
-    kinds = raw.get("layer_types") or [
-        "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
-    ]
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
+    activation = raw.get(family.activation_key, family.activation)
+    if activation not in get_args(Activation):
+        accepted = ", ".join(get_args(Activation))
+        raise ValueError(
+            f"{family.activation_key} {activation!r} is not supported: {accepted} are accepted"
+        )
+    if raw.get("quantization_config"):
+        raise ValueError(
+            "quantized checkpoints are not supported: float32, float16 or bfloat16 weights are accepted"
+        )
+    if raw.get("use_bidirectional_attention"):
+        raise ValueError(
+            "use_bidirectional_attention is not supported: only causal decoders are accepted"
+        )
+    if raw.get("attn_logit_softcapping") is not None and not family.attention_softcap:
+        raise ValueError(
+            f"attn_logit_softcapping is not supported for {family.name}: null is accepted"
+        )
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def _token_ids(value: Any) -> set[int]:

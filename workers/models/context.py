@@ -28,5 +28,5 @@ class ForwardContext:
     pool: torch.Tensor  # [num_pages, num_layers, slab]
     attention: AttentionBatch
     lora: LoraBatch | None  # None: no row has an adapter
-    rotary: torch.Tensor  # [num_positions, 2, head_dim // 2]
+    rotary: tuple[torch.Tensor, ...]  # by layer, [num_positions, 2, head_dim // 2] each
     kv: torch.Tensor  # view of the pool: [num_pages, num_layers, 2, block_size, num_kv_heads, head_dim]

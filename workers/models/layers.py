@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from ...kernels.backend import Kernels
+from .config import Activation
 from .context import ForwardContext
 
 # Kinds of what workers exchange.
@@ -24,7 +27,9 @@ class ColumnLinear:
     bias: torch.Tensor | None
     modules: tuple[int, ...]
 
-    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, layer: int, context: ForwardContext
+    ) -> torch.Tensor:
         y = context.kernels.linear(x, self.weight, self.bias)
         if context.lora is not None:
             lora = context.kernels.lora
@@ -45,7 +50,9 @@ class RowLinear:
     bias: torch.Tensor | None  # the first worker's only
     modules: tuple[int, ...]
 
-    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, layer: int, context: ForwardContext
+    ) -> torch.Tensor:
         parallel = context.parallel
         y = context.kernels.linear(x, self.weight, self.bias)
         if context.lora is not None:
@@ -59,7 +66,7 @@ class RowLinear:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """RMS norm over each head of q and of k (Qwen3)."""
+    """RMS norm over each head of q and of k (Qwen3, Gemma 3)."""
 
     q: torch.Tensor  # [head_dim]
     k: torch.Tensor
@@ -76,47 +83,89 @@ class Attention:
     num_heads: int  # of this worker
     num_kv_heads: int
     head_dim: int
+    scale: float
+    softcap: float | None
     window: int | None
 
-    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, layer: int, context: ForwardContext
+    ) -> torch.Tensor:
         kernels, batch = context.kernels, context.attention
         heads = self.qkv(x, layer, context).view(len(x), -1, self.head_dim)
-        q, k, v = torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        q, k, v = torch.split(
+            heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1
+        )
         if self.head_norm is not None:
             q = kernels.rms_norm(q, self.head_norm.q, self.head_norm.eps)
             k = kernels.rms_norm(k, self.head_norm.k, self.head_norm.eps)
         kv = context.kv[:, layer]
-        q = kernels.write_kv(q, k, v, context.rotary, kv, batch)
-        attended = kernels.paged_attention(q, kv, batch, self.head_dim**-0.5, self.window)
+        q = kernels.write_kv(q, k, v, context.rotary[layer], kv, batch)
+        attended = kernels.paged_attention(
+            q, kv, batch, self.scale, self.window, self.softcap
+        )
         return self.output(attended.flatten(1), layer, context)
+
+
+class Mlp(Protocol):
+    """What stands between a layer's second norm and its residual: `[num_rows, hidden]`, the same on every worker."""
+
+    def __call__(
+        self, x: torch.Tensor, layer: int, context: ForwardContext
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
 class GatedMlp:
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
     gate_up: ColumnLinear
     down: RowLinear
+    activation: Activation
 
-    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
-        return self.down(context.kernels.silu_mul(self.gate_up(x, layer, context)), layer, context)
+    def __call__(
+        self, x: torch.Tensor, layer: int, context: ForwardContext
+    ) -> torch.Tensor:
+        inner = gated(self.gate_up(x, layer, context), self.activation, context.kernels)
+        return self.down(inner, layer, context)
+
+
+def gated(
+    gate_up: torch.Tensor, activation: Activation, kernels: Kernels
+) -> torch.Tensor:
+    """activation(gate) * up of `[num_rows, 2 * width]`, gate first: `[num_rows, width]`."""
+    return (
+        kernels.silu_mul(gate_up)
+        if activation == "silu"
+        else kernels.gelu_tanh_mul(gate_up)
+    )
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
     index: int
     attention: Attention
-    mlp: GatedMlp
+    mlp: Mlp
     attention_norm: torch.Tensor  # [hidden]
     mlp_norm: torch.Tensor
+    attention_post_norm: (
+        torch.Tensor | None
+    )  # of the attention's output (Gemma); None: it joins the residual as it is
+    mlp_post_norm: torch.Tensor | None
     norm_eps: float
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's share and the residual it is still to be added to, each `[num_rows, hidden]`."""
-        add_rms_norm = context.kernels.add_rms_norm
-        x, residual = add_rms_norm(x, residual, self.attention_norm, self.norm_eps)
+        kernels = context.kernels
+        x, residual = kernels.add_rms_norm(
+            x, residual, self.attention_norm, self.norm_eps
+        )
         x = self.attention(x, self.index, context)
-        x, residual = add_rms_norm(x, residual, self.mlp_norm, self.norm_eps)
-        return self.mlp(x, self.index, context), residual
+        if self.attention_post_norm is not None:
+            x = kernels.rms_norm(x, self.attention_post_norm, self.norm_eps)
+        x, residual = kernels.add_rms_norm(x, residual, self.mlp_norm, self.norm_eps)
+        x = self.mlp(x, self.index, context)
+        if self.mlp_post_norm is not None:
+            x = kernels.rms_norm(x, self.mlp_post_norm, self.norm_eps)
+        return x, residual

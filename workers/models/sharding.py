@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ...adapters.layout import AdapterLayout, Dtype
 from ...adapters.sharding import Sharding
+from ..config import ExpertSharding
 from .config import ModelConfig
 
 Range = tuple[int, int]  # start, stop
@@ -13,23 +14,28 @@ Range = tuple[int, int]  # start, stop
 
 @dataclass(frozen=True)
 class ModelSharding:
-    """The part of worker `rank` of a gang of `degree`: heads, features of the MLP and rows of the vocabulary."""
+    """The part of worker `rank` of a gang of `degree`: heads, features of MLPs, experts, rows of the vocabulary."""
 
     config: ModelConfig
     degree: int = 1
     rank: int = 0
+    expert_sharding: ExpertSharding = "tensor"
 
     def __post_init__(self) -> None:
         config, degree = self.config, self.degree
         if not 0 <= self.rank < degree:
-            raise ValueError(f"rank {self.rank}: 0 to {degree - 1} are the workers of this gang")
-        for what, count in (
-            ("attention heads", config.num_heads),
-            ("hidden features", config.hidden_size),
-            ("intermediate features", config.intermediate_size),
-        ):
+            raise ValueError(
+                f"rank {self.rank}: 0 to {degree - 1} are the workers of this gang"
+            )
+        shared = {
+            "attention heads": config.num_heads,
+            "hidden features": config.hidden_size,
+        } | self._mlp_features()
+        for what, count in shared.items():
             if count % degree:
-                raise ValueError(f"a gang of {degree} workers cannot share {count} {what}: a divisor is needed")
+                raise ValueError(
+                    f"a gang of {degree} workers cannot share {count} {what}: a divisor is needed"
+                )
         if config.num_kv_heads % degree and degree % config.num_kv_heads:
             raise ValueError(
                 f"a gang of {degree} workers cannot share {config.num_kv_heads} KV heads: "
@@ -53,10 +59,34 @@ class ModelSharding:
         return self._share(self.config.intermediate_size)
 
     @property
+    def experts(self) -> Range:
+        """Those that this worker computes."""
+        assert self.config.experts is not None
+        count = self.config.experts.num_experts
+        if self.expert_sharding == "tensor":
+            return 0, count
+        return self.rank * count // self.degree, (self.rank + 1) * count // self.degree
+
+    @property
+    def expert_features(self) -> Range:
+        """Of each of this worker's experts."""
+        assert self.config.experts is not None
+        width = self.config.experts.intermediate_size
+        return self._share(width) if self.expert_sharding == "tensor" else (0, width)
+
+    @property
+    def shared_features(self) -> Range:
+        """Of the expert that computes every row, which all workers share."""
+        assert self.config.experts is not None
+        return self._share(self.config.experts.shared_intermediate_size or 0)
+
+    @property
     def vocabulary(self) -> Range:
         """Rows of the embedding and of the head; the last worker may have fewer."""
         share = -(-self.config.vocab_size // self.degree)
-        return min(self.rank * share, self.config.vocab_size), min((self.rank + 1) * share, self.config.vocab_size)
+        return min(self.rank * share, self.config.vocab_size), min(
+            (self.rank + 1) * share, self.config.vocab_size
+        )
 
     @property
     def num_kv_heads(self) -> int:
@@ -77,6 +107,22 @@ class ModelSharding:
             sharding = Sharding(self.degree, self.rank, outputs, inputs)
         return AdapterLayout(self.config.shape, self.slab(block_size), dtype, sharding)
 
+    def _mlp_features(self) -> dict[str, int]:
+        """What must be shared evenly of dense MLPs and experts."""
+        experts = self.config.experts
+        if experts is None:
+            return {"intermediate features": self.config.intermediate_size}
+        found = {"features of the shared expert": experts.shared_intermediate_size or 0}
+        if not all(experts.layers):
+            found["intermediate features"] = self.config.intermediate_size
+        if self.expert_sharding == "tensor":
+            found["features of an expert"] = experts.intermediate_size
+        elif experts.num_experts < self.degree:
+            raise ValueError(
+                f"a gang of {self.degree} workers cannot share {experts.num_experts} experts: one each is needed"
+            )
+        return found
+
     def _share(self, count: int) -> Range:
         share = count // self.degree
         return self.rank * share, (self.rank + 1) * share
@@ -85,6 +131,11 @@ class ModelSharding:
         return heads[0] * self.config.head_dim, heads[1] * self.config.head_dim
 
 
-def layouts_of_gang(config: ModelConfig, degree: int, block_size: int, dtype: Dtype) -> list[AdapterLayout]:
+def layouts_of_gang(
+    config: ModelConfig, degree: int, block_size: int, dtype: Dtype
+) -> list[AdapterLayout]:
     """The layouts of all workers of a gang, by rank."""
-    return [ModelSharding(config, degree, rank).layout(block_size, dtype) for rank in range(degree)]
+    return [
+        ModelSharding(config, degree, rank).layout(block_size, dtype)
+        for rank in range(degree)
+    ]

@@ -1,17 +1,17 @@
 """What a step computes, as plain data: the leader's scheduler makes plans, workers obey them, nothing else passes.
 
-A plan says everything that its step needs, so a worker keeps nothing of a sequence between steps but its KV pages.
+They travel to the workers as msgpack. A plan says everything that its step needs, so a worker keeps nothing of a
+sequence between steps but its KV pages.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from ..messages import SamplingParams, TokenLogprobs
 
 
-@dataclass(frozen=True)
-class Residence:
+class Residence(msgspec.Struct, frozen=True, array_like=True):
     """An adapter in the pool."""
 
     digest: str
@@ -19,15 +19,13 @@ class Residence:
     pages: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class AdapterLoad:
+class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
     """Copy an adapter into its pages, beside the steps. A later result says that it is there, or why not."""
 
     residence: Residence
 
 
-@dataclass(frozen=True)
-class SamplePlan:
+class SamplePlan(msgspec.Struct, frozen=True, array_like=True):
     """Choose one token after the sequence's last row."""
 
     params: SamplingParams
@@ -37,8 +35,7 @@ class SamplePlan:
     output_token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class SequencePlan:
+class SequencePlan(msgspec.Struct, frozen=True, array_like=True):
     """Compute these tokens of a sequence, writing their KV, and choose the next one if `sample` is there."""
 
     sequence_id: int
@@ -49,28 +46,24 @@ class SequencePlan:
     sample: SamplePlan | None  # None: a prompt chunk that is not the last
 
 
-@dataclass(frozen=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     step: int
     sequences: tuple[SequencePlan, ...]
     adapters: tuple[Residence, ...]  # those that the sequences use
     loads: tuple[AdapterLoad, ...]
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     token_id: int
     logprobs: TokenLogprobs | None
 
 
-@dataclass(frozen=True)
-class AdapterFailure:
+class AdapterFailure(msgspec.Struct, frozen=True, array_like=True):
     digest: str
     message: str
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What came of a plan. Loads are those that ended since the last result, whichever plan asked for them."""
 
     step: int

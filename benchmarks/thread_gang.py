@@ -1,0 +1,46 @@
+"""A gang whose workers are threads of one process, to count what they exchange. Not for speed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from motet.workers.parallel import Traffic
+
+T = TypeVar("T")
+
+
+class ThreadGroup:
+    """`parallel.Parallel` of one thread among `degree`; all share `board` and `barrier`."""
+
+    def __init__(self, rank: int, board: list[torch.Tensor | None], barrier: threading.Barrier) -> None:
+        self.rank, self.degree = rank, len(board)
+        self.traffic = Traffic()
+        self._board, self._barrier = board, barrier
+
+    def all_reduce(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        self.traffic.count_all_reduce(x, self.degree, kind)
+        return x.copy_(torch.stack(self._exchange(x)).float().sum(0))
+
+    def all_gather(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        self.traffic.count_all_gather(x, self.degree, kind)
+        return torch.stack(self._exchange(x))
+
+    def _exchange(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        self._board[self.rank] = x.clone()
+        self._barrier.wait()
+        taken = [part for part in self._board if part is not None]
+        self._barrier.wait()
+        return taken
+
+
+def run_threads(degree: int, work: Callable[[ThreadGroup], T]) -> list[T]:
+    """What `work` gives on each worker, by rank."""
+    board: list[torch.Tensor | None] = [None] * degree
+    barrier = threading.Barrier(degree, timeout=120)
+    with ThreadPoolExecutor(degree) as threads:
+        return list(threads.map(lambda rank: work(ThreadGroup(rank, board, barrier)), range(degree)))

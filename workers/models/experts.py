@@ -1,0 +1,75 @@
+"""A layer's mixture of experts, as one worker of a gang computes its part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .config import Activation
+from .context import ForwardContext
+from .layers import BASE, gated
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """An expert that computes every row, weighted by a gate of its own (Qwen2-MoE)."""
+
+    gate_up: torch.Tensor  # [2 * this worker's features, hidden]
+    down: torch.Tensor  # [hidden, this worker's features]
+    gate: torch.Tensor  # [1, hidden]
+
+    def __call__(
+        self, x: torch.Tensor, activation: Activation, context: ForwardContext
+    ) -> torch.Tensor:
+        """This worker's partial sum."""
+        kernels = context.kernels
+        inner = gated(kernels.linear(x, self.gate_up, None), activation, kernels)
+        return kernels.linear(x, self.gate, None).sigmoid() * kernels.linear(
+            inner, self.down, None
+        )
+
+
+@dataclass(frozen=True)
+class ExpertMlp:
+    """The weighted sum of the experts that a router chooses for each row.
+
+    Workers share the experts (expert-parallel) or the features of each (tensor-parallel). Either way every worker has
+    all rows and a partial sum of all outputs, and one all-reduce brings them together, as for a dense MLP.
+    """
+
+    router: torch.Tensor  # [num_experts, hidden]
+    gate_up: torch.Tensor  # [this worker's experts, 2 * its features, hidden]
+    down: torch.Tensor  # [this worker's experts, hidden, its features]
+    first: int  # of this worker's experts
+    top_k: int
+    normalized: bool  # the chosen experts' weights add up to one
+    activation: Activation
+    shared: SharedExpert | None
+
+    def __call__(
+        self, x: torch.Tensor, layer: int, context: ForwardContext
+    ) -> torch.Tensor:
+        kernels = context.kernels.experts
+        # Each worker chooses for itself: the same x gives the same choice.
+        chosen, weights = choose_experts(
+            context.kernels.linear(x, self.router, None), self.top_k, self.normalized
+        )
+        groups = kernels.group(chosen, weights, self.first, len(self.gate_up))
+        inner = gated(
+            kernels.linear(x[groups.rows], self.gate_up, groups),
+            self.activation,
+            context.kernels,
+        )
+        y = kernels.combine(kernels.linear(inner, self.down, groups), groups, len(x))
+        if self.shared is not None:
+            y = y + self.shared(x, self.activation, context)
+        return context.parallel.all_reduce(y, BASE)
+
+
+def choose_experts(
+    logits: torch.Tensor, top_k: int, normalized: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest experts of each row, `[num_rows, top_k]` int64, and their weights in float32."""
+    weights, chosen = logits.float().softmax(-1).topk(top_k, dim=-1)
+    return chosen, weights / weights.sum(-1, keepdim=True) if normalized else weights

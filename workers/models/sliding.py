@@ -1,0 +1,54 @@
+"""Which layers of a base see only a window of the newest tokens, as each family decides it from its config.json.
+
+Where config.json lists `layer_types`, families that know this key go by it; their own rule is for older files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Slides = Callable[[Mapping[str, Any], int], bool]  # config.json, layer
+
+
+def never(raw: Mapping[str, Any], layer: int) -> bool:
+    return False
+
+
+def throughout(raw: Mapping[str, Any], layer: int) -> bool:
+    return True
+
+
+def if_asked(raw: Mapping[str, Any], layer: int) -> bool:
+    """Qwen3-MoE: all layers or none."""
+    return bool(raw.get("use_sliding_window", False))
+
+
+def from_layer(raw: Mapping[str, Any], layer: int) -> bool:
+    """Qwen2, Qwen3: the layers above the first `max_window_layers`."""
+    return if_asked(raw, layer) and _listed(
+        raw, layer, layer >= int(raw.get("max_window_layers", 28))
+    )
+
+
+def below_layer_alternating(raw: Mapping[str, Any], layer: int) -> bool:
+    """Qwen2-MoE: every other one of the first `max_window_layers`."""
+    below = layer < int(raw.get("max_window_layers", 28))
+    return if_asked(raw, layer) and _listed(raw, layer, below and layer % 2 == 0)
+
+
+def every_other(raw: Mapping[str, Any], layer: int) -> bool:
+    """Gemma 2: the first, the third and so on."""
+    return _listed(raw, layer, layer % 2 == 0)
+
+
+def five_of_six(raw: Mapping[str, Any], layer: int) -> bool:
+    """Gemma 3: all but every sixth, or as `sliding_window_pattern` says."""
+    return _listed(
+        raw, layer, (layer + 1) % int(raw.get("sliding_window_pattern") or 6) != 0
+    )
+
+
+def _listed(raw: Mapping[str, Any], layer: int, otherwise: bool) -> bool:
+    kinds = raw.get("layer_types")
+    return kinds[layer] == "sliding_attention" if kinds else otherwise
