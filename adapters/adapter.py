@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 # The seven linear projections of a decoder layer, in the order in which an adapter is packed.
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Those of a layer's experts. Each stands for as many modules as there are experts: `experts.3.up_proj` is the fourth's.
+EXPERT_MODULES = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 MAX_RANK = 256
+_EXPERT = re.compile(r"experts\.(\d+)\.(\w+)")
+
+
+def family_of_module(module: str) -> str:
+    """The entry of MODULES or EXPERT_MODULES that a module belongs to."""
+    return _EXPERT.sub(r"experts.\2", module)
+
+
+def packing_order(module: str) -> tuple[int, int]:
+    """Sorts modules in the order in which they are packed; equal ones belong to different experts."""
+    match = _EXPERT.fullmatch(module)
+    place = (*MODULES, *EXPERT_MODULES).index(family_of_module(module))
+    return place, int(match[1]) if match else 0
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Where a base has experts, and what their modules are called there: `block.experts.3.name`."""
+
+    num_experts: int
+    layers: tuple[int, ...]
+    block: str  # within a layer
+    names: Mapping[str, str]  # by entry of EXPERT_MODULES
 
 
 @dataclass(frozen=True)
@@ -15,9 +41,33 @@ class BaseShape:
     """What an adapter must fit: the base's layers and the (in, out) features of its modules, unsharded."""
 
     num_layers: int
-    modules: Mapping[
-        str, tuple[int, int]
-    ]  # in the order of MODULES; those that adapters of this base may have
+    modules: Mapping[str, tuple[int, int]]  # in packing order; those that adapters of this base may have
+    experts: ExpertShape | None = None
+
+    def count(self, module: str) -> int:
+        """How many matrices a layer has of an entry of `modules`."""
+        return self.experts.num_experts if self.experts is not None and module in EXPERT_MODULES else 1
+
+    def members(self, module: str) -> tuple[str, ...]:
+        """The modules of a layer that belong to an entry of `modules`."""
+        if module not in EXPERT_MODULES:
+            return (module,)
+        return tuple(module.replace(".", f".{expert}.") for expert in range(self.count(module)))
+
+    def path(self, module: str) -> str:
+        """The name of a module within a layer of this base."""
+        match = _EXPERT.fullmatch(module)
+        if match is None or self.experts is None:
+            return f"{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}"
+        return f"{self.experts.block}.experts.{match[1]}.{self.experts.names[family_of_module(module)]}"
+
+    def has(self, layer: int, module: str) -> bool:
+        entry = family_of_module(module)
+        if entry not in self.modules or layer >= self.num_layers:
+            return False
+        if self.experts is None or entry not in EXPERT_MODULES:
+            return True
+        return layer in self.experts.layers and packing_order(module)[1] < self.experts.num_experts
 
 
 @dataclass(frozen=True)
@@ -38,4 +88,4 @@ class AdapterVersion:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        return tuple(module for module in MODULES if module in self.module_ranks)
+        return tuple(module for module in (*MODULES, *EXPERT_MODULES) if module in self.module_ranks)

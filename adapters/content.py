@@ -10,7 +10,7 @@ from hashlib import sha256
 
 import torch
 
-from .adapter import MODULES
+from .adapter import family_of_module, packing_order
 from .tensor_file import DTYPE_NAMES, tensor_bytes
 
 
@@ -31,11 +31,12 @@ class AdapterContent:
 
     @cached_property
     def module_ranks(self) -> dict[str, int]:
-        """Each target's largest rank over the layers, in packing order."""
+        """Each target's largest rank over layers and experts, in packing order."""
         ranks: dict[str, int] = {}
         for (_, module), found in self.matrices.items():
-            ranks[module] = max(ranks.get(module, 0), found.a.shape[0])
-        return {module: ranks[module] for module in MODULES if module in ranks}
+            entry = family_of_module(module)
+            ranks[entry] = max(ranks.get(entry, 0), found.a.shape[0])
+        return {entry: ranks[entry] for entry in sorted(ranks, key=packing_order)}
 
     @cached_property
     def num_bytes(self) -> int:
@@ -52,7 +53,7 @@ class AdapterContent:
         return hasher.hexdigest()
 
     def _parts(self) -> Iterator[tuple[tuple[int, str], str, torch.Tensor, float]]:
-        for key in sorted(self.matrices, key=lambda key: (key[0], MODULES.index(key[1]))):
+        for key in sorted(self.matrices, key=lambda key: (key[0], packing_order(key[1]))):
             found = self.matrices[key]
             yield key, "A", found.a, found.scaling
             yield key, "B", found.b, found.scaling

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
-from .adapter import MODULES, BaseShape
+from .adapter import BaseShape
 from .sharding import Sharding
 
 Dtype = Literal["float32", "bfloat16"]
@@ -30,6 +30,7 @@ class ModuleOffsets:
     a_rows: int  # rows of A: the rank, or this worker's part of it
     a: int  # A [a_rows, in]
     b: int  # B transposed [rank, out]
+    stride: int  # from one expert's matrices to the next one's
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class AdapterLayout:
     @property
     def key(self) -> str:
         """Names the layout: equal keys mean byte-identical packing."""
-        worker = "tp1" if self.sharding is None else f"tp{self.sharding.degree}-{self.sharding.rank}"
+        worker = "tp1" if self.sharding is None else self.sharding.key(self.shape.modules)
         return f"{worker}-slab{self.slab}-layers{self.shape.num_layers}-{self.dtype}"
 
     def part(self, module: str) -> ModulePart:
@@ -75,6 +76,8 @@ class AdapterLayout:
         degree, rank = self.sharding.degree, self.sharding.rank
         if module in self.sharding.outputs:
             return ModulePart((0, num_in), self.sharding.outputs[module], degree, rank)
+        if module not in self.sharding.inputs:
+            return ModulePart((0, num_in), (0, num_out), 1, 0)
         share = num_out // degree
         return ModulePart(self.sharding.inputs[module], (rank * share, (rank + 1) * share), 1, 0)
 
@@ -82,20 +85,21 @@ class AdapterLayout:
         """Offsets of the present modules, in packing order."""
         found: dict[str, ModuleOffsets] = {}
         start = 0
-        for module in MODULES:
+        for module in self.shape.modules:
             if module_ranks.get(module, 0) == 0:
                 continue
             part = self.part(module)
             rank = module_ranks[module] if self.sharding is None else self.sharding.padded(module_ranks[module])
             a_rows, (a_width, b_width) = rank // part.num_parts, part.widths
-            found[module] = ModuleOffsets(rank, a_rows, start, start + a_rows * a_width)
-            start += a_rows * a_width + rank * b_width
+            stride = a_rows * a_width + rank * b_width
+            found[module] = ModuleOffsets(rank, a_rows, start, start + a_rows * a_width, stride)
+            start += stride * self.shape.count(module)
         return found
 
     def num_elements(self, module_ranks: Mapping[str, int]) -> int:
         """Elements of the virtual array of one layer."""
         places = self.offsets(module_ranks)
-        return max((at.b + at.rank * self.part(module).widths[1] for module, at in places.items()), default=0)
+        return sum(at.stride * self.shape.count(module) for module, at in places.items())
 
     def num_pages(self, module_ranks: Mapping[str, int]) -> int:
         """Pages that an adapter takes, the same on every worker of a gang."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .adapter import BaseShape
+from .adapter import BaseShape, family_of_module
 from .content import AdapterContent
 from .errors import AdapterInvalid
 from .layout import AdapterLayout
@@ -26,15 +26,17 @@ def pack(content: AdapterContent, layout: AdapterLayout) -> torch.Tensor:
     for layer in range(layout.shape.num_layers):
         array = torch.zeros(num_pages * layout.slab, dtype=dtype)
         for module, place in offsets.items():
-            found = content.matrices.get((layer, module))
-            if found is None:
-                continue
             part = layout.part(module)
             first_row = part.part * place.a_rows
-            a = found.a[first_row : first_row + place.a_rows, slice(*part.inputs)]
-            array[place.a : place.a + a.numel()] = a.reshape(-1).to(dtype)
-            scaled = (found.b[slice(*part.outputs)].to(torch.float32) * found.scaling).t()  # [rank, out]
-            array[place.b : place.b + scaled.numel()] = scaled.reshape(-1).to(dtype)
+            for index, member in enumerate(layout.shape.members(module)):
+                found = content.matrices.get((layer, member))
+                if found is None:
+                    continue
+                a_start, b_start = place.a + index * place.stride, place.b + index * place.stride
+                a = found.a[first_row : first_row + place.a_rows, slice(*part.inputs)]
+                array[a_start : a_start + a.numel()] = a.reshape(-1).to(dtype)
+                scaled = (found.b[slice(*part.outputs)].to(torch.float32) * found.scaling).t()  # [rank, out]
+                array[b_start : b_start + scaled.numel()] = scaled.reshape(-1).to(dtype)
         if not torch.isfinite(array).all():
             raise AdapterInvalid(f"layer {layer} overflows {layout.dtype} once scaled: its numbers are too large")
         pages[:, layer] = array.view(num_pages, layout.slab)
@@ -43,8 +45,8 @@ def pack(content: AdapterContent, layout: AdapterLayout) -> torch.Tensor:
 
 def _check_fit(content: AdapterContent, shape: BaseShape) -> None:
     for (layer, module), found in content.matrices.items():
-        sides = shape.modules.get(module)
-        if layer >= shape.num_layers or sides != (found.a.shape[1], found.b.shape[0]):
+        sides = shape.modules.get(family_of_module(module))
+        if not shape.has(layer, module) or sides != (found.a.shape[1], found.b.shape[0]):
             raise AdapterInvalid(
                 f"{module} of layer {layer} with {found.a.shape[1]} inputs and {found.b.shape[0]} outputs does not fit "
                 f"the base: it has {shape.num_layers} layers, and {sides} there"

@@ -18,10 +18,7 @@ from .strict_json import parse_object
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
-MODULE_PATHS = {
-    module: f"{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}"
-    for module in MODULES
-}
+MODULE_PATHS = {module: f"{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}" for module in MODULES}
 
 _UNDERSTOOD = {
     "peft_type",
@@ -76,6 +73,12 @@ _TENSOR_NAME = re.compile(
     r"base_model\.model\.model\.layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:self_attn|mlp)\.(?P<module>[a-z_]+)"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"  # an adapter's name may stand before .weight
 )
+_EXPERT_TENSOR_NAME = re.compile(
+    r"base_model\.model\.model\.layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:mlp|block_sparse_moe)"
+    r"\.experts\.(?P<expert>0|[1-9][0-9]{0,5})\.(?P<name>gate_proj|up_proj|down_proj|w1|w2|w3)"
+    r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"
+)
+_EXPERT_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's
 _FOREIGN_TENSORS = (  # part of a name, and the feature that it belongs to
     ("lora_magnitude_vector", "DoRA (use_dora)"),
     ("lora_embedding_", "embedding LoRA (lora_embedding_A, lora_embedding_B)"),
@@ -87,7 +90,6 @@ _FOREIGN_TENSORS = (  # part of a name, and the feature that it belongs to
     ("embed_tokens", "trained embeddings (save with save_embedding_layers=False)"),
     ("lm_head", "a trained lm_head"),
     (".bias", "trained biases (bias)"),
-    (".experts.", "LoRA of experts"),
     (".shared_expert", "LoRA of a shared expert"),
 )
 
@@ -124,29 +126,28 @@ def parse_config(data: bytes) -> LoraConfig:
         layers_to_transform=_layers([layers] if type(layers) is int else layers or []),
         layers_pattern=_as_tuple(_names(config, "layers_pattern")),
         rank_pattern={
-            key: _rank(rank, f"rank_pattern[{shown(key)}]")
-            for key, rank in _pattern(config, "rank_pattern")
+            key: _rank(rank, f"rank_pattern[{shown(key)}]") for key, rank in _pattern(config, "rank_pattern")
         },
         alpha_pattern={
-            key: _alpha(alpha, f"alpha_pattern[{shown(key)}]")
-            for key, alpha in _pattern(config, "alpha_pattern")
+            key: _alpha(alpha, f"alpha_pattern[{shown(key)}]") for key, alpha in _pattern(config, "alpha_pattern")
         },
     )
 
 
 def tensor_name(layer: int, module: str, letter: str) -> str:
-    """PEFT's name of a matrix, `letter` being A or B."""
-    return f"base_model.model.model.layers.{layer}.{MODULE_PATHS[module]}.lora_{letter}.weight"
+    """PEFT's name of a matrix, `letter` being A or B; of an expert's as most families call it."""
+    path = MODULE_PATHS.get(module, f"mlp.{module}")
+    return f"base_model.model.model.layers.{layer}.{path}.lora_{letter}.weight"
 
 
 def parse_tensor_name(name: str) -> tuple[int, str, str] | None:
     """(layer, module, letter), or None for a name that is no LoRA matrix of a decoder layer."""
+    match = _EXPERT_TENSOR_NAME.fullmatch(name)
+    if match is not None:
+        own = _EXPERT_NAMES.get(match["name"], match["name"])
+        return int(match["layer"]), f"experts.{int(match['expert'])}.{own}", match["letter"]
     match = _TENSOR_NAME.fullmatch(name)
-    if (
-        match is None
-        or match["module"] not in MODULE_PATHS
-        or f".{MODULE_PATHS[match['module']]}." not in name
-    ):
+    if match is None or match["module"] not in MODULE_PATHS or f".{MODULE_PATHS[match['module']]}." not in name:
         return None
     return int(match["layer"]), match["module"], match["letter"]
 
@@ -162,18 +163,9 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise AdapterInvalid(f"peft_type is {shown(kind)}: only LORA is accepted")
     for key, value in config.items():
         if key in _UNSUPPORTED and value:
-            raise AdapterInvalid(
-                f"{key} = {shown(value)} is not supported ({_UNSUPPORTED[key]}): only plain LoRA is"
-            )
-        if (
-            key not in _UNSUPPORTED
-            and key not in _UNDERSTOOD
-            and key not in _HARMLESS
-            and value
-        ):
-            raise AdapterInvalid(
-                f"{shown(key)} = {shown(value)} is not known here: remove it if it changes nothing"
-            )
+            raise AdapterInvalid(f"{key} = {shown(value)} is not supported ({_UNSUPPORTED[key]}): only plain LoRA is")
+        if key not in _UNSUPPORTED and key not in _UNDERSTOOD and key not in _HARMLESS and value:
+            raise AdapterInvalid(f"{shown(key)} = {shown(value)} is not known here: remove it if it changes nothing")
     bias = config.get("bias", "none")
     if bias != "none":
         raise AdapterInvalid(f"bias = {shown(bias)} is not supported: only 'none' is")
@@ -181,9 +173,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 def _rank(value: Any, key: str) -> int:
     if type(value) is not int or not 1 <= value <= MAX_RANK:
-        raise AdapterInvalid(
-            f"{key} = {shown(value)}: an integer from 1 to {MAX_RANK} is needed"
-        )
+        raise AdapterInvalid(f"{key} = {shown(value)}: an integer from 1 to {MAX_RANK} is needed")
     return value
 
 
@@ -208,9 +198,7 @@ def _names(config: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise AdapterInvalid(
-            f"{key} = {shown(value)}: a list of names or one regular expression is needed"
-        )
+        raise AdapterInvalid(f"{key} = {shown(value)}: a list of names or one regular expression is needed")
     return tuple(value)
 
 
@@ -220,16 +208,12 @@ def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 def _layers(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(layer) is int for layer in value):
-        raise AdapterInvalid(
-            f"layers_to_transform = {shown(value)}: a layer or a list of layers is needed"
-        )
+        raise AdapterInvalid(f"layers_to_transform = {shown(value)}: a layer or a list of layers is needed")
     return tuple(value)
 
 
 def _pattern(config: Mapping[str, Any], key: str) -> list[tuple[str, Any]]:
     value = config.get(key) or {}
     if not isinstance(value, dict):
-        raise AdapterInvalid(
-            f"{key} = {shown(value)}: an object from module names to numbers is needed"
-        )
+        raise AdapterInvalid(f"{key} = {shown(value)}: an object from module names to numbers is needed")
     return list(value.items())

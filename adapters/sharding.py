@@ -11,18 +11,23 @@ to what the workers of a gang exchange:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The part of worker `rank` of `degree`. Every module is in exactly one of the two mappings."""
+    """The part of worker `rank` of `degree`. A module in neither mapping is not cut: every worker has it whole."""
 
     degree: int
     rank: int
     outputs: Mapping[str, tuple[int, int]]  # column-parallel: start and stop of the module's outputs
     inputs: Mapping[str, tuple[int, int]]  # row-parallel: start and stop of the module's inputs
+
+    def key(self, modules: Iterable[str]) -> str:
+        """Names the part; equal keys cut the modules alike."""
+        uncut = any(module not in self.outputs and module not in self.inputs for module in modules)
+        return f"tp{self.degree}-{self.rank}{'-uncut' if uncut else ''}"
 
     def padded(self, lora_rank: int) -> int:
         """The rank that is packed: a multiple of the degree, so that all workers' parts are equal."""

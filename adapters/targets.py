@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from .adapter import BaseShape
 from .errors import AdapterInvalid, shown
 from .patterns import first_matches
-from .peft import MODULE_PATHS, LoraConfig
+from .peft import LoraConfig
 
 _ALL_LINEAR = "all-linear"
-_OTHER_MODULES = (
-    "model.embed_tokens",
-    "lm_head",
-)  # PEFT could target them; motet cannot
+_OTHER_MODULES = ("model.embed_tokens", "lm_head")  # PEFT could target them; motet cannot
 
 
 @dataclass(frozen=True)
@@ -29,14 +26,14 @@ class Target:
     scaling: float
 
 
-def resolve_targets(
-    config: LoraConfig, shape: BaseShape
-) -> dict[tuple[int, str], Target]:
+def resolve_targets(config: LoraConfig, shape: BaseShape) -> dict[tuple[int, str], Target]:
     """Rank and scaling of each (layer, module) that the config targets. Raises AdapterInvalid for a wrong one."""
     keys = {
-        f"model.layers.{layer}.{MODULE_PATHS[module]}": (layer, module)
+        f"model.layers.{layer}.{shape.path(module)}": (layer, module)
         for layer in range(shape.num_layers)
-        for module in shape.modules
+        for entry in shape.modules
+        for module in shape.members(entry)
+        if shape.has(layer, module)
     }
     _check_against_base(config, shape, keys)
     targeted = _targeted(config, [*keys, *_OTHER_MODULES])
@@ -47,27 +44,19 @@ def resolve_targets(
                 f"is not supported, {', '.join(shape.modules)} are"
             )
     if not targeted:
-        raise AdapterInvalid(
-            f"target_modules = {shown(config.target_modules)} matches no module of the base"
-        )
+        raise AdapterInvalid(f"target_modules = {shown(config.target_modules)} matches no module of the base")
     ranks = _by_pattern(config.rank_pattern, targeted, "rank_pattern")
     alphas = _by_pattern(config.alpha_pattern, targeted, "alpha_pattern")
     found = {}
     for key in targeted:
         rank = config.r if (own := ranks.get(key)) is None else int(own)
-        found[keys[key]] = Target(
-            rank, config.scaling(rank, alphas.get(key, config.lora_alpha))
-        )
+        found[keys[key]] = Target(rank, config.scaling(rank, alphas.get(key, config.lora_alpha)))
     return found
 
 
-def _check_against_base(
-    config: LoraConfig, shape: BaseShape, keys: Mapping[str, tuple[int, str]]
-) -> None:
+def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Mapping[str, tuple[int, str]]) -> None:
     if not config.target_modules:
-        raise AdapterInvalid(
-            f"target_modules is missing: name some of {', '.join(shape.modules)}"
-        )
+        raise AdapterInvalid(f"target_modules is missing: name some of {', '.join(shape.modules)}")
     for layer in config.layers_to_transform:
         if not 0 <= layer < shape.num_layers:
             raise AdapterInvalid(
@@ -75,9 +64,7 @@ def _check_against_base(
             )
     if isinstance(config.target_modules, str):
         if config.layers_to_transform:
-            raise AdapterInvalid(
-                "layers_to_transform needs target_modules to be a list, as in PEFT"
-            )
+            raise AdapterInvalid("layers_to_transform needs target_modules to be a list, as in PEFT")
         return
     known = [*keys, *_OTHER_MODULES]
     for target in config.target_modules:
@@ -92,16 +79,10 @@ def _targeted(config: LoraConfig, keys: Sequence[str]) -> list[str]:
     """The keys that the config targets, in order."""
     targets, excluded = config.target_modules, config.exclude_modules
     if isinstance(excluded, str):
-        hits = (
-            first_matches([excluded], keys, "exclude_modules", full=True)
-            if excluded
-            else [None] * len(keys)
-        )
+        hits = first_matches([excluded], keys, "exclude_modules", full=True) if excluded else [None] * len(keys)
         keys = [key for key, hit in zip(keys, hits, strict=True) if hit is None]
     else:
-        keys = [
-            key for key in keys if not any(_is_suffix(name, key) for name in excluded)
-        ]
+        keys = [key for key in keys if not any(_is_suffix(name, key) for name in excluded)]
     if isinstance(targets, str):
         if targets.lower() == _ALL_LINEAR:
             return [key for key in keys if key not in _OTHER_MODULES]
@@ -110,9 +91,7 @@ def _targeted(config: LoraConfig, keys: Sequence[str]) -> list[str]:
     named = [key for key in keys if any(_is_suffix(name, key) for name in targets)]
     if not config.layers_to_transform:
         return named
-    exact = {
-        key for key in named if key in targets
-    }  # layers do not matter to a module given by its whole name
+    exact = {key for key in named if key in targets}  # layers do not matter to a module given by its whole name
     in_layers = _in_layers(config, named)
     return [key for key in named if key in exact or key in in_layers]
 
@@ -130,16 +109,10 @@ def _layer(key: str) -> int | None:
     return next((int(part) for part in key.split(".") if part.isdecimal()), None)
 
 
-def _by_pattern(
-    pattern: Mapping[str, float], keys: Sequence[str], what: str
-) -> dict[str, float]:
+def _by_pattern(pattern: Mapping[str, float], keys: Sequence[str], what: str) -> dict[str, float]:
     names = list(pattern)
     hits = first_matches(names, keys, what, (r"(.*\.)?(", r")$"))
-    return {
-        key: pattern[names[hit]]
-        for key, hit in zip(keys, hits, strict=True)
-        if hit is not None
-    }
+    return {key: pattern[names[hit]] for key, hit in zip(keys, hits, strict=True) if hit is not None}
 
 
 def _is_suffix(name: str, key: str) -> bool:

@@ -7,16 +7,10 @@ from pathlib import Path
 
 import torch
 
-from .adapter import BaseShape
+from .adapter import BaseShape, family_of_module
 from .content import AdapterContent, LoraMatrices
 from .errors import AdapterInvalid, listed, shown
-from .peft import (
-    TENSORS_FILE,
-    foreign_feature,
-    parse_config,
-    parse_tensor_name,
-    tensor_name,
-)
+from .peft import TENSORS_FILE, foreign_feature, parse_config, parse_tensor_name, tensor_name
 from .targets import Target, resolve_targets
 from .tensor_file import TensorFile
 
@@ -37,22 +31,18 @@ def validate(config: bytes, tensors: Path, shape: BaseShape) -> AdapterContent:
     found = {key: _finite(file, name) for key, name in names.items()}
     return AdapterContent(
         {
-            (layer, module): LoraMatrices(
-                found[layer, module, "A"], found[layer, module, "B"], target.scaling
-            )
+            (layer, module): LoraMatrices(found[layer, module, "A"], found[layer, module, "B"], target.scaling)
             for (layer, module), target in targets.items()
         }
     )
 
 
-def _match_names(
-    file: TensorFile, targets: Mapping[tuple[int, str], Target], shape: BaseShape
-) -> dict[_Key, str]:
+def _match_names(file: TensorFile, targets: Mapping[tuple[int, str], Target], shape: BaseShape) -> dict[_Key, str]:
     """The file's name for each matrix. Raises AdapterInvalid for missing, extra and doubled ones."""
     names: dict[_Key, str] = {}
     for name in file.entries:
         key = parse_tensor_name(name)
-        if key is None or key[1] not in shape.modules:
+        if key is None or family_of_module(key[1]) not in shape.modules or f".{shape.path(key[1])}." not in name:
             _refuse_tensor(name, shape)
         elif key in names:
             raise AdapterInvalid(
@@ -62,9 +52,7 @@ def _match_names(
             names[key] = name
     extra = [name for key, name in names.items() if key[:2] not in targets]
     if extra:
-        raise AdapterInvalid(
-            f"{TENSORS_FILE} holds tensors that adapter_config.json does not target: {listed(extra)}"
-        )
+        raise AdapterInvalid(f"{TENSORS_FILE} holds tensors that adapter_config.json does not target: {listed(extra)}")
     missing = [
         tensor_name(layer, module, letter)
         for layer, module in targets
@@ -72,9 +60,7 @@ def _match_names(
         if (layer, module, letter) not in names
     ]
     if missing:
-        raise AdapterInvalid(
-            f"{TENSORS_FILE} lacks tensors that adapter_config.json targets: {listed(missing)}"
-        )
+        raise AdapterInvalid(f"{TENSORS_FILE} lacks tensors that adapter_config.json targets: {listed(missing)}")
     return names
 
 
@@ -92,15 +78,11 @@ def _refuse_tensor(name: str, shape: BaseShape) -> None:
 
 
 def _check_shape(
-    name: str,
-    key: _Key,
-    got: tuple[int, ...],
-    targets: Mapping[tuple[int, str], Target],
-    shape: BaseShape,
+    name: str, key: _Key, got: tuple[int, ...], targets: Mapping[tuple[int, str], Target], shape: BaseShape
 ) -> None:
     layer, module, letter = key
     rank = targets[layer, module].rank
-    num_in, num_out = shape.modules[module]
+    num_in, num_out = shape.modules[family_of_module(module)]
     expected = (rank, num_in) if letter == "A" else (num_out, rank)
     if got != expected:
         raise AdapterInvalid(
@@ -112,7 +94,5 @@ def _check_shape(
 def _finite(file: TensorFile, name: str) -> torch.Tensor:
     tensor = file.tensor(name)
     if not torch.isfinite(tensor).all():
-        raise AdapterInvalid(
-            f"{name} holds NaN or infinity: only finite numbers are accepted"
-        )
+        raise AdapterInvalid(f"{name} holds NaN or infinity: only finite numbers are accepted")
     return tensor

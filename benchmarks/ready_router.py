@@ -84,7 +84,7 @@ class ReadyRouter:
         self, way: Way, token: str, model_path: Path, gang: Any
     ) -> None:
         if way == "frames":
-            fleet = FleetDispatcher(token, gang_wait_s=10.0)
+            fleet = FleetDispatcher(token, gang_wait_s=10.0, adapter_pages=lambda adapter: 1)
             self._directory = GangDirectory(gang.app_name, gang.deployment_name, fleet.update)
             self._directory.start()
             while fleet.gang() is None:  # noqa: ASYNC110  # once, at the start

@@ -1,39 +1,37 @@
 """Which gang serves a request: motet's policy against round robin, least loaded and consistent hashing, simulated.
 
-The policy and what a router knows of a gang are the product's own code; gangs, network and time are simulated
-(`simulated_fleet.py`). Popularity of adapters follows a power law, arrivals are Poisson, near what the fleet can bear.
-Queueing is the time from a request's arrival at its router until the step that computes its first token begins, cold
-load included. The first third of the requests warms up and is not counted.
+The policy and what a router knows of a gang are the product's own code; gangs, network and time are simulated. The
+popularity of adapters follows a power law, arrivals are Poisson, near what the fleet can bear. Queueing is the time
+from a request's arrival at its router until the step that computes its first token begins, its adapter's cold load
+included; total is the time until its last token. The first third of the requests warms up and is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
-import bisect
 import itertools
 import json
 import random
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from simulated_fleet import Choose, Costs, Job, simulate
-
+from motet.benchmarks.power_law import draw_jobs
+from motet.benchmarks.simulated_fleet import Choose, simulate
+from motet.benchmarks.simulated_gang import Costs, Job
 from motet.router.affinity import GangView, RoutingConfig, RoutingRequest, choose_gang
 
-ADAPTER_PAGES = {20: 0.4, 40: 0.3, 80: 0.2, 160: 0.1}  # ranks 8, 16, 32 and 64 of Llama-3-8B, and their shares
-MEAN_PROMPT_TOKENS, MEAN_OUTPUT_TOKENS = 400, 150
-HEADROOM = 1.25  # consistent hashing sends no gang more than this times the mean
+HEADROOM = 1.1  # consistent hashing sends no gang more than this times the mean
+CONFIG = RoutingConfig()
 
 
 @dataclass(frozen=True)
 class Row:
-    """One policy's run."""
+    """One policy's run, without its warm-up."""
 
     policy: str
     num_cold_loads: int
-    hit_rate: float
+    hit_rate: float  # requests whose adapter was there when they came to their gang
     queueing_p50_s: float
     queueing_p99_s: float
     total_p50_s: float
@@ -46,115 +44,82 @@ def main() -> None:
     parser.add_argument("--routers", type=int, default=4)
     parser.add_argument("--adapters", type=int, default=5000)
     parser.add_argument("--requests", type=int, default=30_000)
-    parser.add_argument("--exponent", type=float, default=1.0, help="of the power law (default 1: Zipf's)")
+    parser.add_argument("--exponent", type=float, default=1.0, help="of the power law (default 1, Zipf's)")
     parser.add_argument("--load", type=float, default=0.9, help="of what the gangs can bear (default 0.9)")
-    parser.add_argument("--s-per-page", type=float, default=Costs.s_per_page, help="of a cold load")
+    parser.add_argument(
+        "--s-per-page", type=float, default=Costs.s_per_page, help="of a cold load (default %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     costs = Costs(s_per_page=arguments.s_per_page)
-    rate = arguments.load * arguments.gangs * capacity(costs)
+    rate = arguments.load * arguments.gangs * _capacity(costs)
     print(f"{arguments.gangs} gangs, {arguments.routers} routers, {arguments.adapters} adapters, {rate:.0f} requests/s")
-    print(f"{'policy':20} {'cold loads':>10} {'hit rate':>8} {'queueing p50':>12} {'p99':>8} {'total p50':>9} {'p99':>8}")
+    print(
+        f"{'policy':20}{'hit rate':>9}{'cold loads':>11}{'queueing p50':>13}{'p99 ms':>8}{'total p50':>10}{'p99 s':>7}"
+    )
     rows = {}
-    for policy in POLICIES:
-        began = time.perf_counter()
+    for policy, make_chooser in POLICIES.items():
         jobs = draw_jobs(
             arguments.requests, rate, arguments.adapters, arguments.exponent, arguments.routers, arguments.seed
         )
-        choosers = [POLICIES[policy](number) for number in range(arguments.routers)]
-        simulate(jobs, arguments.gangs, choosers, costs)
-        rows[policy] = row = measured(policy, jobs[len(jobs) // 3 :])
-        print(
-            f"{policy:20} {row.num_cold_loads:10d} {row.hit_rate:8.1%} {1e3 * row.queueing_p50_s:9.0f} ms"
-            f" {1e3 * row.queueing_p99_s:5.0f} ms {row.total_p50_s:7.2f} s {row.total_p99_s:6.2f} s"
-            f"   {time.perf_counter() - began:.0f}",
-            flush=True,
-        )
+        simulate(jobs, arguments.gangs, [make_chooser(router) for router in range(arguments.routers)], costs)
+        rows[policy] = _measured(policy, jobs[len(jobs) // 3 :])
+        _print_row(rows[policy])
+    _report(rows)
 
 
-def capacity(costs: Costs) -> float:
-    """Requests a second that one gang serves with all its sequences taken and all adapters there."""
+def _capacity(costs: Costs) -> float:
+    """Requests a second that one gang serves with all its places taken and all adapters there."""
     num = costs.max_num_sequences
-    jobs = draw_jobs(20 * num, 1e9, 1, 1.0, 1, seed=1)
+    jobs = draw_jobs(20 * num, rate=1e9, num_adapters=1, exponent=1.0, num_routers=1, seed=1)
     simulate(jobs, 1, [lambda request, gangs: gangs[0].key], costs)
-    ended = sorted(job.ended_at or 0.0 for job in jobs)
+    ended = sorted(job.ended_at for job in jobs)
     return (len(jobs) - 2 * num) / (ended[-num] - ended[num])
 
 
-def draw_jobs(
-    count: int, rate: float, num_adapters: int, exponent: float, num_routers: int, seed: int
-) -> list[Job]:
-    """Requests in order of arrival. The same seed gives the same ones."""
-    generator = random.Random(seed)
-    shares = list(itertools.accumulate(rank**-exponent for rank in range(1, num_adapters + 1)))
-    pages = generator.choices(list(ADAPTER_PAGES), list(ADAPTER_PAGES.values()), k=num_adapters)
-    jobs, now = [], 0.0
-    for _ in range(count):
-        now += generator.expovariate(rate)
-        adapter = bisect.bisect(shares, generator.random() * shares[-1])
-        jobs.append(
-            Job(
-                now,
-                generator.randrange(num_routers),
-                f"adapter-{adapter}",
-                pages[adapter],
-                _length(generator, MEAN_PROMPT_TOKENS),
-                _length(generator, MEAN_OUTPUT_TOKENS),
-            )
-        )
-    return jobs
-
-
-def _length(generator: random.Random, mean: float) -> int:
-    """Log-normal, as lengths of conversations are."""
-    sigma = 0.8
-    drawn = generator.lognormvariate(0, sigma) * mean / 2.718281828 ** (sigma * sigma / 2)
-    return min(max(round(drawn), 1), 8 * round(mean))
-
-
-def measured(policy: str, jobs: Sequence[Job]) -> Row:
-    queueing = sorted((job.started_at or 0.0) - job.arrives_at for job in jobs)
-    total = sorted((job.ended_at or 0.0) - job.arrives_at for job in jobs)
+def _measured(policy: str, jobs: Sequence[Job]) -> Row:
+    queueing = sorted(job.started_at - job.arrives_at for job in jobs)
+    total = sorted(job.ended_at - job.arrives_at for job in jobs)
+    middle, high = len(jobs) // 2, 99 * len(jobs) // 100
     return Row(
         policy,
         sum(job.began_load for job in jobs),
-        sum(bool(job.was_hit) for job in jobs) / len(jobs),
-        queueing[len(jobs) // 2],
-        queueing[99 * len(jobs) // 100],
-        total[len(jobs) // 2],
-        total[99 * len(jobs) // 100],
+        sum(job.was_hit for job in jobs) / len(jobs),
+        queueing[middle],
+        queueing[high],
+        total[middle],
+        total[high],
     )
 
 
-def ours(router: int) -> Choose:
-    config = RoutingConfig()
-
+def _motet(router: int) -> Choose:
     def choose(request: RoutingRequest, gangs: Sequence[GangView]) -> str:
-        key = choose_gang(request, gangs, config)
+        key = choose_gang(request, gangs, CONFIG)
         assert key is not None
         return key
 
     return choose
 
 
-def round_robin(router: int) -> Choose:
-    turns = itertools.count(7 * router)  # routers start at different gangs
+def _round_robin(router: int) -> Choose:
+    turns = itertools.count(7 * router)  # routers begin at different gangs
     return lambda request, gangs: gangs[next(turns) % len(gangs)].key
 
 
-def least_loaded(router: int) -> Choose:
-    """Fewest sequences; among equals each router has an order of its own, so that they do not all run to one gang."""
-    generator = random.Random(router)
-    return lambda request, gangs: min(gangs, key=lambda gang: (gang.num_sequences, generator.random())).key
+def _least_loaded(router: int) -> Choose:
+    """By the same measure of load as motet's policy, blind to adapters. Routers break ties differently."""
+    ties = random.Random(router)
+    return lambda request, gangs: min(gangs, key=lambda g: (g.crowd_s(CONFIG.num_shared_steps), ties.random())).key
 
 
-def least_queued(router: int) -> Choose:
-    generator = random.Random(router)
-    return lambda request, gangs: min(gangs, key=lambda gang: (gang.num_queued_tokens, generator.random())).key
+def _less_loaded_of_two(router: int) -> Choose:
+    """Of two gangs drawn at random, so that routers with late news do not all run to the same one."""
+    draws = random.Random(router)
+    return lambda request, gangs: min(draws.sample(gangs, 2), key=lambda g: g.crowd_s(CONFIG.num_shared_steps)).key
 
 
-def consistent_hashing(router: int) -> Choose:
-    """With bounded loads (arXiv 1608.01350): the adapter's first gang that has no more than its share and a quarter."""
+def _consistent_hashing(router: int) -> Choose:
+    """With bounded loads (arXiv 1608.01350): the adapter's first gang that has no more than its share and a tenth."""
 
     def choose(request: RoutingRequest, gangs: Sequence[GangView]) -> str:
         bound = HEADROOM * (1 + sum(gang.num_sequences for gang in gangs)) / len(gangs)
@@ -164,13 +129,35 @@ def consistent_hashing(router: int) -> Choose:
     return choose
 
 
-POLICIES = {
-    "motet": ours,
-    "round robin": round_robin,
-    "least loaded": least_loaded,
-    "least queued": least_queued,
-    "consistent hashing": consistent_hashing,
+POLICIES: dict[str, Callable[[int], Choose]] = {
+    "motet": _motet,
+    "round robin": _round_robin,
+    "least loaded": _least_loaded,
+    "less loaded of two": _less_loaded_of_two,
+    "consistent hashing": _consistent_hashing,
 }
+
+
+def _print_row(row: Row) -> None:
+    print(
+        f"{row.policy:20}{row.hit_rate:9.1%}{row.num_cold_loads:11d}{1e3 * row.queueing_p50_s:13.0f}"
+        f"{1e3 * row.queueing_p99_s:8.0f}{row.total_p50_s:10.2f}{row.total_p99_s:7.2f}",
+        flush=True,
+    )
+
+
+def _report(rows: dict[str, Row]) -> None:
+    ours = rows["motet"]
+    summary: dict[str, object] = {"benchmark": "routing", "hit_rate": round(ours.hit_rate, 3)}
+    for policy in ("least loaded", "less loaded of two"):
+        baseline = rows[policy]
+        summary[f"against {policy}"] = {
+            "hit_rate": round(baseline.hit_rate, 3),
+            "times_fewer_cold_loads": round(baseline.num_cold_loads / ours.num_cold_loads, 2),
+            "queueing_p99_ratio": round(ours.queueing_p99_s / baseline.queueing_p99_s, 2),
+            "total_p99_ratio": round(ours.total_p99_s / baseline.total_p99_s, 2),
+        }
+    print(json.dumps(summary))
 
 
 if __name__ == "__main__":

@@ -17,12 +17,17 @@ APP = "motet"
 SHUTDOWN_MARGIN_S = 5.0
 
 
-def build_application(config: MotetConfig, token: str, progress_path: Path | None = None) -> Any:
-    """What `serve.run` takes. `token`: a secret that routers and gangs share; `progress_path`: see GangReplica."""
+def build_application(
+    config: MotetConfig, token: str, progress_path: Path | None = None, *, is_update: bool = False
+) -> Any:
+    """What `serve.run` takes. `token`: a secret that routers and gangs share; `progress_path`: see GangReplica.
+
+    `is_update`: it replaces a running one, and keeps its number of gangs where that goes with the load.
+    """
     gangs: Any = serve.deployment(
         GangReplica,
         name="gang",
-        **_number_of_gangs(config.scaling),
+        **_number_of_gangs(config.scaling, is_update),
         **_place_of_a_gang(config),
         # A process that dies is noticed at once; this is for an engine that stopped inside a living one.
         health_check_period_s=1.0,
@@ -44,11 +49,11 @@ def build_application(config: MotetConfig, token: str, progress_path: Path | Non
     return routers.bind(config, token, gangs.bind(config.engine, token, config.drain_s, progress_path))
 
 
-def _number_of_gangs(scaling: ScalingConfig) -> dict[str, Any]:
+def _number_of_gangs(scaling: ScalingConfig, is_update: bool) -> dict[str, Any]:
     """Options of the gangs' deployment: a policy runs only where there is something to decide."""
     if scaling.is_fixed:
         return {"num_replicas": scaling.max_gangs}
-    return {"autoscaling_config": autoscaling_config(scaling)}
+    return {"autoscaling_config": autoscaling_config(scaling, is_update=is_update)}
 
 
 def _place_of_a_gang(config: MotetConfig) -> dict[str, Any]:

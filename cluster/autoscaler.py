@@ -51,15 +51,19 @@ def fleet_state(context: AutoscalingContext, now_s: float) -> FleetState:
     )
 
 
-def autoscaling_config(scaling: ScalingConfig) -> AutoscalingConfig:
-    """What the gangs' deployment is given. It starts with a gang in any case, so that a bad model is told at once."""
+def autoscaling_config(scaling: ScalingConfig, *, is_update: bool = False) -> AutoscalingConfig:
+    """What the gangs' deployment is given.
+
+    It starts with a gang in any case, so that a bad model is told at once. `is_update`: of a deployment that runs; it
+    keeps as many gangs as it has, where Serve would bring their number back to that of the start.
+    """
     with warnings.catch_warnings():
         # Ray 2.60 calls the interval deprecated in favour of variables that it does not read for replicas yet.
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
             min_replicas=scaling.min_gangs,
             max_replicas=scaling.max_gangs,
-            initial_replicas=max(1, scaling.min_gangs),
+            initial_replicas=None if is_update else max(1, scaling.min_gangs),
             upscale_delay_s=0.0,
             downscale_delay_s=0.0,
             downscale_to_zero_delay_s=0.0,

@@ -14,7 +14,7 @@ from ..adapters.errors import AdapterInvalid
 from ..adapters.layout import Dtype
 from ..adapters.names import check_tenant
 from ..router.config import RouterConfig
-from ..workers.config import EngineConfig
+from ..workers.config import EngineConfig, ExpertSharding
 from .scaling import ScalingConfig
 
 REDIS_URL_VARIABLE = "REDIS_URL"
@@ -63,6 +63,7 @@ class MotetConfig:
 
     num_routers: int = 1
     tensor_parallel: int = 1  # workers of a gang
+    expert_sharding: ExpertSharding = "tensor"  # what those share of a mixture of experts: "tensor" or "expert"
     gang_num_cpus: float = 1.0  # what each worker of a gang takes of Ray's CPUs
     gang_wait_s: float = 30.0  # how long a sequence waits while no gang is connected: long enough to replace one
     cold_start_wait_s: float = 600.0  # the same where min_gangs is 0: long enough to start one on a new machine
@@ -131,6 +132,7 @@ class MotetConfig:
             max_model_len=self.max_model_len,
             num_threads=self.num_threads,
             tensor_parallel=self.tensor_parallel,
+            expert_sharding=self.expert_sharding,
         )
 
     @property

@@ -41,15 +41,23 @@ class RouterReplica:
         self._view = RegistryView(registry)
         await self._view.start()
         model = await asyncio.to_thread(ModelConfig.from_folder, config.model_path)
+        layouts = layouts_of_gang(
+            model, config.tensor_parallel, config.block_size, config.dtype, config.expert_sharding
+        )
         self._uploads = UploadService(
             await asyncio.to_thread(AdapterStore, config.store_path),
             registry,
             self._view,
-            layouts=layouts_of_gang(model, config.tensor_parallel, config.block_size, config.dtype),
+            layouts=layouts,
             reserved=[config.name],
             limits=UploadLimits(max_tensors_bytes=config.max_upload_bytes),
         )
-        self._dispatcher = FleetDispatcher(token, config.sequence_wait_s, self._show_demand)
+        self._dispatcher = FleetDispatcher(
+            token,
+            config.sequence_wait_s,
+            self._show_demand,
+            adapter_pages=lambda adapter: layouts[0].num_pages(adapter.module_ranks),  # the same on every worker
+        )
         self._demand = GangDemand(gang, lambda: self._dispatcher.num_waiting) if config.min_gangs == 0 else None
         self._directory = GangDirectory(gang.app_name, gang.deployment_name, self._dispatcher.update)
         self._directory.start()

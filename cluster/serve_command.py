@@ -91,7 +91,22 @@ def tenant_keys(
     help="Nobody must have asked for so long.",
 )
 @click.option(
+    "--scaling-window",
+    "scaling_window_s",
+    default=5.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="The load is averaged over so long.",
+)
+@click.option(
     "--tensor-parallel", default=1, show_default=True, help="Workers that hold one copy of the base together."
+)
+@click.option(
+    "--expert-sharding",
+    type=click.Choice(["tensor", "expert"]),
+    default="tensor",
+    show_default=True,
+    help="What they share of a mixture of experts: the features of each expert, or the experts.",
 )
 @click.option("--threads", "num_threads", default=1, show_default=True, help="Threads of the compute library.")
 def serve(path_or_id: str, data_dir: Path, keys: tuple[tuple[str, str], ...], **settings: Any) -> None:

@@ -23,9 +23,7 @@ class AttentionBatch:
 
     query_starts: tuple[int, ...]  # [num_sequences + 1]
     context_lens: tuple[int, ...]  # [num_sequences], tokens
-    page_table: (
-        torch.Tensor
-    )  # [num_sequences, max_pages] int64, rows padded with a valid page
+    page_table: torch.Tensor  # [num_sequences, max_pages] int64, rows padded with a valid page
     positions: torch.Tensor  # [num_rows] int64, of each row's token in its sequence
     row_pages: torch.Tensor  # [num_rows] int64, page that takes the row's K and V
     row_slots: torch.Tensor  # [num_rows] int64, token of that page

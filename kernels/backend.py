@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import linear
 
-from . import attention_torch, norms, pages
+from . import attention_torch, linear_native, norms, pages
 from .attention import PagedAttention, WriteKV
+from .attention_native import NativeAttention
 from .experts import ExpertKernels
 from .experts_torch import TorchExperts
 from .lora import LoraKernels
+from .lora_native import NativeLora
 from .lora_torch import TorchLora
+from .native_build import NativeUnavailable, load_library
+from .rows_native import NativeRows
+
+log = logging.getLogger(__name__)
+
+PackLinear = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -21,12 +30,10 @@ class Kernels:
     """One seam per operation; the protocols and plain twins say what each takes and gives."""
 
     name: str
+    pack_linear: PackLinear  # a weight as `linear` likes it best, once; `linear` takes others too
     linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    add_rms_norm: Callable[
-        [torch.Tensor, torch.Tensor | None, torch.Tensor, float],
-        tuple[torch.Tensor, torch.Tensor],
-    ]
+    add_rms_norm: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     gelu_tanh_mul: Callable[[torch.Tensor], torch.Tensor]
     write_kv: WriteKV
@@ -40,6 +47,7 @@ def torch_kernels() -> Kernels:
     """The plain torch twins, for any device."""
     return Kernels(
         name="torch",
+        pack_linear=as_it_is,
         linear=linear,
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,
@@ -51,3 +59,40 @@ def torch_kernels() -> Kernels:
         experts=TorchExperts(),
         write_pages=pages.write_pages,
     )
+
+
+def native_kernels(dtype: torch.dtype, num_threads: int) -> Kernels:
+    """Those in C++, for the CPU; the rest are the twins. Raises NativeUnavailable if they cannot be built here."""
+    library = load_library(num_threads)
+    attention, rows = NativeAttention(library, dtype, num_threads), NativeRows(library, dtype)
+    packs = linear_native.can_pack(dtype)
+    return Kernels(
+        name="native",
+        pack_linear=linear_native.pack_linear if packs else as_it_is,
+        linear=linear_native.linear if packs else linear,
+        rms_norm=rows.rms_norm,
+        add_rms_norm=rows.add_rms_norm,
+        silu_mul=rows.silu_mul,
+        gelu_tanh_mul=rows.gelu_tanh_mul,
+        write_kv=attention.write_kv,
+        paged_attention=attention.paged_attention,
+        lora=NativeLora(library, dtype, num_threads),
+        experts=TorchExperts(),
+        write_pages=pages.write_pages,
+    )
+
+
+def choose_kernels(device: torch.device, dtype: torch.dtype, num_threads: int) -> Kernels:
+    """The fastest kernels that this machine can have. One warning says what is lost where those cannot be built."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return torch_kernels()
+    try:
+        return native_kernels(dtype, num_threads)
+    except NativeUnavailable as problem:
+        log.warning("plain torch kernels serve, with several times fewer tokens per second: %s", problem)
+        return torch_kernels()
+
+
+def as_it_is(weight: torch.Tensor) -> torch.Tensor:
+    """The weight itself: nothing is to be laid out."""
+    return weight

@@ -17,36 +17,26 @@ class ExpertGroups:
     """A batch's pairs, sorted by expert; the pairs of one expert in the order of their rows."""
 
     rows: torch.Tensor  # [num_pairs] int64, the batch's row of each pair
-    weights: (
-        torch.Tensor
-    )  # [num_pairs] float32, how much of the expert's answer the row takes
-    offsets: (
-        torch.Tensor
-    )  # [num_experts + 1] int64: pairs of expert e are offsets[e] : offsets[e + 1]
+    weights: torch.Tensor  # [num_pairs] float32, how much of the expert's answer the row takes
+    offsets: torch.Tensor  # [num_experts + 1] int64: pairs of expert e are offsets[e] : offsets[e + 1]
 
 
 class ExpertKernels(Protocol):
     """One expert after the other would do; how they are brought together is the backend's affair."""
 
-    def group(
-        self, experts: torch.Tensor, weights: torch.Tensor, first: int, num_experts: int
-    ) -> ExpertGroups:
+    def group(self, experts: torch.Tensor, weights: torch.Tensor, first: int, num_experts: int) -> ExpertGroups:
         """The pairs of the experts `first : first + num_experts`, counted from `first` on; others are left out.
 
         `experts` `[num_rows, top_k]` int64 and their `weights` `[num_rows, top_k]` are what a router chose.
         """
 
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, groups: ExpertGroups
-    ) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
         """Each pair through its own expert: `[num_pairs, out]`.
 
         x `[num_pairs, in]`, weight `[num_experts, out, in]`.
         """
 
-    def combine(
-        self, x: torch.Tensor, groups: ExpertGroups, num_rows: int
-    ) -> torch.Tensor:
+    def combine(self, x: torch.Tensor, groups: ExpertGroups, num_rows: int) -> torch.Tensor:
         """The weighted sum of each row's pairs, `[num_rows, width]`; zero for a row that has none.
 
         x `[num_pairs, width]`.

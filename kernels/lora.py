@@ -37,6 +37,7 @@ class PagedAdapter:
 
     pages: tuple[int, ...]
     modules: tuple[ModuleSlice, ...]  # by module index
+    experts: tuple[PagedAdapter, ...] = ()  # its parts by expert, with modules of their own; empty: it has none
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ Shared prefixes are no criterion: gangs keep no prefix of one sequence for anoth
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -49,6 +49,7 @@ class RoutingRequest:
     digest: str | None  # of its adapter; None: the base
     num_tokens: int  # to compute before its next token comes
     num_adapter_pages: int  # 0: the base
+    salt: int = 0  # different for each request: it spreads those for the base
 
 
 @dataclass(frozen=True)
@@ -74,24 +75,28 @@ class GangView:
 def choose_gang(request: RoutingRequest, gangs: Sequence[GangView], config: RoutingConfig) -> str | None:
     """Key of the gang to send the request to; None only if there are no gangs. The order of `gangs` does not matter.
 
-    The crowd there never costs more than at another gang and the load of the adapter at that other one together. For the
-    base, which is everywhere, it costs the least.
+    The crowd there never costs more than at another gang and the load of the adapter at that other one together. For
+    the base, which is everywhere, it costs no more than at another gang with one more request like it: routers hear of
+    loads late, and must not all run to the same gang.
     """
     if not gangs:
         return None
     crowds_s = {gang.key: gang.crowd_s(config.num_shared_steps) for gang in gangs}
     if request.digest is None:
-        return min(gangs, key=lambda gang: (crowds_s[gang.key], gang.num_sequences, gang.key)).key
+        own_s = request.num_tokens * min(gang.costs.s_per_queued_token for gang in gangs)
+        return _first_among_near(str(request.salt), crowds_s, own_s)
     loads_s = {gang.key: gang.cold_load_s(request.num_adapter_pages) for gang in gangs}
     without = {gang.key: crowds_s[gang.key] + loads_s[gang.key] for gang in gangs if not gang.has_adapter}
     highest_s = min(without.values(), default=math.inf)
     holders = {gang.key: crowds_s[gang.key] for gang in gangs if gang.has_adapter and crowds_s[gang.key] <= highest_s}
-    costs_s = holders or without
-    limit_s = min(costs_s.values()) + config.tolerance * min(loads_s.values())
+    return _first_among_near(request.digest, holders or without, config.tolerance * min(loads_s.values()))
+
+
+def _first_among_near(name: str, costs_s: Mapping[str, float], tolerance_s: float) -> str:
+    """Of the keys whose cost is near the least, the first in the name's rendezvous order.
+
+    Each name has its own order of all keys, in which a key that comes or goes changes no other's place.
+    """
+    limit_s = min(costs_s.values()) + tolerance_s
     near = [key for key, cost_s in costs_s.items() if cost_s <= limit_s]
-    return max(near, key=lambda key: (_affinity(request.digest, key), key))
-
-
-def _affinity(digest: str | None, key: str) -> bytes:
-    """Rendezvous hashing: each adapter has its own order of gangs, and a gang that leaves changes no other's place."""
-    return blake2b(f"{digest} {key}".encode(), digest_size=8).digest()
+    return max(near, key=lambda key: (blake2b(f"{name} {key}".encode(), digest_size=8).digest(), key))

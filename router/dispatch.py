@@ -25,6 +25,7 @@ from ..workers.messages import (
     SequenceRequest,
     SequenceUpdate,
 )
+from .affinity import RoutingConfig
 from .fleet import Fleet
 from .open_sequence import OpenSequence
 
@@ -71,9 +72,19 @@ class Dispatcher(Protocol):
 class FleetDispatcher:
     """The `Dispatcher` over gRPC. Belongs to one event loop; `update` tells it the gangs."""
 
-    def __init__(self, token: str, gang_wait_s: float, on_wait: Callable[[], None] = lambda: None) -> None:
-        """`gang_wait_s`: how long a sequence waits for a gang while none is connected. `on_wait`: one begins to."""
-        self._fleet = Fleet(token, self._send_parked, self._lost)
+    def __init__(
+        self,
+        token: str,
+        gang_wait_s: float,
+        on_wait: Callable[[], None] = lambda: None,
+        *,
+        adapter_pages: Callable[[AdapterRef], int],
+    ) -> None:
+        """`gang_wait_s`: how long a sequence waits for a gang while none is connected. `on_wait`: one begins to.
+
+        `adapter_pages`: that an adapter takes in a gang's pool.
+        """
+        self._fleet = Fleet(token, RoutingConfig(), adapter_pages, self._send_parked, self._lost)
         self._gang_wait_s = gang_wait_s
         self._on_wait = on_wait
         self._parked: dict[OpenSequence, asyncio.TimerHandle] = {}  # in order of arrival
@@ -135,10 +146,9 @@ class FleetDispatcher:
         await self._fleet.close()
 
     def _send(self, sequence: OpenSequence) -> None:
-        leader = self._fleet.choose()
-        if leader is not None:
-            leader.submit(sequence)
-        elif len(self._parked) >= MAX_PARKED and not sequence.has_begun:
+        if self._fleet.submit(sequence):
+            return
+        if len(self._parked) >= MAX_PARKED and not sequence.has_begun:
             sequence.fail("overloaded", f"no gang is connected and {MAX_PARKED} requests wait for one; try again later")
         else:
             self._park(sequence)
@@ -172,9 +182,8 @@ class FleetDispatcher:
         sequence.fail("gang_lost", message)
 
     def _send_parked(self) -> None:
+        if not self._fleet.connected:
+            return  # the one that connected has just been told to go
         for sequence in list(self._parked):
-            leader = self._fleet.choose()
-            if leader is None:
-                return
             self._unpark(sequence)
-            leader.submit(sequence)
+            self._send(sequence)

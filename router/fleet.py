@@ -1,44 +1,35 @@
-"""All gangs that one router knows of, and which of them a new sequence goes to."""
+"""All gangs that one router knows of. Each new sequence goes to one of them, by the policy of `affinity.py`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Mapping
 
+from ..workers.messages import AdapterRef
+from .affinity import RoutingConfig, RoutingRequest, choose_gang
 from .leader_connection import LeaderConnection
 from .open_sequence import OpenSequence
-
-
-@dataclass(frozen=True)
-class LeaderView:
-    """What is known of a connected leader at the time of a choice."""
-
-    key: str
-    num_running: int  # sequences, of all routers
-    num_waiting: int
-    num_unseen: int  # sent by this router since the leader last told its load
-
-    @property
-    def num_sequences(self) -> int:
-        return self.num_running + self.num_waiting + self.num_unseen
-
-
-def choose_leader(leaders: Sequence[LeaderView]) -> str | None:
-    """Key of the leader with the fewest sequences; among equals the first by key. None: there is no leader."""
-    if not leaders:
-        return None
-    return min(leaders, key=lambda leader: (leader.num_sequences, leader.key)).key
 
 
 class Fleet:
     """Connections to the gangs that `update` names. Belongs to one event loop."""
 
     def __init__(
-        self, token: str, on_connect: Callable[[], None], on_lost: Callable[[list[OpenSequence], str], None]
+        self,
+        token: str,
+        routing: RoutingConfig,
+        adapter_pages: Callable[[AdapterRef], int],
+        on_connect: Callable[[], None],
+        on_lost: Callable[[list[OpenSequence], str], None],
     ) -> None:
-        """`on_connect`: one more gang can be chosen. `on_lost`: sequences whose gang was lost, and why."""
+        """`adapter_pages`: that an adapter takes in a gang's pool. `on_connect`: one more gang can be chosen.
+
+        `on_lost`: sequences whose gang was lost, and why.
+        """
         self._token = token
+        self._routing = routing
+        self._adapter_pages = adapter_pages
         self._on_connect = on_connect
         self._on_lost = on_lost
         self._connections: dict[str, LeaderConnection] = {}
@@ -51,7 +42,7 @@ class Fleet:
         for key in self._connections.keys() - addresses.keys():
             self._connections.pop(key).retire()
         for key in addresses.keys() - self._connections.keys():
-            connection = LeaderConnection(addresses[key], self._token, self._on_connect, self._on_lost)
+            connection = LeaderConnection(addresses[key], self._token, self._routing, self._on_connect, self._on_lost)
             self._connections[key] = connection
             connection.start()
 
@@ -60,15 +51,25 @@ class Fleet:
         """Those that take sequences now."""
         return [connection for connection in self._connections.values() if connection.info is not None]
 
-    def choose(self) -> LeaderConnection | None:
-        """The leader for a new sequence; None while no gang is connected."""
+    def submit(self, sequence: OpenSequence) -> bool:
+        """Sends the sequence to the gang that suits it best; False, and nothing done, while no gang is connected."""
+        adapter = sequence.request.adapter
+        request = RoutingRequest(
+            None if adapter is None else adapter.digest,
+            sequence.num_tokens,
+            0 if adapter is None else self._adapter_pages(adapter),
+            random.getrandbits(32),
+        )
         views = [
-            LeaderView(key, connection.load.num_running, connection.load.num_waiting, connection.num_unseen)
+            connection.known.view(key, request.digest)
             for key, connection in self._connections.items()
             if connection.info is not None
         ]
-        key = choose_leader(views)
-        return None if key is None else self._connections[key]
+        key = choose_gang(request, views, self._routing)
+        if key is None:
+            return False
+        self._connections[key].submit(sequence, request)
+        return True
 
     async def close(self) -> None:
         """Ends all connections."""

@@ -32,6 +32,8 @@ from ..workers.messages import (
     Submit,
     ToLeader,
 )
+from .affinity import RoutingConfig, RoutingRequest
+from .known_gang import KnownGang
 from .open_sequence import OpenSequence
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -64,16 +66,17 @@ class LeaderConnection:
         self,
         address: str,
         token: str,
+        routing: RoutingConfig,
         on_connect: Callable[[], None],
         on_lost: Callable[[list[OpenSequence], str], None],
     ) -> None:
         """`on_lost` gets the unfinished sequences of a connection that ended, and the reason."""
         self.address = address
         self.info: GangInfo | None = None  # None: not connected
-        self.load = EngineLoad()  # as of the last frame
-        self.num_unseen = 0  # sequences submitted since, which `load` may not count
+        self.known = KnownGang(routing)
         self.retired = False
         self._token = token
+        self._routing = routing
         self._on_connect = on_connect
         self._on_lost = on_lost
         self._sequences: dict[int, OpenSequence] = {}
@@ -83,6 +86,11 @@ class LeaderConnection:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromLeader] = msgspec.msgpack.Decoder(FromLeader)
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def load(self) -> EngineLoad:
+        """As of the last frame."""
+        return self.known.load
 
     @property
     def num_sequences(self) -> int:
@@ -103,15 +111,18 @@ class LeaderConnection:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    def submit(self, sequence: OpenSequence) -> None:
-        """Sends a sequence's request under an id of this connection's own. Only while connected and not retired."""
+    def submit(self, sequence: OpenSequence, request: RoutingRequest) -> None:
+        """Sends a sequence's request under an id of this connection's own. Only while connected and not retired.
+
+        `request`: what it was routed by.
+        """
         assert self.info is not None
         assert not self.retired
         self._last_id += 1
         sequence_id = self._last_id
         self._sequences[sequence_id] = sequence
         sequence.on_cancel = partial(self._cancel, sequence_id)
-        self.num_unseen += 1
+        self.known.sent(request)
         self._send(Submit(sequence.request_from_here(sequence_id)))
 
     def _cancel(self, sequence_id: int) -> None:
@@ -124,7 +135,8 @@ class LeaderConnection:
         self._outbox_filled.set()
 
     def _forget(self, sequence_id: int) -> None:
-        del self._sequences[sequence_id]
+        adapter = self._sequences.pop(sequence_id).request.adapter
+        self.known.ended(None if adapter is None else adapter.digest)
         if self.retired and not self._sequences and self._task is not None:
             self._task.cancel()
 
@@ -167,6 +179,7 @@ class LeaderConnection:
         if not isinstance(hello, Hello):
             raise ConnectionError("the leader sent a frame before its greeting")
         self.info = hello.info
+        self.known = KnownGang(self._routing, hello.resident)
         _log.info("connected to gang %s at %s", hello.info.gang_id, self.address)
         self._on_connect()
 
@@ -183,8 +196,7 @@ class LeaderConnection:
         raise ConnectionError("the leader ended the stream")
 
     def _receive(self, frame: Frame) -> None:
-        self.load = frame.load
-        self.num_unseen = 0
+        self.known.receive(frame)
         given_back: SequenceError | None = None
         for update in frame.updates:
             sequence = self._sequences.get(update.sequence_id)
@@ -225,8 +237,7 @@ class LeaderConnection:
         if self.info is not None and not self.retired:
             _log.warning("lost gang %s at %s: %s", self.info.gang_id, self.address, reason)
         self.info = None
-        self.load = EngineLoad()
-        self.num_unseen = 0
+        self.known = KnownGang(self._routing)
         self._outbox.clear()
         self._outbox_filled.clear()
         sequences, self._sequences = self._sequences, {}

@@ -33,8 +33,8 @@ class ObservedCosts:
         self._steps.add(after.num_steps - before.num_steps, num_computed, busy_s)
         self._loaded.add(after.loading_s - before.loading_s, after.num_loaded_pages - before.num_loaded_pages)
         self._evicted.add(after.num_adapter_evictions - before.num_adapter_evictions, num_loads)
-        # While no sequence waits for compute, time says nothing of a queue: a prompt that arrives alone takes a whole step,
-        # however short it is. With a queue all time counts, whatever holds it up.
+        # While no sequence waits for compute, time says nothing of a queue: a prompt that arrives alone takes a whole
+        # step, however short it is. With a queue all time counts, whatever holds it up.
         if before.num_waiting > before.num_waiting_for_adapters:
             # A decoding sequence computes the token that it generated last, so what is beyond that was queued.
             num_generated = after.num_generated_tokens - before.num_generated_tokens

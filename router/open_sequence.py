@@ -38,6 +38,11 @@ class OpenSequence:
         """A token has come."""
         return bool(self._token_ids)
 
+    @property
+    def num_tokens(self) -> int:
+        """Those of the prompt and all that came."""
+        return len(self.request.prompt_token_ids) + len(self._token_ids)
+
     def request_from_here(self, sequence_id: int) -> SequenceRequest:
         """What a leader needs to go on after the tokens that came, under an id of its connection's."""
         return msgspec.structs.replace(self.request, sequence_id=sequence_id, generated_token_ids=[*self._token_ids])

@@ -65,20 +65,12 @@ LLAMA3_ROPE: dict[str, Any] = {
     "original_max_position_embeddings": 32,
 }
 # Odd scales and narrow caps, so that each of them changes the answer.
-GEMMA: dict[str, Any] = SHAPE | {
-    "tie_word_embeddings": True,
-    "head_dim": 24,
-    "query_pre_attn_scalar": 6,
-}
+GEMMA: dict[str, Any] = SHAPE | {"tie_word_embeddings": True, "head_dim": 24, "query_pre_attn_scalar": 6}
 GEMMA3_ROPE: dict[str, Any] = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 4.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
-EXPERTS: dict[str, Any] = {
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 40,
-}
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
 
 @dataclass(frozen=True)
@@ -93,57 +85,30 @@ class Variant:
 VARIANTS: Mapping[str, Variant] = {
     "llama": Variant(lambda: LlamaConfig(**SHAPE)),
     "llama_tied_llama3_rope": Variant(
-        lambda: LlamaConfig(
-            **SHAPE | {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}
-        ),
-        legacy_json=True,
+        lambda: LlamaConfig(**SHAPE | {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}), legacy_json=True
     ),
-    "llama_bias": Variant(
-        lambda: LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True)
-    ),
-    "mistral": Variant(
-        lambda: MistralConfig(**SHAPE, sliding_window=None), sharded=True
-    ),
+    "llama_bias": Variant(lambda: LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True)),
+    "mistral": Variant(lambda: MistralConfig(**SHAPE, sliding_window=None), sharded=True),
     "mistral_window": Variant(lambda: MistralConfig(**SHAPE, sliding_window=12)),
-    "qwen2": Variant(
-        lambda: Qwen2Config(**SHAPE, rope_parameters=WIDE_ROPE), legacy_json=True
-    ),
+    "qwen2": Variant(lambda: Qwen2Config(**SHAPE, rope_parameters=WIDE_ROPE), legacy_json=True),
     "qwen2_window_yarn": Variant(
         lambda: Qwen2Config(
-            **SHAPE,
-            use_sliding_window=True,
-            sliding_window=10,
-            max_window_layers=1,
-            rope_parameters=YARN_ROPE,
+            **SHAPE, use_sliding_window=True, sliding_window=10, max_window_layers=1, rope_parameters=YARN_ROPE
         )
     ),
     "qwen3": Variant(
-        lambda: Qwen3Config(
-            **SHAPE | {"tie_word_embeddings": True},
-            head_dim=32,
-            rope_parameters=WIDE_ROPE,
-        )
+        lambda: Qwen3Config(**SHAPE | {"tie_word_embeddings": True}, head_dim=32, rope_parameters=WIDE_ROPE)
     ),
     "gemma2": Variant(
-        lambda: Gemma2Config(
-            **GEMMA,
-            sliding_window=12,
-            attn_logit_softcapping=4.0,
-            final_logit_softcapping=6.0,
-        )
+        lambda: Gemma2Config(**GEMMA, sliding_window=12, attn_logit_softcapping=4.0, final_logit_softcapping=6.0)
     ),
     "gemma3": Variant(
         lambda: Gemma3TextConfig(
-            **GEMMA,
-            sliding_window=12,
-            sliding_window_pattern=2,
-            rope_parameters=deepcopy(GEMMA3_ROPE),
+            **GEMMA, sliding_window=12, sliding_window_pattern=2, rope_parameters=deepcopy(GEMMA3_ROPE)
         )
     ),
     "mixtral": Variant(
-        lambda: MixtralConfig(
-            **SHAPE | {"intermediate_size": 40}, num_local_experts=4, sliding_window=20
-        ),
+        lambda: MixtralConfig(**SHAPE | {"intermediate_size": 40}, num_local_experts=4, sliding_window=20),
     ),
     "qwen2_moe": Variant(
         lambda: Qwen2MoeConfig(
@@ -157,13 +122,7 @@ VARIANTS: Mapping[str, Variant] = {
         sharded=True,
     ),
     "qwen3_moe": Variant(
-        lambda: Qwen3MoeConfig(
-            **SHAPE,
-            **EXPERTS,
-            head_dim=32,
-            norm_topk_prob=True,
-            rope_parameters=WIDE_ROPE,
-        ),
+        lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=32, norm_topk_prob=True, rope_parameters=WIDE_ROPE),
         legacy_json=True,
     ),
 }
@@ -178,43 +137,22 @@ class AdapterRecipe:
 
     def config(self, targets: Sequence[str]) -> LoraConfig:
         """PEFT's config, of those of its modules that are among `targets`."""
-        modules = [
-            module for module in self.lora["target_modules"] if module in targets
-        ]
-        return LoraConfig(
-            task_type="CAUSAL_LM", **{**self.lora, "target_modules": modules}
-        )
+        modules = [module for module in self.lora["target_modules"] if module in targets]
+        return LoraConfig(task_type="CAUSAL_LM", **{**self.lora, "target_modules": modules})
 
 
 RECIPES: tuple[AdapterRecipe, ...] = (
     AdapterRecipe("rank1", {"r": 1, "lora_alpha": 3, "target_modules": ["q_proj"]}),
-    AdapterRecipe(
-        "rank3",
-        {"r": 3, "lora_alpha": 5, "target_modules": ["v_proj", "o_proj", "down_proj"]},
-    ),
-    AdapterRecipe(
-        "rank8", {"r": 8, "lora_alpha": 16, "target_modules": list(ATTENTION)}
-    ),
-    AdapterRecipe(
-        "rank16_rslora",
-        {
-            "r": 16,
-            "lora_alpha": 8,
-            "target_modules": list(ALL_LINEAR),
-            "use_rslora": True,
-        },
-    ),
+    AdapterRecipe("rank3", {"r": 3, "lora_alpha": 5, "target_modules": ["v_proj", "o_proj", "down_proj"]}),
+    AdapterRecipe("rank8", {"r": 8, "lora_alpha": 16, "target_modules": list(ATTENTION)}),
+    AdapterRecipe("rank16_rslora", {"r": 16, "lora_alpha": 8, "target_modules": list(ALL_LINEAR), "use_rslora": True}),
     AdapterRecipe(
         "patterns",
         {
             "r": 4,
             "lora_alpha": 8,
             "target_modules": list(ALL_LINEAR),
-            "rank_pattern": {
-                "q_proj": 2,
-                "layers.1.mlp.gate_proj": 7,
-                r".*\.0\.mlp\.(up|down)_proj": 5,
-            },
+            "rank_pattern": {"q_proj": 2, "layers.1.mlp.gate_proj": 7, r".*\.0\.mlp\.(up|down)_proj": 5},
             "alpha_pattern": {"k_proj": 3, "layers.2.self_attn.v_proj": 20},
         },
     ),
@@ -230,13 +168,7 @@ RECIPES: tuple[AdapterRecipe, ...] = (
         },
     ),
     AdapterRecipe(
-        "one_layer",
-        {
-            "r": 8,
-            "lora_alpha": 16,
-            "target_modules": list(ATTENTION),
-            "layers_to_transform": [1],
-        },
+        "one_layer", {"r": 8, "lora_alpha": 16, "target_modules": list(ATTENTION), "layers_to_transform": [1]}
     ),
 )
 
@@ -261,19 +193,13 @@ def write_adapters(model_path: Path, folder: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for seed, recipe in enumerate(RECIPES):
         base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-        targets = (
-            ATTENTION if hasattr(base.config, "num_experts_per_tok") else ALL_LINEAR
-        )
+        targets = ATTENTION if hasattr(base.config, "num_experts_per_tok") else ALL_LINEAR
         model = get_peft_model(base, recipe.config(targets))
         generator = torch.Generator().manual_seed(1_000 + seed)
         for module in model.modules():
             if not hasattr(module, "lora_A") or "default" not in module.lora_A:
                 continue
-            a, b, scaling = (
-                module.lora_A["default"].weight,
-                module.lora_B["default"].weight,
-                module.scaling["default"],
-            )
+            a, b, scaling = module.lora_A["default"].weight, module.lora_B["default"].weight, module.scaling["default"]
             _draw(a, a.shape[1] ** -0.5, generator)
             _draw(b, 0.5 / (scaling * a.shape[0] ** 0.5), generator)
         model.save_pretrained(folder / recipe.name)
@@ -303,9 +229,7 @@ class Oracle:
     """transformers with all adapters loaded by PEFT; recomputes all of a request for every token, without a cache."""
 
     def __init__(self, model_path: Path, adapters: Mapping[str, Path]) -> None:
-        base = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=torch.float32, attn_implementation="eager"
-        )
+        base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
         first, *others = adapters
         model = PeftModel.from_pretrained(base, adapters[first], adapter_name=first)
         for name in others:
@@ -313,18 +237,13 @@ class Oracle:
         self._model = model.eval()
 
     def answers(
-        self,
-        prompts: Sequence[Sequence[int]],
-        adapters: Sequence[str | None],
-        num_tokens: int,
+        self, prompts: Sequence[Sequence[int]], adapters: Sequence[str | None], num_tokens: int
     ) -> list[Answer]:
         """Greedy decoding of each prompt with its own adapter, that never stops early."""
         requests = [list(prompt) for prompt in prompts]
         rows: list[list[torch.Tensor]] = [[] for _ in prompts]
         for _ in range(num_tokens):
-            for request, own, logits in zip(
-                requests, rows, self._last_logits(requests, adapters), strict=True
-            ):
+            for request, own, logits in zip(requests, rows, self._last_logits(requests, adapters), strict=True):
                 own.append(logits)
                 request.append(int(logits.argmax()))
         return [
@@ -342,26 +261,16 @@ class Oracle:
         return self._forward(token_ids)
 
     @torch.inference_mode()
-    def _last_logits(
-        self, requests: Sequence[Sequence[int]], adapters: Sequence[str | None]
-    ) -> list[torch.Tensor]:
+    def _last_logits(self, requests: Sequence[Sequence[int]], adapters: Sequence[str | None]) -> list[torch.Tensor]:
         """One batch, filled up at the right, which causal attention does not see."""
         width = max(len(request) for request in requests)
-        token_ids = torch.tensor(
-            [[*request, *[0] * (width - len(request))] for request in requests]
-        )
+        token_ids = torch.tensor([[*request, *[0] * (width - len(request))] for request in requests])
         names = ["__base__" if adapter is None else adapter for adapter in adapters]
-        logits = self._model(
-            input_ids=token_ids, use_cache=False, adapter_names=names
-        ).logits
-        return [
-            row[len(request) - 1] for row, request in zip(logits, requests, strict=True)
-        ]
+        logits = self._model(input_ids=token_ids, use_cache=False, adapter_names=names).logits
+        return [row[len(request) - 1] for row, request in zip(logits, requests, strict=True)]
 
     def _forward(self, token_ids: Sequence[int]) -> torch.Tensor:
-        logits: torch.Tensor = self._model(
-            input_ids=torch.tensor([token_ids]), use_cache=False
-        ).logits[0]
+        logits: torch.Tensor = self._model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
         return logits
 
 
@@ -369,20 +278,14 @@ def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
     gemma = model.config.model_type.startswith("gemma")
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            _draw(
-                parameter, 0.2, generator
-            )  # biases around 0, norms around 1, which Gemma adds by itself
+            _draw(parameter, 0.2, generator)  # biases around 0, norms around 1, which Gemma adds by itself
             if "norm" in name and not gemma:
                 parameter.data += 1.0
         elif "embed_tokens" in name:
             # Small enough that a tied head does not just repeat the input; Gemma scales it by 8.
             _draw(parameter, 0.2 if gemma else 0.4, generator)
         else:
-            _draw(
-                parameter,
-                (3.0 if "lm_head" in name else 1.2) * parameter.shape[-1] ** -0.5,
-                generator,
-            )
+            _draw(parameter, (3.0 if "lm_head" in name else 1.2) * parameter.shape[-1] ** -0.5, generator)
 
 
 def _draw(parameter: torch.Tensor, std: float, generator: torch.Generator) -> None:

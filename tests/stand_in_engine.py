@@ -1,6 +1,6 @@
 """An engine that computes nothing: each step gives every sequence its next token, counted up from its prompt's last.
 
-A sequence that was begun elsewhere goes on after the tokens it had there. Log-probabilities are minus the token's index.
+A sequence that was begun elsewhere goes on after the tokens it had there. A log-probability is minus its token's index.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from motet.workers.messages import (
+    AdapterRef,
     EngineLoad,
     GangInfo,
     ResidencyChange,
@@ -33,6 +34,11 @@ INFO = GangInfo(
     page_bytes=1,
     vocab_size=1000,
 )
+
+
+def adapter_pages(adapter: AdapterRef) -> int:
+    """A page for each rank."""
+    return sum(adapter.module_ranks.values())
 
 
 class StandInEngine:

@@ -79,6 +79,7 @@ def test_serve_takes_the_policy_as_json_and_brings_it_back() -> None:
     json.dumps(CONFIG.policy.policy_kwargs)
     assert CONFIG.policy.get_policy().__name__ == GangAutoscaler.__name__
     assert (CONFIG.min_replicas, CONFIG.initial_replicas, CONFIG.max_replicas) == (0, 1, 4)
+    assert autoscaling_config(SCALING, is_update=True).initial_replicas is None
 
 
 def test_what_serve_knows_becomes_a_state() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from motet.router.dispatch import FleetDispatcher, SequenceStream
 from motet.router.open_sequence import OpenSequence
-from motet.tests.stand_in_engine import INFO, StandInEngine
+from motet.tests.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.frame_server import FrameServer
 from motet.workers.messages import SamplingParams, SequenceRequest, SequenceUpdate, TokenLogprobs
 
@@ -39,7 +39,7 @@ async def start_gang() -> AsyncIterator[StartGang]:
 
 @pytest.fixture
 async def dispatcher() -> AsyncIterator[FleetDispatcher]:
-    dispatcher = FleetDispatcher(TOKEN, gang_wait_s=10.0)
+    dispatcher = FleetDispatcher(TOKEN, gang_wait_s=10.0, adapter_pages=adapter_pages)
     yield dispatcher
     await dispatcher.close()
 
@@ -139,11 +139,24 @@ async def test_a_gang_at_the_same_address_is_found_again(dispatcher: FleetDispat
 
 
 async def test_no_gang_within_the_wait() -> None:
-    dispatcher = FleetDispatcher(TOKEN, gang_wait_s=0.05)
+    dispatcher = FleetDispatcher(TOKEN, gang_wait_s=0.05, adapter_pages=adapter_pages)
     _, last = await read(submit(dispatcher, 0, 1))
     assert last.error is not None
     assert last.error.kind == "gang_lost"
     assert "0.05 s" in last.error.message
+    await dispatcher.close()
+
+
+async def test_who_waits_is_told() -> None:
+    """So that a gang can be asked for where there is none until somebody asks."""
+    told: list[int] = []
+    dispatcher = FleetDispatcher(
+        TOKEN, 10.0, on_wait=lambda: told.append(dispatcher.num_waiting), adapter_pages=adapter_pages
+    )
+    streams = [submit(dispatcher, 0, 1) for _ in range(2)]
+    assert told == [1, 2]
+    streams[0].cancel()
+    assert dispatcher.num_waiting == 1
     await dispatcher.close()
 
 
@@ -172,7 +185,7 @@ async def test_a_gang_that_leaves_finishes_what_it_serves(dispatcher: FleetDispa
 
 
 async def test_a_wrong_token_connects_to_nothing(start_gang: StartGang) -> None:
-    dispatcher = FleetDispatcher("another", gang_wait_s=0.5)
+    dispatcher = FleetDispatcher("another", gang_wait_s=0.5, adapter_pages=adapter_pages)
     dispatcher.update({"a": (await start_gang()).address})
     _, last = await read(submit(dispatcher, 0, 1))
     assert last.error is not None

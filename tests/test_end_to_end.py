@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -192,52 +192,61 @@ ENDLESS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def endless(motet: RunningMotet, model: str, options: dict[str, Any], after_a_while: Callable[[], None]) -> Heard:
+def endless(client: openai.OpenAI, model: str, options: dict[str, Any], after_a_while: Callable[[], None]) -> Heard:
     """Streams one; calls `after_a_while` once it is under way."""
     text, tokens, logprobs = "", [], []
     finish_reason = None
     num_tokens = 0
-    with motet.openai() as client:
-        stream = client.completions.create(
-            model=model,
-            prompt="capital",
-            max_tokens=450,
-            stream=True,
-            stream_options={"include_usage": True},
-            logprobs=0,
-            extra_body={"ignore_eos": True},
-            **options,
-        )
-        for number, chunk in enumerate(stream):
-            if number == 3:
-                after_a_while()
-            for choice in chunk.choices:
-                text += choice.text
-                if choice.logprobs is not None:
-                    tokens += choice.logprobs.tokens or []
-                    logprobs += choice.logprobs.token_logprobs or []
-                finish_reason = choice.finish_reason or finish_reason
-            if chunk.usage is not None:
-                num_tokens = chunk.usage.completion_tokens
+    stream = client.completions.create(
+        model=model,
+        prompt="capital",
+        max_tokens=450,
+        stream=True,
+        stream_options={"include_usage": True},
+        logprobs=0,
+        extra_body={"ignore_eos": True},
+        **options,
+    )
+    for number, chunk in enumerate(stream):
+        if number == 3:
+            after_a_while()
+        for choice in chunk.choices:
+            text += choice.text
+            if choice.logprobs is not None:
+                tokens += choice.logprobs.tokens or []
+                logprobs += choice.logprobs.token_logprobs or []
+            finish_reason = choice.finish_reason or finish_reason
+        if chunk.usage is not None:
+            num_tokens = chunk.usage.completion_tokens
     return Heard(text, tokens, logprobs, finish_reason, num_tokens)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(motet: RunningMotet) -> list[Heard]:
+    with motet.openai() as client, ThreadPoolExecutor(len(ENDLESS)) as pool:
+        return list(pool.map(lambda job: endless(client, *job, lambda: None), ENDLESS))
+
+
 @pytest.mark.parametrize("num_killed", [1, 2], ids=["one of two gangs", "both gangs"])
-def test_streams_outlive_their_gangs(motet: RunningMotet, num_killed: int) -> None:
+def test_streams_outlive_their_gangs(motet: RunningMotet, undisturbed: list[Heard], num_killed: int) -> None:
     eventually(lambda: len(motet.status()["gangs"]) == 2)
-    expected = [endless(motet, model, options, lambda: None) for model, options in ENDLESS]
     jobs = [job for job in ENDLESS for _ in range(2)]
     num_resumed = resumed(motet)
-    used = {gang: cpu_s(gang) for gang in motet.gang_processes()}
-    under_way = threading.Barrier(len(jobs), action=lambda: kill_busiest(used, num_killed), timeout=60)
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        heard = list(pool.map(lambda job: endless(motet, *job, lambda: under_way.wait() and None), jobs))
+    gangs = motet.gang_processes()
+    num_under_way = count(1)
+
+    def kill_in_the_midst() -> None:
+        if next(num_under_way) == len(jobs) // 2:
+            kill_busiest(gangs, num_killed)
+
+    with motet.openai() as client, ThreadPoolExecutor(len(jobs)) as pool:
+        heard = list(pool.map(lambda job: endless(client, *job, kill_in_the_midst), jobs))
     for number, got in enumerate(heard):
-        undisturbed = expected[number // 2]
-        assert got.text == undisturbed.text
+        expected = undisturbed[number // 2]
+        assert got.text == expected.text
         assert (got.finish_reason, got.num_tokens) == ("length", 450)
-        assert got.tokens == undisturbed.tokens
-        assert got.logprobs == pytest.approx(undisturbed.logprobs, abs=1e-2)
+        assert got.tokens == expected.tokens
+        assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-2)
     assert resumed(motet) > num_resumed
     eventually(lambda: len(motet.status()["gangs"]) == 2, timeout_s=90)
     load = motet.status()["load"]
@@ -245,15 +254,12 @@ def test_streams_outlive_their_gangs(motet: RunningMotet, num_killed: int) -> No
     assert ask(motet, "shout") == answer_of("shout")
 
 
-def kill_busiest(used: dict[psutil.Process, float], number: int) -> None:
-    """Kills so many gangs. `used`: the CPU time of each some time ago."""
-    gangs = sorted(used, key=lambda gang: cpu_s(gang) - used[gang], reverse=True)
-    for gang in gangs[:number]:
+def kill_busiest(gangs: list[psutil.Process], number: int) -> None:
+    """Kills so many, those first that compute at the moment."""
+    used = {gang: gang.cpu_times().user for gang in gangs}
+    time.sleep(0.1)
+    for gang in sorted(gangs, key=lambda gang: used[gang] - gang.cpu_times().user)[:number]:
         gang.kill()
-
-
-def cpu_s(gang: psutil.Process) -> float:
-    return float(gang.cpu_times().user)
 
 
 def resumed(motet: RunningMotet) -> int:

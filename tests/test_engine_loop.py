@@ -96,6 +96,7 @@ def test_sequences_are_answered_and_an_idle_loop_sleeps() -> None:
     loop.submit(request(2))
     assert listener.wait_for(1).finish_reason == "length"
     assert listener.wait_for(2).finish_reason == "length"
+    assert listener.came == [f"came at {step + 1}" for step in range(engine.num_steps)]
     num_steps = engine.num_steps
     engine.stepped.clear()
     assert not engine.stepped.wait(0.2)

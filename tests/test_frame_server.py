@@ -16,6 +16,7 @@ from motet.workers.messages import (
     STREAM_METHOD,
     STREAM_SERVICE,
     TOKEN_KEY,
+    AdapterRef,
     Cancel,
     Frame,
     FromLeader,
@@ -76,13 +77,14 @@ class Router:
                     yield update
 
 
-def submit(sequence_id: int, last_token: int, max_tokens: int | None) -> Submit:
+def submit(sequence_id: int, last_token: int, max_tokens: int | None, digest: str | None = None) -> Submit:
     return Submit(
         SequenceRequest(
             sequence_id=sequence_id,
             prompt_token_ids=[1, last_token],
             sampling=SamplingParams(max_tokens=max_tokens),
             tenant="acme",
+            adapter=None if digest is None else AdapterRef(digest, {}),
         )
     )
 
@@ -109,6 +111,32 @@ async def test_greets_and_streams_tokens_to_the_end(leader: Leader) -> None:
     assert reasons == {7: "length", 8: "length"}
     assert leader.server.num_sequences == 0
     await router.channel.close()
+
+
+async def test_routers_learn_which_adapters_are_there(leader: Leader) -> None:
+    first = Router(leader.address)
+    assert await first.read() == Hello(INFO, [])
+    await first.send(submit(1, 0, 1, "digest-a"), submit(2, 0, 1, "digest-b"))
+    told: set[str] = set()
+    while told != {"digest-a", "digest-b"}:
+        message = await first.read()
+        assert isinstance(message, Frame)
+        assert message.residency.went == []
+        told.update(message.residency.came)
+
+    second = Router(leader.address)
+    assert await second.read() == Hello(INFO, ["digest-a", "digest-b"])
+    leader.engine.evict("digest-a")
+    await first.send(submit(3, 0, 1))
+    for router in (first, second):  # the second has no sequence there, and hears it all the same
+        while True:
+            message = await router.read()
+            assert isinstance(message, Frame)
+            assert message.residency.came == []
+            if message.residency.went:
+                assert message.residency.went == ["digest-a"]
+                break
+        await router.channel.close()
 
 
 async def test_two_routers_use_the_same_ids(leader: Leader) -> None:

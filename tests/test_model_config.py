@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from motet.adapters.adapter import EXPERT_MODULES, MODULES
 from motet.workers.config import ExpertSharding
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.decoder import load_decoder
@@ -56,18 +57,10 @@ def tensors(config: ModelConfig) -> dict[str, torch.Tensor]:
     }
     for layer in range(config.num_layers):
         for name, (num_in, num_out) in config.shape.modules.items():
-            block = (
-                "self_attn"
-                if name in ("q_proj", "k_proj", "v_proj", "o_proj")
-                else "mlp"
-            )
-            found[f"model.layers.{layer}.{block}.{name}.weight"] = torch.randn(
-                num_out, num_in
-            )
+            block = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+            found[f"model.layers.{layer}.{block}.{name}.weight"] = torch.randn(num_out, num_in)
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            found[f"model.layers.{layer}.{norm}.weight"] = torch.ones(
-                config.hidden_size
-            )
+            found[f"model.layers.{layer}.{norm}.weight"] = torch.ones(config.hidden_size)
     return found
 
 
@@ -84,9 +77,7 @@ def test_shapes_follow_the_config(tmp_path: Path) -> None:
 
 
 def test_end_of_sequence_ids_of_both_files_count(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [5, 2]})
-    )
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2]}))
     assert ModelConfig.from_folder(folder(tmp_path)).eos_token_ids == (2, 5)
 
 
@@ -94,10 +85,7 @@ def test_end_of_sequence_ids_of_both_files_count(tmp_path: Path) -> None:
     ("changes", "windows"),
     [
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 7}, (7, 7)),
-        (
-            {"architectures": ["MistralForCausalLM"], "sliding_window": None},
-            (None, None),
-        ),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None, None)),
         ({"architectures": ["LlamaForCausalLM"], "sliding_window": 7}, (None, None)),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 7}, (None, None)),
         (
@@ -110,42 +98,19 @@ def test_end_of_sequence_ids_of_both_files_count(tmp_path: Path) -> None:
             (None, 7),
         ),
         ({"architectures": ["MixtralForCausalLM"], **EXPERTS}, (None, None)),
+        ({"architectures": ["MixtralForCausalLM"], **EXPERTS, "sliding_window": 7}, (7, 7)),
+        ({"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS, "sliding_window": 7}, (None, None)),
         (
-            {"architectures": ["MixtralForCausalLM"], **EXPERTS, "sliding_window": 7},
+            {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS, "sliding_window": 7, "use_sliding_window": True},
             (7, 7),
         ),
         (
-            {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS, "sliding_window": 7},
-            (None, None),
-        ),
-        (
-            {
-                "architectures": ["Qwen3MoeForCausalLM"],
-                **EXPERTS,
-                "sliding_window": 7,
-                "use_sliding_window": True,
-            },
-            (7, 7),
-        ),
-        (
-            {
-                "architectures": ["Qwen2MoeForCausalLM"],
-                **EXPERTS,
-                "sliding_window": 7,
-                "use_sliding_window": True,
-            },
+            {"architectures": ["Qwen2MoeForCausalLM"], **EXPERTS, "sliding_window": 7, "use_sliding_window": True},
             (7, None),
         ),
         (GEMMA | {"sliding_window": 7}, (7, None)),
-        (
-            GEMMA | {"layer_types": ["full_attention", "sliding_attention"]},
-            (None, 4096),
-        ),
-        (
-            GEMMA
-            | {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None},
-            (4096, 4096),
-        ),
+        (GEMMA | {"layer_types": ["full_attention", "sliding_attention"]}, (None, 4096)),
+        (GEMMA | {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None}, (4096, 4096)),
         (
             GEMMA
             | {
@@ -161,52 +126,26 @@ def test_end_of_sequence_ids_of_both_files_count(tmp_path: Path) -> None:
 def test_sliding_windows_are_those_of_the_family(
     tmp_path: Path, changes: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
-    assert (
-        ModelConfig.from_folder(folder(tmp_path, **changes)).sliding_windows == windows
-    )
+    assert ModelConfig.from_folder(folder(tmp_path, **changes)).sliding_windows == windows
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"architectures": ["GPT2LMHeadModel"]},
-            "'GPT2LMHeadModel' is not supported: LlamaForCausalLM",
-        ),
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported: LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported: silu, gelu_pytorch_tanh"),
-        (
-            GEMMA | {"hidden_activation": "relu"},
-            "hidden_activation 'relu' is not supported: silu",
-        ),
-        (
-            GEMMA | {"use_bidirectional_attention": True},
-            "use_bidirectional_attention is not supported",
-        ),
-        (
-            GEMMA | {"architectures": ["Gemma3ForCausalLM"]},
-            "attn_logit_softcapping is not supported for gemma3: null",
-        ),
+        (GEMMA | {"hidden_activation": "relu"}, "hidden_activation 'relu' is not supported: silu"),
+        (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        (GEMMA | {"architectures": ["Gemma3ForCausalLM"]}, "attn_logit_softcapping is not supported for gemma3: null"),
         ({"architectures": ["Gemma2ForCausalLM"]}, "lacks 'query_pre_attn_scalar'"),
-        (
-            {"architectures": ["Gemma3ForConditionalGeneration"]},
-            "is not supported: .*Gemma3ForCausalLM",
-        ),
-        (
-            {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 2},
-            "lacks 'num_experts'",
-        ),
-        (
-            EXPERTS
-            | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 5},
-            "= 5: 1 to 4, the number",
-        ),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "is not supported: .*Gemma3ForCausalLM"),
+        ({"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 2}, "lacks 'num_experts'"),
+        (EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 5}, "= 5: 1 to 4, the number"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"num_key_value_heads": 3}, "no multiple of 3"),
     ],
 )
-def test_what_cannot_be_computed_is_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_computed_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_folder(folder(tmp_path, **changes))
 
@@ -215,63 +154,33 @@ def test_what_cannot_be_computed_is_refused(
     ("changes", "layers", "sizes"),
     [
         (
-            {
-                "architectures": ["MixtralForCausalLM"],
-                "num_local_experts": 4,
-                "num_experts_per_tok": 2,
-            },
+            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
             (0, 1),
             (12, None),
         ),
         ({"architectures": ["Qwen2MoeForCausalLM"], **EXPERTS}, (0, 1), (6, 10)),
-        (
-            {
-                "architectures": ["Qwen2MoeForCausalLM"],
-                **EXPERTS,
-                "mlp_only_layers": [1],
-            },
-            (0,),
-            (6, 10),
-        ),
-        (
-            {
-                "architectures": ["Qwen3MoeForCausalLM"],
-                **EXPERTS,
-                "decoder_sparse_step": 2,
-            },
-            (1,),
-            (6, None),
-        ),
+        ({"architectures": ["Qwen2MoeForCausalLM"], **EXPERTS, "mlp_only_layers": [1]}, (0,), (6, 10)),
+        ({"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS, "decoder_sparse_step": 2}, (1,), (6, None)),
     ],
 )
 def test_layers_with_experts(
-    tmp_path: Path,
-    changes: dict[str, Any],
-    layers: tuple[int, ...],
-    sizes: tuple[int, int | None],
+    tmp_path: Path, changes: dict[str, Any], layers: tuple[int, ...], sizes: tuple[int, int | None]
 ) -> None:
     config = ModelConfig.from_folder(folder(tmp_path, **changes))
     assert config.experts is not None
-    assert (
-        tuple(layer for layer, sparse in enumerate(config.experts.layers) if sparse)
-        == layers
-    )
-    assert (
-        config.experts.intermediate_size,
-        config.experts.shared_intermediate_size,
-    ) == sizes
+    assert tuple(layer for layer, sparse in enumerate(config.experts.layers) if sparse) == layers
+    assert (config.experts.intermediate_size, config.experts.shared_intermediate_size) == sizes
     assert (config.experts.num_experts, config.experts.top_k) == (4, 2)
-    assert tuple(config.shape.modules) == ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert config.shape.experts is not None
+    assert (config.shape.experts.num_experts, config.shape.experts.layers) == (4, layers)
+    assert tuple(config.shape.modules) == (*MODULES[:4], *EXPERT_MODULES)
+    assert config.shape.modules["experts.down_proj"] == (sizes[0], 8)
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"num_experts": 0}, {"mlp_only_layers": [0, 1]}, {"decoder_sparse_step": 3}],
-    ids=str,
+    "changes", [{"num_experts": 0}, {"mlp_only_layers": [0, 1]}, {"decoder_sparse_step": 3}], ids=str
 )
-def test_a_base_may_have_no_layer_with_experts(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_a_base_may_have_no_layer_with_experts(tmp_path: Path, changes: dict[str, Any]) -> None:
     changes = {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS, **changes}
     config = ModelConfig.from_folder(folder(tmp_path, **changes))
     assert config.experts is None
@@ -279,23 +188,12 @@ def test_a_base_may_have_no_layer_with_experts(
 
 
 def test_a_gang_shares_experts_or_their_features(tmp_path: Path) -> None:
-    changes = {
-        "architectures": ["Qwen2MoeForCausalLM"],
-        **EXPERTS,
-        "num_key_value_heads": 4,
-        "num_experts": 5,
-    }
+    changes = {"architectures": ["Qwen2MoeForCausalLM"], **EXPERTS, "num_key_value_heads": 4, "num_experts": 5}
     config = ModelConfig.from_folder(folder(tmp_path, **changes))
     features = [ModelSharding(config, 2, rank) for rank in range(2)]
-    assert [(part.experts, part.expert_features) for part in features] == [
-        ((0, 5), (0, 3)),
-        ((0, 5), (3, 6)),
-    ]
+    assert [(part.experts, part.expert_features) for part in features] == [((0, 5), (0, 3)), ((0, 5), (3, 6))]
     whole = [ModelSharding(config, 2, rank, "expert") for rank in range(2)]
-    assert [(part.experts, part.expert_features) for part in whole] == [
-        ((0, 2), (0, 6)),
-        ((2, 5), (0, 6)),
-    ]
+    assert [(part.experts, part.expert_features) for part in whole] == [((0, 2), (0, 6)), ((2, 5), (0, 6))]
     assert [part.shared_features for part in whole] == [(0, 5), (5, 10)]
 
 
@@ -303,26 +201,12 @@ def test_a_gang_shares_experts_or_their_features(tmp_path: Path) -> None:
     ("degree", "sharding", "changes", "message"),
     [
         (4, "tensor", {}, "cannot share 10 features of the shared expert"),
-        (
-            4,
-            "tensor",
-            {"shared_expert_intermediate_size": 8},
-            "cannot share 6 features of an expert",
-        ),
-        (
-            4,
-            "expert",
-            {"shared_expert_intermediate_size": 8, "num_experts": 3},
-            "cannot share 3 experts",
-        ),
+        (4, "tensor", {"shared_expert_intermediate_size": 8}, "cannot share 6 features of an expert"),
+        (4, "expert", {"shared_expert_intermediate_size": 8, "num_experts": 3}, "cannot share 3 experts"),
     ],
 )
 def test_gangs_that_cannot_share_the_experts_are_refused(
-    tmp_path: Path,
-    degree: int,
-    sharding: ExpertSharding,
-    changes: dict[str, Any],
-    message: str,
+    tmp_path: Path, degree: int, sharding: ExpertSharding, changes: dict[str, Any], message: str
 ) -> None:
     changes = {"architectures": ["Qwen2MoeForCausalLM"], **EXPERTS, **changes}
     config = ModelConfig.from_folder(folder(tmp_path, **changes))
@@ -334,11 +218,7 @@ def test_what_gemma_does_not_say_is_as_in_its_family(tmp_path: Path) -> None:
     gemma2 = ModelConfig.from_folder(folder(tmp_path, **GEMMA))
     assert gemma2.tie_word_embeddings
     assert gemma2.activation == "gelu_pytorch_tanh"
-    assert (gemma2.attention_scale, gemma2.attention_softcap, gemma2.logit_softcap) == (
-        0.5,
-        50.0,
-        30.0,
-    )
+    assert (gemma2.attention_scale, gemma2.attention_softcap, gemma2.logit_softcap) == (0.5, 50.0, 30.0)
     assert {rotary.theta for rotary in gemma2.rotaries} == {10_000.0}
 
 
@@ -354,9 +234,7 @@ def test_sharded_checkpoints_are_read_through_their_index(tmp_path: Path) -> Non
     parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for file, part in parts.items():
         save_file({name: whole[name] for name in part}, tmp_path / file)
-    index = {
-        "weight_map": {name: file for file, part in parts.items() for name in part}
-    }
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     decoder = load_decoder(ModelSharding(config), checkpoint(tmp_path))
     qkv = torch.cat([whole[f"model.layers.1.self_attn.{n}_proj.weight"] for n in "qkv"])
@@ -368,19 +246,11 @@ def test_sharded_checkpoints_are_read_through_their_index(tmp_path: Path) -> Non
     ("break_it", "message"),
     [
         (lambda t: t.pop("model.norm.weight"), r"no tensor 'model\.norm\.weight'"),
-        (
-            lambda t: t.update({"model.norm.weight": torch.ones(9)}),
-            r"has shape \(9,\): config\.json needs \(8,\)",
-        ),
-        (
-            lambda t: t.update({"model.layers.2.mlp.w": torch.ones(1)}),
-            r"no place for: model\.layers\.2\.mlp\.w",
-        ),
+        (lambda t: t.update({"model.norm.weight": torch.ones(9)}), r"has shape \(9,\): config\.json needs \(8,\)"),
+        (lambda t: t.update({"model.layers.2.mlp.w": torch.ones(1)}), r"no place for: model\.layers\.2\.mlp\.w"),
     ],
 )
-def test_checkpoints_that_do_not_fit_are_refused(
-    tmp_path: Path, break_it: Any, message: str
-) -> None:
+def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path, break_it: Any, message: str) -> None:
     config = ModelConfig.from_folder(folder(tmp_path))
     broken = tensors(config)
     break_it(broken)

@@ -19,14 +19,10 @@ def test_rms_norm(dtype: torch.dtype) -> None:
     x = (torch.randn(5, 16, generator=generator) * 3).to(dtype)
     weight = torch.randn(16, generator=generator).to(dtype)
     wide = x.double()
-    expected = (
-        weight.double() * wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    )
+    expected = weight.double() * wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     got = rms_norm(x, weight, 1e-5)
     assert got.dtype == dtype
-    torch.testing.assert_close(
-        got.double(), expected, atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype]
-    )
+    torch.testing.assert_close(got.double(), expected, atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
     normed, total = add_rms_norm(x, x, weight, 1e-5)
     torch.testing.assert_close(total, x + x)
     torch.testing.assert_close(normed, rms_norm(x + x, weight, 1e-5))
@@ -34,30 +30,17 @@ def test_rms_norm(dtype: torch.dtype) -> None:
 
 def test_a_weight_in_float32_is_multiplied_before_rounding() -> None:
     x = torch.tensor([[1.0, 1.0]], dtype=torch.bfloat16)
-    weight = torch.tensor(
-        [1.0 + 2**-10, 3.0 + 2**-7]
-    )  # neither is a number of bfloat16
+    weight = torch.tensor([1.0 + 2**-10, 3.0 + 2**-7])  # neither is a number of bfloat16
     got = rms_norm(x, weight, 0.0)
     assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(
-        got, weight.to(torch.bfloat16).unsqueeze(0), atol=0, rtol=0
-    )
+    torch.testing.assert_close(got, weight.to(torch.bfloat16).unsqueeze(0), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations(dtype: torch.dtype) -> None:
     x = torch.linspace(-6, 6, 40).view(2, 20).to(dtype)
     gate, up = x.double().chunk(2, -1)
-    gelu = (
-        0.5
-        * gate
-        * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
-    )
-    for got, expected in (
-        (silu_mul(x), gate * gate.sigmoid() * up),
-        (gelu_tanh_mul(x), gelu * up),
-    ):
+    gelu = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+    for got, expected in ((silu_mul(x), gate * gate.sigmoid() * up), (gelu_tanh_mul(x), gelu * up)):
         assert got.dtype == dtype
-        torch.testing.assert_close(
-            got.double(), expected, atol=4 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype]
-        )
+        torch.testing.assert_close(got.double(), expected, atol=4 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])

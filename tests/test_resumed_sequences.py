@@ -5,17 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
 from motet.tests.engine_rig import EngineRig, Stock, Told
-from motet.tests.oracle import RECIPES, VOCAB_SIZE, write_adapters, write_model
+from motet.tests.oracle import VOCAB_SIZE, write_adapters, write_model
 from motet.workers.messages import SamplingParams
 
 TOLERANCE = 1e-3  # of log-probabilities in float32
+ADAPTERS = ("rank8", "rank16_rslora")
 NUM_TOKENS = 40
 CUTS = (1, 7, 8, 9, 22, 39)  # tokens that the other gang generated; a page holds 8
 PENALTIES = SamplingParams(
@@ -42,14 +42,13 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("resumed")
     model_path = write_model("llama", folder / "model")
-    adapters = write_adapters(model_path, folder / "adapters", RECIPES[2:4])
-    yield Stock.make(model_path, adapters, folder / "store")
+    adapters = write_adapters(model_path, folder / "adapters")
+    yield Stock.make(model_path, {name: adapters[name] for name in ADAPTERS}, folder / "store")
     torch.set_num_threads(num_threads)
 
 
 def questions() -> list[Asked]:
     generator = random.Random(5)
-    adapters = (None, RECIPES[2].name, RECIPES[3].name)
     samplings = [
         msgspec.structs.replace(PENALTIES, temperature=0.0),
         msgspec.structs.replace(PENALTIES, temperature=0.9, top_p=0.9, seed=11),
@@ -57,7 +56,7 @@ def questions() -> list[Asked]:
     ]
     return [
         Asked([generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 30))], adapter, sampling)
-        for adapter in adapters
+        for adapter in (None, *ADAPTERS)
         for sampling in samplings
     ]
 

@@ -12,7 +12,7 @@ import pytest
 from motet.router import dispatch
 from motet.router.dispatch import FleetDispatcher, SequenceStream
 from motet.router.open_sequence import OpenSequence
-from motet.tests.stand_in_engine import INFO, StandInEngine
+from motet.tests.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.frame_server import FrameServer
 from motet.workers.messages import AdapterRef, SamplingParams, SequenceError, TokenLogprobs
 
@@ -74,7 +74,7 @@ class Cluster:
     """Gangs, and the directory that tells a dispatcher of them."""
 
     def __init__(self) -> None:
-        self.dispatcher = FleetDispatcher(TOKEN, gang_wait_s=10.0)
+        self.dispatcher = FleetDispatcher(TOKEN, gang_wait_s=10.0, adapter_pages=adapter_pages)
         self.gangs: list[Gang] = []  # those in the directory
         self.ever: list[Gang] = []
 
@@ -213,7 +213,7 @@ async def test_a_given_seed_is_kept_and_others_differ(cluster: Cluster) -> None:
 
 
 async def test_nobody_in_time_is_told(cluster: Cluster) -> None:
-    cluster.dispatcher = FleetDispatcher(TOKEN, gang_wait_s=0.1)
+    cluster.dispatcher = FleetDispatcher(TOKEN, gang_wait_s=0.1, adapter_pages=adapter_pages)
     gang = await cluster.add()
     reader = begun(cluster)
     await eventually(lambda: reader.num_tokens > 5)

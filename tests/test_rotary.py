@@ -7,12 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from motet.workers.models.rotary import (
-    RotaryConfig,
-    layer_rotaries,
-    rotary_table,
-    rotary_tables,
-)
+from motet.workers.models.rotary import RotaryConfig, layer_rotaries, rotary_table, rotary_tables
 
 PARAMETERS = [
     {"rope_type": "default", "rope_theta": 500000.0},
@@ -25,12 +20,7 @@ PARAMETERS = [
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 256,
     },
-    {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 256,
-    },
+    {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256},
     {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -46,15 +36,10 @@ PARAMETERS = [
 @pytest.mark.parametrize("parameters", PARAMETERS, ids=lambda p: str(p["rope_type"]))
 def test_table_is_that_of_transformers(parameters: dict[str, object]) -> None:
     config = LlamaConfig(
-        hidden_size=128,
-        num_attention_heads=2,
-        max_position_embeddings=1024,
-        rope_parameters=dict(parameters),
+        hidden_size=128, num_attention_heads=2, max_position_embeddings=1024, rope_parameters=dict(parameters)
     )
     positions = torch.arange(1024)
-    cos, sin = LlamaRotaryEmbedding(config)(
-        torch.zeros(1, 1, 64), positions.unsqueeze(0)
-    )
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1, 1, 64), positions.unsqueeze(0))
     raw = {"rope_parameters": parameters, "max_position_embeddings": 1024}
     table = rotary_table(RotaryConfig.from_model_config(raw), 64, 1024)
     torch.testing.assert_close(table[:, 0], cos[0, :, :32], atol=2e-4, rtol=0)
@@ -62,23 +47,12 @@ def test_table_is_that_of_transformers(parameters: dict[str, object]) -> None:
 
 
 def test_old_and_new_spelling_agree() -> None:
-    old = {
-        "rope_theta": 7.0,
-        "rope_scaling": {"type": "linear", "factor": 2.0},
-        "max_position_embeddings": 8,
-    }
-    new = {
-        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0},
-        "max_position_embeddings": 8,
-    }
+    old = {"rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 2.0}, "max_position_embeddings": 8}
+    new = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}, "max_position_embeddings": 8}
     assert RotaryConfig.from_model_config(old) == RotaryConfig.from_model_config(new)
 
 
-OLD_GEMMA3 = {
-    "rope_theta": 5e5,
-    "rope_local_base_freq": 300.0,
-    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-}
+OLD_GEMMA3 = {"rope_theta": 5e5, "rope_local_base_freq": 300.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 NEW_GEMMA3 = {
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
@@ -97,17 +71,10 @@ def test_layers_that_slide_may_have_their_own(raw: dict[str, object]) -> None:
     assert tables[0] is tables[2]
     torch.testing.assert_close(tables[1], rotary_table(local, 8, 16))
     only = {"max_position_embeddings": 64}
-    assert [found.theta for found in layer_rotaries(only, (True, False), 1e6, 1e4)] == [
-        1e4,
-        1e6,
-    ]
-    assert [
-        found.theta for found in layer_rotaries(only, (True, False), 1e6, None)
-    ] == [1e6, 1e6]
+    assert [found.theta for found in layer_rotaries(only, (True, False), 1e6, 1e4)] == [1e4, 1e6]
+    assert [found.theta for found in layer_rotaries(only, (True, False), 1e6, None)] == [1e6, 1e6]
 
 
 def test_unknown_scaling_is_refused_by_name() -> None:
-    with pytest.raises(
-        ValueError, match=r"'longrope' is not supported: default, linear, llama3, yarn"
-    ):
+    with pytest.raises(ValueError, match=r"'longrope' is not supported: default, linear, llama3, yarn"):
         RotaryConfig.from_model_config({"rope_scaling": {"rope_type": "longrope"}})

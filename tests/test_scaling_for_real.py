@@ -14,7 +14,7 @@ from motet.tests.running_motet import BASE, RunningMotet, eventually, running_mo
 
 OPTIONS = (
     *("--min-gangs", "0", "--max-gangs", "2"),
-    *("--scale-down-after", "5", "--scale-to-zero-after", "10"),
+    *("--scale-down-after", "3", "--scale-to-zero-after", "4", "--scaling-window", "1.5"),
     *("--max-num-sequences", "2", "--queued-tokens-per-gang", "600"),
 )
 NUM_CLIENTS = 8
@@ -81,5 +81,5 @@ def test_gangs_come_and_go_with_the_load(motet: RunningMotet) -> None:
     assert max(answered) == 2  # never more than the maximum
 
     goes_to_zero(motet)
-    time.sleep(6.0)  # longer than the window in which the last request is remembered
+    time.sleep(3.0)  # longer than the window in which the last request is remembered
     assert num_gangs(motet) == 0

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.workers.messages import AdapterRef, SamplingParams, SequenceRequest, SequenceUpdate
+from motet.workers.messages import AdapterRef, ResidencyChange, SamplingParams, SequenceRequest, SequenceUpdate
 from motet.workers.scheduling.admission import Limits, refusal
 from motet.workers.scheduling.plan import AdapterFailure, SampledToken, StepPlan, StepResult
 from motet.workers.scheduling.preemption import choose_victim
@@ -95,6 +95,7 @@ def test_random_workload_ends_with_every_page_accounted_for(seed: int, num_pages
     expected: dict[int, int] = {}
     received: dict[int, list[int]] = {}
     finished: set[int] = set()
+    told: set[str] = set()  # adapters that are there or coming, as a router would know
     for step in range(3000):
         if step < 40 and rng.random() < 0.6:
             adapter = rng.choice([None, "a1", "b2", "c3", "d4"])
@@ -116,12 +117,21 @@ def test_random_workload_ends_with_every_page_accounted_for(seed: int, num_pages
             if update.finish_reason:
                 finished.add(update.sequence_id)
         s.check_integrity()
+        change = s.take_residency_changes()
+        told = (told - set(change.went)) | set(change.came)
+        load = s.load()
+        assert len(told) == load.num_resident_adapters + load.num_coming_adapters
+        assert {digest for digest in worker.coming if digest not in told} == set()
+        assert load.num_waiting_for_adapters <= load.num_waiting
+        assert load.num_queued_tokens >= load.num_running + load.num_waiting
     assert not s.has_work()
+    assert s.load().num_queued_tokens == 0
     assert finished >= set(expected)
     for sequence_id, num_tokens in expected.items():
         assert received[sequence_id] == list(range(num_tokens)), "a token twice, missing or out of order"
     load = s.load()
     assert load.num_free_pages + load.num_adapter_pages == num_pages
+    assert load.num_idle_adapter_pages == load.num_adapter_pages
 
 
 def test_what_was_begun_elsewhere_goes_on_where_it_was() -> None:
@@ -180,8 +190,12 @@ def test_idle_adapters_go_before_anyone_is_preempted() -> None:
     s.add(request(0, adapter="a3"), 0)
     run(s, worker)
     assert s.load().num_resident_adapters == 1
+    assert s.load().num_loaded_pages == 3
+    assert s.take_residency_changes() == ResidencyChange(["a3"], [])
     s.add(request(1, num_prompt=20, max_tokens=12), 0)
     run(s, worker)
+    assert s.take_residency_changes() == ResidencyChange([], ["a3"])
+    assert s.take_residency_changes() == ResidencyChange()
     load = s.load()
     assert (load.num_resident_adapters, load.num_adapter_evictions, load.num_preemptions) == (0, 1, 0)
 
@@ -195,6 +209,10 @@ def test_a_sequence_whose_adapter_comes_is_passed_over() -> None:
     plan = s.schedule()
     assert [p.sequence_id for p in plan.sequences] == [1]
     assert [load.residence.digest for load in plan.loads] == ["a3"]
+    assert s.take_residency_changes().came == ["a3"]  # though it is only coming
+    load = s.load()
+    assert (load.num_waiting, load.num_waiting_for_adapters, load.num_coming_adapters) == (1, 1, 1)
+    assert load.num_queued_tokens == 3 + 3
 
 
 def test_a_sequence_without_finite_logits_fails_alone() -> None:
@@ -246,6 +264,7 @@ def test_a_failed_load_fails_its_sequences_and_nobody_else() -> None:
     plan = s.schedule()
     updates = s.commit(plan, worker.execute(plan, failing={"a3"}))
     assert [(u.sequence_id, u.error and u.error.kind) for u in updates] == [(0, "adapter_failed")]
+    assert s.take_residency_changes() == ResidencyChange(["b3"], ["a3"])
     s.check_integrity()
     assert {u.sequence_id for u in run(s, worker)} == {1}
 

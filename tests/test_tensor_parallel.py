@@ -41,7 +41,7 @@ class Case:
     store_path: Path
     refs: dict[str, AdapterRef]
 
-    def config(self, degree: int, num_pages: int, **settings: int | float) -> EngineConfig:
+    def config(self, degree: int, num_pages: int, **settings: int | float | str) -> EngineConfig:
         sharding = ModelSharding(ModelConfig.from_folder(self.model_path), degree)
         page_bytes = sharding.config.num_layers * sharding.slab(BLOCK_SIZE) * 4
         return EngineConfig(
@@ -78,7 +78,10 @@ def test_mixed_batch_on_a_small_pool(case: Case, degree: int) -> None:
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, num_logprobs=0)
     layout = ModelSharding(ModelConfig.from_folder(case.model_path), degree).layout(BLOCK_SIZE, "float32")
     num_pages = 16 + max(layout.num_pages(ref.module_ranks) for ref in case.refs.values())
-    with gang(case.config(degree, num_pages, max_tokens_per_step=24)) as (engine, _):
+    # Where there are experts, two workers share the features of each, and four the experts.
+    expert_sharding = "tensor" if degree == 2 else "expert"
+    config = case.config(degree, num_pages, max_tokens_per_step=24, expert_sharding=expert_sharding)
+    with gang(config) as (engine, _):
         rig = EngineRig(engine, case.refs)
         for i, (prompt, adapter) in enumerate(zip(prompts, ADAPTERS, strict=True)):
             rig.submit(i, prompt, adapter, sampling)

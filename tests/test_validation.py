@@ -12,9 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.adapters.adapter import MODULES, BaseShape
+from motet.adapters.adapter import EXPERT_MODULES, MODULES, BaseShape, ExpertShape
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.names import check_name, check_tenant
+from motet.adapters.peft import parse_config
+from motet.adapters.targets import resolve_targets
 from motet.adapters.validation import validate
 from motet.tests.lora_files import SHAPE, LoraFiles, lora_files, name_of
 
@@ -31,9 +33,7 @@ def write_raw(folder: Path, header: Any, data: bytes) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_good_upload_comes_back_bit_by_bit(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_good_upload_comes_back_bit_by_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     files = lora_files(dtype=dtype)
     content = validate(files.config_bytes, files.write(tmp_path), SHAPE)
     assert content.module_ranks == {"q_proj": 4, "v_proj": 4, "down_proj": 4}
@@ -47,66 +47,30 @@ def test_a_good_upload_comes_back_bit_by_bit(
 def test_the_digest_sees_content_only(tmp_path: Path) -> None:
     files = lora_files()
     digest = digest_of(files, tmp_path)
-    infix = {
-        name.replace(".weight", ".default.weight"): tensor
-        for name, tensor in reversed(files.tensors.items())
-    }
+    infix = {name.replace(".weight", ".default.weight"): tensor for name, tensor in reversed(files.tensors.items())}
     same = [
-        LoraFiles(
-            {**files.config, "base_model_name_or_path": "x", "inference_mode": True},
-            files.tensors,
-        ),
-        LoraFiles(
-            {**files.config, "target_modules": r".*(q|v|down)_proj"}, files.tensors
-        ),
+        LoraFiles({**files.config, "base_model_name_or_path": "x", "inference_mode": True}, files.tensors),
+        LoraFiles({**files.config, "target_modules": r".*(q|v|down)_proj"}, files.tensors),
         LoraFiles({**files.config, "r": 9, "rank_pattern": {".*": 4}}, files.tensors),
-        LoraFiles(
-            {
-                **files.config,
-                "lora_alpha": 1,
-                "alpha_pattern": {"q_proj|v_proj|down_proj": 8},
-            },
-            files.tensors,
-        ),
-        LoraFiles(
-            {**files.config, "lora_alpha": 4, "use_rslora": True}, files.tensors
-        ),  # 4 / sqrt(4) = 8 / 4
+        LoraFiles({**files.config, "lora_alpha": 1, "alpha_pattern": {"q_proj|v_proj|down_proj": 8}}, files.tensors),
+        LoraFiles({**files.config, "lora_alpha": 4, "use_rslora": True}, files.tensors),  # 4 / sqrt(4) = 8 / 4
         LoraFiles(files.config, infix),
     ]
     assert {digest_of(other, tmp_path) for other in same} == {digest}
     first = name_of(0, "q_proj", "A")
     different = [
         LoraFiles({**files.config, "lora_alpha": 9}, files.tensors),
-        LoraFiles(
-            {**files.config, "alpha_pattern": {"layers.0.self_attn.q_proj": 9}},
-            files.tensors,
-        ),
-        LoraFiles(
-            files.config,
-            {**files.tensors, first: files.tensors[first].nextafter(torch.tensor(9.0))},
-        ),
-        LoraFiles(
-            files.config,
-            {name: tensor.half().float() for name, tensor in files.tensors.items()},
-        ),
-        LoraFiles(
-            files.config,
-            {name: tensor.half() for name, tensor in files.tensors.items()},
-        ),
+        LoraFiles({**files.config, "alpha_pattern": {"layers.0.self_attn.q_proj": 9}}, files.tensors),
+        LoraFiles(files.config, {**files.tensors, first: files.tensors[first].nextafter(torch.tensor(9.0))}),
+        LoraFiles(files.config, {name: tensor.half().float() for name, tensor in files.tensors.items()}),
+        LoraFiles(files.config, {name: tensor.half() for name, tensor in files.tensors.items()}),
         lora_files(modules=("q_proj", "v_proj")),
     ]
-    assert len(
-        {digest, *(digest_of(other, tmp_path) for other in different)}
-    ) == 1 + len(different)
+    assert len({digest, *(digest_of(other, tmp_path) for other in different)}) == 1 + len(different)
 
 
 def test_a_mixed_upload(tmp_path: Path) -> None:
-    files = lora_files(
-        rank=2,
-        ranks={(1, "q_proj"): 5},
-        rank_pattern={"layers.1.self_attn.q_proj": 5},
-        use_rslora=True,
-    )
+    files = lora_files(rank=2, ranks={(1, "q_proj"): 5}, rank_pattern={"layers.1.self_attn.q_proj": 5}, use_rslora=True)
     content = validate(files.config_bytes, files.write(tmp_path), SHAPE)
     assert content.module_ranks == {"q_proj": 5, "v_proj": 2, "down_proj": 2}
     assert content.matrices[1, "q_proj"].scaling == 8 / 5**0.5
@@ -115,14 +79,8 @@ def test_a_mixed_upload(tmp_path: Path) -> None:
 Q = name_of(1, "q_proj", "A")
 SPOILED: dict[str, tuple[dict[str, torch.Tensor | None], list[str]]] = {
     "missing": ({Q: None}, ["lacks", Q]),
-    "extra module": (
-        {name_of(0, "k_proj", "A"): torch.ones(4, 16)},
-        ["does not target", "k_proj"],
-    ),
-    "extra layer": (
-        {name_of(7, "q_proj", "A"): torch.ones(4, 16)},
-        ["does not target", "layers.7"],
-    ),
+    "extra module": ({name_of(0, "k_proj", "A"): torch.ones(4, 16)}, ["does not target", "k_proj"]),
+    "extra layer": ({name_of(7, "q_proj", "A"): torch.ones(4, 16)}, ["does not target", "layers.7"]),
     "rank": ({Q: torch.ones(5, 16)}, [Q, "[5, 16]", "[4, 16]"]),
     "in": ({Q: torch.ones(4, 17)}, [Q, "[4, 17]", "[4, 16]", "16 inputs"]),
     "transposed": ({Q: torch.ones(16, 4)}, [Q, "[16, 4]"]),
@@ -132,39 +90,14 @@ SPOILED: dict[str, tuple[dict[str, torch.Tensor | None], list[str]]] = {
     "integers": ({Q: torch.ones(4, 16, dtype=torch.int32)}, ["I32", "F32, F16, BF16"]),
     "double": ({Q: torch.ones(4, 16, dtype=torch.float64)}, ["F64"]),
     "empty": ({Q: torch.ones(0, 16)}, ["holds nothing"]),
-    "dora": (
-        {Q.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(4)},
-        ["DoRA"],
-    ),
-    "embedding": (
-        {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 4)},
-        ["embedding LoRA"],
-    ),
-    "trained embeddings": (
-        {"base_model.model.model.embed_tokens.weight": torch.ones(4, 4)},
-        ["save_embedding_layers"],
-    ),
-    "modules to save": (
-        {"base_model.model.lm_head.modules_to_save.weight": torch.ones(2)},
-        ["modules_to_save"],
-    ),
-    "lora bias": (
-        {Q.replace("lora_A.weight", "lora_B.bias"): torch.ones(16)},
-        ["lora_bias"],
-    ),
-    "bias": (
-        {
-            "base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias": torch.ones(
-                16
-            )
-        },
-        ["biases"],
-    ),
+    "dora": ({Q.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(4)}, ["DoRA"]),
+    "embedding": ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 4)}, ["embedding LoRA"]),
+    "trained embeddings": ({"base_model.model.model.embed_tokens.weight": torch.ones(4, 4)}, ["save_embedding_layers"]),
+    "modules to save": ({"base_model.model.lm_head.modules_to_save.weight": torch.ones(2)}, ["modules_to_save"]),
+    "lora bias": ({Q.replace("lora_A.weight", "lora_B.bias"): torch.ones(16)}, ["lora_bias"]),
+    "bias": ({"base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias": torch.ones(16)}, ["biases"]),
     "stranger": ({"something": torch.ones(1)}, ["something", "lora_A"]),
-    "doubled": (
-        {Q.replace(".weight", ".default.weight"): torch.ones(4, 16)},
-        ["holds both"],
-    ),
+    "doubled": ({Q.replace(".weight", ".default.weight"): torch.ones(4, 16)}, ["holds both"]),
 }
 
 
@@ -172,11 +105,7 @@ SPOILED: dict[str, tuple[dict[str, torch.Tensor | None], list[str]]] = {
 def test_refuses_wrong_tensors_by_name(case: str, tmp_path: Path) -> None:
     changes, named = SPOILED[case]
     files = lora_files()
-    files.tensors = {
-        name: tensor
-        for name, tensor in {**files.tensors, **changes}.items()
-        if tensor is not None
-    }
+    files.tensors = {name: tensor for name, tensor in {**files.tensors, **changes}.items() if tensor is not None}
     with pytest.raises(AdapterInvalid) as refusal:
         digest_of(files, tmp_path)
     assert all(part in str(refusal.value) for part in named), str(refusal.value)
@@ -205,64 +134,60 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"a": 5}, b"", "are needed"),
     ],
 )
-def test_refuses_a_wrong_header(
-    header: Any, data: bytes, named: str, tmp_path: Path
-) -> None:
+def test_refuses_a_wrong_header(header: Any, data: bytes, named: str, tmp_path: Path) -> None:
     with pytest.raises(AdapterInvalid) as refusal:
         validate(lora_files().config_bytes, write_raw(tmp_path, header, data), SHAPE)
     assert named in str(refusal.value)
 
 
 EXPERTS_PATH = "base_model.model.model.layers.1.mlp."
+EXPERTS_SHAPE = BaseShape(
+    SHAPE.num_layers,
+    {module: SHAPE.modules[module] for module in MODULES[:4]} | dict.fromkeys(EXPERT_MODULES, (16, 16)),
+    ExpertShape(4, (1,), "mlp", {module: module.partition(".")[2] for module in EXPERT_MODULES}),
+)
 
 
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        (
-            f"{EXPERTS_PATH}experts.3.gate_proj.lora_A.weight",
-            "LoRA of experts is not supported",
-        ),
-        (
-            "base_model.model.model.layers.1.block_sparse_moe.experts.0.w1.lora_B.weight",
-            "LoRA of experts",
-        ),
-        (
-            f"{EXPERTS_PATH}shared_expert.up_proj.lora_A.weight",
-            "LoRA of a shared expert",
-        ),
+        (f"{EXPERTS_PATH}experts.4.gate_proj.lora_A.weight", "adapter_config.json does not target"),
+        (f"{EXPERTS_PATH.replace('1', '0')}experts.3.gate_proj.lora_A.weight", "adapter_config.json does not target"),
+        ("base_model.model.model.layers.1.block_sparse_moe.experts.0.w1.lora_B.weight", "no LoRA matrix of this base"),
+        (f"{EXPERTS_PATH}shared_expert.up_proj.lora_A.weight", "LoRA of a shared expert is not supported"),
         (f"{EXPERTS_PATH}shared_expert_gate.lora_A.weight", "LoRA of a shared expert"),
         (f"{EXPERTS_PATH}gate_proj.lora_A.weight", "no LoRA matrix of this base"),
+        (f"{EXPERTS_PATH}experts.3.gate_proj.lora_A.weight", "adapter_config.json does not target"),
     ],
 )
-def test_a_base_with_experts_takes_adapters_of_its_attention_only(
-    name: str, named: str, tmp_path: Path
-) -> None:
-    shape = BaseShape(
-        SHAPE.num_layers, {module: SHAPE.modules[module] for module in MODULES[:4]}
-    )
+def test_a_base_with_experts_takes_adapters_of_attention_and_experts(name: str, named: str, tmp_path: Path) -> None:
     files = lora_files(modules=("q_proj", "o_proj"))
-    assert validate(files.config_bytes, files.write(tmp_path), shape).module_ranks == {
-        "q_proj": 4,
-        "o_proj": 4,
-    }
+    content = validate(files.config_bytes, files.write(tmp_path), EXPERTS_SHAPE)
+    assert content.module_ranks == {"q_proj": 4, "o_proj": 4}
     files.tensors[name] = torch.ones(4, 16)
     with pytest.raises(AdapterInvalid) as refusal:
-        validate(files.config_bytes, files.write(tmp_path), shape)
+        validate(files.config_bytes, files.write(tmp_path), EXPERTS_SHAPE)
     assert name in str(refusal.value)
     assert named in str(refusal.value)
-    assert "q_proj, k_proj, v_proj, o_proj" in str(refusal.value)
-    dense = lora_files(modules=("q_proj", "gate_proj"))
-    with pytest.raises(
-        AdapterInvalid,
-        match=r"names 'gate_proj', which adapters of this base cannot have: q_proj",
-    ):
-        validate(dense.config_bytes, dense.write(tmp_path), shape)
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"1234", b"\x80\x02}q\x00.", b"PK\x03\x04" + b"0" * 99, b"\xff" * 99]
-)
+def test_targets_of_experts_are_those_of_the_layers_that_have_them() -> None:
+    config = {"peft_type": "LORA", "r": 2, "target_modules": ["gate_proj"], "rank_pattern": {"experts.2.gate_proj": 5}}
+    targets = resolve_targets(parse_config(json.dumps(config).encode()), EXPERTS_SHAPE)
+    ranks = {key: target.rank for key, target in targets.items()}
+    assert ranks == {(1, f"experts.{expert}.gate_proj"): 5 if expert == 2 else 2 for expert in range(4)}
+    with pytest.raises(AdapterInvalid, match=r"names 'w1', which adapters of this base cannot have: q_proj"):
+        resolve_targets(parse_config(json.dumps(config | {"target_modules": ["w1"]}).encode()), EXPERTS_SHAPE)
+
+
+def test_a_dense_base_takes_no_adapters_of_experts(tmp_path: Path) -> None:
+    files = lora_files(modules=("q_proj",))
+    files.tensors[f"{EXPERTS_PATH}experts.0.gate_proj.lora_A.weight"] = torch.ones(4, 16)
+    with pytest.raises(AdapterInvalid, match=r"experts\.0\.gate_proj.*no LoRA matrix of this base"):
+        validate(files.config_bytes, files.write(tmp_path), SHAPE)
+
+
+@pytest.mark.parametrize("data", [b"", b"1234", b"\x80\x02}q\x00.", b"PK\x03\x04" + b"0" * 99, b"\xff" * 99])
 def test_refuses_what_is_no_safetensors_file(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "raw"
     path.write_bytes(data)
@@ -284,19 +209,13 @@ def test_unaligned_tensors_are_read_right(tmp_path: Path) -> None:
     paths = []
     for spaces in range(4):
         text = json.dumps(header).encode() + b" " * spaces
-        paths.append(
-            validate(files.config_bytes, write_raw(tmp_path, text, data), SHAPE).digest
-        )
+        paths.append(validate(files.config_bytes, write_raw(tmp_path, text, data), SHAPE).digest)
     assert set(paths) == {digest_of(files, tmp_path)}
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 2**32), num_flips=st.integers(0, 3), cut=st.integers(-1, 400)
-)
-def test_a_corrupted_file_is_refused_or_reads_as_what_it_says(
-    seed: int, num_flips: int, cut: int
-) -> None:
+@given(seed=st.integers(0, 2**32), num_flips=st.integers(0, 3), cut=st.integers(-1, 400))
+def test_a_corrupted_file_is_refused_or_reads_as_what_it_says(seed: int, num_flips: int, cut: int) -> None:
     """Random damage to header or data never crashes, and never passes for the undamaged content."""
     files = lora_files(modules=("q_proj",), rank=1)
     chooser = random.Random(seed)
@@ -326,23 +245,7 @@ def test_accepts_names(name: str) -> None:
     check_tenant(name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        ".a",
-        "-a",
-        "a/b",
-        "a b",
-        "a\n",
-        "ä",
-        "x" * 65,
-        "a:b",
-        "base",
-        "\ud800",
-        "a\0",
-    ],
-)
+@pytest.mark.parametrize("name", ["", ".a", "-a", "a/b", "a b", "a\n", "ä", "x" * 65, "a:b", "base", "\ud800", "a\0"])
 def test_refuses_names(name: str) -> None:
     with pytest.raises(AdapterInvalid, match="name"):
         check_name(name, reserved={"base"})

@@ -26,13 +26,9 @@ class EngineConfig:
     max_model_len: int | None = None  # None: what the model's config says
     num_threads: int = 1  # threads of the compute library
     tensor_parallel: int = 1  # workers of the gang
-    expert_sharding: ExpertSharding = (
-        "tensor"  # workers share each expert's features, or ("expert") the experts
-    )
+    expert_sharding: ExpertSharding = "tensor"  # workers share each expert's features, or ("expert") the experts
     step_deadline_s: float = 120.0  # a worker that takes longer over a step hangs
-    start_deadline_s: float = (
-        300.0  # for all workers to come up, before they load the model
-    )
+    start_deadline_s: float = 300.0  # for all workers to come up, before they load the model
 
     def __post_init__(self) -> None:
         for key in (
@@ -50,16 +46,10 @@ class EngineConfig:
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype = {self.dtype!r}: float32 or bfloat16 is accepted")
         if self.expert_sharding not in ("tensor", "expert"):
-            raise ValueError(
-                f"expert_sharding = {self.expert_sharding!r}: tensor or expert is accepted"
-            )
+            raise ValueError(f"expert_sharding = {self.expert_sharding!r}: tensor or expert is accepted")
         if self.max_model_len is not None and self.max_model_len < 1:
-            raise ValueError(
-                f"max_model_len = {self.max_model_len!r}: a positive integer or none is needed"
-            )
+            raise ValueError(f"max_model_len = {self.max_model_len!r}: a positive integer or none is needed")
 
     def context_of(self, max_position_embeddings: int) -> int:
         """The longest sequence of a model of so many positions, in tokens."""
-        return min(
-            self.max_model_len or max_position_embeddings, max_position_embeddings
-        )
+        return min(self.max_model_len or max_position_embeddings, max_position_embeddings)

@@ -30,26 +30,18 @@ from .scheduling.scheduler import Scheduler
 from .worker import WorkerSettings
 from .worker_builder import build_executor
 
-Spawn = Callable[
-    [WorkerSettings], None
-]  # starts `run_worker` in a process of its own and returns at once
+Spawn = Callable[[WorkerSettings], None]  # starts `run_worker` in a process of its own and returns at once
 
 
 def build_engine_loop(
-    config: EngineConfig,
-    on_progress: Progress | None = None,
-    spawn: Spawn | None = None,
-    host: str = "127.0.0.1",
+    config: EngineConfig, on_progress: Progress | None = None, spawn: Spawn | None = None, host: str = "127.0.0.1"
 ) -> EngineLoop:
     """An engine with a thread of its own, not yet started. See `build_engine`."""
     return EngineLoop(build_engine(config, on_progress, spawn, host))
 
 
 def build_engine(
-    config: EngineConfig,
-    on_progress: Progress | None = None,
-    spawn: Spawn | None = None,
-    host: str = "127.0.0.1",
+    config: EngineConfig, on_progress: Progress | None = None, spawn: Spawn | None = None, host: str = "127.0.0.1"
 ) -> Engine:
     """Loads the base and lays out the pool, on as many workers as the config says.
 
@@ -57,21 +49,15 @@ def build_engine(
     ValueError if the model cannot be served with these settings, WorkerLostError if a worker does not come up.
     """
     model = ModelConfig.from_folder(config.model_path)
-    sharding = ModelSharding(
-        model, config.tensor_parallel, expert_sharding=config.expert_sharding
-    )
-    geometry = plan_pool(
-        sharding, config.block_size, getattr(torch, config.dtype), config.pool_bytes
-    )
+    sharding = ModelSharding(model, config.tensor_parallel, expert_sharding=config.expert_sharding)
+    geometry = plan_pool(sharding, config.block_size, getattr(torch, config.dtype), config.pool_bytes)
     executor: Executor
     if config.tensor_parallel == 1:
         executor = build_executor(config, Alone(), on_progress)
         kernels = executor.kernels_name
     else:
         if spawn is None:
-            raise ValueError(
-                f"tensor_parallel = {config.tensor_parallel}: a way to start workers is needed, or 1"
-            )
+            raise ValueError(f"tensor_parallel = {config.tensor_parallel}: a way to start workers is needed, or 1")
         executor, kernels = _start_gang(config, on_progress, spawn, host)
     layout = sharding.layout(config.block_size, config.dtype)
     scheduler = Scheduler(
@@ -90,22 +76,13 @@ def _start_gang(
     with socket.create_server((host, 0)) as listener:
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         for rank in range(config.tensor_parallel):
-            spawn(
-                WorkerSettings(
-                    config, rank, host, listener.getsockname()[1], store.port, secret
-                )
-            )
+            spawn(WorkerSettings(config, rank, host, listener.getsockname()[1], store.port, secret))
         connections = _accept(listener, config, secret)
-    kernels = [
-        _await_ready(rank, connection, on_progress)
-        for rank, connection in enumerate(connections)
-    ]
+    kernels = [_await_ready(rank, connection, on_progress) for rank, connection in enumerate(connections)]
     return GangExecutor(connections, store, config.step_deadline_s), kernels[0]
 
 
-def _accept(
-    listener: socket.socket, config: EngineConfig, secret: str
-) -> list[Connection]:
+def _accept(listener: socket.socket, config: EngineConfig, secret: str) -> list[Connection]:
     """A connection of each worker, by rank. Raises WorkerLostError if one does not come in time."""
     decoder = msgspec.msgpack.Decoder(FromWorker)
     found: dict[int, Connection] = {}
@@ -116,9 +93,7 @@ def _accept(
             connection = Connection(listener.accept()[0])
         except TimeoutError:
             missing = sorted(set(range(config.tensor_parallel)) - found.keys())
-            raise WorkerLostError(
-                f"workers {missing} did not come within {config.start_deadline_s:g} s"
-            ) from None
+            raise WorkerLostError(f"workers {missing} did not come within {config.start_deadline_s:g} s") from None
         connection.set_timeout(10.0)
         try:
             message = decoder.decode(connection.receive())
@@ -133,23 +108,17 @@ def _accept(
     return [found[rank] for rank in range(config.tensor_parallel)]
 
 
-def _await_ready(
-    rank: int, connection: Connection, on_progress: Progress | None
-) -> str:
+def _await_ready(rank: int, connection: Connection, on_progress: Progress | None) -> str:
     decoder = msgspec.msgpack.Decoder(FromWorker)
     while True:
         try:
             message = decoder.decode(connection.receive())
         except ConnectionLostError as error:
-            raise WorkerLostError(
-                f"worker {rank} was lost while it loaded the model: {error}"
-            ) from error
+            raise WorkerLostError(f"worker {rank} was lost while it loaded the model: {error}") from error
         if isinstance(message, Ready):
             return message.kernels
         if isinstance(message, Failed):
-            raise WorkerLostError(
-                f"worker {rank} could not load the model: {message.problem}"
-            )
+            raise WorkerLostError(f"worker {rank} could not load the model: {message.problem}")
         if isinstance(message, ProgressMessage) and on_progress is not None:
             on_progress(message.what, message.done, message.total)
 
@@ -165,9 +134,7 @@ def _limits(config: EngineConfig, geometry: PoolGeometry, model: ModelConfig) ->
     )
 
 
-def _info(
-    config: EngineConfig, geometry: PoolGeometry, kernels: str, model: ModelConfig
-) -> GangInfo:
+def _info(config: EngineConfig, geometry: PoolGeometry, kernels: str, model: ModelConfig) -> GangInfo:
     return GangInfo(
         gang_id="",  # the leader's replica names itself
         model=str(config.model_path),

@@ -13,8 +13,8 @@ from .messages import EngineLoad
 class StepTimes:
     """Seconds inside steps, and seconds that adapters took to come, since the engine's start.
 
-    An adapter counts from the begin of the step that asked for it to the end of the step that noticed it, as it does for
-    the sequences that wait for it, and several that come at once count each.
+    An adapter counts from the begin of the step that asked for it to the end of the step that noticed it, as it does
+    for the sequences that wait for it, and several that come at once count each.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

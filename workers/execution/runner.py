@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from ...adapters.adapter import MODULES
+from ...adapters.adapter import EXPERT_MODULES, MODULES
 from ...adapters.layout import AdapterLayout
 from ...kernels.backend import Kernels
-from ...kernels.lora import (
-    ABSENT,
-    LoraBatch,
-    LoraGeometry,
-    LoraSegment,
-    ModuleSlice,
-    PagedAdapter,
-)
+from ...kernels.lora import ABSENT, LoraBatch, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from ..decoding.sampling import sample
 from ..memory.pool import PoolGeometry, kv_view
 from ..models.context import ForwardContext
@@ -42,11 +37,13 @@ class Runner:
         self._layout, self._rotary, self._kv = layout, rotary, kv_view(pool, geometry)
         widths = {module: layout.part(module).widths for module in layout.shape.modules}
         self._lora_geometry = LoraGeometry(
-            geometry.num_layers,
-            geometry.slab,
-            layout.tile,
-            tuple(widths.get(module, (0, 0)) for module in MODULES),
+            geometry.num_layers, geometry.slab, layout.tile, tuple(widths.get(module, (0, 0)) for module in MODULES)
         )
+        self._expert_geometry = None
+        if layout.shape.experts is not None:
+            sides = tuple(widths[module] for module in EXPERT_MODULES)
+            self._expert_geometry = LoraGeometry(geometry.num_layers, geometry.slab, layout.tile, sides)
+        self._known: dict[str, tuple[Residence, PagedAdapter]] = {}  # of the last plan, by digest
         self._lora_batch: tuple[tuple[LoraSegment, ...], LoraBatch] = ((), None)
 
     @torch.inference_mode()
@@ -66,9 +63,8 @@ class Runner:
         return self._logits(self._inputs(plan))
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
-        adapters = {
-            residence.digest: self._paged(residence) for residence in plan.adapters
-        }
+        self._known = {residence.digest: (residence, self._paged(residence)) for residence in plan.adapters}
+        adapters = {digest: adapter for digest, (_, adapter) in self._known.items()}
         return make_inputs(plan, adapters, self._geometry.block_size, self._pool.device)
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor:
@@ -78,6 +74,8 @@ class Runner:
             self._pool,
             inputs.attention,
             self._lora(inputs.segments),
+            inputs.segments,
+            self._expert_geometry,
             self._rotary,
             self._kv,
         )
@@ -89,18 +87,27 @@ class Runner:
         if not segments:
             return None
         if self._lora_batch[0] != segments:
-            batch = self._kernels.lora.prepare(
-                segments, self._lora_geometry, self._pool.device
-            )
+            batch = self._kernels.lora.prepare(segments, self._lora_geometry, self._pool.device)
             self._lora_batch = (segments, batch)
         return self._lora_batch[1]
 
     def _paged(self, residence: Residence) -> PagedAdapter:
-        offsets = self._layout.offsets(residence.module_ranks)
-        slices = (
-            ModuleSlice(offsets[m].rank, offsets[m].a_rows, offsets[m].a, offsets[m].b)
-            if m in offsets
-            else ABSENT
-            for m in MODULES
-        )
-        return PagedAdapter(residence.pages, tuple(slices))
+        known = self._known.get(residence.digest)
+        if known is not None and known[0] == residence:
+            return known[1]
+        offsets, shape = self._layout.offsets(residence.module_ranks), self._layout.shape
+
+        def slices(modules: Iterable[str], expert: int) -> tuple[ModuleSlice, ...]:
+            found = (offsets.get(module) for module in modules)
+            return tuple(
+                ModuleSlice(at.rank, at.a_rows, at.a + expert * at.stride, at.b + expert * at.stride) if at else ABSENT
+                for at in found
+            )
+
+        experts: tuple[PagedAdapter, ...] = ()
+        if shape.experts is not None and any(module in offsets for module in EXPERT_MODULES):
+            experts = tuple(
+                PagedAdapter(residence.pages, slices(EXPERT_MODULES, expert))
+                for expert in range(shape.experts.num_experts)
+            )
+        return PagedAdapter(residence.pages, slices(MODULES, 0), experts)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ...adapters.adapter import BaseShape
+from ...adapters.adapter import EXPERT_MODULES, BaseShape, ExpertShape
 from .expert_config import ExpertConfig
 from .families import Family, family_of
 from .rotary import RotaryConfig, layer_rotaries
@@ -39,9 +39,7 @@ class ModelConfig:
     attention_scale: float
     attention_softcap: float | None
     logit_softcap: float | None
-    sliding_windows: tuple[
-        int | None, ...
-    ]  # tokens that a layer's queries see, themselves included; None: all
+    sliding_windows: tuple[int | None, ...]  # tokens that a layer's queries see, themselves included; None: all
     experts: ExpertConfig | None
     eos_token_ids: tuple[int, ...]
 
@@ -50,16 +48,10 @@ class ModelConfig:
         """Reads config.json and generation_config.json. Raises ValueError when motet cannot compute such a model."""
         path = folder / "config.json"
         if not path.is_file():
-            raise ValueError(
-                f"{folder} has no config.json: a model folder in Hugging Face format is needed"
-            )
+            raise ValueError(f"{folder} has no config.json: a model folder in Hugging Face format is needed")
         raw = json.loads(path.read_text())
         generation = folder / "generation_config.json"
-        eos = (
-            json.loads(generation.read_text()).get("eos_token_id")
-            if generation.is_file()
-            else None
-        )
+        eos = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
         try:
             return _parse(raw, eos)
         except KeyError as error:
@@ -67,12 +59,8 @@ class ModelConfig:
 
     @property
     def shape(self) -> BaseShape:
-        """What adapters must fit. A base with experts has only its attention's modules."""
-        hidden, query, kv = (
-            self.hidden_size,
-            self.num_heads * self.head_dim,
-            self.num_kv_heads * self.head_dim,
-        )
+        """What adapters must fit. A base with experts takes them on its attention and its experts."""
+        hidden, query, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = {
             "q_proj": (hidden, query),
             "k_proj": (hidden, kv),
@@ -84,9 +72,15 @@ class ModelConfig:
             "up_proj": (hidden, self.intermediate_size),
             "down_proj": (self.intermediate_size, hidden),
         }
+        experts, names = self.experts, self.family.experts
+        if experts is None or names is None:
+            return BaseShape(self.num_layers, attention | dense)
+        width, gate, up, down = experts.intermediate_size, *EXPERT_MODULES
+        sparse = {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
+        layers = tuple(layer for layer, has_experts in enumerate(experts.layers) if has_experts)
+        called = {gate: names.gate, up: names.up, down: names.down}
         return BaseShape(
-            self.num_layers,
-            attention if self.experts is not None else attention | dense,
+            self.num_layers, attention | sparse, ExpertShape(experts.num_experts, layers, names.block, called)
         )
 
     def slab(self, block_size: int) -> int:
@@ -101,9 +95,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     num_heads = int(raw["num_attention_heads"])
     num_kv_heads = int(raw.get("num_key_value_heads") or num_heads)
     if num_heads % num_kv_heads:
-        raise ValueError(
-            f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads"
-        )
+        raise ValueError(f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads")
     head_dim = int(raw.get("head_dim") or raw["hidden_size"] // num_heads)
     attention_bias = bool(raw.get("attention_bias", False))
     num_layers = int(raw["num_hidden_layers"])
@@ -120,29 +112,18 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         head_dim=head_dim,
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         activation=raw.get(family.activation_key, family.activation),
-        rotaries=layer_rotaries(
-            raw, slides, family.rope_theta, family.local_rope_theta
-        ),
+        rotaries=layer_rotaries(raw, slides, family.rope_theta, family.local_rope_theta),
         max_model_len=int(raw["max_position_embeddings"]),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", family.tied_embedding)),
         qkv_bias=attention_bias or bool(raw.get("qkv_bias", family.qkv_bias)),
         output_bias=attention_bias,
         mlp_bias=bool(raw.get("mlp_bias", False)),
-        attention_scale=float(
-            raw["query_pre_attn_scalar"] if family.query_scalar else head_dim
-        )
-        ** -0.5,
-        attention_softcap=_number(raw["attn_logit_softcapping"])
-        if family.attention_softcap
-        else None,
+        attention_scale=float(raw["query_pre_attn_scalar"] if family.query_scalar else head_dim) ** -0.5,
+        attention_softcap=_number(raw["attn_logit_softcapping"]) if family.attention_softcap else None,
         logit_softcap=_number(raw.get("final_logit_softcapping")),
-        sliding_windows=tuple(
-            int(window) if slide and window else None for slide in slides
-        ),
+        sliding_windows=tuple(int(window) if slide and window else None for slide in slides),
         experts=ExpertConfig.from_model_config(raw, family),
-        eos_token_ids=tuple(
-            sorted(_token_ids(raw.get("eos_token_id")) | _token_ids(generation_eos))
-        ),
+        eos_token_ids=tuple(sorted(_token_ids(raw.get("eos_token_id")) | _token_ids(generation_eos))),
     )
 
 
@@ -150,21 +131,13 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
     activation = raw.get(family.activation_key, family.activation)
     if activation not in get_args(Activation):
         accepted = ", ".join(get_args(Activation))
-        raise ValueError(
-            f"{family.activation_key} {activation!r} is not supported: {accepted} are accepted"
-        )
+        raise ValueError(f"{family.activation_key} {activation!r} is not supported: {accepted} are accepted")
     if raw.get("quantization_config"):
-        raise ValueError(
-            "quantized checkpoints are not supported: float32, float16 or bfloat16 weights are accepted"
-        )
+        raise ValueError("quantized checkpoints are not supported: float32, float16 or bfloat16 weights are accepted")
     if raw.get("use_bidirectional_attention"):
-        raise ValueError(
-            "use_bidirectional_attention is not supported: only causal decoders are accepted"
-        )
+        raise ValueError("use_bidirectional_attention is not supported: only causal decoders are accepted")
     if raw.get("attn_logit_softcapping") is not None and not family.attention_softcap:
-        raise ValueError(
-            f"attn_logit_softcapping is not supported for {family.name}: null is accepted"
-        )
+        raise ValueError(f"attn_logit_softcapping is not supported for {family.name}: null is accepted")
 
 
 def _number(value: Any) -> float | None:

@@ -9,7 +9,7 @@ import torch
 from ...adapters.adapter import MODULES
 from ...kernels.attention import AttentionBatch
 from ...kernels.backend import Kernels
-from ...kernels.lora import LoraBatch
+from ...kernels.lora import LoraBatch, LoraGeometry, LoraSegment
 from ..parallel import Parallel
 
 # Modules that share an input are computed together: one base product, one shrink, one expand.
@@ -28,5 +28,7 @@ class ForwardContext:
     pool: torch.Tensor  # [num_pages, num_layers, slab]
     attention: AttentionBatch
     lora: LoraBatch | None  # None: no row has an adapter
+    segments: tuple[LoraSegment, ...]  # of the rows that have one
+    expert_geometry: LoraGeometry | None  # of the adapters' parts for experts; None: the base has none
     rotary: tuple[torch.Tensor, ...]  # by layer, [num_positions, 2, head_dim // 2] each
     kv: torch.Tensor  # view of the pool: [num_pages, num_layers, 2, block_size, num_kv_heads, head_dim]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...kernels.backend import PackLinear, as_it_is
 from .context import ForwardContext
 from .layer_loader import load_layer, load_norm
 from .layers import BASE, DecoderLayer
@@ -27,9 +28,7 @@ class Decoder:
     embedding_scale: float
     logit_softcap: float | None  # a logit l counts as softcap * tanh(l / softcap)
 
-    def hidden_states(
-        self, token_ids: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
+    def hidden_states(self, token_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """The last layer's normed states of `[num_rows]` tokens, `[num_rows, hidden]`; their KV is in the pool."""
         x, residual = self._embed(token_ids, context), None
         if self.embedding_scale != 1.0:
@@ -45,18 +44,14 @@ class Decoder:
             return logits
         return self.logit_softcap * torch.tanh(logits / self.logit_softcap)
 
-    def _raw_logits(
-        self, hidden: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
+    def _raw_logits(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         own = context.kernels.linear(hidden, self.head, None)
         if context.parallel.degree == 1:
             return own.float()
         share = -(-self.vocab_size // context.parallel.degree)
         padded = own.new_zeros(len(hidden), share)
         padded[:, : own.shape[1]] = own
-        gathered = context.parallel.all_gather(
-            padded, BASE
-        )  # [degree, num_rows, share]
+        gathered = context.parallel.all_gather(padded, BASE)  # [degree, num_rows, share]
         return gathered.transpose(0, 1).flatten(1)[:, : self.vocab_size].float()
 
     def _embed(self, token_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -64,20 +59,16 @@ class Decoder:
             return self.embedding[token_ids]
         start, stop = self.vocabulary
         mine = (token_ids >= start) & (token_ids < stop)
-        found = self.embedding[
-            (token_ids - start).clamp(0, max(stop - start - 1, 0))
-        ] * mine.unsqueeze(1)
+        found = self.embedding[(token_ids - start).clamp(0, max(stop - start - 1, 0))] * mine.unsqueeze(1)
         return context.parallel.all_reduce(found, BASE)
 
 
-def load_decoder(sharding: ModelSharding, checkpoint: Checkpoint) -> Decoder:
+def load_decoder(sharding: ModelSharding, checkpoint: Checkpoint, pack_linear: PackLinear = as_it_is) -> Decoder:
     """Reads this worker's part of every weight. Raises ValueError for missing, misshapen or left-over tensors."""
     config = sharding.config
     hidden, vocab, own = config.hidden_size, config.vocab_size, sharding.vocabulary
     embedding = checkpoint.take("model.embed_tokens.weight", (vocab, hidden), rows=own)
-    layers = tuple(
-        load_layer(index, sharding, checkpoint) for index in range(config.num_layers)
-    )
+    layers = tuple(load_layer(index, sharding, checkpoint, pack_linear) for index in range(config.num_layers))
     norm = load_norm("model.norm", hidden, sharding, checkpoint)
     if config.tie_word_embeddings:
         checkpoint.drop("lm_head.weight")
@@ -87,18 +78,7 @@ def load_decoder(sharding: ModelSharding, checkpoint: Checkpoint) -> Decoder:
     checkpoint.drop("rotary_emb.inv_freq")
     checkpoint.finish()
     scale = 1.0
-    if (
-        config.family.scaled_embedding
-    ):  # rounded like the weights, as these families were trained
+    if config.family.scaled_embedding:  # rounded like the weights, as these families were trained
         scale = float(torch.tensor(hidden**0.5, dtype=embedding.dtype))
-    return Decoder(
-        embedding,
-        layers,
-        norm,
-        config.norm_eps,
-        head,
-        own,
-        vocab,
-        scale,
-        config.logit_softcap,
-    )
+    packed_head = pack_linear(head)
+    return Decoder(embedding, layers, norm, config.norm_eps, packed_head, own, vocab, scale, config.logit_softcap)

@@ -17,23 +17,16 @@ class ExpertConfig:
     top_k: int  # experts that compute a row
     intermediate_size: int  # of one expert
     normalized: bool  # the chosen experts' weights add up to one
-    shared_intermediate_size: (
-        int | None
-    )  # of the expert that computes every row; None: there is none
+    shared_intermediate_size: int | None  # of the expert that computes every row; None: there is none
     layers: tuple[bool, ...]  # True: experts, False: a dense MLP
 
     @staticmethod
-    def from_model_config(
-        raw: Mapping[str, Any], family: Family
-    ) -> ExpertConfig | None:
+    def from_model_config(raw: Mapping[str, Any], family: Family) -> ExpertConfig | None:
         """None: no layer has experts. Raises ValueError for numbers that contradict each other."""
         if family.experts is None:
             return None
         num_experts = int(_first(raw, "num_experts", "num_local_experts"))
-        top_k, step = (
-            int(raw["num_experts_per_tok"]),
-            int(raw.get("decoder_sparse_step") or 1),
-        )
+        top_k, step = int(raw["num_experts_per_tok"]), int(raw.get("decoder_sparse_step") or 1)
         dense = {int(layer) for layer in raw.get("mlp_only_layers") or ()}
         layers = tuple(
             num_experts > 0 and layer not in dense and (layer + 1) % step == 0
@@ -42,20 +35,13 @@ class ExpertConfig:
         if not any(layers):
             return None
         if not 1 <= top_k <= num_experts:
-            raise ValueError(
-                f"num_experts_per_tok = {top_k}: 1 to {num_experts}, the number of experts, is accepted"
-            )
+            raise ValueError(f"num_experts_per_tok = {top_k}: 1 to {num_experts}, the number of experts, is accepted")
         return ExpertConfig(
             num_experts=num_experts,
             top_k=top_k,
-            intermediate_size=int(
-                _first(raw, "moe_intermediate_size", "intermediate_size")
-            ),
-            normalized=family.always_normalized
-            or bool(raw.get("norm_topk_prob", False)),
-            shared_intermediate_size=int(raw["shared_expert_intermediate_size"])
-            if family.shared_expert
-            else None,
+            intermediate_size=int(_first(raw, "moe_intermediate_size", "intermediate_size")),
+            normalized=family.always_normalized or bool(raw.get("norm_topk_prob", False)),
+            shared_intermediate_size=int(raw["shared_expert_intermediate_size"]) if family.shared_expert else None,
             layers=layers,
         )
 

@@ -8,6 +8,7 @@ import torch
 
 from .config import Activation
 from .context import ForwardContext
+from .expert_lora import expert_lora
 from .layers import BASE, gated
 
 
@@ -19,15 +20,11 @@ class SharedExpert:
     down: torch.Tensor  # [hidden, this worker's features]
     gate: torch.Tensor  # [1, hidden]
 
-    def __call__(
-        self, x: torch.Tensor, activation: Activation, context: ForwardContext
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, activation: Activation, context: ForwardContext) -> torch.Tensor:
         """This worker's partial sum."""
         kernels = context.kernels
         inner = gated(kernels.linear(x, self.gate_up, None), activation, kernels)
-        return kernels.linear(x, self.gate, None).sigmoid() * kernels.linear(
-            inner, self.down, None
-        )
+        return kernels.linear(x, self.gate, None).sigmoid() * kernels.linear(inner, self.down, None)
 
 
 @dataclass(frozen=True)
@@ -42,34 +39,33 @@ class ExpertMlp:
     gate_up: torch.Tensor  # [this worker's experts, 2 * its features, hidden]
     down: torch.Tensor  # [this worker's experts, hidden, its features]
     first: int  # of this worker's experts
+    is_cut: bool  # into features; else this worker's experts are whole
     top_k: int
     normalized: bool  # the chosen experts' weights add up to one
     activation: Activation
     shared: SharedExpert | None
 
-    def __call__(
-        self, x: torch.Tensor, layer: int, context: ForwardContext
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         kernels = context.kernels.experts
         # Each worker chooses for itself: the same x gives the same choice.
-        chosen, weights = choose_experts(
-            context.kernels.linear(x, self.router, None), self.top_k, self.normalized
-        )
+        chosen, weights = choose_experts(context.kernels.linear(x, self.router, None), self.top_k, self.normalized)
         groups = kernels.group(chosen, weights, self.first, len(self.gate_up))
-        inner = gated(
-            kernels.linear(x[groups.rows], self.gate_up, groups),
-            self.activation,
-            context.kernels,
-        )
-        y = kernels.combine(kernels.linear(inner, self.down, groups), groups, len(x))
+        lora = expert_lora(groups, self.first, self.is_cut, context)
+        pairs = x[groups.rows]
+        gate_up = kernels.linear(pairs, self.gate_up, groups)
+        if lora is not None:
+            lora.add_gate_up(pairs, gate_up, layer, context)
+        inner = gated(gate_up, self.activation, context.kernels)
+        down = kernels.linear(inner, self.down, groups)
+        if lora is not None:
+            lora.add_down(inner, down, layer, context)
+        y = kernels.combine(down, groups, len(x))
         if self.shared is not None:
             y = y + self.shared(x, self.activation, context)
         return context.parallel.all_reduce(y, BASE)
 
 
-def choose_experts(
-    logits: torch.Tensor, top_k: int, normalized: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_experts(logits: torch.Tensor, top_k: int, normalized: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The likeliest experts of each row, `[num_rows, top_k]` int64, and their weights in float32."""
     weights, chosen = logits.float().softmax(-1).topk(top_k, dim=-1)
     return chosen, weights / weights.sum(-1, keepdim=True) if normalized else weights

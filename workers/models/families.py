@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .sliding import (
-    Slides,
-    below_layer_alternating,
-    every_other,
-    five_of_six,
-    from_layer,
-    if_asked,
-    never,
-    throughout,
-)
+from .sliding import Slides, below_layer_alternating, every_other, five_of_six, from_layer, if_asked, never, throughout
 
 
 @dataclass(frozen=True)
@@ -32,23 +23,17 @@ class Family:
 
     name: str
     qkv_bias: bool = False  # there even without `attention_bias`
-    qk_norm: bool = (
-        False  # RMS norm over each head of q and k before the rotary embedding
-    )
+    qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
     norm_offset: float = 0.0  # is added to the stored weights of all norms
     post_norms: bool = False  # the outputs of attention and MLP are normed too, before they join the residual
     scaled_embedding: bool = False  # by the root of the hidden size
     tied_embedding: bool = False  # where config.json does not say
-    query_scalar: bool = (
-        False  # `query_pre_attn_scalar` scales attention in place of the head size
-    )
+    query_scalar: bool = False  # `query_pre_attn_scalar` scales attention in place of the head size
     attention_softcap: bool = False  # `attn_logit_softcapping` counts
     activation_key: str = "hidden_act"
     activation: str = "silu"  # where config.json does not say
     slides: Slides = never
-    window: int | None = (
-        4096  # of the layers that slide, where config.json does not say
-    )
+    window: int | None = 4096  # of the layers that slide, where config.json does not say
     rope_theta: float = 10_000.0  # where config.json does not say
     local_rope_theta: float | None = (
         None  # layers that slide have a rotary embedding of their own, by default with this
@@ -73,16 +58,10 @@ FAMILIES = {
     ),
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, slides=from_layer),
     "Qwen2MoeForCausalLM": Family(
-        "qwen2_moe",
-        qkv_bias=True,
-        slides=below_layer_alternating,
-        experts=_QWEN_EXPERTS,
-        shared_expert=True,
+        "qwen2_moe", qkv_bias=True, slides=below_layer_alternating, experts=_QWEN_EXPERTS, shared_expert=True
     ),
     "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, slides=from_layer),
-    "Qwen3MoeForCausalLM": Family(
-        "qwen3_moe", qk_norm=True, slides=if_asked, experts=_QWEN_EXPERTS
-    ),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, slides=if_asked, experts=_QWEN_EXPERTS),
     "Gemma2ForCausalLM": Family(
         "gemma2",
         norm_offset=1.0,
@@ -116,7 +95,5 @@ def family_of(architecture: str) -> Family:
     """The family of an architecture. Raises ValueError for one that motet does not compute."""
     family = FAMILIES.get(architecture)
     if family is None:
-        raise ValueError(
-            f"architecture {architecture!r} is not supported: {', '.join(FAMILIES)} are accepted"
-        )
+        raise ValueError(f"architecture {architecture!r} is not supported: {', '.join(FAMILIES)} are accepted")
     return family

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ...kernels.backend import PackLinear
 from .context import DOWN, GATE_UP, OUTPUT, QKV
 from .experts import ExpertMlp, SharedExpert
 from .layers import Attention, ColumnLinear, DecoderLayer, GatedMlp, HeadNorm, RowLinear
@@ -11,11 +12,9 @@ from .sharding import ModelSharding, Range
 from .weights import Checkpoint
 
 
-def load_layer(
-    index: int, sharding: ModelSharding, checkpoint: Checkpoint
-) -> DecoderLayer:
+def load_layer(index: int, sharding: ModelSharding, checkpoint: Checkpoint, pack_linear: PackLinear) -> DecoderLayer:
     """The layer. Raises ValueError for missing and misshapen tensors."""
-    loader, config = _LayerLoader(index, sharding, checkpoint), sharding.config
+    loader, config = _LayerLoader(index, sharding, checkpoint, pack_linear), sharding.config
     has_experts = config.experts is not None and config.experts.layers[index]
     has_post_norms = config.family.post_norms
     return DecoderLayer(
@@ -23,83 +22,42 @@ def load_layer(
         loader.attention(),
         loader.experts() if has_experts else loader.mlp(),
         attention_norm=loader.norm("input_layernorm"),
-        mlp_norm=loader.norm(
-            "pre_feedforward_layernorm"
-            if has_post_norms
-            else "post_attention_layernorm"
-        ),
-        attention_post_norm=loader.norm("post_attention_layernorm")
-        if has_post_norms
-        else None,
-        mlp_post_norm=loader.norm("post_feedforward_layernorm")
-        if has_post_norms
-        else None,
+        mlp_norm=loader.norm("pre_feedforward_layernorm" if has_post_norms else "post_attention_layernorm"),
+        attention_post_norm=loader.norm("post_attention_layernorm") if has_post_norms else None,
+        mlp_post_norm=loader.norm("post_feedforward_layernorm") if has_post_norms else None,
         norm_eps=config.norm_eps,
     )
 
 
-def load_norm(
-    name: str, width: int, sharding: ModelSharding, checkpoint: Checkpoint
-) -> torch.Tensor:
+def load_norm(name: str, width: int, sharding: ModelSharding, checkpoint: Checkpoint) -> torch.Tensor:
     """A norm's weights; in float32 where they are stored as distances, as those families compute them."""
-    weight, offset = (
-        checkpoint.take(f"{name}.weight", (width,)),
-        sharding.config.family.norm_offset,
-    )
+    weight, offset = checkpoint.take(f"{name}.weight", (width,)), sharding.config.family.norm_offset
     return weight.float() + offset if offset else weight
 
 
 class _LayerLoader:
-    def __init__(
-        self, index: int, sharding: ModelSharding, checkpoint: Checkpoint
-    ) -> None:
+    def __init__(self, index: int, sharding: ModelSharding, checkpoint: Checkpoint, pack_linear: PackLinear) -> None:
         self.prefix = f"model.layers.{index}."
         self._index, self._sharding, self._checkpoint = index, sharding, checkpoint
-        self._config = sharding.config
+        self._config, self._pack = sharding.config, pack_linear
 
     def norm(self, name: str) -> torch.Tensor:
-        return load_norm(
-            f"{self.prefix}{name}",
-            self._config.hidden_size,
-            self._sharding,
-            self._checkpoint,
-        )
+        return load_norm(f"{self.prefix}{name}", self._config.hidden_size, self._sharding, self._checkpoint)
 
     def attention(self) -> Attention:
-        config, sharding, dim, hidden = (
-            self._config,
-            self._sharding,
-            self._config.head_dim,
-            self._config.hidden_size,
-        )
-        query, kv = (
-            (start * dim, stop * dim)
-            for start, stop in (sharding.heads, sharding.kv_heads)
-        )
+        config, sharding, dim, hidden = self._config, self._sharding, self._config.head_dim, self._config.hidden_size
+        query, kv = ((start * dim, stop * dim) for start, stop in (sharding.heads, sharding.kv_heads))
         num_query, num_kv = config.num_heads * dim, config.num_kv_heads * dim
-        sizes = {
-            "q_proj": (num_query, query),
-            "k_proj": (num_kv, kv),
-            "v_proj": (num_kv, kv),
-        }
-        weights = [
-            self._rows(f"self_attn.{name}", hidden, size, own)
-            for name, (size, own) in sizes.items()
-        ]
+        sizes = {"q_proj": (num_query, query), "k_proj": (num_kv, kv), "v_proj": (num_kv, kv)}
+        weights = [self._rows(f"self_attn.{name}", hidden, size, own) for name, (size, own) in sizes.items()]
         biases = [
-            self._checkpoint.take(
-                f"{self.prefix}self_attn.{name}.bias", (size,), rows=own
-            )
+            self._checkpoint.take(f"{self.prefix}self_attn.{name}.bias", (size,), rows=own)
             for name, (size, own) in sizes.items()
             if config.qkv_bias
         ]
         return Attention(
-            qkv=ColumnLinear(
-                torch.cat(weights), torch.cat(biases) if biases else None, QKV
-            ),
-            output=self._row_linear(
-                "self_attn.o_proj", num_query, query, OUTPUT, config.output_bias
-            ),
+            qkv=ColumnLinear(self._pack(torch.cat(weights)), torch.cat(biases) if biases else None, QKV),
+            output=self._row_linear("self_attn.o_proj", num_query, query, OUTPUT, config.output_bias),
             head_norm=self._head_norm(),
             num_heads=sharding.heads[1] - sharding.heads[0],
             num_kv_heads=sharding.num_kv_heads,
@@ -110,22 +68,14 @@ class _LayerLoader:
         )
 
     def mlp(self) -> GatedMlp:
-        config, own, width = (
-            self._config,
-            self._sharding.intermediate,
-            self._config.intermediate_size,
-        )
+        config, own, width = self._config, self._sharding.intermediate, self._config.intermediate_size
         names = ("mlp.gate_proj", "mlp.up_proj")
         biases = [
-            self._checkpoint.take(f"{self.prefix}{name}.bias", (width,), rows=own)
-            for name in names
-            if config.mlp_bias
+            self._checkpoint.take(f"{self.prefix}{name}.bias", (width,), rows=own) for name in names if config.mlp_bias
         ]
-        weight = torch.cat(
-            [self._rows(name, config.hidden_size, width, own) for name in names]
-        )
+        weight = torch.cat([self._rows(name, config.hidden_size, width, own) for name in names])
         return GatedMlp(
-            ColumnLinear(weight, torch.cat(biases) if biases else None, GATE_UP),
+            ColumnLinear(self._pack(weight), torch.cat(biases) if biases else None, GATE_UP),
             self._row_linear("mlp.down_proj", width, own, DOWN, config.mlp_bias),
             config.activation,
         )
@@ -140,10 +90,7 @@ class _LayerLoader:
         for expert in range(config.num_experts):
             path = f"{names.block}.experts.{expert}."
             if first <= expert < stop:
-                halves = [
-                    self._rows(path + name, hidden, width, own)
-                    for name in (names.gate, names.up)
-                ]
+                halves = [self._rows(path + name, hidden, width, own) for name in (names.gate, names.up)]
                 gate_up.append(torch.cat(halves))
                 down.append(self._columns(path + names.down, width, hidden, own))
             else:  # another worker's: its shapes are checked, nothing is read
@@ -155,6 +102,7 @@ class _LayerLoader:
             gate_up=torch.stack(gate_up),
             down=torch.stack(down),
             first=first,
+            is_cut=self._sharding.expert_sharding == "tensor",
             top_k=config.top_k,
             normalized=config.normalized,
             activation=self._config.activation,
@@ -162,22 +110,13 @@ class _LayerLoader:
         )
 
     def _shared_expert(self, path: str) -> SharedExpert | None:
-        config, hidden, own = (
-            self._config.experts,
-            self._config.hidden_size,
-            self._sharding.shared_features,
-        )
+        config, hidden, own = self._config.experts, self._config.hidden_size, self._sharding.shared_features
         if config is None or config.shared_intermediate_size is None:
             return None
         width = config.shared_intermediate_size
         return SharedExpert(
-            torch.cat(
-                [
-                    self._rows(f"{path}.{name}_proj", hidden, width, own)
-                    for name in ("gate", "up")
-                ]
-            ),
-            self._columns(f"{path}.down_proj", width, hidden, own).contiguous(),
+            self._pack(torch.cat([self._rows(f"{path}.{name}_proj", hidden, width, own) for name in ("gate", "up")])),
+            self._pack(self._columns(f"{path}.down_proj", width, hidden, own).contiguous()),
             self._rows(f"{path}_gate", hidden, 1, None),
         )
 
@@ -186,43 +125,19 @@ class _LayerLoader:
         if not config.family.qk_norm:
             return None
         q, k = (
-            load_norm(
-                f"{self.prefix}self_attn.{name}_norm",
-                config.head_dim,
-                self._sharding,
-                self._checkpoint,
-            )
+            load_norm(f"{self.prefix}self_attn.{name}_norm", config.head_dim, self._sharding, self._checkpoint)
             for name in "qk"
         )
         return HeadNorm(q, k, config.norm_eps)
 
-    def _row_linear(
-        self,
-        name: str,
-        num_in: int,
-        own: Range,
-        modules: tuple[int, ...],
-        has_bias: bool,
-    ) -> RowLinear:
+    def _row_linear(self, name: str, num_in: int, own: Range, modules: tuple[int, ...], has_bias: bool) -> RowLinear:
         hidden = self._config.hidden_size
         weight = self._columns(name, num_in, hidden, own).contiguous()
-        bias = (
-            self._checkpoint.take(f"{self.prefix}{name}.bias", (hidden,))
-            if has_bias
-            else None
-        )
-        return RowLinear(weight, bias if self._sharding.rank == 0 else None, modules)
+        bias = self._checkpoint.take(f"{self.prefix}{name}.bias", (hidden,)) if has_bias else None
+        return RowLinear(self._pack(weight), bias if self._sharding.rank == 0 else None, modules)
 
-    def _rows(
-        self, name: str, num_in: int, num_out: int, own: Range | None
-    ) -> torch.Tensor:
-        return self._checkpoint.take(
-            f"{self.prefix}{name}.weight", (num_out, num_in), rows=own
-        )
+    def _rows(self, name: str, num_in: int, num_out: int, own: Range | None) -> torch.Tensor:
+        return self._checkpoint.take(f"{self.prefix}{name}.weight", (num_out, num_in), rows=own)
 
-    def _columns(
-        self, name: str, num_in: int, num_out: int, own: Range
-    ) -> torch.Tensor:
-        return self._checkpoint.take(
-            f"{self.prefix}{name}.weight", (num_out, num_in), columns=own
-        )
+    def _columns(self, name: str, num_in: int, num_out: int, own: Range) -> torch.Tensor:
+        return self._checkpoint.take(f"{self.prefix}{name}.weight", (num_out, num_in), columns=own)

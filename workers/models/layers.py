@@ -27,9 +27,7 @@ class ColumnLinear:
     bias: torch.Tensor | None
     modules: tuple[int, ...]
 
-    def __call__(
-        self, x: torch.Tensor, layer: int, context: ForwardContext
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         y = context.kernels.linear(x, self.weight, self.bias)
         if context.lora is not None:
             lora = context.kernels.lora
@@ -50,9 +48,7 @@ class RowLinear:
     bias: torch.Tensor | None  # the first worker's only
     modules: tuple[int, ...]
 
-    def __call__(
-        self, x: torch.Tensor, layer: int, context: ForwardContext
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         parallel = context.parallel
         y = context.kernels.linear(x, self.weight, self.bias)
         if context.lora is not None:
@@ -87,31 +83,23 @@ class Attention:
     softcap: float | None
     window: int | None
 
-    def __call__(
-        self, x: torch.Tensor, layer: int, context: ForwardContext
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         kernels, batch = context.kernels, context.attention
         heads = self.qkv(x, layer, context).view(len(x), -1, self.head_dim)
-        q, k, v = torch.split(
-            heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1
-        )
+        q, k, v = torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.head_norm is not None:
             q = kernels.rms_norm(q, self.head_norm.q, self.head_norm.eps)
             k = kernels.rms_norm(k, self.head_norm.k, self.head_norm.eps)
         kv = context.kv[:, layer]
         q = kernels.write_kv(q, k, v, context.rotary[layer], kv, batch)
-        attended = kernels.paged_attention(
-            q, kv, batch, self.scale, self.window, self.softcap
-        )
+        attended = kernels.paged_attention(q, kv, batch, self.scale, self.window, self.softcap)
         return self.output(attended.flatten(1), layer, context)
 
 
 class Mlp(Protocol):
     """What stands between a layer's second norm and its residual: `[num_rows, hidden]`, the same on every worker."""
 
-    def __call__(
-        self, x: torch.Tensor, layer: int, context: ForwardContext
-    ) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -122,22 +110,14 @@ class GatedMlp:
     down: RowLinear
     activation: Activation
 
-    def __call__(
-        self, x: torch.Tensor, layer: int, context: ForwardContext
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         inner = gated(self.gate_up(x, layer, context), self.activation, context.kernels)
         return self.down(inner, layer, context)
 
 
-def gated(
-    gate_up: torch.Tensor, activation: Activation, kernels: Kernels
-) -> torch.Tensor:
+def gated(gate_up: torch.Tensor, activation: Activation, kernels: Kernels) -> torch.Tensor:
     """activation(gate) * up of `[num_rows, 2 * width]`, gate first: `[num_rows, width]`."""
-    return (
-        kernels.silu_mul(gate_up)
-        if activation == "silu"
-        else kernels.gelu_tanh_mul(gate_up)
-    )
+    return kernels.silu_mul(gate_up) if activation == "silu" else kernels.gelu_tanh_mul(gate_up)
 
 
 @dataclass(frozen=True)
@@ -147,9 +127,7 @@ class DecoderLayer:
     mlp: Mlp
     attention_norm: torch.Tensor  # [hidden]
     mlp_norm: torch.Tensor
-    attention_post_norm: (
-        torch.Tensor | None
-    )  # of the attention's output (Gemma); None: it joins the residual as it is
+    attention_post_norm: torch.Tensor | None  # of the attention's output (Gemma); None: it joins the residual as it is
     mlp_post_norm: torch.Tensor | None
     norm_eps: float
 
@@ -158,9 +136,7 @@ class DecoderLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's share and the residual it is still to be added to, each `[num_rows, hidden]`."""
         kernels = context.kernels
-        x, residual = kernels.add_rms_norm(
-            x, residual, self.attention_norm, self.norm_eps
-        )
+        x, residual = kernels.add_rms_norm(x, residual, self.attention_norm, self.norm_eps)
         x = self.attention(x, self.index, context)
         if self.attention_post_norm is not None:
             x = kernels.rms_norm(x, self.attention_post_norm, self.norm_eps)

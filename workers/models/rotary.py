@@ -16,62 +16,32 @@ SCALINGS = ("default", "linear", "llama3", "yarn")
 class RotaryConfig:
     theta: float
     kind: str  # one of SCALINGS
-    options: Mapping[
-        str, float
-    ]  # the scaling's own numbers, by their names in config.json
+    options: Mapping[str, float]  # the scaling's own numbers, by their names in config.json
 
     @staticmethod
-    def from_model_config(
-        raw: Mapping[str, Any], default_theta: float = 10000.0
-    ) -> RotaryConfig:
+    def from_model_config(raw: Mapping[str, Any], default_theta: float = 10000.0) -> RotaryConfig:
         """Reads `rope_parameters` (new) or `rope_theta` with `rope_scaling` (old) of a config.json."""
         parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-        kind = str(
-            parameters.pop("rope_type", None)
-            or parameters.pop("type", None)
-            or "default"
-        )
-        theta = float(
-            parameters.pop("rope_theta", None) or raw.get("rope_theta") or default_theta
-        )
+        kind = str(parameters.pop("rope_type", None) or parameters.pop("type", None) or "default")
+        theta = float(parameters.pop("rope_theta", None) or raw.get("rope_theta") or default_theta)
         if kind not in SCALINGS:
-            raise ValueError(
-                f"rope_type {kind!r} is not supported: {', '.join(SCALINGS)} are accepted"
-            )
-        if (
-            float(
-                raw.get("partial_rotary_factor")
-                or parameters.get("partial_rotary_factor")
-                or 1.0
-            )
-            != 1.0
-        ):
+            raise ValueError(f"rope_type {kind!r} is not supported: {', '.join(SCALINGS)} are accepted")
+        if float(raw.get("partial_rotary_factor") or parameters.get("partial_rotary_factor") or 1.0) != 1.0:
             raise ValueError("partial_rotary_factor other than 1 is not supported")
         if kind in ("llama3", "yarn"):
-            parameters.setdefault(
-                "original_max_position_embeddings", raw["max_position_embeddings"]
-            )
-        options = {
-            key: float(value)
-            for key, value in parameters.items()
-            if isinstance(value, int | float)
-        }
+            parameters.setdefault("original_max_position_embeddings", raw["max_position_embeddings"])
+        options = {key: float(value) for key, value in parameters.items() if isinstance(value, int | float)}
         return RotaryConfig(theta, kind, options)
 
 
 def layer_rotaries(
-    raw: Mapping[str, Any],
-    slides: Sequence[bool],
-    theta: float,
-    local_theta: float | None,
+    raw: Mapping[str, Any], slides: Sequence[bool], theta: float, local_theta: float | None
 ) -> tuple[RotaryConfig, ...]:
     """The embedding of each layer. With a `local_theta`, its default, layers that slide have their own (Gemma 3)."""
     if local_theta is None:
         return (RotaryConfig.from_model_config(raw, theta),) * len(slides)
     kinds = raw.get("rope_parameters") or {}
-    wide = RotaryConfig.from_model_config(
-        {**raw, "rope_parameters": kinds.get("full_attention")}, theta
-    )
+    wide = RotaryConfig.from_model_config({**raw, "rope_parameters": kinds.get("full_attention")}, theta)
     local = RotaryConfig.from_model_config(
         {
             "rope_parameters": kinds.get("sliding_attention"),
@@ -84,10 +54,7 @@ def layer_rotaries(
 
 
 def rotary_tables(
-    configs: Sequence[RotaryConfig],
-    head_dim: int,
-    num_positions: int,
-    device: torch.device,
+    configs: Sequence[RotaryConfig], head_dim: int, num_positions: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     """A table for each of the configs; equal ones share theirs."""
     known: list[tuple[RotaryConfig, torch.Tensor]] = []
@@ -101,9 +68,7 @@ def rotary_tables(
     return tuple(tables)
 
 
-def rotary_table(
-    config: RotaryConfig, head_dim: int, num_positions: int
-) -> torch.Tensor:
+def rotary_table(config: RotaryConfig, head_dim: int, num_positions: int) -> torch.Tensor:
     """Cosines and sines of each position, `[num_positions, 2, head_dim // 2]` in float32."""
     frequencies, amplitude = _frequencies(config, head_dim)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
@@ -111,9 +76,7 @@ def rotary_table(
 
 
 def _frequencies(config: RotaryConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    plain = 1.0 / config.theta ** (
-        torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    )
+    plain = 1.0 / config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if config.kind == "linear":
         return plain / config.options["factor"], 1.0
     if config.kind == "llama3":
@@ -126,36 +89,25 @@ def _frequencies(config: RotaryConfig, head_dim: int) -> tuple[torch.Tensor, flo
 def _llama3(plain: torch.Tensor, options: Mapping[str, float]) -> torch.Tensor:
     """Long waves are stretched by `factor`, short ones are kept, those between are mixed (Llama 3.1)."""
     low, high = options["low_freq_factor"], options["high_freq_factor"]
-    waves_in_context = (
-        options["original_max_position_embeddings"] * plain / (2 * math.pi)
-    )
+    waves_in_context = options["original_max_position_embeddings"] * plain / (2 * math.pi)
     kept = ((waves_in_context - low) / (high - low)).clamp(0, 1)
     return plain * kept + plain / options["factor"] * (1 - kept)
 
 
-def _yarn(
-    plain: torch.Tensor, config: RotaryConfig, head_dim: int
-) -> tuple[torch.Tensor, float]:
+def _yarn(plain: torch.Tensor, config: RotaryConfig, head_dim: int) -> tuple[torch.Tensor, float]:
     """YaRN (arXiv 2309.00071) §3.2 and §3.4: ramp between interpolation and extrapolation, and the amplitude."""
     options = config.options
     factor, context = options["factor"], options["original_max_position_embeddings"]
 
     def dimension_of(num_rotations: float) -> float:
-        return (
-            head_dim
-            * math.log(context / (num_rotations * 2 * math.pi))
-            / (2 * math.log(config.theta))
-        )
+        return head_dim * math.log(context / (num_rotations * 2 * math.pi)) / (2 * math.log(config.theta))
 
     low: float = dimension_of(options.get("beta_fast", 32.0))
     high: float = dimension_of(options.get("beta_slow", 1.0))
     if options.get("truncate", 1.0):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (
-        (torch.arange(head_dim // 2, dtype=torch.float32) - low)
-        / max(high - low, 0.001)
-    ).clamp(0, 1)
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
     frequencies = plain / factor * ramp + plain * (1 - ramp)
 
     def amplitude_of(scale: float) -> float:
@@ -164,9 +116,7 @@ def _yarn(
     amplitude = options.get("attention_factor")
     if amplitude is None:
         if options.get("mscale") and options.get("mscale_all_dim"):
-            amplitude = amplitude_of(options["mscale"]) / amplitude_of(
-                options["mscale_all_dim"]
-            )
+            amplitude = amplitude_of(options["mscale"]) / amplitude_of(options["mscale_all_dim"])
         else:
             amplitude = amplitude_of(1.0)
     return frequencies, amplitude

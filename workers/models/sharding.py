@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...adapters.adapter import EXPERT_MODULES
 from ...adapters.layout import AdapterLayout, Dtype
 from ...adapters.sharding import Sharding
 from ..config import ExpertSharding
@@ -24,18 +25,11 @@ class ModelSharding:
     def __post_init__(self) -> None:
         config, degree = self.config, self.degree
         if not 0 <= self.rank < degree:
-            raise ValueError(
-                f"rank {self.rank}: 0 to {degree - 1} are the workers of this gang"
-            )
-        shared = {
-            "attention heads": config.num_heads,
-            "hidden features": config.hidden_size,
-        } | self._mlp_features()
+            raise ValueError(f"rank {self.rank}: 0 to {degree - 1} are the workers of this gang")
+        shared = {"attention heads": config.num_heads, "hidden features": config.hidden_size} | self._mlp_features()
         for what, count in shared.items():
             if count % degree:
-                raise ValueError(
-                    f"a gang of {degree} workers cannot share {count} {what}: a divisor is needed"
-                )
+                raise ValueError(f"a gang of {degree} workers cannot share {count} {what}: a divisor is needed")
         if config.num_kv_heads % degree and degree % config.num_kv_heads:
             raise ValueError(
                 f"a gang of {degree} workers cannot share {config.num_kv_heads} KV heads: "
@@ -84,9 +78,7 @@ class ModelSharding:
     def vocabulary(self) -> Range:
         """Rows of the embedding and of the head; the last worker may have fewer."""
         share = -(-self.config.vocab_size // self.degree)
-        return min(self.rank * share, self.config.vocab_size), min(
-            (self.rank + 1) * share, self.config.vocab_size
-        )
+        return min(self.rank * share, self.config.vocab_size), min((self.rank + 1) * share, self.config.vocab_size)
 
     @property
     def num_kv_heads(self) -> int:
@@ -104,6 +96,10 @@ class ModelSharding:
             outputs = {"q_proj": query, "k_proj": kv, "v_proj": kv}
             outputs |= {"gate_proj": self.intermediate, "up_proj": self.intermediate}
             inputs = {"o_proj": query, "down_proj": self.intermediate}
+            if self.config.experts is not None and self.expert_sharding == "tensor":
+                gate, up, down = EXPERT_MODULES
+                outputs |= {gate: self.expert_features, up: self.expert_features}
+                inputs |= {down: self.expert_features}
             sharding = Sharding(self.degree, self.rank, outputs, inputs)
         return AdapterLayout(self.config.shape, self.slab(block_size), dtype, sharding)
 
@@ -132,10 +128,8 @@ class ModelSharding:
 
 
 def layouts_of_gang(
-    config: ModelConfig, degree: int, block_size: int, dtype: Dtype
+    config: ModelConfig, degree: int, block_size: int, dtype: Dtype, expert_sharding: ExpertSharding = "tensor"
 ) -> list[AdapterLayout]:
     """The layouts of all workers of a gang, by rank."""
-    return [
-        ModelSharding(config, degree, rank).layout(block_size, dtype)
-        for rank in range(degree)
-    ]
+    parts = [ModelSharding(config, degree, rank, expert_sharding) for rank in range(degree)]
+    return [part.layout(block_size, dtype) for part in parts]

@@ -26,9 +26,7 @@ def if_asked(raw: Mapping[str, Any], layer: int) -> bool:
 
 def from_layer(raw: Mapping[str, Any], layer: int) -> bool:
     """Qwen2, Qwen3: the layers above the first `max_window_layers`."""
-    return if_asked(raw, layer) and _listed(
-        raw, layer, layer >= int(raw.get("max_window_layers", 28))
-    )
+    return if_asked(raw, layer) and _listed(raw, layer, layer >= int(raw.get("max_window_layers", 28)))
 
 
 def below_layer_alternating(raw: Mapping[str, Any], layer: int) -> bool:
@@ -44,9 +42,7 @@ def every_other(raw: Mapping[str, Any], layer: int) -> bool:
 
 def five_of_six(raw: Mapping[str, Any], layer: int) -> bool:
     """Gemma 3: all but every sixth, or as `sliding_window_pattern` says."""
-    return _listed(
-        raw, layer, (layer + 1) % int(raw.get("sliding_window_pattern") or 6) != 0
-    )
+    return _listed(raw, layer, (layer + 1) % int(raw.get("sliding_window_pattern") or 6) != 0)
 
 
 def _listed(raw: Mapping[str, Any], layer: int, otherwise: bool) -> bool:

@@ -1,0 +1,29 @@
+"""Linear layers through oneDNN on weights that were laid out for it once."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import linear as torch_linear
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether packed weights are faster here: in bfloat16, where oneDNN would otherwise lay them out at each call."""
+    return dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+
+
+def pack_linear(weight: torch.Tensor) -> torch.Tensor:
+    """`weight` `[out, in]` in oneDNN's own layout; nothing but `linear` can read it."""
+    if weight.numel() == 0:
+        return weight
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    return packed
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x weightᵀ + bias, with a weight packed or not."""
+    if not weight.is_mkldnn:
+        return torch_linear(x, weight, bias)
+    if len(x) == 0:
+        return x.new_empty(0, weight.shape[0])
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y

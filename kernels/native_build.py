@@ -1,0 +1,85 @@
+"""The native CPU kernels as a loaded library: compiled at first use with the system's compiler, then kept."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+COMPILERS = ("c++", "g++", "clang++")
+_SOURCES = tuple(sorted(path for path in Path(__file__).parent.glob("native*") if path.suffix in (".cpp", ".h")))
+_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-strict-aliasing", "-shared", "-fPIC", "-w")
+_DEADLINE_S = 120.0
+
+
+class NativeUnavailable(Exception):  # noqa: N818
+    """There is no library; the message says why, in one line."""
+
+
+def load_library(num_threads: int, cache: Path | None = None, compilers: Sequence[str] = COMPILERS) -> ctypes.CDLL:
+    """The compiled kernels, for this CPU. Raises NativeUnavailable without a compiler that can build them.
+
+    `cache`: the folder that keeps libraries, by their sources, compiler, flags and CPU; None: the user's cache folder.
+    """
+    compiler = next((found for name in compilers if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise NativeUnavailable(f"no C++ compiler was found ({', '.join(compilers)})")
+    flags = (*_FLAGS, *_cpu_flags(), *(("-fopenmp",) if num_threads > 1 else ()))
+    folder = cache if cache is not None else _user_cache()
+    library = folder / f"kernels-{_key(compiler, flags)}.so"
+    try:
+        if not library.is_file():
+            _compile(compiler, flags, library)
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise NativeUnavailable(f"{library} cannot be made or loaded: {error}") from error
+
+
+def _cpu_flags() -> tuple[str, ...]:
+    return ("-march=native",) if platform.machine() in ("x86_64", "AMD64") else ("-mcpu=native",)
+
+
+def _user_cache() -> Path:
+    """By the XDG base directory specification."""
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "motet"
+
+
+def _key(compiler: str, flags: Sequence[str]) -> str:
+    digest = hashlib.sha256(repr((compiler, flags, _cpu())).encode())
+    for source in _SOURCES:
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _cpu() -> str:
+    """What tells CPUs with different instructions apart."""
+    known = ("model name", "flags", "Features", "CPU part")
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        lines = []
+    return "\n".join([platform.machine(), platform.processor(), *(line for line in lines if line.startswith(known))])
+
+
+def _compile(compiler: str, flags: Sequence[str], library: Path) -> None:
+    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
+        built = Path(folder) / library.name
+        source = next(path for path in _SOURCES if path.suffix == ".cpp")
+        try:
+            done = subprocess.run(
+                [compiler, *flags, str(source), "-o", str(built)], capture_output=True, text=True, timeout=_DEADLINE_S
+            )
+        except subprocess.TimeoutExpired:
+            raise NativeUnavailable(f"{compiler} took longer than {_DEADLINE_S:g} s") from None
+        if done.returncode != 0:
+            problem = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+            raise NativeUnavailable(f"{compiler} failed: {problem}")
+        built.replace(library)  # whole or not there, also for workers that build at the same time

@@ -1,0 +1,66 @@
+"""Norms and gated activations in C++."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+
+class NativeRows:
+    """What `norms.py` computes, for one dtype."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        name = str(dtype).removeprefix("torch.")
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._norm = library[f"add_rms_norm_{name}"]
+        self._norm.argtypes = [
+            *(pointer, number, pointer, pointer, ctypes.c_int, pointer, pointer, number, number),
+            ctypes.c_float,
+        ]
+        self._silu_mul, self._gelu_tanh_mul = library[f"silu_mul_{name}"], library[f"gelu_tanh_mul_{name}"]
+        self._silu_mul.argtypes = self._gelu_tanh_mul.argtypes = [pointer, number, pointer, number, number]
+        self._norm.restype = self._silu_mul.restype = self._gelu_tanh_mul.restype = None
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `norms.rms_norm`."""
+        return self.add_rms_norm(x.reshape(-1, x.shape[-1]), None, weight, eps)[0].view(x.shape)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `norms.add_rms_norm`."""
+        assert x.dtype == self._dtype and weight.dtype in (self._dtype, torch.float32), "of the kernels' dtype"
+        x = x if x.stride(1) == 1 else x.contiguous()
+        normed = torch.empty(x.shape, dtype=x.dtype)
+        total = x if residual is None else torch.empty(x.shape, dtype=x.dtype)
+        residual = None if residual is None else residual.contiguous()
+        self._norm(
+            x.data_ptr(),
+            x.stride(0),
+            None if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            weight.dtype == torch.float32,
+            total.data_ptr(),
+            normed.data_ptr(),
+            *x.shape,
+            eps,
+        )
+        return normed, total
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `norms.silu_mul`."""
+        return self._gated(self._silu_mul, gate_up)
+
+    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `norms.gelu_tanh_mul`."""
+        return self._gated(self._gelu_tanh_mul, gate_up)
+
+    def _gated(self, kernel: ctypes._NamedFuncPointer, gate_up: torch.Tensor) -> torch.Tensor:
+        assert gate_up.dtype == self._dtype, "of the kernels' dtype"
+        gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
+        num_rows, width = len(gate_up), gate_up.shape[1] // 2
+        product = torch.empty((num_rows, width), dtype=gate_up.dtype)
+        kernel(gate_up.data_ptr(), gate_up.stride(0), product.data_ptr(), num_rows, width)
+        return product

@@ -1,0 +1,53 @@
+"""What a router believes of a gang between two frames."""
+
+from __future__ import annotations
+
+from motet.router.affinity import RoutingConfig, RoutingRequest
+from motet.router.known_gang import KnownGang
+from motet.workers.messages import EngineLoad, Frame, ResidencyChange
+
+CONFIG = RoutingConfig()
+
+
+def frame(load: EngineLoad | None = None, came: tuple[str, ...] = (), went: tuple[str, ...] = ()) -> Frame:
+    return Frame([], load or EngineLoad(), ResidencyChange([*came], [*went]))
+
+
+def test_adapters_come_and_go_as_the_gang_tells() -> None:
+    known = KnownGang(CONFIG, ["a", "b"])
+    known.receive(frame(came=("c",), went=("a", "never known")))
+    assert [digest for digest in "abc" if known.has(digest)] == ["b", "c"]
+
+
+def test_what_was_sent_there_is_on_its_way_until_its_last_sequence_ends() -> None:
+    known = KnownGang(CONFIG)
+    for _ in range(2):
+        known.sent(RoutingRequest("a", 10, 1))
+    known.sent(RoutingRequest(None, 10, 0))
+    known.receive(frame())  # that the gang has not begun to load it does not mean that it will not
+    known.ended("a")
+    assert known.has("a")
+    known.ended(None)
+    known.ended("a")
+    assert not known.has("a")
+
+
+def test_what_the_gang_holds_outlives_the_sequences() -> None:
+    known = KnownGang(CONFIG)
+    known.sent(RoutingRequest("a", 10, 1))
+    known.receive(frame(came=("a",)))
+    known.ended("a")
+    assert known.has("a")
+
+
+def test_what_was_sent_since_the_last_frame_counts_as_queued() -> None:
+    known = KnownGang(CONFIG)
+    known.receive(frame(EngineLoad(num_running=3, num_waiting=2, num_queued_tokens=500)))
+    known.sent(RoutingRequest("a", 70, 1))
+    known.sent(RoutingRequest(None, 30, 0))
+    view = known.view("key", "a")
+    assert (view.key, view.has_adapter, view.num_queued_tokens, view.num_sequences) == ("key", True, 600, 7)
+    known.receive(frame(EngineLoad(num_running=5, num_queued_tokens=5)))
+    view = known.view("key", None)
+    assert (view.has_adapter, view.num_queued_tokens, view.num_sequences) == (False, 5, 5)
+    assert view.costs == CONFIG.belief  # nothing was shown yet
