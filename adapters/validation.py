@@ -25,7 +25,7 @@ def validate(config: bytes, tensors: Path, shape: BaseShape) -> AdapterContent:
     """
     targets = resolve_targets(parse_config(config), shape)
     file = TensorFile(tensors, TENSORS_FILE)
-    names = _match_names(file, targets)
+    names = _match_names(file, targets, shape.num_layers)
     for key, name in names.items():
         _check_shape(name, key, file.entries[name].shape, targets, shape)
     found = {key: _finite(file, name) for key, name in names.items()}
@@ -37,7 +37,7 @@ def validate(config: bytes, tensors: Path, shape: BaseShape) -> AdapterContent:
     )
 
 
-def _match_names(file: TensorFile, targets: Mapping[tuple[int, str], Target]) -> dict[_Key, str]:
+def _match_names(file: TensorFile, targets: Mapping[tuple[int, str], Target], num_layers: int) -> dict[_Key, str]:
     """The file's name for each matrix. Raises AdapterInvalid for missing, extra and doubled ones."""
     names: dict[_Key, str] = {}
     for name in file.entries:
@@ -50,6 +50,12 @@ def _match_names(file: TensorFile, targets: Mapping[tuple[int, str], Target]) ->
             )
         else:
             names[key] = name
+    beyond = [name for key, name in names.items() if key[0] >= num_layers]
+    if beyond:
+        raise AdapterInvalid(
+            f"{TENSORS_FILE} holds tensors of layers that the base does not have, its {num_layers} layers are 0 to "
+            f"{num_layers - 1}: {listed(beyond)}"
+        )
     extra = [name for key, name in names.items() if key[:2] not in targets]
     if extra:
         raise AdapterInvalid(f"{TENSORS_FILE} holds tensors that adapter_config.json does not target: {listed(extra)}")

@@ -51,12 +51,13 @@ class RouterReplica:
         self._dispatcher = FleetDispatcher(token, config.gang_wait_s)
         self._directory = GangDirectory(gang.app_name, gang.deployment_name, self._dispatcher.update)
         self._directory.start()
+        self._text = await asyncio.to_thread(TextService.from_folder, config.model_path)
         self._app = create_app(
             config=config.router,
             dispatcher=self._dispatcher,
             view=self._view,
             uploads=self._uploads,
-            text=await asyncio.to_thread(TextService.from_folder, config.model_path),
+            text=self._text,
         )
         self._app.add_middleware(BoundedReceive)
         self._sweeper = asyncio.create_task(self._sweep_forever())
@@ -72,6 +73,7 @@ class RouterReplica:
         await self._dispatcher.close()
         await self._view.stop()
         await self._redis.aclose()
+        self._text.close()
 
     async def _sweep_forever(self) -> None:
         """Frees the disk of adapters that no name points to any more."""

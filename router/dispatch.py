@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -51,6 +51,9 @@ class Dispatcher(Protocol):
 
     def gang(self) -> GangInfo | None:
         """Facts of a connected gang; None: none is connected."""
+
+    def gangs(self) -> Sequence[tuple[GangInfo, EngineLoad]]:
+        """Every connected gang with its latest load."""
 
     def load(self) -> EngineLoad | None:
         """The latest load, summed over the connected gangs; None: none is connected."""
