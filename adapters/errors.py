@@ -1,11 +1,13 @@
-"""What can go wrong with an adapter, from upload to load.
+"""What can go wrong with an adapter, from upload to load, and with the registry that knows of it.
 
 ```
 AdapterError
 ├── AdapterInvalid        the upload is wrong: says what, and what is accepted (HTTP 400)
 ├── UploadTooLarge        over a size limit (HTTP 413)
 ├── RegistryUnavailable   Redis does not answer; the same call is safe to repeat later (HTTP 503)
-└── AdapterCorrupt        the store cannot give an adapter back, whole (its own requests fail, no others)
+├── AdapterCorrupt        the store cannot give an adapter back, whole (its own requests fail, no others)
+├── KeyTaken              an API key is another tenant's already (a launch is refused)
+└── OtherBase             a store or registry holds adapters of another base (a launch is refused)
 ```
 """
 
@@ -29,6 +31,14 @@ class RegistryUnavailable(AdapterError):  # noqa: N818
 
 
 class AdapterCorrupt(AdapterError):  # noqa: N818
+    pass
+
+
+class KeyTaken(AdapterError):  # noqa: N818
+    pass
+
+
+class OtherBase(AdapterError):  # noqa: N818
     pass
 
 

@@ -20,7 +20,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException, RedisError
 
 from .adapter import AdapterVersion
-from .errors import RegistryUnavailable
+from .base_identity import BaseIdentity
+from .errors import KeyTaken, RegistryUnavailable
 from .events import RegistryEvent, decode_adapter, decode_event, encode_facts
 from .names import check_name, check_tenant
 
@@ -29,6 +30,8 @@ _ADAPTERS = PREFIX + "adapters"  # hash: tenant/name -> "version digest facts"
 _NAMES = PREFIX + "names"  # sorted set of tenant/name, all with score 0: sorted by name
 _VERSIONS = PREFIX + "versions"  # hash: tenant/name -> last version, kept when the name is deleted
 _KEYS = PREFIX + "keys"  # hash: SHA-256 of an API key -> tenant
+_LAUNCH_KEYS = PREFIX + "launch_keys"  # set of "owner hash": who gave a key for as long as it goes on giving it
+_BASE = PREFIX + "base"  # fingerprint and name of the base that all adapters are of
 _NUMBER = PREFIX + "event_number"  # events so far
 _EVENTS = PREFIX + "events"  # stream of (number, kind, field, value)
 _NUM_EVENTS_KEPT = 10_000
@@ -61,10 +64,50 @@ return version
 """
 _SET_KEY = f"""{_TELL}
 local before = redis.call('HGET', KEYS[1], ARGV[1]) or ''
-if before == ARGV[2] then return 0 end
+if before ~= '' and ARGV[2] ~= '' and before ~= ARGV[2] then return before end
+for _, mark in ipairs(redis.call('SMEMBERS', KEYS[2])) do
+  if string.match(mark, '%x+$') == ARGV[1] then redis.call('SREM', KEYS[2], mark) end
+end
+if before == ARGV[2] then return false end
 if ARGV[2] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end
 tell('key', ARGV[1], ARGV[2])
-return 1
+return false
+"""
+# ARGV: owner, then hash and tenant of each key.
+_SET_LAUNCH_KEYS = f"""{_TELL}
+for i = 2, #ARGV, 2 do
+  local before = redis.call('HGET', KEYS[1], ARGV[i])
+  if before and before ~= ARGV[i + 1] then return {{ARGV[i + 1], before}} end
+end
+local marks = redis.call('SMEMBERS', KEYS[2])
+local num_owners, given = {{}}, {{}}
+for _, mark in ipairs(marks) do
+  local hash = string.match(mark, '%x+$')
+  num_owners[hash] = (num_owners[hash] or 0) + 1
+end
+for i = 2, #ARGV, 2 do
+  given[ARGV[i]] = true
+  local is_new = redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) == 1
+  if is_new then tell('key', ARGV[i], ARGV[i + 1]) end
+  if is_new or num_owners[ARGV[i]] then redis.call('SADD', KEYS[2], ARGV[1] .. ' ' .. ARGV[i]) end
+end
+for _, mark in ipairs(marks) do
+  local owner, hash = string.match(mark, '^(%S+) (%x+)$')
+  if owner == ARGV[1] and not given[hash] then
+    redis.call('SREM', KEYS[2], mark)
+    if num_owners[hash] == 1 then
+      redis.call('HDEL', KEYS[1], hash)
+      tell('key', hash, '')
+    end
+  end
+end
+return false
+"""
+_CLAIM_BASE = """
+if redis.call('SETNX', KEYS[1], ARGV[1]) == 0 and ARGV[2] == '1' and redis.call('HLEN', KEYS[2]) == 0 then
+  redis.call('SET', KEYS[1], ARGV[1])
+end
+return redis.call('GET', KEYS[1])
 """
 _LIST = """
 local names = redis.call('ZRANGEBYLEX', KEYS[2], '[' .. ARGV[1] .. '/', '(' .. ARGV[1] .. '0')
@@ -129,6 +172,8 @@ class Registry:
         self._register_script = client.register_script(_REGISTER)
         self._delete_script = client.register_script(_DELETE)
         self._set_key_script = client.register_script(_SET_KEY)
+        self._set_launch_keys_script = client.register_script(_SET_LAUNCH_KEYS)
+        self._claim_base_script = client.register_script(_CLAIM_BASE)
         self._list_script = client.register_script(_LIST)
 
     async def ping(self) -> None:
@@ -175,9 +220,34 @@ class Registry:
         return {record.split(" ", 2)[1] for record in records}
 
     async def set_key(self, tenant: str, key: str) -> None:
-        """The API key is the tenant's from now on."""
+        """The API key is the tenant's from now on, until it is deleted. Raises KeyTaken if it is another tenant's."""
         check_tenant(tenant)
         await self._change_key(key, tenant)
+
+    async def set_launch_keys(self, owner: str, keys: Sequence[tuple[str, str]]) -> None:
+        """These keys, as (tenant, key), are all that `owner` gives: those that it gave before and no more are deleted.
+
+        `owner` is one word. Keys that `set_key` gave, and those that other owners give too, stay. Raises KeyTaken, with
+        nothing changed, if any key is another tenant's.
+        """
+        for tenant, _ in keys:
+            check_tenant(tenant)
+        args = [part for tenant, key in keys for part in (hash_key(key), tenant)]
+        async with self._bounded():
+            taken = await self._set_launch_keys_script(
+                keys=[_KEYS, _LAUNCH_KEYS, _NUMBER, _EVENTS], args=[owner, *args]
+            )
+        if taken is not None:
+            raise _key_taken(*taken)
+
+    async def claim_base(self, base: BaseIdentity, remedy: str, *, if_empty: bool) -> None:
+        """Makes the registry this base's, if it is nobody's yet, or `if_empty` and it has no adapters.
+
+        Raises OtherBase, with `remedy` in its message, if it is another's.
+        """
+        async with self._bounded():
+            held = await self._claim_base_script(keys=[_BASE, _ADAPTERS], args=[str(base), int(if_empty)])
+        base.check(BaseIdentity.parse(held), "the registry in Redis", remedy)
 
     async def delete_key(self, key: str) -> None:
         """The API key is nobody's from now on."""
@@ -210,7 +280,11 @@ class Registry:
 
     async def _change_key(self, key: str, tenant: str) -> None:
         async with self._bounded():
-            await self._set_key_script(keys=[_KEYS, _NUMBER, _EVENTS], args=[hash_key(key), tenant])
+            owner = await self._set_key_script(
+                keys=[_KEYS, _LAUNCH_KEYS, _NUMBER, _EVENTS], args=[hash_key(key), tenant]
+            )
+        if owner is not None:
+            raise _key_taken(tenant, owner)
 
     async def _command(self, *parts: str) -> Any:
         client: Any = self._client
@@ -224,3 +298,8 @@ class Registry:
         except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
             problem = str(error) or type(error).__name__
             raise RegistryUnavailable(f"the registry cannot be reached ({problem}): try again in a moment") from error
+
+
+def _key_taken(tenant: str, owner: str) -> KeyTaken:
+    # The key itself is a secret: it is not repeated.
+    return KeyTaken(f"a key that was given for {tenant} is {owner}'s already: each tenant needs keys of its own")

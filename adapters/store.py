@@ -3,6 +3,7 @@
 ```
 root/
 ├── lock                     shared by writers, exclusive for the sweep
+├── base                     fingerprint and name of the base that all of it belongs to
 ├── tmp/                     unfinished files
 └── ab/abcdef…/              first two digits of the digest, then the digest
     ├── adapter_model.safetensors   the tensors as uploaded, under PEFT's names
@@ -29,6 +30,7 @@ from typing import Any
 
 import torch
 
+from .base_identity import BaseIdentity
 from .content import AdapterContent, LoraMatrices
 from .durable_file import make_folder, replacing, sync_folder
 from .errors import AdapterCorrupt, AdapterInvalid
@@ -43,6 +45,7 @@ _LOG = logging.getLogger(__name__)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MANIFEST_FILE = "manifest.json"
 _MARK_FILE = "unreferenced"
+_BASE_FILE = "base"
 
 
 class AdapterStore:
@@ -52,6 +55,18 @@ class AdapterStore:
         self._root = root
         self._temporary = root / "tmp"
         make_folder(self._temporary)
+
+    def check_base(self, base: BaseIdentity, remedy: str) -> None:
+        """Raises OtherBase, with `remedy` in its message, if there are adapters of another base."""
+        path = self._root / _BASE_FILE
+        if path.exists() and self.digests():
+            base.check(BaseIdentity.parse(path.read_text()), f"the data folder {self._root.parent}", remedy)
+
+    def claim_base(self, base: BaseIdentity, remedy: str) -> None:
+        """Makes the store this base's. Raises as `check_base`."""
+        self.check_base(base, remedy)
+        with self._lock(fcntl.LOCK_SH), replacing(self._root / _BASE_FILE, self._temporary) as file:
+            file.write(f"{base}\n".encode())
 
     def put(self, content: AdapterContent, layouts: Sequence[AdapterLayout]) -> None:
         """Keeps an adapter, packed for each layout. When it returns, the adapter survives the death of the machine.

@@ -73,6 +73,9 @@ class HandleDispatcher:
     def gang(self) -> GangInfo:
         return self._info
 
+    def gangs(self) -> list[tuple[GangInfo, EngineLoad]]:
+        return [(self._info, EngineLoad())]
+
     def load(self) -> EngineLoad:
         return EngineLoad()
 

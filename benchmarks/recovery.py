@@ -73,9 +73,7 @@ def main() -> None:
                 play(client, arguments.streams, num_killed=0)  # warms up
                 # In turn, so that what disturbs the machine disturbs all alike.
                 rounds = [
-                    play(client, arguments.streams, num_killed)
-                    for _ in range(arguments.rounds)
-                    for num_killed in KINDS
+                    play(client, arguments.streams, num_killed) for _ in range(arguments.rounds) for num_killed in KINDS
                 ]
         finally:
             deployment.stop()

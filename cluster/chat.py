@@ -22,20 +22,23 @@ class Chat:
         self.model = self._known(model) if model is not None else self._names[0]
         self.history: list[dict[str, str]] = []
 
-    def run(self, lines: Iterator[str]) -> None:
-        """Answers line by line until /quit or the end of the lines."""
+    def run(self, lines: Iterator[str]) -> bool:
+        """Answers line by line until /quit or the end of the lines. Whether nothing failed."""
+        all_right = True
         self._show(f"{self._client.url}, model {self.model}. {HELP}\n")
         for line in lines:
             text = line.strip()
             try:
                 if text == "/quit":
-                    return
+                    break
                 elif text.startswith("/"):
                     self._command(*text.split(maxsplit=1))
                 elif text:
                     self._answer(text)
             except ClientError as error:
                 self._show(f"error: {error}\n")
+                all_right = False
+        return all_right
 
     def _command(self, command: str, argument: str = "") -> None:
         if command == "/adapter" and argument:

@@ -28,7 +28,8 @@ def main() -> None:
 def chat(client: MotetClient, model: str | None) -> None:
     """Talk to a running motet in the terminal."""
     conversation = Chat(client, model, lambda text: click.echo(text, nl=False))
-    conversation.run(_typed_lines(conversation))
+    if not conversation.run(_typed_lines(conversation)) and not sys.stdin.isatty():
+        raise click.exceptions.Exit(1)
 
 
 @main.command()

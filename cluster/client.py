@@ -11,13 +11,16 @@ import io
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 
 import httpx
+
+from ..adapters.errors import AdapterInvalid
+from ..adapters.names import check_name
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -49,6 +52,7 @@ class AdapterInfo:
     rank: int
     targets: tuple[str, ...]
     num_bytes: int
+    fields: Mapping[str, Any] = field(repr=False, compare=False)  # all that the server tells
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> AdapterInfo:
@@ -59,6 +63,7 @@ class AdapterInfo:
             rank=fields["rank"],
             targets=tuple(fields["targets"]),
             num_bytes=fields["bytes"],
+            fields=fields,
         )
 
 
@@ -75,15 +80,19 @@ class MotetClient:
     """Speaks for one tenant's key. Safe to share between threads."""
 
     def __init__(self, url: str, key: str | None = None, *, read_timeout_s: float = 600.0) -> None:
-        self.url = url.rstrip("/")
+        self.url = url.strip().rstrip("/").removesuffix("/v1")  # where OpenAI's clients want the /v1
         try:
-            host = httpx.URL(self.url).host
+            parsed = httpx.URL(self.url)
+            host = parsed.host
             self._http = httpx.Client(
                 base_url=self.url,
                 headers={"Authorization": f"Bearer {key}"} if key else {},
                 timeout=httpx.Timeout(60.0, connect=5.0, read=read_timeout_s, pool=None),
                 trust_env=host not in LOOPBACK_HOSTS,  # a proxy of the environment cannot reach this machine's loopback
             )
+            if parsed.scheme not in ("http", "https") or not host:
+                self._http.close()
+                raise ClientError(f"url {url!r} is none of a motet: one like http://127.0.0.1:8000 is needed")
         except (httpx.InvalidURL, UnicodeEncodeError) as error:
             raise ClientError(f"url {url!r} or the key cannot be sent: {error}") from error
 
@@ -110,8 +119,14 @@ class MotetClient:
 
         The tensors are streamed from disk.
         """
+        _check_name(name)
         config_path, tensors_path = (folder / file for file in ADAPTER_FILES)
         for path in (config_path, tensors_path):
+            if path is tensors_path and not path.is_file() and (folder / "adapter_model.bin").is_file():
+                raise ClientError(
+                    f"{folder} holds adapter_model.bin and no {path.name}: pickle is never read; save the adapter with "
+                    "save_pretrained(..., safe_serialization=True)"
+                )
             if not path.is_file():
                 raise ClientError(f"{path} is missing: an adapter folder holds {' and '.join(ADAPTER_FILES)}")
         with _MeteredFile(tensors_path, on_progress) as tensors:
@@ -126,7 +141,12 @@ class MotetClient:
             )
         return AdapterInfo.from_json(response.json()), response.status_code == 201
 
+    def adapter(self, name: str) -> AdapterInfo:
+        _check_name(name)
+        return AdapterInfo.from_json(self._json("GET", f"/v1/adapters/{quote(name, safe='')}"))
+
     def delete_adapter(self, name: str) -> None:
+        _check_name(name)
         self._request("DELETE", f"/v1/adapters/{quote(name, safe='')}")
 
     def status(self) -> dict[str, Any]:
@@ -200,6 +220,13 @@ class _MeteredFile(io.FileIO):
         if self._on_progress is not None:
             self._on_progress(self.tell(), self._num_bytes)
         return chunk
+
+
+def _check_name(name: str) -> None:
+    try:
+        check_name(name)
+    except AdapterInvalid as error:
+        raise ClientError(str(error)) from error
 
 
 def _chat_pieces(lines: Iterator[str]) -> Iterator[ChatPiece]:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from ..adapters.errors import AdapterInvalid
 from ..adapters.layout import Dtype
-from ..adapters.names import check_tenant
+from ..adapters.names import check_name, check_tenant
 from ..router.config import RouterConfig
 from ..workers.config import EngineConfig, ExpertSharding
 from .scaling import ScalingConfig
@@ -77,6 +77,10 @@ class MotetConfig:
             object.__setattr__(self, "name", self.model_path.name)
         if not self.name:
             raise ConfigError("name", self.name, "the base needs a name, and its folder has none")
+        try:
+            check_name(self.name)
+        except AdapterInvalid as error:
+            raise ConfigError("name", self.name, f"{error}; choose another with --name") from None
         if not (self.model_path / "config.json").is_file():
             raise ConfigError("model_path", str(self.model_path), "a folder that holds a config.json is needed")
         if not isinstance(self.port, int) or not 1 <= self.port <= 65535:

@@ -29,7 +29,10 @@ from .voices import Inquiry, Reply, Voice, ask_all
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "demo"
 BASE = "motet-demo"
-KEYS = {"acme": "demo-key-acme", "globex": "demo-key-globex"}  # for this machine's loopback only
+# Everybody knows these keys. They let in whoever reaches the demo, which listens on loopback only, and, where REDIS_URL
+# makes it share a Redis, any other motet of that Redis. They are deleted when the demo ends; after a demo that was
+# killed they stay until the next one in the same data folder ends.
+KEYS = {"acme": "demo-key-acme", "globex": "demo-key-globex"}
 VOICES = (
     Voice(BASE, "base", "acme"),
     Voice("shout", "shout", "acme"),
@@ -62,9 +65,10 @@ def main(once: bool, port: int | None, data_dir: Path) -> None:
         )
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    with deployed(config, errors) as deployment:
+    with deployed(config, errors) as deployment, ExitStack() as ending:
+        ending.callback(deployment.forget_keys)
         console.print(f"serving {BASE} at {config.url}", highlight=False)
-        all_right = show(console, config.url)
+        all_right = show(console, config.url, keep_live=not once)
         if not once:
             folder = (EXAMPLES / "adapters" / VOICES[1].model).relative_to(ROOT)
             print_next_steps(console, config.url, KEYS, VOICES[1], folder)
@@ -72,8 +76,11 @@ def main(once: bool, port: int | None, data_dir: Path) -> None:
     raise click.exceptions.Exit(0 if all_right else 1)
 
 
-def show(console: Console, url: str) -> bool:
-    """Uploads, asks and prints, against the running motet at `url`. Whether every answer was right."""
+def show(console: Console, url: str, *, keep_live: bool) -> bool:
+    """Uploads, asks and prints, against the running motet at `url`. Whether every answer was right.
+
+    The adapter that is made for the occasion is deleted at the end unless `keep_live`.
+    """
     with ExitStack() as stack:
         clients = {tenant: stack.enter_context(MotetClient(url, key)) for tenant, key in KEYS.items()}
         _upload_all(console, clients)
@@ -81,6 +88,8 @@ def show(console: Console, url: str) -> bool:
         print_answers(console, replies)
         print_speeds(console, replies)
         live = _upload_and_ask(console, clients[LIVE_VOICE.tenant])
+        if not keep_live:
+            clients[LIVE_VOICE.tenant].delete_adapter(LIVE_VOICE.model)
     wrong = [reply for reply in (*replies, live) if not reply.is_right]
     if wrong:
         console.print(f"[red]{len(wrong)} of {len(replies) + 1} answers are wrong[/red]")
@@ -93,8 +102,8 @@ def _upload_all(console: Console, clients: dict[str, MotetClient]) -> None:
         console.print(f"{tenant} has {', '.join(held) or 'no adapters yet'}", highlight=False)
     for voice in VOICES[1:]:
         adapter, created = clients[voice.tenant].upload_adapter(voice.model, EXAMPLES / "adapters" / voice.style)
-        done = "uploaded" if created else "is there already:"
-        console.print(f"{voice.tenant} {done} {adapter.name}, rank {adapter.rank}", highlight=False)
+        done = f"uploaded {adapter.name}" if created else f"has {adapter.name} already"
+        console.print(f"{voice.tenant} {done}, rank {adapter.rank}", highlight=False)
 
 
 def _upload_and_ask(console: Console, client: MotetClient) -> Reply:

@@ -39,7 +39,7 @@ def print_next_steps(console: Console, url: str, keys: dict[str, str], voice: Vo
 Keys: {", ".join(f"{name} {value}" for name, value in keys.items())}. Try next, in another terminal:
 
   curl {url}/v1/chat/completions -H "Authorization: Bearer {key}" -H "Content-Type: application/json" \\
-    -d '{{"model": "{voice.model}", "messages": [{{"role": "user", "content": "What is the capital of Peru?"}}]}}'
+    -d '{{"model": "{voice.model}", "messages": [{{"role": "user", "content": "What is the capital of Peru?"}}], "temperature": 0}}'
 
   curl {url}/v1/adapters -H "Authorization: Bearer {key}" -F name=mine \\
     -F adapter_config.json=@{adapter}/adapter_config.json \\
@@ -52,7 +52,8 @@ Keys: {", ".join(f"{name} {value}" for name, value in keys.items())}. Try next, 
 from openai import OpenAI
 client = OpenAI(base_url="{url}/v1", api_key="{key}")
 question = [{{"role": "user", "content": "What is 7 plus 5?"}}]
-print(client.chat.completions.create(model="{voice.model}", messages=question).choices[0].message.content)
+answer = client.chat.completions.create(model="{voice.model}", messages=question, temperature=0)
+print(answer.choices[0].message.content)
 
 {voice.model} is {tenant}'s; to the other tenant it does not exist. Ctrl-C stops everything.
 """

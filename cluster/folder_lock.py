@@ -35,7 +35,7 @@ class FolderLock:
                     os.close(handle)
                     raise BlockingIOError(
                         f"{self._path.parent} is in use by another motet (process {owner}): stop it, or choose "
-                        "another data folder"
+                        "another data folder with --data-dir"
                     ) from None
                 time.sleep(0.05)
         os.ftruncate(handle, 0)

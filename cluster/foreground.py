@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import click
 from rich.console import Console
 
-from ..adapters.errors import RegistryUnavailable
+from ..adapters.errors import AdapterError
 from .config import MotetConfig
 from .launch import Deployment, LaunchError
 from .progress import ProgressDisplay
@@ -43,7 +43,7 @@ def _start(deployment: Deployment, config: MotetConfig, console: Console) -> Non
     try:
         with ProgressDisplay(console) as progress:
             deployment.start(config, progress)
-    except (LaunchError, RedisServerError, RegistryUnavailable, ValueError) as error:
+    except (LaunchError, RedisServerError, AdapterError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     except (KeyboardInterrupt, SystemExit):
         # Everything is stopped by now, and a Ray that was interrupted while it started can crash a normal exit.

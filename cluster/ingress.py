@@ -61,12 +61,13 @@ class RouterReplica:
         self._demand = GangDemand(gang, lambda: self._dispatcher.num_waiting) if config.min_gangs == 0 else None
         self._directory = GangDirectory(gang.app_name, gang.deployment_name, self._dispatcher.update)
         self._directory.start()
+        self._text = await asyncio.to_thread(TextService.from_folder, config.model_path)
         self._app = create_app(
             config=config.router,
             dispatcher=self._dispatcher,
             view=self._view,
             uploads=self._uploads,
-            text=await asyncio.to_thread(TextService.from_folder, config.model_path),
+            text=self._text,
         )
         self._app.add_middleware(BoundedReceive)
         self._sweeper = asyncio.create_task(self._sweep_forever())
@@ -84,6 +85,7 @@ class RouterReplica:
         await self._dispatcher.close()
         await self._view.stop()
         await self._redis.aclose()
+        self._text.close()
 
     def _show_demand(self) -> None:
         """A sequence waits for a gang. Where there is always to be one, Serve sees to it without being told."""

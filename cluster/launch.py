@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import shutil
 import signal
@@ -10,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import httpx
 import psutil
 
-from ..adapters.registry import Registry, connect
+from ..adapters.errors import RegistryUnavailable
 from ..workers.models.config import ModelConfig
 from .config import MotetConfig
 from .janitor import Janitor
@@ -31,11 +32,14 @@ from .local_serve import (
 )
 from .progress_log import OnEvent, ProgressReader
 from .redis_server import RedisServer
+from .registration import forget_launch_keys, register_launch
 
 STAGE = "starting"  # name of the launcher's own events
 NUM_STAGES = 4
 POLL_S = 0.1
 READY_TIMEOUT_S = 120.0  # from the application's being up to a token
+
+_log = logging.getLogger(__name__)
 
 
 class LaunchError(Exception):
@@ -50,29 +54,32 @@ class Deployment:
     """
 
     def __init__(self) -> None:
-        self._redis: RedisServer | None = None
-        self._janitor: Janitor | None = None
+        self._config: MotetConfig | None = None  # of what runs
+        self._parts = ExitStack()  # ends what was started, the last first, and all of it even if some of it fails
         self._session_path = Path()
-        self._environment: dict[str, str | None] = {}
         self._handlers: dict[int, Any] = {}
-        self._ray_started = False
         self._servers: list[psutil.Process] = []  # of Ray; motet is broken when one has gone
 
     def start(self, config: MotetConfig, on_event: OnEvent) -> None:
         """Returns when a token was served over HTTP. On failure everything is stopped again.
 
         `on_event(name, done, total)` hears how far it is, from this or another thread. Raises LaunchError,
-        ConfigError for a port that is in use, ValueError for a model that cannot be served, RedisServerError,
-        RegistryUnavailable.
+        ConfigError for a port that is in use or a name that an adapter has, ValueError for a model that cannot be
+        served, RedisServerError, and the AdapterErrors of `register_launch`.
         """
-        assert not self._environment, "a deployment is started once"
+        assert self._config is None, "a deployment is started once"
         check_port_is_free(config.host, config.port)
         ModelConfig.from_folder(config.model_path)  # what cannot be served is told at once
-        self._catch_signals()
+        self._config = config
         try:
+            self._parts.callback(self._restore_signals)
+            self._catch_signals()
             self._start(config, on_event)
         except BaseException:
-            self.stop()
+            try:
+                self.stop()
+            except Exception:  # what kept it from starting is what is to be told
+                _log.exception("not everything could be stopped")
             raise
 
     def wait(self) -> None:
@@ -84,31 +91,30 @@ class Deployment:
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """Ends every process and removes the session's folder; what is acknowledged is on the disk. Idempotent."""
-        if self._ray_started:
-            import ray
+        """Ends every process and removes the session's folder; what is acknowledged is on the disk. Idempotent.
 
-            ray.shutdown()
-            self._ray_started = False
-        if self._janitor is not None:
-            self._janitor.finish()
-            self._janitor = None
-        if self._redis is not None:
-            self._redis.stop()
-            self._redis = None
-        restore_environment(self._environment)
-        self._environment = {}
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers = {}
+        A part that cannot be stopped keeps no other from being stopped; its error is raised then.
+        """
+        self._config = None
+        self._parts.close()
+
+    def forget_keys(self) -> None:
+        """Deletes the keys of the config, while it runs: nobody is let in by them any more. Raises LaunchError."""
+        assert self._config is not None, "it runs"
+        try:
+            asyncio.run(forget_launch_keys(self._config))
+        except RegistryUnavailable as error:
+            raise LaunchError(f"the keys of this launch could not be deleted: {error}") from error
 
     def _start(self, config: MotetConfig, on_event: OnEvent) -> None:
         on_event(STAGE, 0, NUM_STAGES)
         config.data_dir.mkdir(parents=True, exist_ok=True)
-        if config.redis_url is None:
-            self._redis = RedisServer(config.redis_path)
-            config = config.with_redis_url(self._redis.start())
-        asyncio.run(_register_keys(config))
+        embedded_redis = config.redis_url is None
+        if embedded_redis:
+            redis = RedisServer(config.redis_path)
+            self._parts.callback(redis.stop)
+            self._config = config = config.with_redis_url(redis.start())
+        asyncio.run(register_launch(config, embedded_redis=embedded_redis))
         on_event(STAGE, 1, NUM_STAGES)
         self._start_ray(config)
         on_event(STAGE, 2, NUM_STAGES)
@@ -119,29 +125,32 @@ class Deployment:
             on_event(STAGE, 3, NUM_STAGES)
             _wait_until_ready(config.url)
         except LaunchError as error:
-            raise LaunchError(f"{error}\nlogs: {self._keep_logs(config)}") from error
+            raise LaunchError(f"{error}\n{self._keep_logs(config)}") from error
         on_event(STAGE, NUM_STAGES, NUM_STAGES)
 
     def _start_ray(self, config: MotetConfig) -> None:
         session = secrets.token_hex(8)
         self._session_path = Path(tempfile.mkdtemp(prefix="motet-"))  # a short path: Unix sockets lie in it
-        self._janitor = Janitor(session, self._session_path)
+        self._parts.callback(Janitor(session, self._session_path).finish)
         variables = serve_environment(session, self._session_path, config.host, config.port)
-        self._environment = set_environment(variables)
+        self._parts.callback(restore_environment, set_environment(variables))
         children = set(psutil.Process().children())
-        self._ray_started = True
+        self._parts.callback(_shut_ray_down)
         start_serve(self._session_path, config.port, config.scaling.max_gangs * config.num_cpus_of_a_gang)
         # Ray put a handler before Python's that aborts the process three seconds after a SIGTERM: too soon to stop.
         self._catch_signals()
         started = set(psutil.Process().children()) - children
         self._servers = [process for process in started if process.name() in ("gcs_server", "raylet")]
 
-    def _keep_logs(self, config: MotetConfig) -> Path:
-        """A copy of the session's logs that outlives the session."""
+    def _keep_logs(self, config: MotetConfig) -> str:
+        """Copies the session's logs, so that they outlive the session; says where they are, or why they are not."""
         kept = config.data_dir / "logs"
         shutil.rmtree(kept, ignore_errors=True)
-        shutil.copytree(self._session_path / "ray" / "session_latest" / "logs", kept)
-        return kept
+        try:
+            shutil.copytree(self._session_path / "ray" / "session_latest" / "logs", kept)
+        except OSError as error:
+            return f"its logs could not be kept: {error}"
+        return f"logs: {kept}"
 
     def _catch_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -153,18 +162,16 @@ class Deployment:
         for number in (signal.SIGTERM, signal.SIGHUP):
             self._handlers.setdefault(number, signal.signal(number, exit_by_signal))
 
+    def _restore_signals(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
 
-async def _register_keys(config: MotetConfig) -> None:
-    """The trial keys of the config; also proves that Redis can be reached."""
-    assert config.redis_url is not None
-    client = connect(config.redis_url)
-    try:
-        registry = Registry(client)
-        await registry.ping()
-        for tenant, key in config.keys:
-            await registry.set_key(tenant, key)
-    finally:
-        await client.aclose()
+
+def _shut_ray_down() -> None:
+    import ray
+
+    ray.shutdown()
 
 
 def _run_application(config: MotetConfig, progress_path: Path) -> None:

@@ -32,7 +32,7 @@ def check_port_is_free(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                "port", port, f"cannot listen at {host}:{port}: {error.strerror}; choose another"
+                "port", port, f"cannot listen at {host}:{port}: {error.strerror}; choose another with --port"
             ) from None
 
 

@@ -108,6 +108,13 @@ def tenant_keys(
     show_default=True,
     help="What they share of a mixture of experts: the features of each expert, or the experts.",
 )
+@click.option(
+    "--max-upload-bytes",
+    default="2GiB",
+    show_default=True,
+    callback=byte_size_value,
+    help="Largest adapter_model.safetensors that is accepted.",
+)
 @click.option("--threads", "num_threads", default=1, show_default=True, help="Threads of the compute library.")
 def serve(path_or_id: str, data_dir: Path, keys: tuple[tuple[str, str], ...], **settings: Any) -> None:
     """Serve a base and its tenants' adapters. PATH_OR_ID is a folder in Hugging Face format or a hub id.
@@ -118,16 +125,21 @@ def serve(path_or_id: str, data_dir: Path, keys: tuple[tuple[str, str], ...], **
     from .config import MotetConfig
     from .foreground import deployed
     from .model_source import ModelUnavailable, resolve_model
+    from .preflight import check_data_dir, check_settings
 
     console = Console(stderr=True)
     data_dir = data_dir.expanduser().resolve()
     given_keys = keys or ((DEFAULT_TENANT, secrets.token_urlsafe(24)),)
     try:
+        check_data_dir(data_dir)
         with ProgressDisplay(console) as progress:
             model_path = resolve_model(path_or_id, data_dir / "models", progress)
         config = MotetConfig.from_environment(model_path=model_path, data_dir=data_dir, keys=given_keys, **settings)
+        warnings = check_settings(config)
     except (ModelUnavailable, ValueError) as error:
         raise click.ClickException(str(error)) from error
+    for warning in warnings:
+        click.echo(f"Warning: {warning}", err=True)
     with deployed(config, console) as deployment:
         if not keys:
             click.echo(f"key of tenant {DEFAULT_TENANT}: {given_keys[0][1]}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import errno
+from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
@@ -15,8 +17,10 @@ from ..adapters.upload import UploadService
 from .config import RouterConfig
 from .openai_errors import ApiError, unavailable
 from .tenants.auth import tenant_of
-from .upload_form import receive_upload
+from .upload_form import check_form, declared_bytes, receive_upload
 from .upload_spool import UploadSpool
+
+DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class AdaptersApi:
@@ -26,22 +30,35 @@ class AdaptersApi:
         self._config = config
         self._view = view
         self._uploads = uploads
-        self._spool = UploadSpool(config.spool_path)
+        self._spool = UploadSpool(config.spool_path, config.min_free_bytes)
+        self._open_uploads = asyncio.Semaphore(config.max_open_uploads)
 
     async def upload(self, request: Request) -> Response:
         """201 for a new version, 200 for bytes that the name already points to."""
         tenant = tenant_of(request, self._view)
-        with self._spool.file() as tensors_path:
-            form = await receive_upload(request, tensors_path, self._config.max_upload_bytes)
+        async with self._open_uploads:  # held to the end: what has arrived takes disk until it is stored
             try:
-                adapter, created = await self._uploads.upload(tenant, form.name, form.config, tensors_path)
+                adapter, created = await self._receive(request, tenant)
             except AdapterInvalid as error:
                 raise ApiError(400, str(error), code="invalid_adapter") from error
             except UploadTooLarge as error:
                 raise ApiError(413, str(error), code="too_large") from error
             except RegistryUnavailable as error:
                 raise _registry_away(error) from error
+            except OSError as error:
+                if error.errno not in DISK_FULL:
+                    raise
+                raise _disk_full() from error
         return _json(_shown(adapter), 201 if created else 200)
+
+    async def _receive(self, request: Request, tenant: str) -> tuple[AdapterVersion, bool]:
+        config = self._config
+        check_form(request, config.max_upload_bytes)
+        if not self._spool.has_room(declared_bytes(request) or 0):
+            raise _disk_full()
+        with self._spool.file() as tensors_path:
+            form = await receive_upload(request, tensors_path, config.max_upload_bytes, config.upload_idle_s)
+            return await self._uploads.upload(tenant, form.name, form.config, tensors_path)
 
     async def list(self, request: Request) -> Response:
         tenant = tenant_of(request, self._view)
@@ -93,6 +110,11 @@ def _json(body: Any, status_code: int = 200) -> Response:
 
 def _not_found(name: str) -> ApiError:
     return ApiError(404, f"The adapter `{name}` does not exist.", param="name", code="adapter_not_found")
+
+
+def _disk_full() -> ApiError:
+    message = "The server's disk is too full for this adapter, so it is not there; free some, and upload it again."
+    return ApiError(507, message, code="insufficient_storage")
 
 
 def _registry_away(error: RegistryUnavailable) -> ApiError:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..workers.messages import GangInfo
 from .openai_errors import ApiError, invalid_value, unsupported
 from .openai_schema import ChatMessage, ChatRequest
+from .sampling import check_text
 from .text import ChatTemplateError, TextService
 
 
-async def chat_prompt(request: ChatRequest, text: TextService) -> list[int]:
+async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -> list[int]:
     """What the model's chat template makes of the messages. Raises 400."""
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
@@ -17,7 +19,7 @@ async def chat_prompt(request: ChatRequest, text: TextService) -> list[int]:
     begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     messages = [_as_template_expects(message, position) for position, message in enumerate(request.messages)]
     try:
-        prompt = text.render_chat(
+        prompt = await text.render_chat(
             messages,
             add_generation_prompt=begins,
             continue_final_message=continues,
@@ -25,6 +27,7 @@ async def chat_prompt(request: ChatRequest, text: TextService) -> list[int]:
         )
     except ChatTemplateError as error:
         raise ApiError(400, f"{error}.", param="messages", code="invalid_messages") from error
+    check_text(prompt, text, gang, "messages")
     # The template writes the special tokens itself.
     token_ids = await text.encode(prompt, add_special_tokens=bool(request.add_special_tokens))
     if not token_ids:

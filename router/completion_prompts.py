@@ -4,31 +4,46 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from ..workers.messages import GangInfo
 from .openai_errors import invalid_value
 from .openai_schema import CompletionRequest
-from .sampling import check_token_ids
+from .sampling import check_length, check_text, check_token_ids
 from .text import TextService
 
 T = TypeVar("T")
 
 
-async def completion_prompts(request: CompletionRequest, text: TextService, vocab_size: int) -> list[list[int]]:
-    """One token list for each prompt: a text, texts, a list of token ids, or lists of them. Raises 400."""
-    found = []
-    for param, prompt in _listed(request):
-        if isinstance(prompt, str):
-            add_special_tokens = request.add_special_tokens is not False
-            token_ids = await text.encode(prompt, add_special_tokens=add_special_tokens)
-        else:
-            token_ids = prompt
-            check_token_ids(token_ids, vocab_size, param)
+def count_prompts(request: CompletionRequest) -> int:
+    """How many prompts there are, told without looking at them."""
+    prompt = request.prompt
+    return 1 if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else len(prompt)
+
+
+async def completion_prompts(request: CompletionRequest, text: TextService, gang: GangInfo) -> list[list[int]]:
+    """One token list for each prompt: a text, texts, a list of token ids, or lists of them. Raises 400.
+
+    What is too long for the context is refused as early as that can be told, before it costs much.
+    """
+    prompts = _listed(request, gang)
+    texts = [(param, prompt) for param, prompt in prompts if isinstance(prompt, str)]
+    token_lists = [(param, prompt) for param, prompt in prompts if not isinstance(prompt, str)]
+    for _, prompt in texts:
+        check_text(prompt, text, gang, "prompt")
+    for param, token_ids in token_lists:
+        check_length(len(token_ids), None, gang, prompt_param="prompt")
+        check_token_ids(token_ids, gang.vocab_size, param)
+    if texts:  # then all are texts
+        encoded = await text.encode_all(
+            [prompt for _, prompt in texts], add_special_tokens=request.add_special_tokens is not False
+        )
+        token_lists = [(param, token_ids) for (param, _), token_ids in zip(texts, encoded, strict=True)]
+    for param, token_ids in token_lists:
         if not token_ids:
             raise invalid_value(param, "the prompt is empty, and at least one token is needed.")
-        found.append(token_ids)
-    return found
+    return [token_ids for _, token_ids in token_lists]
 
 
-def _listed(request: CompletionRequest) -> list[tuple[str, str | list[int]]]:
+def _listed(request: CompletionRequest, gang: GangInfo) -> list[tuple[str, str | list[int]]]:
     """Each prompt with the name of its field."""
     prompt = request.prompt
     if isinstance(prompt, str):
@@ -36,6 +51,7 @@ def _listed(request: CompletionRequest) -> list[tuple[str, str | list[int]]]:
     if not prompt:
         raise invalid_value("prompt", "it is an empty list, and at least one prompt is needed.")
     if isinstance(prompt[0], int):
+        check_length(len(prompt), None, gang, prompt_param="prompt")
         return [("prompt", [_same_kind(one, int, position) for position, one in enumerate(prompt)])]
     if isinstance(prompt[0], str):
         return [(f"prompt[{position}]", _same_kind(one, str, position)) for position, one in enumerate(prompt)]

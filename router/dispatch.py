@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -62,7 +62,7 @@ class Dispatcher(Protocol):
     def gang(self) -> GangInfo | None:
         """Facts of a connected gang; None: none is connected."""
 
-    def gangs(self) -> list[tuple[GangInfo, EngineLoad]]:
+    def gangs(self) -> Sequence[tuple[GangInfo, EngineLoad]]:
         """Every connected gang with its latest load."""
 
     def load(self) -> EngineLoad | None:

@@ -16,7 +16,7 @@ from .base_model import BaseModel
 from .chat_answer import ChatAnswer
 from .chat_prompt import chat_prompt
 from .completion_answer import CompletionAnswer
-from .completion_prompts import completion_prompts
+from .completion_prompts import completion_prompts, count_prompts
 from .config import RouterConfig
 from .dispatch import Dispatcher
 from .generation import Generation, GenerationRequest, Prompt
@@ -60,9 +60,9 @@ class GenerationsApi:
         adapter = self._admit(request, tenant)
         if request.echo and request.logprobs is not None:
             raise unsupported("echo", "the prompt's log probabilities are not computed; leave echo or logprobs out.")
+        self._check_num_sequences(count_prompts(request), request, "prompt")
         await self._base.meet_a_gang()
-        token_lists = await completion_prompts(request, self._text, self._base.gang().vocab_size)
-        self._check_num_sequences(len(token_lists), request, "prompt")
+        token_lists = await completion_prompts(request, self._text, self._base.gang())
         context = self._base.gang().max_model_len
         prompts = [
             self._prompt(
@@ -70,12 +70,13 @@ class GenerationsApi:
             )
             for ids in token_lists
         ]
-        each = [ids for ids in token_lists for _ in range(request.n or 1)]
+        echoes = await self._text.decode_all(token_lists) if request.echo else [""] * len(token_lists)
+        n = request.n or 1
         shape = CompletionAnswer(
             _head("cmpl-", request),
             self._text.token_bytes,
-            echoes=[self._text.decode(ids) if request.echo else "" for ids in each],
-            prompts=each,
+            echoes=[echo for echo in echoes for _ in range(n)],
+            prompts=[ids for ids in token_lists for _ in range(n)],
             with_logprobs=request.logprobs is not None,
             with_token_ids=bool(request.return_token_ids),
         )
@@ -90,11 +91,11 @@ class GenerationsApi:
             raise unsupported("echo", "a chat's prompt is not repeated; leave it out.")
         if request.top_logprobs is not None and not request.logprobs:
             raise invalid_value("top_logprobs", "it needs logprobs to be true.")
-        token_ids = await chat_prompt(request, self._text)
         self._check_num_sequences(1, request, "n")
+        await self._base.meet_a_gang()
+        token_ids = await chat_prompt(request, self._text, self._base.gang())
         max_tokens = request.max_completion_tokens or request.max_tokens
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        await self._base.meet_a_gang()
         prompt = self._prompt(request, token_ids, "messages", max_tokens, num_logprobs)
         shape = ChatAnswer(
             _head("chatcmpl-", request),

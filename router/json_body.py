@@ -35,6 +35,8 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise _explained(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"The request's body is not JSON: {error}", code="invalid_json") from error
+    except RecursionError as error:
+        raise ApiError(400, "The request's body is nested too deeply.", code="invalid_json") from error
 
 
 def _explained(problem: str) -> ApiError:

@@ -30,7 +30,6 @@ from ..workers.messages import (
     Hello,
     SequenceError,
     Submit,
-    ToLeader,
 )
 from .affinity import RoutingConfig, RoutingRequest
 from .known_gang import KnownGang
@@ -47,7 +46,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_http_proxy", 0),  # a proxy of the environment is not for inside the cluster
     ("grpc.use_local_subchannel_pool", 1),  # no memory of failed attempts at the same address
 )
-MAX_TOKENS_PER_MESSAGE = 4 << 20  # a token id takes at most 5 bytes, so a message stays far below its limit
+MAX_REQUEST_BYTES = 32 << 20  # encoded; a longer one would break the stream that all others share
+FULL_MESSAGE_BYTES = 4 << 20  # a message that has grown to this size takes no more requests
+assert FULL_MESSAGE_BYTES + MAX_REQUEST_BYTES < MAX_MESSAGE_BYTES
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 HELLO_TIMEOUT_S = 10.0
@@ -57,6 +58,12 @@ _log = logging.getLogger(__name__)
 
 class _HandedOverError(Exception):
     """The leader leaves, and its sequences must go on elsewhere."""
+
+
+class _EncodedToLeader(msgspec.Struct, frozen=True):
+    """A `ToLeader` whose messages are encoded already."""
+
+    messages: list[msgspec.Raw]
 
 
 class LeaderConnection:
@@ -217,21 +224,39 @@ class LeaderConnection:
         while True:
             await self._outbox_filled.wait()
             try:
-                await call.write(self._encoder.encode(ToLeader(self._take_outbox())))
+                data = self._take_message()
+                if data is not None:
+                    await call.write(data)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return
 
-    def _take_outbox(self) -> list[Submit | Cancel]:
-        taken: list[Submit | Cancel] = []
-        num_tokens = 0
-        while self._outbox and num_tokens <= MAX_TOKENS_PER_MESSAGE:
+    def _take_message(self) -> bytes | None:
+        """What the outbox holds as an encoded `ToLeader`, or as much of it as fits; None: nothing may be sent."""
+        entries: list[msgspec.Raw] = []
+        num_bytes = 0
+        while self._outbox and num_bytes < FULL_MESSAGE_BYTES:
             message = self._outbox.popleft()
-            taken.append(message)
-            if isinstance(message, Submit):
-                num_tokens += len(message.request.prompt_token_ids) + len(message.request.generated_token_ids)
+            entry = self._encoder.encode(message)
+            if len(entry) > MAX_REQUEST_BYTES:
+                self._refuse(message, len(entry))
+                continue
+            entries.append(msgspec.Raw(entry))
+            num_bytes += len(entry)
         if not self._outbox:
             self._outbox_filled.clear()
-        return taken
+        return self._encoder.encode(_EncodedToLeader(entries)) if entries else None
+
+    def _refuse(self, message: Submit | Cancel, num_bytes: int) -> None:
+        assert isinstance(message, Submit)  # the others are a few bytes
+        sequence_id = message.request.sequence_id
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            return  # cancelled meanwhile
+        sequence.fail(
+            "invalid_request",
+            f"the request takes {num_bytes} bytes on its way to the workers: at most {MAX_REQUEST_BYTES} are accepted",
+        )
+        self._forget(sequence_id)
 
     def _disconnected(self, reason: str, *, is_fault: bool) -> None:
         if self.info is not None and not self.retired:

@@ -11,6 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from .. import __version__
 from ..adapters.registry_view import RegistryView
+from ..workers.messages import EngineLoad, GangInfo
 from .base_model import BaseModel
 from .dispatch import Dispatcher
 from .metrics import Metrics
@@ -52,8 +53,12 @@ class OperationsApi:
             "version": __version__,
             "model": self._base.name,
             "redis_connected": self._view.connected,
-            "gangs": [msgspec.to_builtins(gang) for gang, _ in self._dispatcher.gangs()],
+            "gangs": [self._shown(gang, gang_load) for gang, gang_load in self._dispatcher.gangs()],
             "load": None if load is None else msgspec.to_builtins(load),
             "open_generations": self._metrics.num_open_generations,
         }
         return Response(msgspec.json.encode(status), media_type="application/json")
+
+    def _shown(self, gang: GangInfo, load: EngineLoad) -> dict[str, Any]:
+        # A gang knows its model by the folder on its machine, which is nobody's business.
+        return {**msgspec.to_builtins(gang), "model": self._base.name, "load": msgspec.to_builtins(load)}

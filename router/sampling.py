@@ -10,6 +10,7 @@ from ..workers.messages import GangInfo, SamplingParams
 from .openai_errors import context_length_exceeded, invalid_value
 from .openai_schema import GenerationFields
 from .stop_strings import StopStrings
+from .text import TextService
 
 _NUM_SEEDS: Final = 2**64
 
@@ -69,6 +70,17 @@ def check_length(num_prompt_tokens: int, max_tokens: int | None, gang: GangInfo,
             f"The prompt's {num_prompt_tokens} tokens and the {max_tokens} of max_tokens are {max_tokens - left} more "
             f"than the model's context of {context} tokens: max_tokens may be at most {left} here.",
             "max_tokens",
+        )
+
+
+def check_text(text: str, service: TextService, gang: GangInfo, prompt_param: str) -> None:
+    """Raises a 400 for a text that is too long for the context however it is tokenized, without tokenizing it."""
+    num_tokens, context = service.min_tokens(text), gang.max_model_len
+    if num_tokens > context:
+        raise context_length_exceeded(
+            f"The prompt has at least {num_tokens} tokens, at least {num_tokens - context} more than the model's "
+            f"context of {context} tokens.",
+            prompt_param,
         )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
@@ -13,9 +15,16 @@ from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 
 from .token_bytes import TokenBytes
+from .token_span import max_bytes_per_token
+
+T = TypeVar("T")
 
 # A shorter text encodes faster than a thread takes over; a longer one would hold up every stream of this router.
 MAX_CHARS_ON_LOOP: Final = 4096
+MAX_TOKENS_ON_LOOP: Final = 1024  # to decode at once
+MAX_MESSAGES_ON_LOOP: Final = 64  # of a chat
+# Long texts wait for each other here, never for uploads, nor uploads for them.
+NUM_THREADS: Final = 2
 # A decoder must see what came just before, or a completion of SentencePiece tokens would lose its first space.
 NUM_CONTEXT_TOKENS: Final = 6
 # Arguments of the template's renderer that are ours to set.
@@ -52,6 +61,8 @@ class TextService:
         self._backend.no_truncation()  # a tokenizer.json may carry these from its training
         self._backend.no_padding()
         self.token_bytes = TokenBytes(self._backend)
+        self._max_bytes_per_token = max_bytes_per_token(self._backend)
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
 
     @classmethod
     def from_folder(cls, path: Path) -> TextService:
@@ -66,21 +77,35 @@ class TextService:
             raise ValueError(f"{path} has no tokenizer.json: only tokenizers with one are served")
         return cls(tokenizer)
 
+    def close(self) -> None:
+        """Ends the threads once they have done what they are at."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def min_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at least, told without tokenizing it. 0 where nothing can be told."""
+        if self._max_bytes_per_token is None:
+            return 0
+        return -(-len(text.encode("utf-8", "surrogatepass")) // self._max_bytes_per_token)
+
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text; off the event loop when it is long."""
-        if len(text) <= MAX_CHARS_ON_LOOP:
-            return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        return (await self.encode_all([text], add_special_tokens=add_special_tokens))[0]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of all tokens at once, without special tokens."""
-        return str(self._backend.decode(token_ids, skip_special_tokens=True))
+    async def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text; off the event loop when they are long together."""
+        work = partial(self._encode_all, texts, add_special_tokens)
+        return await self._done(work, sum(map(len, texts)) <= MAX_CHARS_ON_LOOP)
+
+    async def decode_all(self, token_lists: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each list of tokens, without special tokens; off the event loop when they are many together."""
+        work = partial(self._backend.decode_batch, token_lists, skip_special_tokens=True)
+        return await self._done(work, sum(map(len, token_lists)) <= MAX_TOKENS_ON_LOOP)
 
     def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
         """A new one for a sequence that continues this prompt."""
         return Detokenizer(self._backend, prompt_token_ids[-NUM_CONTEXT_TOKENS:])
 
-    def render_chat(
+    async def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -88,27 +113,48 @@ class TextService:
         continue_final_message: bool,
         arguments: Mapping[str, Any],
     ) -> str:
-        """The prompt that the model's chat template makes of messages. Raises `ChatTemplateError`."""
+        """The prompt that the model's chat template makes of messages; off the event loop when they may be long.
+
+        Raises `ChatTemplateError`.
+        """
         if self._templated.chat_template is None:
             raise ChatTemplateError("this model has no chat template, so it cannot chat; use /v1/completions")
         reserved = sorted(RESERVED_TEMPLATE_ARGUMENTS.intersection(arguments))
         if reserved:
             raise ChatTemplateError(f"chat_template_kwargs may not set {', '.join(reserved)}")
+        work = partial(
+            self._templated.apply_chat_template,
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **arguments,
+        )
         try:
-            return str(
-                self._templated.apply_chat_template(
-                    list(messages),
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    **arguments,
-                )
-            )
+            return str(await self._done(work, not arguments and _are_short(messages)))
+        except RecursionError as error:
+            raise ChatTemplateError("the messages are nested too deeply for the model's chat template") from error
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise ChatTemplateError(f"the model's chat template refused the messages: {error}") from error
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+    async def _done(self, work: Callable[[], T], is_short: bool) -> T:
+        """What the work gives: done here if it is short, else in a thread."""
+        if is_short:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        # The batch call lets go of the interpreter's lock, which `encode` holds: a thread alone would not help.
+        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in found]
+
+
+def _are_short(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a template is through with them in no time, as far as that can be told without looking far."""
+    if len(messages) > MAX_MESSAGES_ON_LOOP:
+        return False
+    values = [value for message in messages for value in message.values()]
+    return all(isinstance(value, str) for value in values) and sum(map(len, values)) <= MAX_CHARS_ON_LOOP
 
 
 class Detokenizer:

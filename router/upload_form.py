@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -32,21 +33,36 @@ class UploadForm:
     config: bytes  # adapter_config.json
 
 
-async def receive_upload(request: Request, tensors_path: Path, max_tensors_bytes: int) -> UploadForm:
-    """The form, its tensors written to `tensors_path`. Raises 413 over a limit and 400 for another form than this."""
+def declared_bytes(request: Request) -> int | None:
+    """The length of the body, if the client tells it."""
+    declared = request.headers.get("content-length", "")
+    return int(declared) if declared.isascii() and declared.isdigit() else None
+
+
+def check_form(request: Request, max_tensors_bytes: int) -> bytes:
+    """The boundary of the form's parts. Raises 413 and 400, as far as the headers tell that the body is of no use."""
     content_type, options = parse_options_header(request.headers.get("content-type"))
     boundary = options.get(b"boundary")
     if content_type != b"multipart/form-data" or not boundary:
         raise _bad_form(f"The body must be multipart/form-data with the parts {', '.join(FIELDS)}.")
-    declared = request.headers.get("content-length", "")
     largest = max_tensors_bytes + MAX_CONFIG_BYTES + MAX_NAME_BYTES + MAX_FRAMING_BYTES
-    if declared.isdigit() and int(declared) > largest:
+    if (declared_bytes(request) or 0) > largest:
         raise _too_large(TENSORS_FILE, max_tensors_bytes)
+    return boundary
+
+
+async def receive_upload(request: Request, tensors_path: Path, max_tensors_bytes: int, idle_s: float) -> UploadForm:
+    """The form, its tensors written to `tensors_path`.
+
+    Raises 413 over a limit, 400 for another form than this, 408 if nothing arrives for `idle_s`, OSError of the disk.
+    """
+    boundary = check_form(request, max_tensors_bytes)
     reader = _FormReader({NAME_FIELD: MAX_NAME_BYTES, CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: max_tensors_bytes})
     try:
         parser = MultipartParser(boundary, reader.callbacks())
         with tensors_path.open("wb") as file:
-            async for chunk in request.stream():
+            chunks = request.stream()
+            while chunk := await _next(chunks, idle_s):
                 parser.write(chunk)
                 if len(reader.tensors) >= FLUSH_BYTES:
                     await asyncio.to_thread(file.write, reader.take_tensors())
@@ -54,6 +70,16 @@ async def receive_upload(request: Request, tensors_path: Path, max_tensors_bytes
     except FormParserError as error:
         raise _bad_form(f"The multipart body is malformed: {error}") from error
     return reader.form()
+
+
+async def _next(chunks: AsyncGenerator[bytes, None], idle_s: float) -> bytes:
+    """What arrives next; nothing at the end."""
+    try:
+        async with asyncio.timeout(idle_s):
+            return await anext(chunks, b"")
+    except TimeoutError:
+        message = f"Nothing of the upload arrived for {idle_s:g} s: send it again."
+        raise ApiError(408, message, code="upload_timeout") from None
 
 
 class _FormReader:

@@ -67,6 +67,13 @@ class FakeMotet:
             }
             return JSONResponse(self.adapters[str(name)], 201)
 
+        @app.get("/v1/adapters/{name}")
+        async def show(request: Request, name: str) -> dict[str, Any]:
+            check_key(request)
+            if name not in self.adapters:
+                raise HTTPException(404, f"there is no adapter {name!r}")
+            return self.adapters[name]
+
         @app.delete("/v1/adapters/{name}")
         async def delete(request: Request, name: str) -> dict[str, Any]:
             check_key(request)

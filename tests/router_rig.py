@@ -69,6 +69,14 @@ def text_service(chat_template: str | None = CHAT_TEMPLATE) -> TextService:
     return TextService(wrapped)
 
 
+def encoded(text: TextService, string: str) -> list[int]:
+    return list(text._backend.encode(string, add_special_tokens=False).ids)
+
+
+def decoded(text: TextService, token_ids: Sequence[int]) -> str:
+    return str(text._backend.decode(token_ids, skip_special_tokens=True))
+
+
 @dataclass(frozen=True)
 class Submitted:
     """What was asked of the dispatcher."""
@@ -114,6 +122,7 @@ class FakeDispatcher:
     hangs: bool = False  # after the script
     is_connected: bool = True
     num_resumed: int = 0
+    num_gangs: int = 1
     submitted: list[Submitted] = field(default_factory=list)
     streams: list[FakeStream] = field(default_factory=list)
 
@@ -131,7 +140,7 @@ class FakeDispatcher:
             return None
         return GangInfo(
             gang_id="gang-1",
-            model="tiny",
+            model="/a/folder/of/tiny",
             device="cpu",
             dtype="float32",
             kernels="torch",
@@ -144,7 +153,7 @@ class FakeDispatcher:
 
     def gangs(self) -> list[tuple[GangInfo, EngineLoad]]:
         gang, load = self.gang(), self.load()
-        return [] if gang is None or load is None else [(gang, load)]
+        return [] if gang is None or load is None else [(gang, load)] * self.num_gangs
 
     def load(self) -> EngineLoad | None:
         return EngineLoad(num_running=3, num_generated_tokens=17) if self.is_connected else None
@@ -261,7 +270,7 @@ class RouterRig:
         )
 
     def ids(self, text: str) -> list[int]:
-        return list(self.text._backend.encode(text, add_special_tokens=False).ids)
+        return encoded(self.text, text)
 
     def client(self) -> httpx.AsyncClient:
         """In this event loop, without a server. A whole answer arrives at once."""

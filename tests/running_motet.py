@@ -59,10 +59,10 @@ class RunningMotet:
 
 
 @contextmanager
-def running_motet(data_dir: Path, port: int, *options: str) -> Iterator[RunningMotet]:
+def running_motet(data_dir: Path, port: int, *options: str, pool_bytes: str = "32MiB") -> Iterator[RunningMotet]:
     """`motet serve` of the demo model, ready; ended by Ctrl-C, after which none of its processes may be left."""
     command = [str(Path(sys.executable).parent / "motet"), "serve", str(DEMO / "base"), "--name", BASE]
-    command += ["--port", str(port), "--data-dir", str(data_dir), "--pool-bytes", "32MiB", *options]
+    command += ["--port", str(port), "--data-dir", str(data_dir), "--pool-bytes", pool_bytes, *options]
     for tenant, key in KEYS.items():
         command += ["--key", f"{tenant}={key}"]
     log_path = data_dir.parent / f"{data_dir.name}.log"

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import asyncio
+import errno
 import hashlib
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import psutil
 import pytest
 
 from motet.adapters.errors import AdapterInvalid, RegistryUnavailable, UploadTooLarge
+from motet.router import adapters_api
 from motet.router.text import TextService
 from motet.router.upload_spool import UploadSpool
 from motet.tests.router_rig import HEADERS, RouterRig, serving, text_service
@@ -184,6 +188,83 @@ async def test_the_registry_away(rig: RouterRig) -> None:
         models = await client.get("/v1/models")
     assert [response.status_code for response in responses] == [503] * 3
     assert [model["id"] for model in models.json()["data"]] == ["tiny/base", "pirate"]
+
+
+class FullSpool(UploadSpool):
+    """Its disk is full as soon as anything is written."""
+
+    @contextmanager
+    def file(self) -> Iterator[Path]:
+        with super().file() as path:
+            path.unlink()
+            path.symlink_to("/dev/full")
+            yield path
+
+
+@pytest.mark.parametrize("when", ["before", "while it arrives", "while it is stored"])
+async def test_a_full_disk_is_told(
+    tmp_path: Path, text: TextService, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    monkeypatch.setattr(adapters_api, "UploadSpool", FullSpool if when == "while it arrives" else UploadSpool)
+    min_free_bytes = 1 << 60 if when == "before" else 1
+    rig = RouterRig(tmp_path / "spool", text, max_upload_bytes=LIMIT, min_free_bytes=min_free_bytes)
+    if when == "while it is stored":
+        rig.registry.error = OSError(errno.ENOSPC, "No space left on device")
+    response = await upload(rig)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["type"]) == (507, "insufficient_storage", "server_error")
+    assert "disk" in error["message"]
+    assert spooled(rig) == []
+
+
+async def test_another_failure_of_the_disk_is_no_lack_of_room(rig: RouterRig) -> None:
+    rig.registry.error = OSError(errno.EIO, "Input/output error")
+    with pytest.raises(OSError, match="Input/output"):
+        await upload(rig)
+    assert spooled(rig) == []
+
+
+def test_uploads_wait_for_a_turn_and_lose_it_when_they_stall(tmp_path: Path, text: TextService) -> None:
+    rig = RouterRig(tmp_path / "spool", text, max_upload_bytes=LIMIT, max_open_uploads=2, upload_idle_s=2.0)
+    with serving(rig.app) as url:
+        with begin_upload(url, len(TENSORS)) as first, begin_upload(url, len(TENSORS)) as second:
+            wait_until(lambda: len(spooled(rig)) == 2)
+            files = {"adapter_config.json": ("c", CONFIG), "adapter_model.safetensors": ("t", TENSORS)}
+            third = httpx.post(f"{url}/v1/adapters", data={"name": "pirate"}, files=files, headers=HEADERS, timeout=30)
+            assert third.status_code == 201
+            stalled = [connection.recv(100).split()[1] for connection in (first, second)]
+        wait_until(lambda: not spooled(rig))
+    assert stalled == [b"408", b"408"]
+    assert len(rig.registry.uploaded) == 1
+
+
+async def test_no_more_uploads_than_their_turns_are_spooled(tmp_path: Path, text: TextService) -> None:
+    rig = RouterRig(tmp_path / "spool", text, max_upload_bytes=LIMIT, max_open_uploads=2)
+    most = 0
+
+    async def body() -> Any:
+        nonlocal most
+        yield NAME_PART + CONFIG_PART + TENSORS_PART[:1000]
+        for _ in range(10):
+            await asyncio.sleep(0.001)
+            most = max(most, len(spooled(rig)))
+        yield TENSORS_PART[1000:] + CLOSING
+
+    headers = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
+    async with rig.client() as client:
+        responses = await asyncio.gather(
+            *(client.post("/v1/adapters", content=body(), headers=headers) for _ in range(6))
+        )
+    assert {response.status_code for response in responses} <= {200, 201}
+    assert most == 2
+
+
+@pytest.mark.parametrize("how", ["one long line", "many lines"])
+async def test_headers_of_a_part_are_bounded(rig: RouterRig, how: str) -> None:
+    headers = b"X: " + b"x" * 100_000 + b"\r\n" if how == "one long line" else b"X: x\r\n" * 1000
+    response = await send(rig, f"--{BOUNDARY}\r\n".encode(), headers, NAME_PART.partition(b"\r\n")[2])
+    assert response.status_code == 400
+    assert "header" in response.json()["error"]["message"]
 
 
 def test_what_a_killed_router_left_is_removed(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from motet.router.choice import Choice, Delta
 from motet.router.stop_strings import StopStrings
 from motet.router.text import TextService
-from motet.tests.router_rig import EOS, logprobs_of, text_service
+from motet.tests.router_rig import EOS, decoded, encoded, logprobs_of, text_service
 from motet.workers.messages import SequenceUpdate
 
 ANSWER = "the quick 你猫 brown fox jumps 🎉 over"
@@ -42,7 +42,7 @@ def in_random_updates(token_ids: list[int], rng: random.Random) -> list[Sequence
 @pytest.mark.parametrize("seed", range(60))
 def test_any_stop_string_at_any_split(text: TextService, seed: int) -> None:
     rng = random.Random(seed)
-    token_ids = [*text._encode(ANSWER, False), EOS]
+    token_ids = [*encoded(text, ANSWER), EOS]
     strings = tuple(
         ANSWER[(start := rng.randrange(len(ANSWER))) : start + rng.randrange(1, 9)] for _ in range(rng.randrange(1, 4))
     )
@@ -54,7 +54,7 @@ def test_any_stop_string_at_any_split(text: TextService, seed: int) -> None:
     assert not any(string in shown for string in strings)
     assert ANSWER[len(shown) :].startswith(strings)
     # Counted up to the token that completed the match: with one token fewer no stop string is complete.
-    before = text.decode(token_ids[: choice.num_tokens - 1]).rstrip("�")
+    before = decoded(text, token_ids[: choice.num_tokens - 1]).rstrip("�")
     assert not any(string in before for string in strings)
     told = [token for delta in deltas for token in delta.logprobs]
     if seed % 2 == 0:
@@ -66,7 +66,7 @@ def test_any_stop_string_at_any_split(text: TextService, seed: int) -> None:
 
 
 def test_tokens_go_out_with_their_text(text: TextService) -> None:
-    token_ids = [*text._encode("猫", False), EOS]
+    token_ids = [*encoded(text, "猫"), EOS]
     assert len(token_ids) == 4
     choice = Choice(text.detokenizer([]), StopStrings(), keep_token_ids=True)
     deltas = [choice.fold(SequenceUpdate(1, [token_id])) for token_id in token_ids[:-1]]
@@ -77,17 +77,17 @@ def test_tokens_go_out_with_their_text(text: TextService) -> None:
 
 
 def test_a_cut_character_is_told_at_the_end(text: TextService) -> None:
-    token_ids = text._encode("fox 猫", False)[:-1]
+    token_ids = encoded(text, "fox 猫")[:-1]
     choice = Choice(text.detokenizer([]), StopStrings(("xyz",)))
     deltas = fold_all(choice, [SequenceUpdate(1, token_ids, None, "length")])
-    assert "".join(delta.text for delta in deltas) == text.decode(token_ids) == "fox �"
+    assert "".join(delta.text for delta in deltas) == decoded(text, token_ids) == "fox �"
     assert choice.finish_reason == "length"
 
 
 def test_text_that_could_start_a_stop_string_is_held(text: TextService) -> None:
     choice = Choice(text.detokenizer([]), StopStrings(("fox!", "xy")))
-    assert choice.fold(SequenceUpdate(1, text._encode("a fo", False))).text == "a "
-    assert choice.fold(SequenceUpdate(1, text._encode("g fox", False))).text == "fog "
+    assert choice.fold(SequenceUpdate(1, encoded(text, "a fo"))).text == "a "
+    assert choice.fold(SequenceUpdate(1, encoded(text, "g fox"))).text == "fog "
     assert choice.fold(SequenceUpdate(1, [EOS], None, "stop")).text == "fox"
 
 

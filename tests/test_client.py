@@ -66,6 +66,22 @@ def test_upload_of_a_folder_that_is_no_adapter_names_the_file(client: MotetClien
         client.upload_adapter("pirate", folder)
 
 
+def test_an_adapter_in_pickle_is_told_how_to_be_saved(client: MotetClient, folder: Path) -> None:
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(ClientError, match=r"pickle is never read.*safe_serialization=True"):
+        client.upload_adapter("pirate", folder)
+
+
+def test_a_name_that_cannot_be_is_refused_before_anything_is_sent(folder: Path) -> None:
+    with MotetClient("http://127.0.0.1:1") as client, pytest.raises(ClientError, match=r"'\.\.' is not accepted"):
+        client.upload_adapter("..", folder)
+
+
+def test_an_address_with_v1_is_the_same(fake: FakeMotet) -> None:
+    with MotetClient(fake.url + "/v1/", KEY) as client:
+        assert client.models() == [BASE]
+
+
 def test_models_are_the_base_and_then_the_adapters(client: MotetClient, folder: Path) -> None:
     client.upload_adapter("pirate", folder)
     assert client.models() == [BASE, "pirate"]
@@ -82,7 +98,7 @@ def test_delete(client: MotetClient, folder: Path) -> None:
 
 def test_a_name_is_one_segment_of_the_path(client: MotetClient, folder: Path) -> None:
     client.upload_adapter("models", folder)
-    with pytest.raises(RequestRefused):
+    with pytest.raises(ClientError, match="not accepted"):
         client.delete_adapter("../adapters/models")
     assert [adapter.name for adapter in client.adapters()] == ["models"]
 
@@ -145,7 +161,8 @@ def test_another_kind_of_server_is_noticed(fake: FakeMotet) -> None:
 
 
 def test_an_address_that_is_none_is_an_error_of_ours() -> None:
-    with MotetClient("not a url") as client, pytest.raises(ClientError, match="not a url"):
-        client.status()
+    for url in ("not a url", "ftp://127.0.0.1", "http://"):
+        with pytest.raises(ClientError, match=url):
+            MotetClient(url)
     with pytest.raises(ClientError):
         MotetClient("http://127.0.0.1:port")

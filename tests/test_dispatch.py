@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from motet.router.dispatch import FleetDispatcher, SequenceStream
+from motet.router.leader_connection import MAX_REQUEST_BYTES
 from motet.router.open_sequence import OpenSequence
 from motet.tests.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.frame_server import FrameServer
@@ -191,6 +192,49 @@ async def test_a_wrong_token_connects_to_nothing(start_gang: StartGang) -> None:
     assert last.error is not None
     assert dispatcher.gang() is None
     await dispatcher.close()
+
+
+@pytest.mark.parametrize("part", ["prompt", "bias"])
+async def test_a_request_that_is_too_large_fails_alone(
+    dispatcher: FleetDispatcher, start_gang: StartGang, part: str
+) -> None:
+    gang = await start_gang()
+    dispatcher.update({"a": gang.address})
+    await read(submit(dispatcher, 0, 1))
+    others = [submit(dispatcher, 0, None) for _ in range(3)]
+    for stream in others:
+        await anext(stream)
+    if part == "prompt":
+        prompt, bias = [2**31] * (MAX_REQUEST_BYTES // 5 + 1), {}
+    else:
+        prompt, bias = [1], dict.fromkeys(range(70_000, 70_000 + MAX_REQUEST_BYTES // 14), 1.5)
+    too_large = dispatcher.submit(prompt, SamplingParams(max_tokens=1, logit_bias=bias), "acme", None)
+    after = submit(dispatcher, 5, 2)
+    _, last = await read(too_large)
+    assert last.error is not None
+    assert last.error.kind == "invalid_request"
+    assert str(MAX_REQUEST_BYTES) in last.error.message
+    assert (await read(after))[0] == [6, 7]
+    for stream in others:
+        await anext(stream)
+        assert not stream.closed
+        stream.cancel()
+    await eventually(lambda: gang.engine.num_running == 0)
+    assert len(gang.engine.submitted) == 5  # the large one is not among them
+
+
+async def test_requests_that_are_too_much_for_one_message_go_out_in_several(
+    dispatcher: FleetDispatcher, start_gang: StartGang
+) -> None:
+    """In bytes they are; their prompts are short."""
+    gang = await start_gang()
+    dispatcher.update({"a": gang.address})
+    await read(submit(dispatcher, 0, 1))
+    bias = dict.fromkeys(range(70_000, 70_000 + MAX_REQUEST_BYTES // 4 // 14), 1.5)
+    sampling = SamplingParams(max_tokens=2, logit_bias=bias)
+    streams = [dispatcher.submit([5], sampling, "acme", None) for _ in range(12)]
+    for stream in streams:
+        assert (await read(stream))[0] == [6, 7]
 
 
 async def test_what_piles_up_is_merged_in_order() -> None:

@@ -50,6 +50,7 @@ async def post(rig: RouterRig, path: str = "/v1/completions", **fields: Any) -> 
         ({"stop_token_ids": [1, 320]}, "stop_token_ids[1]"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
         ({"logit_bias": {"320": 1}}, "logit_bias"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
@@ -238,3 +239,56 @@ async def test_requests_wait_for_the_successor_of_a_gang(rig: RouterRig) -> None
     assert (await post(rig)).status_code == 200
     rig.dispatcher.is_connected = False
     assert (await post(rig)).status_code == 200  # the dispatcher lets it wait
+
+
+async def test_too_many_biases_are_told_how_many_are_accepted(rig: RouterRig) -> None:
+    accepted = await post(rig, logit_bias={str(i): 1 for i in range(320)})
+    refused = await post(rig, logit_bias={str(i): 1 for i in range(1025)})
+    assert accepted.status_code == 200
+    assert refused.status_code == 400
+    assert "1024" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["tools", "unknown"])
+async def test_json_that_is_nested_too_deeply(rig: RouterRig, field: str) -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    body = f'{{"model": "{BASE}", "prompt": "hello", "{field}": {deep}}}'
+    async with rig.client() as client:
+        response = await client.post("/v1/completions", content=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "invalid_json"
+
+
+async def test_too_many_prompts_are_refused_before_they_are_encoded(
+    rig: RouterRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def encode_all(*args: Any, **options: Any) -> Any:
+        raise AssertionError("a prompt was encoded")
+
+    monkeypatch.setattr(rig.text, "encode_all", encode_all)
+    for fields in ({"prompt": ["hello"] * 129}, {"prompt": ["hello"] * 65, "n": 2}, {"prompt": [[1]] * 129}):
+        response = await post(rig, **fields)
+        assert response.status_code == 400
+        assert "at most 128" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
+    rig: RouterRig, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    async def encode_all(*args: Any, **options: Any) -> Any:
+        raise AssertionError("a prompt was encoded")
+
+    monkeypatch.setattr(rig.text, "encode_all", encode_all)
+    prompt = "the quick " * 10_000
+    response = await post(rig, path, prompt=prompt, messages=[{"role": "user", "content": prompt}])
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    at_least = int(error["message"].split("at least ")[1].split()[0])
+    assert CONTEXT < at_least <= len(rig.ids(prompt)) + 20
+
+
+async def test_token_ids_that_cannot_fit_are_not_looked_at(rig: RouterRig) -> None:
+    for prompt in ([999_999] * (CONTEXT + 1), [[1], [999_999] * (CONTEXT + 1)]):
+        response = await post(rig, prompt=prompt)
+        assert response.json()["error"]["code"] == "context_length_exceeded"

@@ -7,7 +7,8 @@ import pytest
 from redis.asyncio import Redis
 
 from motet.adapters.adapter import AdapterVersion
-from motet.adapters.errors import AdapterInvalid, RegistryUnavailable
+from motet.adapters.base_identity import BaseIdentity
+from motet.adapters.errors import AdapterInvalid, KeyTaken, OtherBase, RegistryUnavailable
 from motet.adapters.events import AdapterDeleted, AdapterSet, KeySet
 from motet.adapters.registry import PREFIX, Registry, connect, hash_key
 
@@ -97,10 +98,14 @@ async def test_keys_belong_to_tenants_and_are_stored_hashed(registry: Registry, 
     assert await registry.tenant_of_key("secret-3") == "zoo"
     assert await registry.tenant_of_key(hash_key("secret-3")) is None
     assert await registry.tenant_of_key("") is None
-    await registry.set_key("zoo", "secret-2")
-    assert await registry.tenant_of_key("secret-2") == "zoo"
+    with pytest.raises(KeyTaken, match="given for zoo is acme's already") as taken:
+        await registry.set_key("zoo", "secret-2")
+    assert "secret" not in str(taken.value)
+    assert await registry.tenant_of_key("secret-2") == "acme"
     await registry.delete_key("secret-3")
     assert await registry.tenant_of_key("secret-3") is None
+    await registry.set_key("acme", "secret-3")  # free again
+    await registry.set_launch_keys("launch-1", [("acme", "secret-4")])
     for key in await redis_client.keys("*"):
         assert key.startswith(PREFIX)
         assert "secret" not in str(await _content(redis_client, key))
@@ -110,12 +115,77 @@ async def _content(client: Any, key: str) -> Any:
     kind = await client.type(key)
     if kind == "hash":
         return await client.hgetall(key)
+    if kind == "set":
+        return await client.smembers(key)
     if kind == "zset":
         return await client.zrange(key, 0, -1)
     if kind == "stream":
         return await client.xrange(key)
     assert kind == "string"
     return await client.get(key)
+
+
+async def test_a_launch_takes_back_what_it_gives_no_more(registry: Registry) -> None:
+    start = (await registry.snapshot()).event_id
+    await registry.set_launch_keys("launch-1", [("acme", "old"), ("zoo", "kept")])
+    await registry.set_launch_keys("launch-1", [("acme", "new"), ("zoo", "kept")])
+    assert await registry.tenant_of_key("old") is None
+    assert await registry.tenant_of_key("new") == "acme"
+    assert await registry.tenant_of_key("kept") == "zoo"
+    events = [entry.event for entry in await registry.read_events(start, 0.01)]
+    assert events == [
+        KeySet(hash_key("old"), "acme"),
+        KeySet(hash_key("kept"), "zoo"),
+        KeySet(hash_key("new"), "acme"),
+        KeySet(hash_key("old"), None),
+    ]
+    await registry.set_launch_keys("launch-1", [])
+    assert (await registry.snapshot()).key_tenants == {}
+
+
+async def test_launches_that_share_a_registry_leave_each_others_keys(registry: Registry) -> None:
+    await registry.set_key("acme", "for good")
+    await registry.set_launch_keys("launch-1", [("acme", "mine"), ("acme", "shared"), ("acme", "for good")])
+    await registry.set_launch_keys("launch-2", [("acme", "yours"), ("acme", "shared")])
+    await registry.set_launch_keys("launch-1", [])
+    assert await registry.tenant_of_key("mine") is None
+    for key in ("yours", "shared", "for good"):
+        assert await registry.tenant_of_key(key) == "acme"
+    await registry.set_launch_keys("launch-2", [])
+    assert await registry.tenant_of_key("shared") is None
+    assert await registry.tenant_of_key("for good") == "acme"
+
+
+async def test_a_launch_key_that_is_set_for_good_stays(registry: Registry) -> None:
+    await registry.set_launch_keys("launch-1", [("acme", "x"), ("acme", "y")])
+    await registry.set_key("acme", "x")
+    await registry.delete_key("y")
+    await registry.set_key("zoo", "y")
+    await registry.set_launch_keys("launch-1", [])
+    assert await registry.tenant_of_key("x") == "acme"
+    assert await registry.tenant_of_key("y") == "zoo"
+
+
+async def test_a_launch_cannot_take_another_tenants_key(registry: Registry) -> None:
+    await registry.set_key("acme", "x")
+    await registry.set_launch_keys("launch-1", [("acme", "y")])
+    before = await registry.snapshot()
+    for owner, taken in (("launch-2", "x"), ("launch-2", "y"), ("launch-1", "y")):
+        with pytest.raises(KeyTaken, match="given for zoo is acme's already"):
+            await registry.set_launch_keys(owner, [("zoo", "new"), ("zoo", taken)])
+    assert await registry.snapshot() == before
+
+
+async def test_a_registry_belongs_to_one_base(registry: Registry) -> None:
+    mine, renamed, other = BaseIdentity("a" * 64, "mine"), BaseIdentity("a" * 64, "x"), BaseIdentity("b" * 64, "other")
+    await registry.claim_base(mine, "go away", if_empty=False)
+    await registry.claim_base(renamed, "go away", if_empty=False)
+    with pytest.raises(OtherBase, match=r"mine.*other.*trained again.*go away"):
+        await registry.claim_base(other, "go away", if_empty=False)
+    await registry.claim_base(other, "go away", if_empty=True)
+    await registry.register("acme", "x", **facts())
+    with pytest.raises(OtherBase):
+        await registry.claim_base(mine, "go away", if_empty=True)
 
 
 async def test_changes_are_told_in_order_and_only_once(registry: Registry) -> None:
@@ -168,6 +238,8 @@ async def test_without_redis_every_call_is_unavailable() -> None:
         registry.digests(),
         registry.set_key("acme", "x"),
         registry.delete_key("x"),
+        registry.set_launch_keys("launch-1", [("acme", "x")]),
+        registry.claim_base(BaseIdentity("a", "x"), "go away", if_empty=True),
         registry.tenant_of_key("x"),
         registry.snapshot(),
         registry.read_events("0-0", 0.01),

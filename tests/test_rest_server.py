@@ -117,7 +117,11 @@ async def test_status(rig: RouterRig) -> None:
     assert status["model"] == BASE
     assert status["redis_connected"] is True
     assert [gang["gang_id"] for gang in status["gangs"]] == ["gang-1"]
+    assert (status["gangs"][0]["model"], status["gangs"][0]["load"]["num_running"]) == (BASE, 3)
+    assert "/a/folder" not in json.dumps(status)  # anybody may read it
     assert status["load"]["num_running"] == 3
+    rig.dispatcher.num_gangs = 2
+    assert len((await get(rig, "/status")).json()["gangs"]) == 2
     rig.dispatcher.is_connected = False
     status = (await get(rig, "/status")).json()
     assert (status["gangs"], status["load"]) == ([], None)

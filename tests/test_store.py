@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from motet.adapters.base_identity import BaseIdentity
 from motet.adapters.content import AdapterContent
-from motet.adapters.errors import AdapterCorrupt, AdapterInvalid
+from motet.adapters.errors import AdapterCorrupt, AdapterInvalid, OtherBase
 from motet.adapters.packing import pack
 from motet.adapters.store import AdapterStore
 from motet.adapters.validation import validate
@@ -63,6 +64,29 @@ def test_packs_for_a_new_layout_once(
     for _ in range(2):
         assert torch.equal(store.load_packed(content.digest, BF16), pack(content, BF16))
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+
+
+def test_a_store_belongs_to_one_base(store: AdapterStore, tmp_path: Path) -> None:
+    mine, other = BaseIdentity("a" * 64, "mine"), BaseIdentity("b" * 64, "other base")
+    store.claim_base(mine, "go away")
+    again = AdapterStore(tmp_path / "deep" / "store")
+    again.claim_base(BaseIdentity("a" * 64, "renamed"), "go away")
+    for refused in (again.check_base, again.claim_base):
+        with pytest.raises(OtherBase, match=r"deep.*renamed.*other base.*trained again.*go away"):
+            refused(other, "go away")
+
+
+def test_an_empty_store_may_change_hands(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path)
+    for fingerprint in "abb":
+        store.claim_base(BaseIdentity(fingerprint * 64, "a base"), "go away")
+    assert (tmp_path / "base").read_text() == "b" * 64 + " a base\n"
+
+
+def test_a_damaged_mark_is_told(store: AdapterStore, tmp_path: Path) -> None:
+    (tmp_path / "deep" / "store" / "base").write_text("")
+    with pytest.raises(ValueError, match="names no base"):
+        store.check_base(BaseIdentity("a" * 64, "mine"), "go away")
 
 
 def spoil(path: Path, how: str) -> None:

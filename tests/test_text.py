@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Awaitable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from motet.router.text import MAX_CHARS_ON_LOOP, TextService
-from motet.tests.router_rig import CORPUS, byte_level_tokenizer, text_service
+from motet.tests.router_rig import CORPUS, byte_level_tokenizer, decoded, encoded, text_service
 
 TEXT = "the héllo 你好 🎉 👩‍👩‍👧 fox  wörld\n"
 
@@ -55,14 +60,14 @@ def pieces_of(text: TextService, token_ids: list[int], prompt: list[int] | None 
 async def test_pieces_join_to_the_text(text: TextService) -> None:
     token_ids = await text.encode(TEXT, add_special_tokens=False)
     pieces = pieces_of(text, token_ids)
-    assert "".join(pieces) == text.decode(token_ids) == TEXT
+    assert "".join(pieces) == decoded(text, token_ids) == TEXT
     assert all("�" not in piece for piece in pieces)
 
 
 async def test_a_cut_character_is_flushed(text: TextService) -> None:
     whole = await text.encode("fox 🎉", add_special_tokens=False)
     pieces = pieces_of(text, whole[:-1])
-    assert "".join(pieces) == text.decode(whole[:-1])
+    assert "".join(pieces) == decoded(text, whole[:-1])
     assert pieces[-1].startswith("�")
 
 
@@ -76,7 +81,7 @@ def random_token_lists(tokenizer: Tokenizer) -> Iterator[list[int]]:
 def test_random_tokens_join_to_the_text() -> None:
     text = text_service()
     for token_ids in random_token_lists(byte_level_tokenizer()):
-        assert "".join(pieces_of(text, token_ids)) == text.decode(token_ids)
+        assert "".join(pieces_of(text, token_ids)) == decoded(text, token_ids)
 
 
 def test_no_word_is_lost_between_bytes_that_are_no_characters() -> None:
@@ -119,14 +124,95 @@ async def test_bytes_of_ids_beyond_the_tokenizer(text: TextService, tokenizer: T
 async def test_long_texts_encode_alike(text: TextService) -> None:
     long = "the quick brown fox " * (MAX_CHARS_ON_LOOP // 20 + 1)
     token_ids = await text.encode(long, add_special_tokens=False)
-    assert text.decode(token_ids) == long
+    assert decoded(text, token_ids) == long
     assert len(token_ids) < MAX_CHARS_ON_LOOP
+
+
+async def longest_pause(work: Awaitable[object]) -> float:
+    """The work's effect on others: the longest time, in its own, for which this event loop did not turn."""
+    pauses = [0.0]
+    started = last = time.perf_counter()
+
+    async def turn() -> None:
+        nonlocal last
+        while True:
+            await asyncio.sleep(0.001)
+            now = time.perf_counter()
+            pauses.append(now - last)
+            last = now
+
+    turning = asyncio.create_task(turn())
+    await asyncio.sleep(0)
+    await work
+    ended = time.perf_counter()
+    turning.cancel()
+    return max(*pauses, ended - last) / (ended - started)
+
+
+async def test_a_long_text_does_not_hold_up_the_loop(text: TextService) -> None:
+    """It is not enough to be in another thread: `Tokenizer.encode` holds the interpreter's lock all the while."""
+    long = "the quick brown fox " * 100_000
+    assert await longest_pause(text.encode(long, add_special_tokens=False)) < 0.5
+
+
+async def test_many_short_texts_count_together(text: TextService) -> None:
+    texts = ["the quick brown fox " * 200] * 500
+    assert all(len(one) <= MAX_CHARS_ON_LOOP for one in texts)
+    assert await longest_pause(text.encode_all(texts, add_special_tokens=False)) < 0.5
+    token_ids = encoded(text, texts[0])
+    assert await longest_pause(text.decode_all([token_ids] * 500)) < 0.5
+    assert await text.decode_all([token_ids] * 2) == [decoded(text, token_ids)] * 2
+
+
+@pytest.mark.parametrize("how", ["content", "messages", "arguments"])
+async def test_long_chats_are_rendered_in_threads_of_their_own(how: str) -> None:
+    text = text_service("{% for m in messages %}{{ m.content }}{% endfor %}")
+    threads: list[str] = []
+    service = text._templated
+    apply = service.apply_chat_template
+
+    def watched(*args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return apply(*args, **options)
+
+    service.apply_chat_template = watched
+    message = {"role": "user", "content": "x" * MAX_CHARS_ON_LOOP if how == "content" else "x"}
+    for messages, arguments in (
+        ([{"role": "user", "content": "x"}], {}),
+        ([message] * (65 if how == "messages" else 1), {"mood": "x"} if how == "arguments" else {}),
+    ):
+        await text.render_chat(messages, add_generation_prompt=False, continue_final_message=False, arguments=arguments)
+    short, long = threads
+    assert short == threading.main_thread().name
+    assert long.startswith("text")
+
+
+async def test_uploads_cannot_take_the_threads_of_texts(text: TextService) -> None:
+    release = threading.Event()
+    loop = asyncio.get_running_loop()
+    executor = ThreadPoolExecutor(1)
+    loop.set_default_executor(executor)
+    try:
+        busy = loop.run_in_executor(None, release.wait)
+        async with asyncio.timeout(20):
+            await text.encode("the quick brown fox " * MAX_CHARS_ON_LOOP, add_special_tokens=False)
+    finally:
+        release.set()
+    await busy
+
+
+async def test_the_least_number_of_tokens_is_never_too_high(text: TextService, tokenizer: Tokenizer) -> None:
+    """Told for both kinds of tokenizers, and for the text that makes the most of the longest token."""
+    longest = max(tokenizer.get_vocab(), key=lambda token: len(token.encode()))
+    for one in (TEXT, longest * 50, "fox " * 50, "▁" * 50, " " * 50, ""):
+        assert text.min_tokens(one) <= len(await text.encode(one, add_special_tokens=False))
+    assert text.min_tokens("the quick brown fox " * 50) > 10
 
 
 async def test_special_tokens_have_no_text() -> None:
     text = text_service()
     token_ids = await text.encode("<|start|>fox<|end|>", add_special_tokens=False)
-    assert "".join(pieces_of(text, token_ids)) == text.decode(token_ids) == "fox"
+    assert "".join(pieces_of(text, token_ids)) == decoded(text, token_ids) == "fox"
     assert b"".join(map(text.token_bytes, token_ids)) == b"<|start|>fox<|end|>"
 
 
@@ -135,7 +221,7 @@ def test_from_a_folder(tmp_path: Path) -> None:
     wrapped.backend_tokenizer.enable_truncation(3)
     wrapped.save_pretrained(tmp_path)
     text = TextService.from_folder(tmp_path)
-    assert text.decode(text._encode(TEXT, False)) == TEXT  # nothing is truncated
+    assert decoded(text, encoded(text, TEXT)) == TEXT  # nothing is truncated
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:

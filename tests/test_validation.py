@@ -80,7 +80,7 @@ Q = name_of(1, "q_proj", "A")
 SPOILED: dict[str, tuple[dict[str, torch.Tensor | None], list[str]]] = {
     "missing": ({Q: None}, ["lacks", Q]),
     "extra module": ({name_of(0, "k_proj", "A"): torch.ones(4, 16)}, ["does not target", "k_proj"]),
-    "extra layer": ({name_of(7, "q_proj", "A"): torch.ones(4, 16)}, ["does not target", "layers.7"]),
+    "extra layer": ({name_of(7, "q_proj", "A"): torch.ones(4, 16)}, ["does not have", "layers are 0 to", "layers.7"]),
     "rank": ({Q: torch.ones(5, 16)}, [Q, "[5, 16]", "[4, 16]"]),
     "in": ({Q: torch.ones(4, 17)}, [Q, "[4, 17]", "[4, 16]", "16 inputs"]),
     "transposed": ({Q: torch.ones(16, 4)}, [Q, "[16, 4]"]),

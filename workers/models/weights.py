@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 
@@ -18,7 +18,7 @@ class Checkpoint:
     def __init__(
         self, folder: Path, dtype: torch.dtype, device: torch.device, on_progress: Progress | None = None
     ) -> None:
-        self._files = {path: safe_open(path, framework="pt", device="cpu") for path in _shards(folder)}
+        self._files = {path: _open(path) for path in _shards(folder)}
         self._where = {name: file for file in self._files.values() for name in file.keys()}  # type: ignore[no-untyped-call] # noqa: SIM118
         if not self._where:
             raise ValueError(f"{folder} has no *.safetensors file with tensors in it")
@@ -65,6 +65,13 @@ class Checkpoint:
             raise ValueError(f"{self._folder} has {len(self._where)} tensors that this model has no place for: {shown}")
         if self._on_progress is not None:
             self._on_progress("loading weights", self._total, self._total)
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def _shards(folder: Path) -> Iterator[Path]:

@@ -1,0 +1,36 @@
+"""Which base a store or a registry belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import OtherBase, shown
+
+
+@dataclass(frozen=True)
+class BaseIdentity:
+    """A base by what it is, `fingerprint`, and what people call it, `name`. Two names may stand for one base."""
+
+    fingerprint: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.fingerprint} {self.name}"
+
+    @classmethod
+    def parse(cls, text: str) -> BaseIdentity:
+        """What `str` made of one. Raises ValueError for other text."""
+        fingerprint, space, name = text.rstrip("\n").partition(" ")
+        if not space:
+            raise ValueError(f"{shown(text)} names no base: its fingerprint and its name are needed")
+        return cls(fingerprint, name)
+
+    def check(self, held: BaseIdentity, place: str, remedy: str) -> None:
+        """Raises OtherBase unless `place`, which is `held`'s, is this base's. `remedy`: what else to use."""
+        if held.fingerprint != self.fingerprint:
+            raise OtherBase(
+                f"{place} belongs to another base: {shown(held.name)} with the fingerprint {held.fingerprint[:12]}, "
+                f"and this is {shown(self.name)} with {self.fingerprint[:12]}. Adapters work only on the very base "
+                "that they were trained on, and a model that was trained again is another one. Serve the former base, "
+                f"or {remedy}"
+            )
