@@ -34,7 +34,7 @@ def check_settings(config: MotetConfig) -> list[str]:
     memory_bytes = psutil.virtual_memory().total
     if config.pool_bytes < page_bytes:
         raise ConfigError("--pool-bytes", config.pool_bytes, f"one page of this model takes {page_bytes} bytes")
-    if config.pool_bytes * config.scaling.max_gangs > memory_bytes:
+    if config.pool_bytes * config.scaling.max_gangs * config.tensor_parallel > memory_bytes:
         has = format_byte_size(memory_bytes)
         raise ConfigError("--pool-bytes", config.pool_bytes, f"this machine has {has} of memory: give less")
     Checkpoint(config.model_path, dtype, torch.device("cpu"))  # reads the headers only

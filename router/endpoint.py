@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -46,5 +47,8 @@ class Endpoint:
             status_code = answer.status_code
         except ClientDisconnect:
             status_code = CLIENT_CLOSED_REQUEST
+        except asyncio.CancelledError:  # the server's way to say that the client has gone
+            status_code = CLIENT_CLOSED_REQUEST
+            raise
         finally:
             self._metrics.requests[self._route, status_code] += 1

@@ -126,6 +126,7 @@ class GenerationResponse:
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         """As the answer, or as the last event of a stream: without [DONE], so that nobody takes it for whole."""
         if self._has_started:
+            self._metrics.num_broken_streams += 1
             await _send_body(send, b"data: " + error.body() + b"\n\n", more=False)
         else:
             self.status_code = error.status_code

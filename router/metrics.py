@@ -38,32 +38,45 @@ class Metrics:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()  # by route and status
         self.num_open_generations = 0
+        self.num_broken_streams = 0  # answered 200, then ended with an error event
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
         self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS_S)
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)  # between updates of a sequence
         self.last_token_at: float | None = None  # time.perf_counter()
 
-    def exposition(self, load: EngineLoad | None, num_resumed: int) -> bytes:
+    def exposition(self, load: EngineLoad | None, num_resumed: int, is_registry_connected: bool) -> bytes:
         """Prometheus' text format. `load`: of the engine; None: no gang is connected. `num_resumed`: see Dispatcher."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families(self, load, num_resumed))
+        registry.register(_Families(self, load, num_resumed, is_registry_connected))
         return generate_latest(registry)
 
 
 class _Families(Collector):
-    def __init__(self, metrics: Metrics, load: EngineLoad | None, num_resumed: int) -> None:
+    def __init__(
+        self, metrics: Metrics, load: EngineLoad | None, num_resumed: int, is_registry_connected: bool
+    ) -> None:
         self._metrics = metrics
+        self._is_registry_connected = is_registry_connected
         self._load = load
         self._num_resumed = num_resumed
 
     def collect(self) -> Iterator[Metric]:
         metrics = self._metrics
-        requests = CounterMetricFamily("motet_requests", "Answered requests.", labels=("route", "status"))
+        help_text = "Requests by what they were answered with; 499: the client left before the end."
+        requests = CounterMetricFamily("motet_requests", help_text, labels=("route", "status"))
         for (route, status), count in sorted(metrics.requests.items()):
             requests.add_metric((route, str(status)), count)
         yield requests
         yield GaugeMetricFamily("motet_open_generations", "Requests being answered.", metrics.num_open_generations)
+        yield CounterMetricFamily(
+            "motet_broken_streams", "Streams that ended with an error event after a 200.", metrics.num_broken_streams
+        )
+        yield GaugeMetricFamily(
+            "motet_registry_connected",
+            "1 if this router hears of changes in the registry; without it uploads fail and chats go on.",
+            float(self._is_registry_connected),
+        )
         yield CounterMetricFamily("motet_prompt_tokens", "Prompt tokens of requests.", metrics.num_prompt_tokens)
         yield CounterMetricFamily("motet_completion_tokens", "Tokens that came back.", metrics.num_completion_tokens)
         for name, help_text, histogram in (
