@@ -66,7 +66,8 @@ class AdapterLayout:
     def key(self) -> str:
         """Names the layout: equal keys mean byte-identical packing."""
         worker = "tp1" if self.sharding is None else self.sharding.key(self.shape.modules)
-        return f"{worker}-slab{self.slab}-layers{self.shape.num_layers}-{self.dtype}"
+        experts = "" if self.shape.experts is None else f"-experts{self.shape.experts.num_experts}"
+        return f"{worker}-slab{self.slab}-layers{self.shape.num_layers}{experts}-{self.dtype}"
 
     def part(self, module: str) -> ModulePart:
         """This worker's part of a module."""
