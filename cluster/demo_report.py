@@ -39,7 +39,8 @@ def print_next_steps(console: Console, url: str, keys: dict[str, str], voice: Vo
 Keys: {", ".join(f"{name} {value}" for name, value in keys.items())}. Try next, in another terminal:
 
   curl {url}/v1/chat/completions -H "Authorization: Bearer {key}" -H "Content-Type: application/json" \\
-    -d '{{"model": "{voice.model}", "messages": [{{"role": "user", "content": "What is the capital of Peru?"}}], "temperature": 0}}'
+    -d '{{"model": "{voice.model}", "temperature": 0,
+         "messages": [{{"role": "user", "content": "What is the capital of Peru?"}}]}}'
 
   curl {url}/v1/adapters -H "Authorization: Bearer {key}" -F name=mine \\
     -F adapter_config.json=@{adapter}/adapter_config.json \\
