@@ -53,8 +53,8 @@ def _match_names(file: TensorFile, targets: Mapping[tuple[int, str], Target], sh
     beyond = [name for key, name in names.items() if key[0] >= shape.num_layers]
     if beyond:
         raise AdapterInvalid(
-            f"{TENSORS_FILE} holds tensors of layers that the base does not have, its {shape.num_layers} layers are 0 to "
-            f"{shape.num_layers - 1}: {listed(beyond)}"
+            f"{TENSORS_FILE} holds tensors of layers that the base does not have, its {shape.num_layers} layers "
+            f"are 0 to {shape.num_layers - 1}: {listed(beyond)}"
         )
     extra = [name for key, name in names.items() if key[:2] not in targets]
     if extra:

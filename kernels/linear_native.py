@@ -8,7 +8,7 @@ from torch.nn.functional import linear as torch_linear
 
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether packed weights are faster here: in bfloat16, where oneDNN would otherwise lay them out at each call."""
-    return dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+    return dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 
 def pack_linear(weight: torch.Tensor) -> torch.Tensor:

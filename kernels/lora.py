@@ -70,7 +70,7 @@ class LoraKernels(Protocol):
     def shrink(
         self, x: torch.Tensor, pool: torch.Tensor, layer: int, batch: LoraBatch, modules: tuple[int, ...]
     ) -> torch.Tensor:
-        """x Aᵀ of each row, with this worker's rows of A: the rank-sized vectors end to end, in an order of the backend's.
+        """x Aᵀ of each row, with this worker's rows of A: the rank-sized vectors, in the backend's own order.
 
         x `[num_rows, in]`, pool `[num_pages, num_layers, slab]`; gives one dimension, as long on every worker.
         """

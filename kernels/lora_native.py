@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ class NativeLora:
         self._dtype, self._num_threads = dtype, num_threads
         name = str(dtype).removeprefix("torch.")
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        pages = [pointer, number, number, pointer, pointer, number]
+        pages: list[Any] = [pointer, number, number, pointer, pointer, number]
         self._shrink, self._expand = library[f"lora_shrink_{name}"], library[f"lora_expand_{name}"]
         self._shrink.argtypes = [*pages, pointer, number, pointer, ctypes.c_int]
         self._expand.argtypes = [*pages, pointer, number, pointer, number, ctypes.c_int]
