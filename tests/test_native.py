@@ -1,0 +1,200 @@
+"""The native CPU kernels against their plain twins."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.adapters.adapter import MODULES, BaseShape
+from motet.adapters.layout import AdapterLayout
+from motet.kernels import attention_torch, norms
+from motet.kernels.backend import Kernels, choose_kernels, native_kernels
+from motet.kernels.lora import ABSENT, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
+from motet.kernels.lora_torch import TorchLora
+from motet.kernels.native_build import NativeUnavailable, load_library
+from motet.workers.execution.inputs import make_inputs
+from motet.workers.models.rotary import RotaryConfig, rotary_table
+from motet.workers.scheduling.plan import SequencePlan, StepPlan
+
+DTYPES = [torch.float32, torch.bfloat16]
+# Sums run in another order; bfloat16 results have 8 bits, and the twin rounds between its steps where these do not.
+TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=[(dtype, threads) for dtype in DTYPES for threads in (1, 2)], ids=str)
+def native(request: pytest.FixtureRequest) -> tuple[Kernels, torch.dtype]:
+    dtype, num_threads = request.param
+    try:
+        return native_kernels(dtype, num_threads), dtype
+    except NativeUnavailable as problem:
+        pytest.skip(str(problem))
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    sequences=st.lists(
+        st.tuples(st.sampled_from([0, 1, 15, 16, 17, 100, 300]), st.integers(1, 20)), min_size=1, max_size=6
+    ),
+    head_dim=st.sampled_from([16, 32, 64, 80, 96, 128, 256]),
+    group=st.integers(1, 8),
+    num_kv_heads=st.integers(1, 3),
+    block_size=st.sampled_from([4, 16, 32]),
+    window=st.one_of(st.none(), st.integers(1, 60)),
+    softcap=st.one_of(st.none(), st.just(30.0)),
+    seed=st.integers(0, 2**20),
+)
+def test_attention(
+    native: tuple[Kernels, torch.dtype],
+    sequences: list[tuple[int, int]],
+    head_dim: int,
+    group: int,
+    num_kv_heads: int,
+    block_size: int,
+    window: int | None,
+    softcap: float | None,
+    seed: int,
+) -> None:
+    """Old KV of any length and new rows of any number, in pages of any order; what lies beyond a context is NaN."""
+    kernels, dtype = native
+    generator = torch.Generator().manual_seed(seed)
+    num_pages = sum(-(-(old + new) // block_size) for old, new in sequences) + 3
+    free = torch.randperm(num_pages, generator=generator).tolist()
+    # Two layers in a pool, as the engine has them: a layer's pages are strided.
+    pool = torch.full((num_pages, 2, 2, block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype)
+    plans = []
+    for i, (old, new) in enumerate(sequences):
+        pages = tuple(free.pop() for _ in range(-(-(old + new) // block_size)))
+        plans.append(SequencePlan(i, (0,) * new, old, pages, None, None))
+        for position in range(old):
+            content = torch.randn(2, num_kv_heads, head_dim, generator=generator).to(dtype)
+            pool[pages[position // block_size], 1, :, position % block_size] = content
+    batch = make_inputs(StepPlan(1, tuple(plans), (), ()), {}, block_size, CPU).attention
+    num_rows = batch.query_starts[-1]
+    # One tensor of heads side by side, as a layer's linear gives them: q, k and v are strided.
+    heads = torch.randn(num_rows, num_kv_heads * (group + 2), head_dim, generator=generator).to(dtype)
+    q, k, v = heads.split([num_kv_heads * group, num_kv_heads, num_kv_heads], dim=1)
+    rotary = rotary_table(RotaryConfig(10000.0, "default", {}), head_dim, 400)
+    kv, twin_kv = pool[:, 1], pool.clone()[:, 1]
+    turned = kernels.write_kv(q, k, v, rotary, kv, batch)
+    expected_turned = attention_torch.write_kv(q, k, v, rotary, twin_kv, batch)
+    close(turned, expected_turned)
+    torch.testing.assert_close(kv, twin_kv, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True)
+    actual = kernels.paged_attention(expected_turned, twin_kv, batch, head_dim**-0.5, window, softcap)
+    close(actual, attention_torch.paged_attention(expected_turned, twin_kv, batch, head_dim**-0.5, window, softcap))
+    assert pool[:, 0].isnan().all(), "another layer was written"
+
+
+ranks_of_adapter = st.dictionaries(st.sampled_from(MODULES), st.sampled_from([1, 2, 3, 8, 17, 64, 256]), min_size=1)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    batch=st.lists(st.tuples(st.one_of(st.none(), ranks_of_adapter), st.integers(1, 40)), min_size=1, max_size=6),
+    slab=st.sampled_from([96, 256, 6144]),
+    seed=st.integers(0, 2**20),
+)
+def test_lora(
+    native: tuple[Kernels, torch.dtype], batch: list[tuple[dict[str, int] | None, int]], slab: int, seed: int
+) -> None:
+    """Mixed ranks, absent modules, rows of the base between; NaN lies wherever the adapters do not."""
+    kernels, dtype = native
+    generator = torch.Generator().manual_seed(seed)
+    hidden, kv, wide = 48, 16, 80
+    sides = dict(zip(MODULES, [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden)], strict=False))
+    sides |= {"gate_proj": (hidden, wide), "up_proj": (hidden, wide), "down_proj": (wide, hidden)}
+    layout = AdapterLayout(BaseShape(2, sides), slab, "float32")
+    geometry = LoraGeometry(2, slab, layout.tile, tuple(sides[module] for module in MODULES))
+    num_pages = sum(layout.num_pages(ranks) for ranks, _ in batch if ranks) + 3
+    free = torch.randperm(num_pages, generator=generator).tolist()
+    pool = torch.full((num_pages, 2, slab), torch.nan, dtype=dtype)
+    segments, start = [], 0
+    for ranks, num_rows in batch:
+        if ranks:
+            pages = tuple(free.pop() for _ in range(layout.num_pages(ranks)))
+            pool[list(pages), 1] = (torch.randn(len(pages), slab, generator=generator) * 0.1).to(dtype)
+            at = layout.offsets(ranks)
+            places = (ModuleSlice(at[m].rank, at[m].a_rows, at[m].a, at[m].b) if m in at else ABSENT for m in MODULES)
+            segments.append(LoraSegment(start, start + num_rows, PagedAdapter(pages, tuple(places))))
+        start += num_rows
+    twin = TorchLora()
+    prepared, twin_prepared = kernels.lora.prepare(segments, geometry, CPU), twin.prepare(segments, geometry, CPU)
+    for modules in ((0, 1, 2), (3,), (4, 5), (6,)):
+        x = torch.randn(start, geometry.sides[modules[0]][0], generator=generator).to(dtype)
+        y = torch.randn(start, sum(geometry.sides[m][1] for m in modules), generator=generator).to(dtype)
+        expected = y.clone()
+        twin.expand(
+            expected, twin.shrink(x, pool, 1, twin_prepared, modules).unsqueeze(0), pool, 1, twin_prepared, modules
+        )
+        shrunk = kernels.lora.shrink(x, pool, 1, prepared, modules).unsqueeze(0)
+        kernels.lora.expand(y, shrunk, pool, 1, prepared, modules)
+        close(y, expected)
+
+
+@settings(deadline=None, max_examples=40)
+@given(rows=st.integers(0, 9), width=st.integers(1, 200), has_residual=st.booleans(), seed=st.integers(0, 2**20))
+def test_rows(native: tuple[Kernels, torch.dtype], rows: int, width: int, has_residual: bool, seed: int) -> None:
+    kernels, dtype = native
+    generator = torch.Generator().manual_seed(seed)
+    x, residual = (torch.randn(rows, width, generator=generator).to(dtype) for _ in range(2))
+    weight = torch.randn(width, generator=generator).to(dtype)
+    given_residual = residual if has_residual else None
+    for actual, expected in zip(
+        kernels.add_rms_norm(x, given_residual, weight, 1e-5),
+        norms.add_rms_norm(x, given_residual, weight, 1e-5),
+        strict=True,
+    ):
+        close(actual, expected)
+    close(kernels.rms_norm(x, weight, 1e-5), norms.rms_norm(x, weight, 1e-5))
+    gate_up = torch.randn(rows, 2 * width, generator=generator).to(dtype) * 4
+    close(kernels.silu_mul(gate_up), norms.silu_mul(gate_up))
+    close(kernels.gelu_tanh_mul(gate_up), norms.gelu_tanh_mul(gate_up))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 64])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear(native: tuple[Kernels, torch.dtype], rows: int, has_bias: bool) -> None:
+    kernels, dtype = native
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = torch.randn(rows, 96, generator=generator), torch.randn(40, 96, generator=generator) / 96**0.5
+    bias = torch.randn(40, generator=generator).to(dtype) if has_bias else None
+    actual = kernels.linear(x.to(dtype), kernels.pack_linear(weight.to(dtype)), bias)
+    close(actual, torch.nn.functional.linear(x.to(dtype), weight.to(dtype), bias))
+
+
+def test_without_a_compiler_the_twins_serve_and_one_line_says_what_is_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    with caplog.at_level(logging.WARNING):
+        kernels = choose_kernels(CPU, torch.bfloat16, 1)
+    assert kernels.name == "torch"
+    assert len(caplog.records) == 1
+    assert "no C++ compiler was found" in caplog.text
+
+
+def test_a_library_is_compiled_once_and_a_failing_compiler_leaves_nothing(tmp_path: Path) -> None:
+    try:
+        load_library(1, cache=tmp_path)
+    except NativeUnavailable as problem:
+        pytest.skip(str(problem))
+    (built,) = tmp_path.glob("kernels-*.so")
+    made_at = built.stat().st_mtime_ns
+    load_library(1, cache=tmp_path)
+    assert built.stat().st_mtime_ns == made_at
+    broken = tmp_path / "broken-c++"
+    broken.write_text("#!/bin/sh\necho 'fatal error: no such thing' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    with pytest.raises(NativeUnavailable, match="no such thing"):
+        load_library(1, cache=tmp_path / "other", compilers=[str(broken)])
+    assert not list((tmp_path / "other").glob("*.so"))
