@@ -32,7 +32,8 @@ class Sample(Protocol):
 
 def gang_stats(load: EngineLoad, max_num_sequences: int) -> dict[str, float]:
     """The numbers to tell. A full pool and too few places for sequences are one pressure, by the scarcer of them."""
-    num_used_pages = load.num_pages - load.num_free_pages - load.num_idle_adapter_pages
+    num_evictable_pages = load.num_idle_adapter_pages + load.num_idle_prefix_pages
+    num_used_pages = load.num_pages - load.num_free_pages - num_evictable_pages
     return {
         NUM_SEQUENCES: load.num_running + load.num_waiting,
         QUEUED_TOKENS: max(0, load.num_queued_tokens - load.num_running),  # each running one's next token is no queue

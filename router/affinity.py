@@ -6,7 +6,8 @@ serve comes to further gangs, and a rare one stays where it is. Among gangs that
 takes the same one without talking to the others: the adapter's first in rendezvous order. That keeps a new adapter's
 first requests together, and lets copies that a busy hour made fall idle and be evicted once it is over.
 
-Shared prefixes are no criterion: gangs keep no prefix of one sequence for another.
+What a gang keeps of the sequence's beginning is worth the time to compute it, and decides between gangs that are
+equally good otherwise.
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ class GangView:
     num_queued_tokens: int  # to compute before a new sequence's turn
     num_sequences: int
     costs: GangCosts
+    num_cached_tokens: int = 0  # of the sequence's first ones, those that need not be computed there
+
+    def net_s(self, num_shared_steps: int) -> float:
+        """What the crowd costs a new sequence, less what it saves by what is kept of its beginning."""
+        return self.crowd_s(num_shared_steps) - self.num_cached_tokens * self.costs.s_per_queued_token
 
     def crowd_s(self, num_shared_steps: int) -> float:
         """What those who are there cost a new sequence: the wait for its turn, and longer steps from then on."""
@@ -75,28 +81,31 @@ class GangView:
 def choose_gang(request: RoutingRequest, gangs: Sequence[GangView], config: RoutingConfig) -> str | None:
     """Key of the gang to send the request to; None only if there are no gangs. The order of `gangs` does not matter.
 
-    The crowd there never costs more than at another gang and the load of the adapter at that other one together. For
-    the base, which is everywhere, it costs no more than at another gang with one more request like it: routers hear of
-    loads late, and must not all run to the same gang.
+    The crowd there, less what the kept beginning saves, never costs more than at another gang and the load of the
+    adapter at that other one together. For the base, which is everywhere, it costs no more than at another gang with
+    one more request like it: routers hear of loads late, and must not all run to the same gang.
     """
     if not gangs:
         return None
-    crowds_s = {gang.key: gang.crowd_s(config.num_shared_steps) for gang in gangs}
+    nets_s = {gang.key: gang.net_s(config.num_shared_steps) for gang in gangs}
+    num_cached = {gang.key: gang.num_cached_tokens for gang in gangs}
     if request.digest is None:
         own_s = request.num_tokens * min(gang.costs.s_per_queued_token for gang in gangs)
-        return _first_among_near(str(request.salt), crowds_s, own_s)
+        return _first_among_near(str(request.salt), nets_s, own_s, num_cached)
     loads_s = {gang.key: gang.cold_load_s(request.num_adapter_pages) for gang in gangs}
-    without = {gang.key: crowds_s[gang.key] + loads_s[gang.key] for gang in gangs if not gang.has_adapter}
+    without = {gang.key: nets_s[gang.key] + loads_s[gang.key] for gang in gangs if not gang.has_adapter}
     highest_s = min(without.values(), default=math.inf)
-    holders = {gang.key: crowds_s[gang.key] for gang in gangs if gang.has_adapter and crowds_s[gang.key] <= highest_s}
-    return _first_among_near(request.digest, holders or without, config.tolerance * min(loads_s.values()))
+    holders = {gang.key: nets_s[gang.key] for gang in gangs if gang.has_adapter and nets_s[gang.key] <= highest_s}
+    return _first_among_near(request.digest, holders or without, config.tolerance * min(loads_s.values()), num_cached)
 
 
-def _first_among_near(name: str, costs_s: Mapping[str, float], tolerance_s: float) -> str:
-    """Of the keys whose cost is near the least, the first in the name's rendezvous order.
+def _first_among_near(
+    name: str, costs_s: Mapping[str, float], tolerance_s: float, num_cached: Mapping[str, int]
+) -> str:
+    """Of the keys whose cost is near the least, one with most cached tokens: the first in the name's rendezvous order.
 
     Each name has its own order of all keys, in which a key that comes or goes changes no other's place.
     """
     limit_s = min(costs_s.values()) + tolerance_s
     near = [key for key, cost_s in costs_s.items() if cost_s <= limit_s]
-    return max(near, key=lambda key: (blake2b(f"{name} {key}".encode(), digest_size=8).digest(), key))
+    return max(near, key=lambda key: (num_cached[key], blake2b(f"{name} {key}".encode(), digest_size=8).digest(), key))

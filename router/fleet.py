@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ..workers.messages import AdapterRef
-from .affinity import RoutingConfig, RoutingRequest, choose_gang
+from ..workers.page_keys import first_link, next_keys, short_key
+from .affinity import GangView, RoutingConfig, RoutingRequest, choose_gang
 from .leader_connection import LeaderConnection
 from .open_sequence import OpenSequence
+
+_MAX_ROUTED_PAGES = 2048  # of a prompt: what is beyond decides nothing
 
 
 class Fleet:
@@ -60,18 +64,33 @@ class Fleet:
             0 if adapter is None else self._adapter_pages(adapter),
             random.getrandbits(32),
         )
-        views = [
-            connection.known.view(key, request.digest)
-            for key, connection in self._connections.items()
-            if connection.info is not None
-        ]
-        key = choose_gang(request, views, self._routing)
-        if key is None:
+        connections = {key: c for key, c in self._connections.items() if c.info is not None}
+        page_keys: dict[int, list[int]] = {}  # by size of a page, which gangs of two configurations may differ in
+        views: dict[str, GangView] = {}
+        for key, connection in connections.items():
+            num_cached_tokens = 0
+            if len(connections) > 1:
+                block_size = connection.block_size
+                if block_size not in page_keys:
+                    page_keys[block_size] = _page_keys(sequence, block_size)
+                num_cached_tokens = block_size * connection.known.num_cached_pages(page_keys[block_size])
+            views[key] = connection.known.view(key, request.digest, num_cached_tokens)
+        chosen = choose_gang(request, [*views.values()], self._routing)
+        if chosen is None:
             return False
-        self._connections[key].submit(sequence, request)
+        connection = connections[chosen]
+        left = replace(request, num_tokens=request.num_tokens - views[chosen].num_cached_tokens)
+        connection.submit(sequence, left, page_keys.get(connection.block_size, ()))
         return True
 
     async def close(self) -> None:
         """Ends all connections."""
         connections, self._connections = self._connections, {}
         await asyncio.gather(*(connection.close() for connection in connections.values()))
+
+
+def _page_keys(sequence: OpenSequence, block_size: int) -> list[int]:
+    """Short keys of the full pages that need not all be computed: one token at least is left."""
+    token_ids = sequence.request.prompt_token_ids
+    num_keys = min((len(token_ids) - 1) // block_size, _MAX_ROUTED_PAGES)
+    return [short_key(key) for key in next_keys(first_link(sequence.request), token_ids, 0, block_size, num_keys)]

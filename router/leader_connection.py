@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -100,6 +100,12 @@ class LeaderConnection:
         return self.known.load
 
     @property
+    def block_size(self) -> int:
+        """Tokens to a page there. Only while connected."""
+        assert self.info is not None
+        return self.info.block_size
+
+    @property
     def num_sequences(self) -> int:
         return len(self._sequences)
 
@@ -118,10 +124,11 @@ class LeaderConnection:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    def submit(self, sequence: OpenSequence, request: RoutingRequest) -> None:
+    def submit(self, sequence: OpenSequence, request: RoutingRequest, page_keys: Sequence[int] = ()) -> None:
         """Sends a sequence's request under an id of this connection's own. Only while connected and not retired.
 
-        `request`: what it was routed by.
+        `request`: what it was routed by, with the tokens that are to be computed there. `page_keys`: short keys of its
+        full pages, as far as they were made.
         """
         assert self.info is not None
         assert not self.retired
@@ -129,7 +136,7 @@ class LeaderConnection:
         sequence_id = self._last_id
         self._sequences[sequence_id] = sequence
         sequence.on_cancel = partial(self._cancel, sequence_id)
-        self.known.sent(request)
+        self.known.sent(request, page_keys)
         self._send(Submit(sequence.request_from_here(sequence_id)))
 
     def _cancel(self, sequence_id: int) -> None:
@@ -186,7 +193,7 @@ class LeaderConnection:
         if not isinstance(hello, Hello):
             raise ConnectionError("the leader sent a frame before its greeting")
         self.info = hello.info
-        self.known = KnownGang(self._routing, hello.resident)
+        self.known = KnownGang(self._routing, hello.resident, hello.resident_pages)
         _log.info("connected to gang %s at %s", hello.info.gang_id, self.address)
         self._on_connect()
 

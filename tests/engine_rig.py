@@ -144,10 +144,10 @@ class EngineRig:
             assert time.monotonic() < deadline, f"no end in sight: {self.engine.load()}"
 
     def assert_idle(self) -> None:
-        """All pages are free again but those of adapters kept for the next request."""
+        """All pages are free again but those of adapters and prefixes kept for the next request."""
         load = self.engine.load()
         assert (load.num_running, load.num_waiting) == (0, 0)
-        assert load.num_free_pages + load.num_adapter_pages == load.num_pages
+        assert load.num_free_pages + load.num_adapter_pages + load.num_idle_prefix_pages == load.num_pages
 
     def tap_logits(self) -> None:
         """From now on each step also computes its logits by themselves, for `Told.logits`. Recomputing is harmless."""

@@ -19,6 +19,7 @@ from motet.workers.messages import (
     SequenceUpdate,
     TokenLogprobs,
 )
+from motet.workers.page_keys import first_link, next_keys, short_key
 
 OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
 
@@ -70,6 +71,9 @@ class StandInEngine:
             self._running[request.sequence_id] = (request, len(request.generated_token_ids))
             if request.adapter is not None:
                 self._residency.came.append(request.adapter.digest)
+            num_full = len(request.prompt_token_ids) // INFO.block_size
+            keys = next_keys(first_link(request), request.prompt_token_ids, 0, INFO.block_size, num_full)
+            self._residency.pages_came.extend(map(short_key, keys))
 
     def evict(self, digest: str) -> None:
         """Tells with the next step that the adapter has gone."""

@@ -27,17 +27,22 @@ fleets = st.lists(
         st.integers(0, 100_000),
         st.integers(0, 500),
         costs,
+        st.integers(0, 1000),
     ),
     unique_by=lambda gang: gang.key,
     min_size=1,
     max_size=10,
 )
-requests = st.builds(RoutingRequest, st.text("0123456789abcdef", min_size=1), st.integers(1, 5000), st.integers(1, 200))
+requests = st.builds(
+    RoutingRequest, st.text("0123456789abcdef", min_size=1), st.integers(1001, 5000), st.integers(1, 200)
+)
 configs = st.builds(RoutingConfig, st.builds(GangCosts), st.integers(0, 1000), st.floats(0, 1))
 
 
-def gang(key: str, has_adapter: bool = False, num_queued_tokens: int = 0, num_sequences: int = 0) -> GangView:
-    return GangView(key, has_adapter, num_queued_tokens, num_sequences, GangCosts())
+def gang(
+    key: str, has_adapter: bool = False, num_queued_tokens: int = 0, num_sequences: int = 0, num_cached_tokens: int = 0
+) -> GangView:
+    return GangView(key, has_adapter, num_queued_tokens, num_sequences, GangCosts(), num_cached_tokens)
 
 
 REQUEST = RoutingRequest("digest", 100, num_adapter_pages=40)
@@ -65,8 +70,8 @@ def test_affinity_never_costs_more_than_a_cold_load_would(
 ) -> None:
     chosen = next(view for view in gangs if view.key == choose_gang(request, gangs, config))
     for other in gangs:
-        elsewhere_s = other.crowd_s(config.num_shared_steps) + other.cold_load_s(request.num_adapter_pages)
-        assert chosen.crowd_s(config.num_shared_steps) <= elsewhere_s * (1 + 1e-9)
+        elsewhere_s = other.net_s(config.num_shared_steps) + other.cold_load_s(request.num_adapter_pages)
+        assert chosen.net_s(config.num_shared_steps) <= elsewhere_s + 1e-9 * abs(elsewhere_s)
 
 
 @given(requests, fleets, configs)
@@ -76,24 +81,24 @@ def test_loads_only_where_every_holder_costs_more_than_a_load(
     chosen = next(view for view in gangs if view.key == choose_gang(request, gangs, config))
     cheapest_load_s = min(
         (
-            g.crowd_s(config.num_shared_steps) + g.cold_load_s(request.num_adapter_pages)
+            g.net_s(config.num_shared_steps) + g.cold_load_s(request.num_adapter_pages)
             for g in gangs
             if not g.has_adapter
         ),
         default=0.0,
     )
     if not chosen.has_adapter:
-        assert all(g.crowd_s(config.num_shared_steps) > cheapest_load_s for g in gangs if g.has_adapter)
+        assert all(g.net_s(config.num_shared_steps) > cheapest_load_s for g in gangs if g.has_adapter)
 
 
-@given(st.integers(1, 5000), st.integers(0, 2**32), fleets, configs)
+@given(st.integers(1001, 5000), st.integers(0, 2**32), fleets, configs)
 def test_the_base_goes_where_the_crowd_is_least_but_for_one_like_it(
     num_tokens: int, salt: int, gangs: list[GangView], config: RoutingConfig
 ) -> None:
     key = choose_gang(RoutingRequest(None, num_tokens, 0, salt), gangs, config)
     chosen = next(g for g in gangs if g.key == key)
-    least_s = min(g.crowd_s(config.num_shared_steps) for g in gangs)
-    assert chosen.crowd_s(config.num_shared_steps) <= least_s + num_tokens * chosen.costs.s_per_queued_token
+    least_s = min(g.net_s(config.num_shared_steps) for g in gangs)
+    assert chosen.net_s(config.num_shared_steps) <= least_s + num_tokens * chosen.costs.s_per_queued_token
 
 
 def test_requests_for_the_base_are_spread_over_gangs_that_are_equally_good() -> None:
@@ -116,6 +121,20 @@ def test_a_full_pool_makes_a_load_dearer() -> None:
 
 def test_a_crowd_that_decodes_counts_though_nothing_is_queued() -> None:
     assert choose_gang(REQUEST, [gang("holder", True, 0, num_sequences=1000), gang("other")], CONFIG) == "other"
+
+
+@pytest.mark.parametrize("digest", ["digest", None])
+def test_where_the_beginning_is_kept_unless_the_queue_there_costs_more(digest: str | None) -> None:
+    request = RoutingRequest(digest, 1000, num_adapter_pages=40)
+    for num_queued, expected in ((0, {"keeper"}), (800, {"keeper"}), (2100, {"other"})):
+        gangs = [gang("keeper", True, num_queued, num_cached_tokens=960), gang("other", True)]
+        assert {choose_gang(replace(request, salt=salt), gangs, CONFIG) for salt in range(50)} == expected
+
+
+def test_a_kept_beginning_is_no_reason_to_load_an_adapter_that_costs_more() -> None:
+    keeper = gang("keeper", False, num_cached_tokens=COLD_LOAD_TOKENS // 2)  # another tenant's adapter was here
+    request = replace(REQUEST, num_tokens=COLD_LOAD_TOKENS)
+    assert choose_gang(request, [keeper, gang("holder", True)], CONFIG) == "holder"
 
 
 @given(st.lists(st.text("0123456789abcdef", min_size=4), min_size=300, max_size=300, unique=True))

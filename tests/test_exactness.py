@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import msgspec
 import pytest
 import torch
 
@@ -152,6 +153,33 @@ def test_tiny_pool(bench: Bench, max_tokens_per_step: int) -> None:
             torch.testing.assert_close(_logprobs(heard), question.answer.logprobs, atol=TOLERANCE, rtol=0)
         assert rig.engine.load().num_preemptions > 0
         assert rig.engine.load().num_adapter_evictions > 0
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_kept_prefixes(bench: Bench, has_room: bool) -> None:
+    """Asked again, and asked to go on from the middle of an answer: the same, though most of it is not computed."""
+    num_before = NUM_TOKENS // 2
+    later = tuple(
+        Question(q.prompt + q.answer.token_ids[:num_before], q.adapter, _rest(q.answer, num_before))
+        for q in bench.questions
+    )
+    sampling = msgspec.structs.replace(GREEDY, max_tokens=NUM_TOKENS - num_before)
+    with bench.stock.engine(400 if has_room else _tiny_pool(bench), max_tokens_per_step=64) as rig:
+        for _ in range(2):
+            _assert_same_tokens(bench.questions, _ask(rig, bench.questions))
+        num_cached = rig.engine.load().num_cached_tokens
+        told = _ask(rig, later, sampling)
+        _assert_same_tokens(later, told)
+        for question, heard in zip(later, told, strict=True):
+            torch.testing.assert_close(_logprobs(heard), question.answer.logprobs, atol=TOLERANCE, rtol=0)
+        if has_room:
+            sharable = [(len(q.prompt) - 1) // 8 * 8 for q in (*bench.questions, *later)]
+            assert rig.engine.load().num_cached_tokens == sum(sharable) > num_cached > 0
+
+
+def _rest(answer: Answer, num_tokens: int) -> Answer:
+    """All but the first so many tokens."""
+    return Answer(answer.token_ids[num_tokens:], answer.logits[num_tokens:])
 
 
 def test_random_workload(bench: Bench) -> None:

@@ -140,3 +140,42 @@ async def test_a_crowded_home_is_left_for_another(gangs: Gangs) -> None:
     assert set(gangs.where(ADAPTERS[0])) == set("abc")
     for sequence in sequences:
         sequence.cancel()
+
+
+def ask(router: FleetDispatcher, prompt: list[int], tenant: str = "acme") -> OpenSequence:
+    return router.submit(prompt, SamplingParams(max_tokens=1), tenant, None)
+
+
+async def test_who_begins_alike_goes_where_the_beginning_is(gangs: Gangs) -> None:
+    first, second = await gangs.add_router(), await gangs.add_router()
+    homes = {}
+    for number in range(12):
+        prompt = [number] * 100
+        await finish(ask(first, prompt))
+        homes[number] = next(
+            key
+            for key, engine in gangs.engines.items()
+            if engine.submitted and engine.submitted[-1].prompt_token_ids == prompt
+        )
+    await asyncio.sleep(0.5)  # longer than quiet routers wait for news
+    third = await gangs.add_router()  # learns it from the greetings
+    for router in (second, third):
+        for number, home in homes.items():
+            before = len(gangs.engines[home].submitted)
+            await finish(ask(router, [number] * 100 + [1, 2, 3]))
+            assert len(gangs.engines[home].submitted) == before + 1
+    assert set(homes.values()) == set("abc")
+
+
+async def test_samples_of_one_prompt_that_come_together_stay_together(gangs: Gangs) -> None:
+    router = await gangs.add_router()
+    for engine in gangs.engines.values():
+        engine.paused = True
+    sequences = [ask(router, [7] * 200) for _ in range(8)]
+    await eventually(lambda: gangs.num_submitted() == 8)
+    assert len(set(gangs.where(None))) == 1
+    others = [ask(router, [7] * 200, tenant) for tenant in map(str, range(30))]  # no tenant follows another
+    await eventually(lambda: gangs.num_submitted() == 38)
+    assert set(gangs.where(None)) == set("abc")
+    for sequence in (*sequences, *others):
+        sequence.cancel()

@@ -51,3 +51,24 @@ def test_what_was_sent_since_the_last_frame_counts_as_queued() -> None:
     view = known.view("key", None)
     assert (view.has_adapter, view.num_queued_tokens, view.num_sequences) == (False, 5, 5)
     assert view.costs == CONFIG.belief  # nothing was shown yet
+
+
+def test_pages_are_there_as_the_gang_tells_or_when_a_sequence_that_computes_them_was_sent() -> None:
+    known = KnownGang(CONFIG, resident_pages=[1, 2, 5])
+    assert known.num_cached_pages([1, 2, 3, 4]) == 2
+    known.sent(RoutingRequest(None, 70, 0), [1, 2, 3, 4])
+    assert known.num_cached_pages([1, 2, 3, 4]) == 4
+    known.receive(Frame([], EngineLoad(), ResidencyChange(pages_came=[3, 4])))
+    known.receive(Frame([], EngineLoad(), ResidencyChange(pages_went=[4, 2])))
+    assert known.num_cached_pages([1, 2, 3, 4]) == 1
+    assert known.num_cached_pages([5]) == 1
+    assert known.view("key", None, 16).num_cached_tokens == 16
+
+
+def test_pages_that_never_come_are_forgotten_in_time() -> None:
+    known = KnownGang(CONFIG)
+    known.sent(RoutingRequest(None, 70, 0), [1])
+    for number in range(0, 40_000, 1000):
+        known.sent(RoutingRequest(None, 70, 0), range(number + 2, number + 1002))
+    assert known.num_cached_pages([1]) == 0
+    assert known.num_cached_pages([40_001]) == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from motet.workers.messages import AdapterRef, ResidencyChange, SamplingParams, SequenceRequest, SequenceUpdate
 from motet.workers.scheduling.admission import Limits, refusal
-from motet.workers.scheduling.plan import AdapterFailure, SampledToken, StepPlan, StepResult
+from motet.workers.scheduling.plan import AdapterFailure, Residence, SampledToken, SequencePlan, StepPlan, StepResult
 from motet.workers.scheduling.preemption import choose_victim
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.sequence import Sequence
@@ -27,10 +27,22 @@ def limits(num_pages: int, budget: int = 16, num_sequences: int = 8) -> Limits:
 def request(
     sequence_id: int, num_prompt: int = 3, max_tokens: int | None = 4, adapter: str | None = None, **sampling: object
 ) -> SequenceRequest:
+    """A prompt like no other's."""
+    return asking(sequence_id, [sequence_id % 98] * num_prompt, max_tokens, adapter, **sampling)
+
+
+def asking(
+    sequence_id: int,
+    prompt: list[int],
+    max_tokens: int | None = 4,
+    adapter: str | None = None,
+    tenant: str = "t",
+    **sampling: object,
+) -> SequenceRequest:
     ref = None if adapter is None else AdapterRef(adapter, {"q_proj": int(adapter[1:])})
     params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
     return SequenceRequest(
-        sequence_id=sequence_id, prompt_token_ids=[1] * num_prompt, sampling=params, tenant="t", adapter=ref
+        sequence_id=sequence_id, prompt_token_ids=prompt, sampling=params, tenant=tenant, adapter=ref
     )
 
 
@@ -39,31 +51,36 @@ def scheduler(of: Limits) -> Scheduler:
 
 
 class Worker:
-    """Obeys plans without computing: token n of a sequence is n. Checks that the plan is one a worker can obey."""
+    """Obeys plans without computing: token n of a sequence is n. Checks that the plan is one a worker can obey.
+
+    It keeps what every page holds: KV of a token is its tenant's and adapter's, and follows from all tokens before it.
+    """
 
     def __init__(self, of: Limits, slow_loads: random.Random | None = None) -> None:
         self.limits, self.slow_loads = of, slow_loads
         self.coming: list[str] = []
         self.there: dict[str, tuple[int, ...]] = {}
-        self.computed: dict[int, int] = {}
+        self.num_computed = 0
+        self.sequence_of: Callable[[int], Sequence] | None = None  # to know whose KV a plan means
+        self._kv: dict[tuple[int, int], object] = {}  # by page and place in it
 
     def execute(self, plan: StepPlan, failing: Iterable[str] = ()) -> StepResult:
         assert sum(len(s.token_ids) for s in plan.sequences) <= self.limits.max_tokens_per_step
         assert len(plan.sequences) <= self.limits.max_num_sequences
-        pages = [page for s in plan.sequences for page in s.pages] + [p for a in plan.adapters for p in a.pages]
-        assert len(pages) == len(set(pages))
+        for load in plan.loads:
+            self._write_adapter(load.residence)
+        written = [self._compute(s) for s in plan.sequences]
+        written += [{(page, 0) for page in a.pages} for a in plan.adapters]
+        assert len(set().union(*written)) == sum(map(len, written)), "two write to the same place"
         known = {a.digest: a.pages for a in plan.adapters}
         tokens = {}
         for s in plan.sequences:
-            assert s.start in (0, self.computed.get(s.sequence_id, 0)), "neither where it was nor from the start"
-            assert s.start + len(s.token_ids) <= len(s.pages) * self.limits.block_size
             assert s.adapter is None or known[s.adapter] == self.there[s.adapter]
-            self.computed[s.sequence_id] = s.start + len(s.token_ids)
             if s.sample is not None:
                 tokens[s.sequence_id] = SampledToken(s.sample.index % 90, None)
+        for a in plan.adapters:
+            assert {self._kv[page, place] for page in a.pages for place in range(self.limits.block_size)} == {a.digest}
         self.coming += [load.residence.digest for load in plan.loads]
-        for load in plan.loads:
-            self.there[load.residence.digest] = load.residence.pages
         ended = [d for d in self.coming if self.slow_loads is None or self.slow_loads.random() < 0.4]
         self.coming = [d for d in self.coming if d not in ended]
         failed = [d for d in ended if d in failing]
@@ -73,6 +90,30 @@ class Worker:
             tuple(d for d in ended if d not in failed),
             tuple(AdapterFailure(d, "bad") for d in failed),
         )
+
+    def _compute(self, s: SequencePlan) -> set[tuple[int, int]]:
+        """Writes a sequence's KV, on top of what its earlier tokens must have left; the places written."""
+        assert len(s.pages) == len(set(s.pages))
+        if self.sequence_of is not None:
+            sequence = self.sequence_of(s.sequence_id)
+            owner, token_ids = (sequence.request.tenant, s.adapter), sequence.token_ids
+            assert s.token_ids == tuple(token_ids[s.start : s.start + len(s.token_ids)])
+            for position in range(s.start):
+                kv = self._kv[self._place(s, position)]
+                assert kv == (owner, tuple(token_ids[: position + 1])), "not the KV of this sequence's token"
+            for position in range(s.start, s.start + len(s.token_ids)):
+                self._kv[self._place(s, position)] = (owner, tuple(token_ids[: position + 1]))
+        places = {self._place(s, position) for position in range(s.start, s.start + len(s.token_ids))}
+        self.num_computed += len(s.token_ids)
+        return places
+
+    def _place(self, s: SequencePlan, position: int) -> tuple[int, int]:
+        return s.pages[position // self.limits.block_size], position % self.limits.block_size
+
+    def _write_adapter(self, residence: Residence) -> None:
+        for page in residence.pages:
+            self._kv |= {(page, place): residence.digest for place in range(self.limits.block_size)}
+        self.there[residence.digest] = residence.pages
 
 
 def run(s: Scheduler, worker: Worker, max_steps: int = 2000) -> list[SequenceUpdate]:
@@ -92,15 +133,19 @@ def test_random_workload_ends_with_every_page_accounted_for(seed: int, num_pages
     rng = random.Random(seed)
     of = limits(num_pages, budget)
     s, worker = scheduler(of), Worker(of, slow_loads=rng)
+    worker.sequence_of = s._running.__getitem__
     expected: dict[int, int] = {}
     received: dict[int, list[int]] = {}
     finished: set[int] = set()
     told: set[str] = set()  # adapters that are there or coming, as a router would know
+    told_pages: set[int] = set()
     for step in range(3000):
         if step < 40 and rng.random() < 0.6:
             adapter = rng.choice([None, "a1", "b2", "c3", "d4"])
             num_prompt, max_tokens = rng.randint(1, 30), rng.randint(1, 20)
-            asked = request(step, num_prompt, max_tokens, adapter)
+            prompt = [rng.choice([0, 0, 0, 1])] * num_prompt  # many begin alike
+            prompt[rng.randrange(num_prompt)] = rng.choice([0, 1])
+            asked = asking(step, prompt, max_tokens, adapter, tenant=rng.choice("tu"))
             before = list(range(rng.choice([0, 0, rng.randrange(max_tokens)])))
             if s.add(msgspec.structs.replace(asked, generated_token_ids=before), seed=1) is None:
                 expected[step], received[step] = max_tokens, before
@@ -119,7 +164,9 @@ def test_random_workload_ends_with_every_page_accounted_for(seed: int, num_pages
         s.check_integrity()
         change = s.take_residency_changes()
         told = (told - set(change.went)) | set(change.came)
+        told_pages = (told_pages - set(change.pages_went)) | set(change.pages_came)
         load = s.load()
+        assert len(told_pages) == load.num_prefix_pages
         assert len(told) == load.num_resident_adapters + load.num_coming_adapters
         assert {digest for digest in worker.coming if digest not in told} == set()
         assert load.num_waiting_for_adapters <= load.num_waiting
@@ -130,8 +177,9 @@ def test_random_workload_ends_with_every_page_accounted_for(seed: int, num_pages
     for sequence_id, num_tokens in expected.items():
         assert received[sequence_id] == list(range(num_tokens)), "a token twice, missing or out of order"
     load = s.load()
-    assert load.num_free_pages + load.num_adapter_pages == num_pages
+    assert load.num_free_pages + load.num_adapter_pages + load.num_prefix_pages == num_pages
     assert load.num_idle_adapter_pages == load.num_adapter_pages
+    assert load.num_idle_prefix_pages == load.num_prefix_pages
 
 
 def test_what_was_begun_elsewhere_goes_on_where_it_was() -> None:
@@ -146,7 +194,7 @@ def test_what_was_begun_elsewhere_goes_on_where_it_was() -> None:
         chunks.append((planned.start, len(planned.token_ids), planned.sample and planned.sample.index))
         if planned.sample is not None:
             assert planned.sample.seed == 7
-            assert planned.sample.prompt_token_ids == (1,) * 5
+            assert planned.sample.prompt_token_ids == (0,) * 5
             assert planned.sample.output_token_ids == tuple(range(planned.sample.index))
         for update in s.commit(plan, worker.execute(plan)):
             assert update.finish_reason == ("length" if update.token_ids == [19] else None)
@@ -191,10 +239,11 @@ def test_idle_adapters_go_before_anyone_is_preempted() -> None:
     run(s, worker)
     assert s.load().num_resident_adapters == 1
     assert s.load().num_loaded_pages == 3
-    assert s.take_residency_changes() == ResidencyChange(["a3"], [])
+    change = s.take_residency_changes()
+    assert (change.came, change.went, len(change.pages_came)) == (["a3"], [], 1)
     s.add(request(1, num_prompt=20, max_tokens=12), 0)
     run(s, worker)
-    assert s.take_residency_changes() == ResidencyChange([], ["a3"])
+    assert s.take_residency_changes().went == ["a3"]
     assert s.take_residency_changes() == ResidencyChange()
     load = s.load()
     assert (load.num_resident_adapters, load.num_adapter_evictions, load.num_preemptions) == (0, 1, 0)

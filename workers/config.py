@@ -23,6 +23,7 @@ class EngineConfig:
     block_size: int = 16  # tokens a page
     max_tokens_per_step: int = 512  # token budget of a plan
     max_num_sequences: int = 128  # sequences that run at once
+    prefix_cache: bool = True  # sequences of a tenant that begin alike share their KV
     max_model_len: int | None = None  # None: what the model's config says
     num_threads: int = 1  # threads of the compute library
     tensor_parallel: int = 1  # workers of the gang

@@ -64,6 +64,7 @@ def build_engine(
         _limits(config, geometry, model),
         frozenset(model.eos_token_ids),
         lambda ref: layout.num_pages(ref.module_ranks),
+        config.prefix_cache,
     )
     return Engine(scheduler, executor, _info(config, geometry, kernels, model))
 

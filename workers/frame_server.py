@@ -79,6 +79,7 @@ class _RouterStream:
     live: set[int] = field(default_factory=set)  # the router's ids of unfinished sequences
     pending: list[SequenceUpdate] = field(default_factory=list)  # not yet written
     moved: set[str] = field(default_factory=set)  # adapters that came or went; not yet written
+    moved_pages: set[int] = field(default_factory=set)  # full pages of KV, likewise
     load_is_stale: bool = False
     is_ending: bool = False  # what is pending is the last that is written
     failure: str | None = None
@@ -107,6 +108,7 @@ class FrameServer:
         self._num_streams_ever = 0
         self._leaving = False
         self._resident: set[str] = set()  # adapters by digest, coming ones too
+        self._resident_pages: set[int] = set()  # full pages of KV by short key
         self._load = EngineLoad(num_pages=info.num_pages, num_free_pages=info.num_pages)
         self._beat: asyncio.Task[None] | None = None
         self._encoder = msgspec.msgpack.Encoder()
@@ -179,8 +181,11 @@ class FrameServer:
         self._load = load
         self._resident.difference_update(residency.went)
         self._resident.update(residency.came)
+        self._resident_pages.difference_update(residency.pages_went)
+        self._resident_pages.update(residency.pages_came)
         for stream in self._streams.values():
             stream.load_is_stale = True
+            stream.moved_pages.update(residency.pages_came, residency.pages_went)
             if residency.came or residency.went:
                 stream.moved.update(residency.came, residency.went)
                 stream.wake.set()
@@ -218,7 +223,9 @@ class FrameServer:
         self._streams[stream.number] = stream
         reader = asyncio.create_task(self._read(requests, stream))
         try:
-            await context.write(self._encoder.encode(Hello(self._info, sorted(self._resident))))
+            await context.write(
+                self._encoder.encode(Hello(self._info, sorted(self._resident), [*self._resident_pages]))
+            )
             stream.load_is_stale = True  # a new router learns the load at once
             stream.wake.set()
             await self._write(context, stream)
@@ -243,8 +250,14 @@ class FrameServer:
         """All that happened since the router's last frame."""
         updates, stream.pending = stream.pending, []
         moved, stream.moved = stream.moved, set()
+        pages, stream.moved_pages = stream.moved_pages, set()
         stream.load_is_stale = False
-        residency = ResidencyChange(sorted(moved & self._resident), sorted(moved - self._resident))
+        residency = ResidencyChange(
+            sorted(moved & self._resident),
+            sorted(moved - self._resident),
+            [*(pages & self._resident_pages)],
+            [*(pages - self._resident_pages)],
+        )
         return Frame(updates, self._load, residency)
 
     async def _read(self, requests: AsyncIterator[bytes], stream: _RouterStream) -> None:

@@ -63,6 +63,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     adapter: AdapterRef | None = None  # None: the base
     generated_token_ids: list[int] = []
+    cache_salt: str = ""  # sequences of one tenant share KV only if this is the same
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -119,6 +120,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_free_pages: int = 0
     num_adapter_pages: int = 0
     num_idle_adapter_pages: int = 0  # of them, those of adapters that no running sequence uses
+    num_prefix_pages: int = 0  # full pages of KV that are kept for whoever begins alike
+    num_idle_prefix_pages: int = 0  # of them, those that no running sequence holds
     num_resident_adapters: int = 0
     num_coming_adapters: int = 0  # being copied into the pool
     num_steps: int = 0
@@ -127,6 +130,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     num_adapter_loads: int = 0
     num_adapter_evictions: int = 0
+    num_cached_tokens: int = 0  # that were not computed, because their KV was there
+    num_prefix_evictions: int = 0  # pages
     num_loaded_pages: int = 0  # of adapters whose copy ended well
     busy_s: float = 0.0  # inside steps
     loading_s: float = 0.0  # until adapters were there, summed over them
@@ -135,11 +140,14 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
 class ResidencyChange(msgspec.Struct, frozen=True):
     """Adapters, by digest, that came into a gang's pool or began to, and those that went, since the last change.
 
-    What came and went again in between is told as gone, so a digest told as gone need not be known.
+    What came and went again in between is told as gone, so a digest told as gone need not be known. The same for full
+    pages of KV, by `short_key` of `page_keys.py`.
     """
 
     came: list[str] = []
     went: list[str] = []
+    pages_came: list[int] = []
+    pages_went: list[int] = []
 
 
 class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,6 +168,7 @@ class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     info: GangInfo
     resident: list[str] = []  # digests of adapters that are in the pool or on their way into it
+    resident_pages: list[int] = []  # short keys of the full pages of KV that are kept
 
 
 class Frame(msgspec.Struct, frozen=True, tag="frame"):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
 
-from ..messages import AdapterRef, ResidencyChange
+from ..messages import AdapterRef
 from ..scheduling.plan import AdapterLoad, Residence
+from .idle_order import IdleOrder
 from .page_allocator import PageAllocator
 
 
@@ -23,17 +23,17 @@ class _Entry:
     residence: Residence
     state: AdapterState
     num_users: int = 0  # running sequences
-    last_use: int = 0  # step
+    num_uses: int = 0  # sequences that began to use it
 
 
 class AdapterCache:
-    """Adapters by digest, in pages of the pool. Owner of those pages; evicts idle ones by last use."""
+    """Adapters by digest, in pages of the pool. Owner of those pages."""
 
-    def __init__(self, allocator: PageAllocator) -> None:
-        self._allocator = allocator
+    def __init__(self, allocator: PageAllocator, idle: IdleOrder) -> None:
+        self._allocator, self._idle = allocator, idle
         self._entries: dict[str, _Entry] = {}
-        self._clock = 0
         self._moved: dict[str, None] = {}  # digests that came or went since the last take_changes()
+        self.page_cost_s = 0.0  # of bringing a page back
         self.num_loads = 0
         self.num_loaded_pages = 0
         self.num_evictions = 0
@@ -45,14 +45,12 @@ class AdapterCache:
     def residence(self, digest: str) -> Residence:
         return self._entries[digest].residence
 
-    def begin_load(self, ref: AdapterRef, num_pages: int, keep: AbstractSet[str]) -> AdapterLoad | None:
-        """Pages for an absent adapter, evicting idle ones not in `keep` as needed; None if that is not enough."""
-        if not self.make_room(num_pages, keep):
-            return None
+    def begin_load(self, ref: AdapterRef, num_pages: int) -> AdapterLoad:
+        """Takes pages, of which enough are free, for an absent adapter."""
         pages = self._allocator.allocate(num_pages)
         assert pages is not None
         residence = Residence(ref.digest, ref.module_ranks, pages)
-        self._entries[ref.digest] = _Entry(residence, AdapterState.LOADING, last_use=self._tick())
+        self._entries[ref.digest] = _Entry(residence, AdapterState.LOADING)
         self._moved[ref.digest] = None
         self.num_loads += 1
         return AdapterLoad(residence)
@@ -61,6 +59,7 @@ class AdapterCache:
         entry = self._entries[digest]
         entry.state = AdapterState.RESIDENT
         self.num_loaded_pages += len(entry.residence.pages)
+        self._rest(digest)
 
     def fail_load(self, digest: str) -> None:
         """Forgets an adapter whose copy failed; its pages are free again."""
@@ -70,39 +69,27 @@ class AdapterCache:
         """One more running sequence uses the adapter: it stays until `release`."""
         entry = self._entries[digest]
         assert entry.state is AdapterState.RESIDENT, f"adapter {digest} is {entry.state}, and is to be used"
+        if not entry.num_users:
+            self._idle.remove(digest)
         entry.num_users += 1
-        entry.last_use = self._tick()
+        entry.num_uses += 1
 
     def release(self, digest: str) -> None:
         entry = self._entries[digest]
         assert entry.num_users > 0, f"adapter {digest} is released more often than acquired"
         entry.num_users -= 1
-        entry.last_use = self._tick()
+        if not entry.num_users:
+            self._rest(digest)
 
-    def make_room(self, num_pages: int, keep: AbstractSet[str]) -> bool:
-        """Evicts idle adapters, least recently used first, until so many pages are free.
+    def evict(self, digest: str) -> None:
+        """Frees the pages of an idle adapter that the idle order gave up."""
+        self._drop(digest)
+        self.num_evictions += 1
 
-        False, and nothing evicted, if all that may go would not be enough.
-        """
-        short = num_pages - self._allocator.num_free
-        going: list[str] = []
-        for digest in self._idle_by_last_use():
-            if short <= 0:
-                break
-            if digest not in keep:
-                going.append(digest)
-                short -= len(self._entries[digest].residence.pages)
-        if short > 0:
-            return False
-        for digest in going:
-            self._drop(digest)
-        self.num_evictions += len(going)
-        return True
-
-    def take_changes(self) -> ResidencyChange:
-        """What came, be it not wholly copied yet, and what went since the last call."""
+    def take_changes(self) -> tuple[list[str], list[str]]:
+        """Digests that came, be they not wholly copied yet, and those that went, since the last call."""
         moved, self._moved = self._moved, {}
-        return ResidencyChange([d for d in moved if d in self._entries], [d for d in moved if d not in self._entries])
+        return [d for d in moved if d in self._entries], [d for d in moved if d not in self._entries]
 
     @property
     def num_resident(self) -> int:
@@ -119,7 +106,7 @@ class AdapterCache:
     @property
     def num_idle_pages(self) -> int:
         """Pages that eviction could free."""
-        return sum(len(self._entries[digest].residence.pages) for digest in self._idle())
+        return sum(len(e.residence.pages) for digest, e in self._entries.items() if digest in self._idle)
 
     def holders(self) -> Iterator[tuple[int, ...]]:
         """The pages of each adapter, for integrity checks."""
@@ -129,16 +116,10 @@ class AdapterCache:
         """Running sequences by digest, for integrity checks; idle adapters are left out."""
         return {digest: entry.num_users for digest, entry in self._entries.items() if entry.num_users}
 
-    def _idle(self) -> list[str]:
-        return [d for d, e in self._entries.items() if e.num_users == 0 and e.state is AdapterState.RESIDENT]
-
-    def _idle_by_last_use(self) -> list[str]:
-        return sorted(self._idle(), key=lambda digest: self._entries[digest].last_use)
+    def _rest(self, digest: str) -> None:
+        entry = self._entries[digest]
+        self._idle.add(digest, len(entry.residence.pages), max(entry.num_uses, 1), self.page_cost_s)
 
     def _drop(self, digest: str) -> None:
         self._allocator.release(self._entries.pop(digest).residence.pages)
         self._moved[digest] = None
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock

@@ -1,7 +1,8 @@
-"""Which pages of the pool are free, and who holds the others. One allocator for KV and adapters."""
+"""Which pages of the pool are free, and how many hold each of the others. One allocator for KV and adapters."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 
@@ -11,33 +12,46 @@ class PageAllocator:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: pages freed last are warm in cache
-        self._held = bytearray(num_pages)  # 1: handed out
+        self._num_holders = [0] * num_pages
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     def allocate(self, num_pages: int) -> tuple[int, ...] | None:
-        """That many pages, or None (and nothing taken) if so many are not free."""
+        """That many pages, each with one holder, or None (and nothing taken) if so many are not free."""
         if num_pages > len(self._free):
             return None
         pages = tuple(self._free.pop() for _ in range(num_pages))
         for page in pages:
-            self._held[page] = 1
+            self._num_holders[page] = 1
         return pages
 
-    def release(self, pages: Iterable[int]) -> None:
-        """Takes back pages that were handed out."""
+    def share(self, pages: Iterable[int]) -> None:
+        """One more holder for pages that somebody holds."""
         for page in pages:
-            assert self._held[page], f"page {page} is released, and was not held"
-            self._held[page] = 0
-            self._free.append(page)
+            assert self._num_holders[page], f"page {page} is shared, and nobody holds it"
+            self._num_holders[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """One holder less; pages that nobody holds any more are free."""
+        for page in pages:
+            assert self._num_holders[page], f"page {page} is released, and was not held"
+            self._num_holders[page] -= 1
+            if not self._num_holders[page]:
+                self._free.append(page)
+
+    def num_holders(self, page: int) -> int:
+        return self._num_holders[page]
 
     def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
-        """Raises AssertionError unless every page is either free or in exactly one holder's hands."""
-        held = [page for pages in holders for page in pages]
-        assert len(held) == len(set(held)), "a page is in two hands"
+        """Raises AssertionError unless every page is free, or held by just as many as are counted."""
+        held: Counter[int] = Counter()
+        for pages in map(list, holders):
+            assert len(pages) == len(set(pages)), "a holder has a page twice"
+            held.update(pages)
         assert len(self._free) == len(set(self._free)), "a page is free twice"
-        assert not set(held) & set(self._free), "a page is both held and free"
+        assert not held.keys() & set(self._free), "a page is both held and free"
         assert len(held) + len(self._free) == self.num_pages, "a page is neither held nor free"
-        assert all(self._held[page] for page in held), "a held page counts as free"
+        assert all(self._num_holders[page] == count for page, count in held.items()), "a page's holders are miscounted"
+        assert not any(self._num_holders[page] for page in self._free), "a free page has holders"

@@ -9,12 +9,13 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterator
 
-from ..memory.adapter_cache import AdapterCache, AdapterState
-from ..memory.page_allocator import PageAllocator
+from ..memory.adapter_cache import AdapterState
+from ..memory.paged_memory import PagedMemory
 from ..messages import AdapterRef, EngineLoad, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 from .admission import Limits, pages_for, refusal
 from .plan import AdapterLoad, SampledToken, SequencePlan, StepPlan, StepResult
 from .preemption import choose_victim
+from .prefix_reuse import PrefixReuse
 from .sequence import Sequence
 from .stopping import finish_reason
 
@@ -26,11 +27,17 @@ class Scheduler:
     """Owns all sequences and pages of a gang. Makes plans, and takes their results in."""
 
     def __init__(
-        self, limits: Limits, eos_token_ids: frozenset[int], pages_of_adapter: Callable[[AdapterRef], int]
+        self,
+        limits: Limits,
+        eos_token_ids: frozenset[int],
+        pages_of_adapter: Callable[[AdapterRef], int],
+        prefix_cache: bool = True,
     ) -> None:
+        """`prefix_cache`: whether sequences of a tenant that begin alike share their pages."""
         self._limits, self._eos_token_ids, self._pages_of_adapter = limits, eos_token_ids, pages_of_adapter
-        self._allocator = PageAllocator(limits.num_pages)
-        self._adapters = AdapterCache(self._allocator)
+        self._memory = PagedMemory(limits.num_pages)
+        self._adapters = self._memory.adapters
+        self._prefixes = PrefixReuse(self._memory.prefixes, limits.block_size, prefix_cache)
         self._waiting: list[Sequence] = []  # by arrival
         self._running: dict[int, Sequence] = {}
         self._step = self._arrivals = self._num_computed = self._num_generated = self._num_preemptions = 0
@@ -85,6 +92,7 @@ class Scheduler:
             sequence = self._running[planned.sequence_id]
             sequence.num_computed += len(planned.token_ids)
             self._num_computed += len(planned.token_ids)
+            self._prefixes.keep_filled(sequence)
             if planned.sample is not None:
                 updates.append(self._append(sequence, result.tokens[planned.sequence_id]))
         return updates
@@ -97,9 +105,11 @@ class Scheduler:
             num_waiting_for_adapters=sum(not self._has_adapter(sequence) for sequence in self._waiting),
             num_queued_tokens=sum(s.num_uncomputed for s in (*self._running.values(), *self._waiting)),
             num_pages=self._limits.num_pages,
-            num_free_pages=self._allocator.num_free,
+            num_free_pages=self._memory.allocator.num_free,
             num_adapter_pages=self._adapters.num_pages,
             num_idle_adapter_pages=self._adapters.num_idle_pages,
+            num_prefix_pages=self._memory.prefixes.num_pages,
+            num_idle_prefix_pages=self._memory.num_idle_prefix_pages,
             num_resident_adapters=self._adapters.num_resident,
             num_coming_adapters=self._adapters.num_loading,
             num_steps=self._step,
@@ -108,17 +118,19 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             num_adapter_loads=self._adapters.num_loads,
             num_adapter_evictions=self._adapters.num_evictions,
+            num_cached_tokens=self._prefixes.num_cached_tokens,
+            num_prefix_evictions=self._memory.prefixes.num_evictions,
             num_loaded_pages=self._adapters.num_loaded_pages,
         )
 
     def take_residency_changes(self) -> ResidencyChange:
-        """Adapters that came into the pool, or began to, and those that went since the last call."""
-        return self._adapters.take_changes()
+        """Adapters and full pages that came into the pool, or began to, and those that went since the last call."""
+        return self._memory.take_residency_changes()
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a page leaked or is in two hands, or an adapter's users are miscounted."""
-        holders = [*(s.pages for s in self._running.values()), *self._adapters.holders()]
-        self._allocator.check_integrity(holders)
+        self._memory.check_integrity([s.pages for s in self._running.values()])
+        self._prefixes.check_integrity([*self._running.values()])
         assert all(not s.pages and s.num_computed == 0 for s in self._waiting), "a waiting sequence holds pages"
         users: dict[str, int] = {}
         for sequence in self._running.values():
@@ -131,28 +143,27 @@ class Scheduler:
         """Pages for so many tokens of a running sequence. False: none to be had now, it stays as it is."""
         short = pages_for(num_tokens, self._limits.block_size) - len(sequence.pages)
         wanted = {w.adapter_digest for w in self._waiting if w.arrival < sequence.arrival and w.adapter_digest}
-        while short > self._allocator.num_free and not self._adapters.make_room(short, wanted):
+        while not self._memory.make_room(short, wanted):
             victim = choose_victim(self._running.values(), sequence)
             if victim is not None:
                 self._preempt(victim)
                 planned.pop(victim.sequence_id, None)
-            elif self._adapters.make_room(short, keep=frozenset()):
+            elif self._memory.make_room(short, keep=frozenset()):
                 break  # an adapter that an older one waits for, rather than both waiting for each other
             else:
                 return False
         if short > 0:
-            sequence.pages.extend(self._allocator.allocate(short) or ())
+            sequence.pages.extend(self._memory.allocator.allocate(short) or ())
         return True
 
     def _preempt(self, victim: Sequence) -> None:
-        """Back into the queue, to be computed again from the start."""
+        """Back into the queue, to be computed again from where its pages are gone."""
         self._leave(victim)
-        victim.num_computed = 0
         self._num_preemptions += 1
         insort(self._waiting, victim, key=lambda waiting: waiting.arrival)
 
     def _admit(self, budget: int, planned: dict[int, int]) -> Iterator[AdapterLoad]:
-        """Starts waiting sequences, oldest first. One whose adapter is still coming is passed over, not waited for."""
+        """Starts waiting sequences, oldest first. One whose adapter or beginning still comes is passed over."""
         wanted: set[str] = set()  # adapters of older waiting sequences: not to be evicted for a newer one
         for sequence in tuple(self._waiting):
             if budget <= 0 or len(self._running) >= self._limits.max_num_sequences:
@@ -169,30 +180,38 @@ class Scheduler:
                 continue
             if digest is not None:
                 wanted.add(digest)
-            num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size)
-            if not self._adapters.make_room(num_pages, wanted):
+            found = self._prefixes.find(sequence)
+            if found is None:
+                continue
+            if not self._enter(sequence, found, wanted):
                 return
-            self._enter(sequence, num_pages)
             planned[sequence.sequence_id] = min(sequence.num_uncomputed, budget)
             budget -= planned[sequence.sequence_id]
 
     def _begin_load(self, sequence: Sequence, wanted: set[str]) -> AdapterLoad | None:
         ref = sequence.request.adapter
         assert ref is not None
-        return self._adapters.begin_load(ref, self._pages_of_adapter(ref), wanted)
+        return self._memory.begin_load(ref, self._pages_of_adapter(ref), wanted)
 
-    def _enter(self, sequence: Sequence, num_pages: int) -> None:
+    def _enter(self, sequence: Sequence, found: list[int], wanted: set[str]) -> bool:
+        """Lets a sequence run, on these pages of its beginning and new ones for the rest. False: there is no room."""
+        num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size) - len(found)
+        self._memory.prefixes.acquire(found)  # at once, so that they are not evicted for the others
+        if not self._memory.make_room(num_pages, wanted):
+            self._memory.prefixes.release(found)
+            return False
         self._waiting.remove(sequence)
         self._running[sequence.sequence_id] = sequence
-        sequence.pages.extend(self._allocator.allocate(num_pages) or ())
+        self._prefixes.enter(sequence, found)
+        sequence.pages.extend(self._memory.allocator.allocate(num_pages) or ())
         if sequence.adapter_digest is not None:
             self._adapters.acquire(sequence.adapter_digest)
+        return True
 
     def _leave(self, sequence: Sequence) -> None:
-        """Takes a sequence out of the running ones; its pages are free and its adapter has one user less."""
+        """Takes a sequence out of the running ones; it lets go of its pages, and its adapter has one user less."""
         del self._running[sequence.sequence_id]
-        self._allocator.release(sequence.pages)
-        sequence.pages.clear()
+        self._prefixes.leave(sequence)
         if sequence.adapter_digest is not None:
             self._adapters.release(sequence.adapter_digest)
 
@@ -209,6 +228,7 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, token: SampledToken | None) -> SequenceUpdate:
         if token is None:
+            self._prefixes.disown(sequence)
             self._leave(sequence)
             return SequenceUpdate(sequence.sequence_id, error=_not_finite(sequence))
         sequence.token_ids.append(token.token_id)

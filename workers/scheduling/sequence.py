@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..messages import SamplingParams, SequenceRequest
+from ..page_keys import PageKey
 from .plan import SamplePlan
 
 
@@ -16,6 +17,9 @@ class Sequence:
     token_ids: list[int]  # prompt, then generated, here or before
     num_computed: int = 0  # tokens whose KV is in `pages`
     pages: list[int] = field(default_factory=list)
+    page_keys: list[PageKey] = field(default_factory=list)  # of its first full pages, as far as they were needed
+    num_kept_pages: int = 0  # of its first pages, those that the prefix cache has been told of
+    awaited_key: PageKey | None = None  # of the first page that was not there when it was last looked for
 
     @property
     def sequence_id(self) -> int:

@@ -1,0 +1,66 @@
+"""The order of eviction against a plain model of GreedyDual-Size-Frequency."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motet.workers.memory.idle_order import IdleOrder, Item
+
+
+@given(st.integers(0, 2**32))
+def test_the_least_worth_goes_first(seed: int) -> None:
+    rng = random.Random(seed)
+    order = IdleOrder()
+    model: dict[Item, tuple[float, int, int, int]] = {}  # worth, -depth, number, pages
+    floor, number = 0.0, 0
+    for _ in range(200):
+        item: Item = rng.choice([rng.randrange(12), f"digest {rng.randrange(6)}"])
+        if item in model:
+            del model[item]
+            order.remove(item)
+        elif rng.random() < 0.7:
+            num_pages, num_uses = rng.randint(1, 5), rng.randint(1, 4)
+            cost_s, depth = rng.choice([0.001, 0.01]), rng.randrange(3)
+            number += 1
+            model[item] = (floor + num_uses * cost_s, -depth, number, num_pages)
+            order.add(item, num_pages, num_uses, cost_s, depth)
+        else:
+            keep = {f"digest {i}" for i in range(6) if rng.random() < 0.3}
+            wanted = rng.randint(1, 8)
+            going: list[Item] = []
+            for candidate in sorted((i for i in model if i not in keep), key=model.__getitem__):
+                if sum(model[i][3] for i in going) >= wanted:
+                    break
+                going.append(candidate)
+            if sum(model[i][3] for i in going) < wanted:
+                assert order.take(wanted, keep) is None
+            else:
+                assert order.take(wanted, keep) == going
+                floor = model[going[-1]][0]
+                for gone in going:
+                    del model[gone]
+        assert order.num_pages == sum(entry[3] for entry in model.values())
+        assert all((item in order) == (item in model) for item in [*range(12), *(f"digest {i}" for i in range(6))])
+
+
+def test_what_is_dear_to_bring_back_stays_longer_but_not_for_ever() -> None:
+    order = IdleOrder()
+    order.add("dear", 1, 1, cost_s=1.0)
+    for page in range(3):
+        order.add(page, 1, 1, cost_s=0.4)
+    assert order.take(3, frozenset()) == [0, 1, 2]
+    for page in range(3, 6):
+        order.add(page, 1, 1, cost_s=0.4)  # on top of what the last ones were worth
+    assert order.take(2, frozenset()) == [3, 4]
+    order.add(6, 1, 1, cost_s=0.4)  # now worth more than the dear one, which nobody asked for
+    assert order.take(2, frozenset()) == [5, "dear"]
+
+
+def test_a_prefix_goes_from_its_end() -> None:
+    order = IdleOrder()
+    for depth in (0, 2, 1):
+        order.add(depth, 1, 1, 1.0, depth)
+    assert order.take(3, frozenset()) == [2, 1, 0]

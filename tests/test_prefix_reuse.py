@@ -1,0 +1,144 @@
+"""What sequences that begin alike spare each other, and what they must never share."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from motet.tests.test_scheduler import Worker, asking, limits, run, scheduler
+from motet.workers.messages import SequenceRequest
+from motet.workers.scheduling.plan import StepPlan
+from motet.workers.scheduling.scheduler import Scheduler
+
+PROMPT = [*range(1, 31)]  # 30 tokens: seven full pages of four
+
+
+def rig(num_pages: int = 60, budget: int = 64, *, prefix_cache: bool = True) -> tuple[Scheduler, Worker]:
+    of = limits(num_pages, budget, num_sequences=16)
+    s = scheduler(of) if prefix_cache else Scheduler(of, frozenset({99}), lambda ref: 1, prefix_cache=False)
+    worker = Worker(of)
+    worker.sequence_of = s._running.__getitem__
+    return s, worker
+
+
+def ask(s: Scheduler, worker: Worker, request: SequenceRequest) -> list[int]:
+    """The tokens of a request that is alone."""
+    assert s.add(request, 0) is None
+    return [token_id for update in run(s, worker) for token_id in update.token_ids]
+
+
+def test_what_was_computed_is_not_computed_again() -> None:
+    s, worker = rig()
+    ask(s, worker, asking(0, PROMPT, max_tokens=8))
+    assert worker.num_computed == 37
+    ask(s, worker, asking(1, PROMPT, max_tokens=8))
+    assert worker.num_computed == 37 + 9  # the two tokens of the page that is not full, and those generated
+    assert s.load().num_cached_tokens == 28
+
+
+def test_the_next_turn_of_a_conversation_computes_only_what_is_new() -> None:
+    s, worker = rig()
+    answer = ask(s, worker, asking(0, PROMPT, max_tokens=11))
+    before = worker.num_computed
+    ask(s, worker, asking(1, [*PROMPT, *answer, 7, 7, 7], max_tokens=1))
+    assert worker.num_computed - before == 44 - 40  # 40 tokens were computed, ten full pages
+
+
+def test_samples_of_one_prompt_store_it_once_though_they_come_together() -> None:
+    s, worker = rig()
+    for i in range(8):
+        s.add(asking(i, PROMPT, max_tokens=5, seed=i), i)
+    plan = s.schedule()
+    assert [planned.sequence_id for planned in plan.sequences] == [0]
+    s.commit(plan, worker.execute(plan))
+    plan = s.schedule()
+    assert {planned.sequence_id: planned.start for planned in plan.sequences} == {
+        0: 30,
+        **dict.fromkeys(range(1, 8), 28),
+    }
+    assert {planned.pages[:7] for planned in plan.sequences} == {plan.sequences[0].pages[:7]}
+    s.commit(plan, worker.execute(plan))
+    load = s.load()
+    assert load.num_pages - load.num_free_pages == 7 + 8
+    run(s, worker)
+
+
+def test_who_waits_for_another_goes_on_alone_when_that_one_is_cancelled() -> None:
+    s, worker = rig(budget=8)
+    for i in range(2):
+        s.add(asking(i, PROMPT), 0)
+    plan = s.schedule()
+    assert [planned.sequence_id for planned in plan.sequences] == [0]
+    s.commit(plan, worker.execute(plan))
+    s.cancel(0)
+    s.check_integrity()
+    plan = s.schedule()
+    assert [(planned.sequence_id, planned.start) for planned in plan.sequences] == [(1, 8)]
+    s.commit(plan, worker.execute(plan))
+    run(s, worker)
+
+
+def test_a_prompt_that_is_there_in_full_still_computes_its_last_token() -> None:
+    s, worker = rig()
+    for i in range(2):
+        assert len(ask(s, worker, asking(i, PROMPT[:28], max_tokens=3))) == 3
+    assert s.load().num_cached_tokens == 24
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        asking(1, PROMPT, tenant="other"),
+        asking(1, PROMPT, adapter="a1"),
+        msgspec.structs.replace(asking(1, PROMPT), cache_salt="other"),
+        asking(1, [2, *PROMPT[1:]]),
+    ],
+    ids=["tenant", "adapter", "salt", "first token"],
+)
+def test_what_differs_in_whose_it_is_is_never_shared(other: SequenceRequest) -> None:
+    s, worker = rig()
+    ask(s, worker, asking(0, PROMPT))
+    ask(s, worker, other)
+    assert s.load().num_cached_tokens == 0
+
+
+def test_a_new_version_never_meets_the_old_ones_pages() -> None:
+    s, worker = rig()
+    ask(s, worker, asking(0, PROMPT, adapter="a1"))
+    ask(s, worker, asking(1, PROMPT, adapter="b1"))  # another digest, be its name the same
+    assert s.load().num_cached_tokens == 0
+    ask(s, worker, asking(2, PROMPT, adapter="a1"))
+    assert s.load().num_cached_tokens == 28
+
+
+def test_what_came_of_broken_weights_is_not_kept() -> None:
+    s, worker = rig()
+    s.add(asking(0, PROMPT, adapter="a1"), 0)
+    while s.has_work():
+        plan: StepPlan = s.schedule()
+        result = worker.execute(plan)
+        result.tokens.update(dict.fromkeys(result.tokens))
+        s.commit(plan, result)
+        s.check_integrity()
+    assert s.load().num_prefix_pages == 0
+
+
+def test_who_gave_way_comes_back_to_what_is_left_of_its_pages() -> None:
+    s, worker = rig(num_pages=12)
+    s.add(asking(0, PROMPT[:20], max_tokens=20), 0)
+    s.add(asking(1, PROMPT[4:20], max_tokens=20), 0)
+    run(s, worker)
+    assert s.load().num_preemptions > 0
+    assert s.load().num_cached_tokens > 0
+
+
+def test_without_the_cache_nothing_is_kept_or_waited_for() -> None:
+    s, worker = rig(prefix_cache=False)
+    for i in range(3):
+        s.add(asking(i, PROMPT[:10]), 0)
+    assert len(s.schedule().sequences) == 3
+    s, worker = rig(prefix_cache=False)
+    for i in range(2):
+        ask(s, worker, asking(i, PROMPT, max_tokens=8))
+    load = s.load()
+    assert (load.num_cached_tokens, load.num_prefix_pages, load.num_free_pages) == (0, 0, load.num_pages)

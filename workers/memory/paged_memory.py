@@ -1,0 +1,71 @@
+"""All of a gang's pages, with those that are idle competing to stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+
+from ..messages import AdapterRef, ResidencyChange
+from ..page_keys import short_key
+from ..scheduling.plan import AdapterLoad
+from .adapter_cache import AdapterCache
+from .idle_order import IdleOrder, ReturnCosts
+from .page_allocator import PageAllocator
+from .prefix_cache import PrefixCache
+
+
+class PagedMemory:
+    """One allocator, one reference count, one eviction for KV, kept prefixes and adapters."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.allocator = PageAllocator(num_pages)
+        self._idle = IdleOrder()
+        self.adapters = AdapterCache(self.allocator, self._idle)
+        self.prefixes = PrefixCache(self.allocator, self._idle)
+        self.set_costs(ReturnCosts())
+
+    def set_costs(self, costs: ReturnCosts) -> None:
+        """From now on what becomes idle is worth this."""
+        self.adapters.page_cost_s, self.prefixes.page_cost_s = costs.adapter_page_s, costs.prefix_page_s
+
+    def make_room(self, num_pages: int, keep: AbstractSet[str]) -> bool:
+        """Evicts what is idle and not in `keep`, least worth first, until so many pages are free.
+
+        False, and nothing evicted, if all that may go would not be enough.
+        """
+        short = num_pages - self.allocator.num_free
+        if short <= 0:
+            return True
+        going = self._idle.take(short, keep)
+        if going is None:
+            return False
+        for item in going:
+            if isinstance(item, str):
+                self.adapters.evict(item)
+            else:
+                self.prefixes.evict(item)
+        return True
+
+    def begin_load(self, ref: AdapterRef, num_pages: int, keep: AbstractSet[str]) -> AdapterLoad | None:
+        """Pages for an absent adapter, evicting as `make_room` does; None if that is not enough."""
+        if not self.make_room(num_pages, keep):
+            return None
+        return self.adapters.begin_load(ref, num_pages)
+
+    @property
+    def num_idle_prefix_pages(self) -> int:
+        """Pages of kept prefixes that eviction could free."""
+        return self._idle.num_pages - self.adapters.num_idle_pages
+
+    def take_residency_changes(self) -> ResidencyChange:
+        """What came into the pool and what went since the last call."""
+        came, went = self.adapters.take_changes()
+        pages_came, pages_went = self.prefixes.take_changes()
+        return ResidencyChange(came, went, [*map(short_key, pages_came)], [*map(short_key, pages_went)])
+
+    def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
+        """Raises AssertionError if a page leaked or its holders are miscounted. `held`: the pages of each sequence."""
+        self.allocator.check_integrity([*held, *self.adapters.holders(), *self.prefixes.holders()])
+        self.prefixes.check_integrity()
+        num_idle = sum(self.allocator.num_holders(page) == 1 for pages in self.prefixes.holders() for page in pages)
+        assert self.num_idle_prefix_pages == num_idle, "idle pages are miscounted"

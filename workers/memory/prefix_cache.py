@@ -1,0 +1,112 @@
+"""Full pages of KV by their content, shared by all sequences that begin alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..page_keys import PageKey
+from .idle_order import IdleOrder
+from .page_allocator import PageAllocator
+
+
+@dataclass
+class _Entry:
+    key: PageKey
+    depth: int  # pages before it
+    num_uses: int = 1
+
+
+class PrefixCache:
+    """Holds every full page that was computed, until its room is wanted. Pages are never written once they are here.
+
+    A page is idle while no sequence holds it. One that is gone makes those after it unreachable; these are never worth
+    more and are deeper, so they go first.
+    """
+
+    def __init__(self, allocator: PageAllocator, idle: IdleOrder) -> None:
+        self._allocator, self._idle = allocator, idle
+        self._pages: dict[PageKey, int] = {}
+        self._entries: dict[int, _Entry] = {}  # by page
+        self._moved: dict[PageKey, None] = {}  # came or went since the last take_changes()
+        self.page_cost_s = 0.0  # of computing a page again
+        self.num_evictions = 0
+
+    def find(self, keys: Iterable[PageKey]) -> list[int]:
+        """Pages of the longest beginning of `keys` that is here."""
+        found: list[int] = []
+        for key in keys:
+            page = self._pages.get(key)
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def acquire(self, pages: Sequence[int]) -> None:
+        """One more sequence holds these pages, which are here, until `release`."""
+        for page in pages:
+            if page in self._idle:
+                self._idle.remove(page)
+        self._allocator.share(pages)
+
+    def count_uses(self, pages: Iterable[int]) -> None:
+        """A sequence goes on from these pages: they are worth more from now on."""
+        for page in pages:
+            self._entries[page].num_uses += 1
+
+    def insert(self, page: int, key: PageKey, depth: int) -> bool:
+        """Keeps a page that a sequence holds and has filled; `depth`: pages before it. False: its content is here."""
+        if key in self._pages:
+            return False
+        assert page not in self._entries, f"page {page} has a key already"
+        self._allocator.share((page,))
+        self._pages[key] = page
+        self._entries[page] = _Entry(key, depth)
+        self._moved[key] = None
+        return True
+
+    def release(self, pages: Sequence[int]) -> None:
+        """A sequence holds these no more. Those that are here stay, idle if it was the last one; others are free."""
+        self._allocator.release(pages)
+        for page in pages:
+            entry = self._entries.get(page)
+            if entry is not None and self._allocator.num_holders(page) == 1:
+                self._idle.add(page, 1, entry.num_uses, self.page_cost_s, entry.depth)
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Keeps these no more, because what they hold is no good: who holds them goes on, nobody else finds them."""
+        for page in pages:
+            if page in self._entries:
+                if page in self._idle:
+                    self._idle.remove(page)
+                self._drop(page)
+
+    def evict(self, page: int) -> None:
+        """Frees an idle page that the idle order gave up."""
+        self._drop(page)
+        self.num_evictions += 1
+
+    def take_changes(self) -> tuple[list[PageKey], list[PageKey]]:
+        """Keys that came, and those that went, since the last call."""
+        moved, self._moved = self._moved, {}
+        return [key for key in moved if key in self._pages], [key for key in moved if key not in self._pages]
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._entries)
+
+    def holders(self) -> Iterator[tuple[int, ...]]:
+        """All pages, for integrity checks."""
+        yield tuple(self._entries)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if keys and pages do not match, or an idle page is not known as idle."""
+        assert self._pages == {entry.key: page for page, entry in self._entries.items()}, "keys and pages differ"
+        for page in self._entries:
+            assert (page in self._idle) == (self._allocator.num_holders(page) == 1), f"page {page}: idle or not?"
+
+    def _drop(self, page: int) -> None:
+        key = self._entries.pop(page).key
+        del self._pages[key]
+        self._moved[key] = None
+        self._allocator.release((page,))

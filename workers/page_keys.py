@@ -1,0 +1,43 @@
+"""Names of KV pages by what they hold: equal keys mean equal KV.
+
+A key stands for a full page of tokens and for all that came before it, so the keys of a sequence form a chain. It
+begins with whoever may share the pages: the tenant, its salt, and the adapter's digest. So no tenant can meet another's
+pages, or learn from the time of an answer what another has asked, and a new version of an adapter never meets the KV of
+an old one. The idea of chained hashes is vLLM's automatic prefix caching.
+
+Leaders and routers make the same keys of the same request.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from .messages import SequenceRequest
+
+KEY_BYTES = 16
+PageKey = bytes  # of length KEY_BYTES
+
+
+def first_link(request: SequenceRequest) -> PageKey:
+    """What the chain of a sequence begins with; no page's own key."""
+    digest = "" if request.adapter is None else request.adapter.digest
+    parts = (request.tenant, request.cache_salt, digest)
+    return blake2b("".join(f"{len(part)}:{part}" for part in parts).encode(), digest_size=KEY_BYTES).digest()
+
+
+def next_keys(link: PageKey, token_ids: Sequence[int], start: int, block_size: int, num_keys: int) -> list[PageKey]:
+    """Keys of `num_keys` full pages, of which the first begins at token `start`. `link`: the key before them."""
+    keys: list[PageKey] = []
+    for first in range(start, start + num_keys * block_size, block_size):
+        page = array("I", token_ids[first : first + block_size]).tobytes()
+        assert len(page) == 4 * block_size, "a page's key needs all of its tokens"
+        link = blake2b(page, digest_size=KEY_BYTES, key=link).digest()
+        keys.append(link)
+    return keys
+
+
+def short_key(key: PageKey) -> int:
+    """64 bits of a key: enough to guess by where a sequence would find its pages, and never to share them by."""
+    return int.from_bytes(key[:8], "big")
