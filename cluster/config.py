@@ -50,6 +50,7 @@ class MotetConfig:
     max_tokens_per_step: int = 512
     max_num_sequences: int = 128
     max_model_len: int | None = None
+    prefix_cache: bool = True
     num_threads: int = 1  # of a gang's compute library
 
     min_gangs: int = 1  # 0: none while nobody asks, and the first request waits for a start
@@ -134,6 +135,7 @@ class MotetConfig:
             max_tokens_per_step=self.max_tokens_per_step,
             max_num_sequences=self.max_num_sequences,
             max_model_len=self.max_model_len,
+            prefix_cache=self.prefix_cache,
             num_threads=self.num_threads,
             tensor_parallel=self.tensor_parallel,
             expert_sharding=self.expert_sharding,

@@ -61,6 +61,12 @@ def tenant_keys(
 @click.option("--max-tokens-per-step", default=512, show_default=True, help="Tokens computed in one step.")
 @click.option("--max-model-len", type=int, help="Longest prompt and completion. Default: the model's.")
 @click.option(
+    "--prefix-cache/--no-prefix-cache",
+    default=True,
+    show_default=True,
+    help="Whether requests of a tenant that begin alike share their KV.",
+)
+@click.option(
     "--min-gangs",
     "--gangs",
     "min_gangs",
