@@ -55,6 +55,7 @@ class EngineSide:
                 pool_bytes=POOL_BYTES,
                 block_size=BLOCK_SIZE,
                 num_threads=num_threads,
+                prefix_cache=False,  # rounds ask the same again
             )
         )
         self.run([Job([1, 2, 3], 2, adapter) for adapter in [None, *range(len(refs))]])

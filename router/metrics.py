@@ -25,6 +25,8 @@ _ENGINE_COUNTERS = frozenset(
         "num_preemptions",
         "num_adapter_loads",
         "num_adapter_evictions",
+        "num_cached_tokens",
+        "num_prefix_evictions",
         "num_loaded_pages",
         "busy_s",
         "loading_s",
