@@ -40,6 +40,7 @@ class Kernels:
     paged_attention: PagedAttention
     lora: LoraKernels
     experts: ExpertKernels
+    read_pages: Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
     write_pages: Callable[[torch.Tensor, Sequence[int], torch.Tensor], None]
 
 
@@ -57,6 +58,7 @@ def torch_kernels() -> Kernels:
         paged_attention=attention_torch.paged_attention,
         lora=TorchLora(),
         experts=TorchExperts(),
+        read_pages=pages.read_pages,
         write_pages=pages.write_pages,
     )
 
@@ -78,6 +80,7 @@ def native_kernels(dtype: torch.dtype, num_threads: int) -> Kernels:
         paged_attention=attention.paged_attention,
         lora=NativeLora(library, dtype, num_threads),
         experts=TorchExperts(),
+        read_pages=pages.read_pages,
         write_pages=pages.write_pages,
     )
 

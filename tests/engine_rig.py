@@ -25,6 +25,7 @@ from motet.workers.messages import (
     TokenLogprobs,
 )
 from motet.workers.models.config import ModelConfig
+from motet.workers.scheduling.measured_costs import MeasuredCosts
 from motet.workers.scheduling.plan import StepPlan, StepResult
 
 _DEADLINE_S = 120.0  # an engine that gets nowhere fails its test, it does not hang it
@@ -74,14 +75,17 @@ class Stock:
         ranks = {} if adapter is None else self.refs[adapter].module_ranks
         return -(-(num_tokens - 1) // self.block_size) + self.layout.num_pages(ranks)  # the last token has no KV
 
+    @property
+    def page_bytes(self) -> int:
+        return self.layout.shape.num_layers * self.layout.slab * (4 if self.layout.dtype == "float32" else 2)
+
     def engine(self, num_pages: int, **settings: Any) -> EngineRig:
         """An engine whose pool has so many pages. `settings` are fields of EngineConfig."""
-        page_bytes = self.layout.shape.num_layers * self.layout.slab * (4 if self.layout.dtype == "float32" else 2)
         config = EngineConfig(
             model_path=self.model_path,
             store_path=self.store_path,
             dtype=self.layout.dtype,
-            pool_bytes=num_pages * page_bytes,
+            pool_bytes=num_pages * self.page_bytes,
             block_size=self.block_size,
             **settings,
         )
@@ -148,6 +152,14 @@ class EngineRig:
         load = self.engine.load()
         assert (load.num_running, load.num_waiting) == (0, 0)
         assert load.num_free_pages + load.num_adapter_pages + load.num_idle_prefix_pages == load.num_pages
+
+    def prefer_copies(self) -> None:
+        """From now on pages are always copied back rather than computed, however fast this tiny model computes."""
+        scheduler = self.engine._scheduler
+        scheduler._costs.observe_step = lambda *_: None  # type: ignore[method-assign]
+        scheduler._costs.observe_copy = lambda *_: None  # type: ignore[method-assign]
+        for _ in range(100):
+            MeasuredCosts.observe_step(scheduler._costs, 1, 1000, 1000.0)
 
     def tap_logits(self) -> None:
         """From now on each step also computes its logits by themselves, for `Told.logits`. Recomputing is harmless."""

@@ -156,15 +156,22 @@ def test_tiny_pool(bench: Bench, max_tokens_per_step: int) -> None:
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-def test_kept_prefixes(bench: Bench, has_room: bool) -> None:
-    """Asked again, and asked to go on from the middle of an answer: the same, though most of it is not computed."""
+def test_kept_prefixes(bench: Bench, has_room: bool, tmp_path: Path) -> None:
+    """Asked again, and asked to go on from the middle of an answer: the same, though most of it is not computed.
+
+    Without room in the pool pages come back from host memory, and from disk once that is full too.
+    """
     num_before = NUM_TOKENS // 2
     later = tuple(
         Question(q.prompt + q.answer.token_ids[:num_before], q.adapter, _rest(q.answer, num_before))
         for q in bench.questions
     )
     sampling = msgspec.structs.replace(GREEDY, max_tokens=NUM_TOKENS - num_before)
-    with bench.stock.engine(400 if has_room else _tiny_pool(bench), max_tokens_per_step=64) as rig:
+    num_pages = 400 if has_room else _tiny_pool(bench)
+    page_bytes = bench.stock.page_bytes
+    settings = {"kv_host_bytes": 12 * page_bytes, "kv_disk_bytes": 400 * page_bytes, "kv_disk_path": tmp_path}
+    with bench.stock.engine(num_pages, max_tokens_per_step=64, **settings) as rig:
+        rig.prefer_copies()
         for _ in range(2):
             _assert_same_tokens(bench.questions, _ask(rig, bench.questions))
         num_cached = rig.engine.load().num_cached_tokens
@@ -175,6 +182,10 @@ def test_kept_prefixes(bench: Bench, has_room: bool) -> None:
         if has_room:
             sharable = [(len(q.prompt) - 1) // 8 * 8 for q in (*bench.questions, *later)]
             assert rig.engine.load().num_cached_tokens == sum(sharable) > num_cached > 0
+        else:
+            load = rig.engine.load()
+            assert min(load.num_pages_in, load.num_disk_pages) > 0
+            assert load.num_move_failures == 0
 
 
 def _rest(answer: Answer, num_tokens: int) -> Answer:

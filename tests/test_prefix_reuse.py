@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from motet.tests.test_scheduler import Worker, asking, limits, run, scheduler
 from motet.workers.messages import SequenceRequest
+from motet.workers.scheduling.measured_costs import PageCosts, is_worth_bringing
 from motet.workers.scheduling.plan import StepPlan
 from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.scheduling.tier_traffic import TierSizes
 
 PROMPT = [*range(1, 31)]  # 30 tokens: seven full pages of four
 
 
-def rig(num_pages: int = 60, budget: int = 64, *, prefix_cache: bool = True) -> tuple[Scheduler, Worker]:
+def rig(
+    num_pages: int = 60, budget: int = 64, *, prefix_cache: bool = True, tiers: TierSizes | None = None
+) -> tuple[Scheduler, Worker]:
     of = limits(num_pages, budget, num_sequences=16)
-    s = scheduler(of) if prefix_cache else Scheduler(of, frozenset({99}), lambda ref: 1, prefix_cache=False)
+    s = scheduler(of, tiers) if prefix_cache else Scheduler(of, frozenset({99}), lambda ref: 1, prefix_cache=False)
     worker = Worker(of)
     worker.sequence_of = s._running.__getitem__
     return s, worker
@@ -142,3 +148,99 @@ def test_without_the_cache_nothing_is_kept_or_waited_for() -> None:
         ask(s, worker, asking(i, PROMPT, max_tokens=8))
     load = s.load()
     assert (load.num_cached_tokens, load.num_prefix_pages, load.num_free_pages) == (0, 0, load.num_pages)
+
+
+def flood(s: Scheduler, worker: Worker, num_prompts: int = 6, first: int = 50) -> None:
+    """Prompts of seven pages each that push out whatever is idle."""
+    for i in range(first, first + num_prompts):
+        ask(s, worker, asking(i, [i] * 30, max_tokens=1))
+
+
+def test_what_was_pushed_out_comes_back_from_host_memory() -> None:
+    s, worker = rig(num_pages=12, tiers=TierSizes(host=100))
+    texts = [ask(s, worker, asking(0, PROMPT, max_tokens=8))]
+    flood(s, worker)
+    before = worker.num_computed
+    texts.append(ask(s, worker, asking(1, PROMPT, max_tokens=8)))
+    assert worker.num_computed - before == 9  # two tokens of the page that is not full, and seven generated
+    assert texts[0] == texts[1]
+    load = s.load()
+    assert (load.num_pages_in, load.num_move_failures) == (7, 0)
+    assert load.num_host_pages == 9 + 6 * 7  # of the first answer two more pages were filled
+    assert load.num_pages_out == load.num_host_pages
+
+
+def test_what_host_memory_has_no_room_for_goes_on_to_disk_and_comes_back() -> None:
+    s, worker = rig(num_pages=12, tiers=TierSizes(host=16, disk=100))
+    ask(s, worker, asking(0, PROMPT, max_tokens=8))
+    flood(s, worker, num_prompts=8)
+    assert s.load().num_disk_pages > 9
+    before = worker.num_computed
+    ask(s, worker, asking(1, PROMPT, max_tokens=8))
+    assert worker.num_computed - before == 9
+
+
+@pytest.mark.parametrize("tiers", [TierSizes(host=8), TierSizes(host=16, disk=10)])
+def test_a_tier_that_is_too_small_keeps_the_latest_and_the_rest_is_computed(tiers: TierSizes) -> None:
+    s, worker = rig(num_pages=12, tiers=tiers)
+    ask(s, worker, asking(0, PROMPT))
+    flood(s, worker, num_prompts=10)
+    before = worker.num_computed
+    ask(s, worker, asking(1, PROMPT, max_tokens=1))
+    assert worker.num_computed - before == 30
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_tier_that_fails_is_given_up_and_nobody_notices(tier: str) -> None:
+    s, worker = rig(num_pages=12, tiers=TierSizes(host=16, disk=100))
+    worker.failing_tiers = {tier}
+    first = ask(s, worker, asking(0, PROMPT))
+    flood(s, worker, num_prompts=20)
+    num_failures = s.load().num_move_failures
+    assert num_failures == 3
+    flood(s, worker, num_prompts=10, first=80)
+    assert s.load().num_move_failures == num_failures
+    assert ask(s, worker, asking(1, PROMPT)) == first
+
+
+def test_pages_that_cannot_be_read_back_are_computed() -> None:
+    s, worker = rig(num_pages=12, tiers=TierSizes(host=100))
+    first = ask(s, worker, asking(0, PROMPT))
+    flood(s, worker)
+    worker.failing_tiers = {"host"}
+    before = worker.num_computed
+    assert ask(s, worker, asking(1, PROMPT)) == first
+    assert worker.num_computed - before == 33
+    assert s.load().num_move_failures > 0
+    assert s.load().num_pages_in == 0
+
+
+def test_a_copy_that_costs_more_than_computing_is_not_made() -> None:
+    s, worker = rig(num_pages=12, tiers=TierSizes(host=100))
+    ask(s, worker, asking(0, PROMPT))
+    flood(s, worker)
+    for _ in range(200):
+        s._costs.observe_copy(1, seconds=1.0)
+    before = worker.num_computed
+    ask(s, worker, asking(1, PROMPT, max_tokens=1))
+    assert worker.num_computed - before == 30
+    assert s.load().num_pages_in == 0
+
+
+@given(st.integers(1, 1000), *[st.floats(1e-6, 10.0)] * 3)
+def test_bringing_back_is_chosen_when_it_is_cheaper(n: int, compute_s: float, copy_s: float, step_s: float) -> None:
+    worth = is_worth_bringing(n, PageCosts(compute_s, copy_s, step_s))
+    assert worth == (n * compute_s > n * copy_s + step_s)
+    if worth:
+        assert is_worth_bringing(n + 1, PageCosts(compute_s, copy_s, step_s)), "more of it is worth it all the more"
+
+
+def test_who_gave_way_comes_back_by_copies() -> None:
+    s, worker = rig(num_pages=12, tiers=TierSizes(host=100))
+    s.add(asking(0, PROMPT[:20], max_tokens=20), 0)
+    s.add(asking(1, PROMPT[4:20], max_tokens=20), 0)
+    run(s, worker)
+    load = s.load()
+    assert load.num_preemptions > 0
+    assert load.num_pages_in > 0
+    assert load.num_computed_tokens < 20 + 16 + 2 * 19 + 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 import pytest
@@ -12,10 +12,20 @@ from hypothesis import strategies as st
 
 from motet.workers.messages import AdapterRef, ResidencyChange, SamplingParams, SequenceRequest, SequenceUpdate
 from motet.workers.scheduling.admission import Limits, refusal
-from motet.workers.scheduling.plan import AdapterFailure, Residence, SampledToken, SequencePlan, StepPlan, StepResult
+from motet.workers.scheduling.plan import (
+    AdapterFailure,
+    MoveEnd,
+    PageMove,
+    Residence,
+    SampledToken,
+    SequencePlan,
+    StepPlan,
+    StepResult,
+)
 from motet.workers.scheduling.preemption import choose_victim
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.sequence import Sequence
+from motet.workers.scheduling.tier_traffic import TierSizes
 
 EOS = 99
 
@@ -46,8 +56,8 @@ def asking(
     )
 
 
-def scheduler(of: Limits) -> Scheduler:
-    return Scheduler(of, frozenset({EOS}), lambda ref: max(ref.module_ranks.values()))
+def scheduler(of: Limits, tiers: TierSizes | None = None) -> Scheduler:
+    return Scheduler(of, frozenset({EOS}), lambda ref: max(ref.module_ranks.values()), tiers=tiers)
 
 
 class Worker:
@@ -63,12 +73,16 @@ class Worker:
         self.num_computed = 0
         self.sequence_of: Callable[[int], Sequence] | None = None  # to know whose KV a plan means
         self._kv: dict[tuple[int, int], object] = {}  # by page and place in it
+        self._tiers: dict[tuple[str, int], list[object]] = {}  # what each page of a tier behind the pool holds
+        self._moving: list[PageMove] = []
+        self.failing_tiers: set[str] = set()
 
     def execute(self, plan: StepPlan, failing: Iterable[str] = ()) -> StepResult:
         assert sum(len(s.token_ids) for s in plan.sequences) <= self.limits.max_tokens_per_step
         assert len(plan.sequences) <= self.limits.max_num_sequences
         for load in plan.loads:
             self._write_adapter(load.residence)
+        self._moving += plan.moves
         written = [self._compute(s) for s in plan.sequences]
         written += [{(page, 0) for page in a.pages} for a in plan.adapters]
         assert len(set().union(*written)) == sum(map(len, written)), "two write to the same place"
@@ -89,7 +103,30 @@ class Worker:
             tokens,
             tuple(d for d in ended if d not in failed),
             tuple(AdapterFailure(d, "bad") for d in failed),
+            tuple(self._move()),
         )
+
+    def _move(self) -> Iterator[MoveEnd]:
+        """Some of the copies that were asked for, oldest first."""
+        while self._moving and (self.slow_loads is None or self.slow_loads.random() < 0.5):
+            move = self._moving.pop(0)
+            if self.failing_tiers & {move.source, move.target}:
+                yield MoveEnd(move.number, 0.0, "as told")
+                continue
+            for source, target in zip(move.source_pages, move.target_pages, strict=True):
+                self._write_page(move.target, target, self._read_page(move.source, source))
+            yield MoveEnd(move.number, 0.0, None)
+
+    def _read_page(self, tier: str, page: int) -> list[object]:
+        if tier == "device":
+            return [self._kv[page, place] for place in range(self.limits.block_size)]
+        return self._tiers[tier, page]
+
+    def _write_page(self, tier: str, page: int, content: list[object]) -> None:
+        if tier == "device":
+            self._kv |= {(page, place): kv for place, kv in enumerate(content)}
+        else:
+            self._tiers[tier, page] = content
 
     def _compute(self, s: SequencePlan) -> set[tuple[int, int]]:
         """Writes a sequence's KV, on top of what its earlier tokens must have left; the places written."""
@@ -128,11 +165,18 @@ def run(s: Scheduler, worker: Worker, max_steps: int = 2000) -> list[SequenceUpd
 
 
 @settings(deadline=None, max_examples=150)
-@given(seed=st.integers(0, 2**32), num_pages=st.integers(6, 24), budget=st.integers(1, 20))
-def test_random_workload_ends_with_every_page_accounted_for(seed: int, num_pages: int, budget: int) -> None:
+@given(
+    seed=st.integers(0, 2**32),
+    num_pages=st.integers(6, 24),
+    budget=st.integers(1, 20),
+    tiers=st.sampled_from([TierSizes(), TierSizes(3), TierSizes(60), TierSizes(2, 9), TierSizes(6, 60)]),
+)
+def test_random_workload_ends_with_every_page_accounted_for(
+    seed: int, num_pages: int, budget: int, tiers: TierSizes
+) -> None:
     rng = random.Random(seed)
     of = limits(num_pages, budget)
-    s, worker = scheduler(of), Worker(of, slow_loads=rng)
+    s, worker = scheduler(of, tiers), Worker(of, slow_loads=rng)
     worker.sequence_of = s._running.__getitem__
     expected: dict[int, int] = {}
     received: dict[int, list[int]] = {}
@@ -155,6 +199,7 @@ def test_random_workload_ends_with_every_page_accounted_for(seed: int, num_pages
             del expected[gone]
         if step >= 40 and not s.has_work():
             break
+        worker.failing_tiers = {tier for tier in ("host", "disk") if step % 20 < 10 and rng.random() < 0.1}
         plan = s.schedule()
         for update in s.commit(plan, worker.execute(plan)):
             assert update.sequence_id in expected, "a cancelled sequence spoke"

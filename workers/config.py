@@ -20,6 +20,9 @@ class EngineConfig:
     dtype: Dtype = "bfloat16"
     pool_bytes: int = 1 << 30  # device pages, for KV and adapters alike
     host_bytes: int = 4 << 30  # packed adapters kept in host memory
+    kv_host_bytes: int = 1 << 30  # pages of KV kept in host memory; 0: none
+    kv_disk_bytes: int = 0  # and on disk, behind host memory; 0: none
+    kv_disk_path: Path | None = None  # folder for these
     block_size: int = 16  # tokens a page
     max_tokens_per_step: int = 512  # token budget of a plan
     max_num_sequences: int = 128  # sequences that run at once
@@ -44,6 +47,14 @@ class EngineConfig:
             value = getattr(self, key)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{key} = {value!r}: a positive integer is needed")
+        for key in ("kv_host_bytes", "kv_disk_bytes"):
+            value = getattr(self, key)
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{key} = {value!r}: zero or a positive integer is needed")
+        if self.kv_disk_bytes and not self.kv_host_bytes:
+            raise ValueError(f"kv_disk_bytes = {self.kv_disk_bytes}: pages come to the disk by way of kv_host_bytes, 0")
+        if self.kv_disk_bytes and self.kv_disk_path is None:
+            raise ValueError(f"kv_disk_bytes = {self.kv_disk_bytes}: kv_disk_path, a folder for them, is needed")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype = {self.dtype!r}: float32 or bfloat16 is accepted")
         if self.expert_sharding not in ("tensor", "expert"):

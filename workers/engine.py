@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable
 
 from .execution.executor import Executor
@@ -13,8 +14,10 @@ from .scheduling.scheduler import Scheduler
 class Engine:
     """Grows sequences step by step. Used from one thread."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, info: GangInfo) -> None:
-        self._scheduler, self.executor, self.info = scheduler, executor, info
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, info: GangInfo, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._scheduler, self.executor, self.info, self._clock = scheduler, executor, info, clock
         self._refused: list[SequenceUpdate] = []
         self._computed = True
 
@@ -37,17 +40,19 @@ class Engine:
         """One iteration; what each sequence's owner should hear of it."""
         refused, self._refused = self._refused, []
         plan = self._scheduler.schedule()
+        began_at = self._clock()
         result = self.executor.execute(plan)
-        self._computed = bool(plan.sequences or result.loaded or result.failed)
+        self._scheduler.observe(plan, self._clock() - began_at)
+        self._computed = bool(plan.sequences or result.loaded or result.failed or result.moved)
         return refused + self._scheduler.commit(plan, result)
 
     @property
     def waits(self) -> bool:
-        """The last step found nothing to compute: its sequences wait for adapters that are still coming."""
+        """The last step found nothing to compute: its sequences wait for adapters or pages that are still coming."""
         return not self._computed
 
     def on_load_end(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from another thread, whenever an adapter that a step may wait for has come or failed."""
+        """`wake` is called, from another thread, whenever a copy that a step may wait for has ended or failed."""
         self.executor.on_load_end(wake)
 
     def load(self) -> EngineLoad:

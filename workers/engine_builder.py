@@ -28,7 +28,7 @@ from .parallel import Alone
 from .scheduling.admission import Limits
 from .scheduling.scheduler import Scheduler
 from .worker import WorkerSettings
-from .worker_builder import build_executor
+from .worker_builder import build_executor, tier_sizes
 
 Spawn = Callable[[WorkerSettings], None]  # starts `run_worker` in a process of its own and returns at once
 
@@ -65,6 +65,7 @@ def build_engine(
         frozenset(model.eos_token_ids),
         lambda ref: layout.num_pages(ref.module_ranks),
         config.prefix_cache,
+        tier_sizes(config, geometry),
     )
     return Engine(scheduler, executor, _info(config, geometry, kernels, model))
 

@@ -122,6 +122,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_idle_adapter_pages: int = 0  # of them, those of adapters that no running sequence uses
     num_prefix_pages: int = 0  # full pages of KV that are kept for whoever begins alike
     num_idle_prefix_pages: int = 0  # of them, those that no running sequence holds
+    num_host_pages: int = 0  # of KV, in host memory
+    num_disk_pages: int = 0  # of KV, on disk
     num_resident_adapters: int = 0
     num_coming_adapters: int = 0  # being copied into the pool
     num_steps: int = 0
@@ -132,6 +134,9 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_adapter_evictions: int = 0
     num_cached_tokens: int = 0  # that were not computed, because their KV was there
     num_prefix_evictions: int = 0  # pages
+    num_pages_out: int = 0  # of KV that were copied from the pool to the tier behind it
+    num_pages_in: int = 0  # and back
+    num_move_failures: int = 0  # copies between tiers that came to nothing
     num_loaded_pages: int = 0  # of adapters whose copy ended well
     busy_s: float = 0.0  # inside steps
     loading_s: float = 0.0  # until adapters were there, summed over them

@@ -12,7 +12,18 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from .config import EngineConfig
 from .execution.connection import Connection, ConnectionLostError
 from .execution.executor import LocalExecutor
-from .execution.gang_messages import Done, Execute, Failed, FromWorker, Join, LoadEnded, Progress, Ready, ToWorker
+from .execution.gang_messages import (
+    Done,
+    Execute,
+    Failed,
+    FromWorker,
+    Join,
+    LoadEnded,
+    MoveEnded,
+    Progress,
+    Ready,
+    ToWorker,
+)
 from .parallel import ProcessGroup
 from .scheduling.plan import StepPlan
 from .worker_builder import build_executor
@@ -40,8 +51,7 @@ def run_worker(settings: WorkerSettings) -> None:
     try:
         executor = _build(settings, leader)
         while (plan := leader.next_plan()) is not None:
-            for load in plan.loads:
-                executor.loader.begin(load)
+            executor.begin_copies(plan)
             leader.tell(Done(plan.step, executor.runner.run(plan)))
         executor.close()
     except ConnectionLostError as error:
@@ -87,6 +97,8 @@ def _build(settings: WorkerSettings, leader: _Leader) -> LocalExecutor:
             leader.tell(LoadEnded(digest, None))
         for failure in failed:
             leader.tell(LoadEnded(failure.digest, failure.message))
+        for end in executor.mover.take_ended():
+            leader.tell(MoveEnded(end))
 
     executor.on_load_end(tell_loads)
     leader.tell(Ready(executor.kernels_name))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from ..adapters.store import AdapterStore
-from ..kernels.backend import choose_kernels
+from ..kernels.backend import Kernels, choose_kernels
 from .config import EngineConfig
 from .execution.adapter_loader import AdapterLoader
 from .execution.executor import LocalExecutor
+from .execution.page_mover import PageMover
 from .execution.runner import Runner
-from .memory.pool import make_pool, plan_pool
+from .memory.page_arrays import DevicePages, DiskPages, HostPages, PageArray
+from .memory.pool import PoolGeometry, make_pool, plan_pool
 from .memory.tiers import HostTier
 from .models.config import ModelConfig
 from .models.decoder import load_decoder
@@ -18,6 +20,8 @@ from .models.rotary import rotary_tables
 from .models.sharding import ModelSharding
 from .models.weights import Checkpoint, Progress
 from .parallel import Parallel
+from .scheduling.plan import Tier
+from .scheduling.tier_traffic import TierSizes
 
 
 def build_executor(config: EngineConfig, parallel: Parallel, on_progress: Progress | None) -> LocalExecutor:
@@ -34,4 +38,25 @@ def build_executor(config: EngineConfig, parallel: Parallel, on_progress: Progre
     rotary = rotary_tables(model.rotaries, model.head_dim, config.context_of(model.max_model_len), device)
     runner = Runner(decoder, kernels, parallel, pool, geometry, layout, rotary)
     host = HostTier(AdapterStore(config.store_path), layout, config.host_bytes, pinned=False)
-    return LocalExecutor(runner, AdapterLoader(host, pool, kernels), kernels.name)
+    mover = PageMover(_page_arrays(config, geometry, pool, kernels))
+    return LocalExecutor(runner, AdapterLoader(host, pool, kernels), mover, kernels.name)
+
+
+def tier_sizes(config: EngineConfig, geometry: PoolGeometry) -> TierSizes:
+    """What fits into the tiers behind the pool. The same on every worker, whose pages are all of one size."""
+    if not config.prefix_cache:
+        return TierSizes()
+    return TierSizes(config.kv_host_bytes // geometry.page_bytes, config.kv_disk_bytes // geometry.page_bytes)
+
+
+def _page_arrays(
+    config: EngineConfig, geometry: PoolGeometry, pool: torch.Tensor, kernels: Kernels
+) -> dict[Tier, PageArray]:
+    sizes = tier_sizes(config, geometry)
+    arrays: dict[Tier, PageArray] = {"device": DevicePages(pool, kernels.read_pages, kernels.write_pages)}
+    if sizes.host:
+        arrays["host"] = HostPages(sizes.host, geometry, pinned=False)
+    if sizes.disk:
+        assert config.kv_disk_path is not None
+        arrays["disk"] = DiskPages(config.kv_disk_path, geometry)
+    return arrays

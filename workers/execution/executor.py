@@ -7,6 +7,7 @@ from typing import Protocol
 
 from ..scheduling.plan import StepPlan, StepResult
 from .adapter_loader import AdapterLoader
+from .page_mover import PageMover
 from .runner import Runner
 
 
@@ -21,7 +22,7 @@ class Executor(Protocol):
         """Raises WorkerLostError when a worker has died or hangs: nothing more can be executed."""
 
     def on_load_end(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from another thread, whenever an adapter has come or failed, or a worker was lost."""
+        """`wake` is called, from another thread, whenever a copy has ended or failed, or a worker was lost."""
 
     def close(self) -> None: ...
 
@@ -29,21 +30,29 @@ class Executor(Protocol):
 class LocalExecutor:
     """A gang of one worker, in this process."""
 
-    def __init__(self, runner: Runner, loader: AdapterLoader, kernels_name: str) -> None:
+    def __init__(self, runner: Runner, loader: AdapterLoader, mover: PageMover, kernels_name: str) -> None:
         self.runner = runner
         self.loader = loader
+        self.mover = mover
         self.kernels_name = kernels_name
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Starts the plan's loads, computes its tokens, and tells which loads have ended."""
-        for load in plan.loads:
-            self.loader.begin(load)
+        """Starts the plan's copies, computes its tokens, and tells which copies have ended."""
+        self.begin_copies(plan)
         tokens = self.runner.run(plan)
         loaded, failed = self.loader.take_ended()
-        return StepResult(plan.step, tokens, loaded, failed)
+        return StepResult(plan.step, tokens, loaded, failed, self.mover.take_ended())
+
+    def begin_copies(self, plan: StepPlan) -> None:
+        """Of adapters into the pool, and of KV between the tiers."""
+        for move in plan.moves:
+            self.mover.begin(move)
+        for load in plan.loads:
+            self.loader.begin(load)
 
     def on_load_end(self, wake: Callable[[], None]) -> None:
-        self.loader.on_end = wake
+        self.loader.on_end = self.mover.on_end = wake
 
     def close(self) -> None:
         self.loader.close()
+        self.mover.close()

@@ -8,10 +8,10 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
-from ..scheduling.plan import AdapterFailure, SampledToken, StepPlan, StepResult
+from ..scheduling.plan import AdapterFailure, MoveEnd, SampledToken, StepPlan, StepResult
 from .connection import Connection, ConnectionLostError
 from .executor import WorkerLostError
-from .gang_messages import Done, Execute, Failed, FromWorker, LoadEnded, Stop
+from .gang_messages import Done, Execute, Failed, FromWorker, LoadEnded, MoveEnded, Stop
 
 
 class GangExecutor:
@@ -26,6 +26,8 @@ class GangExecutor:
         self._done: list[SimpleQueue[Done | WorkerLostError]] = [SimpleQueue() for _ in connections]
         self._loads: dict[str, list[str | None]] = {}  # problems told so far, by digest
         self._ended: SimpleQueue[str | AdapterFailure] = SimpleQueue()
+        self._moves: dict[int, list[MoveEnd]] = {}  # told so far, by number
+        self._moved: SimpleQueue[MoveEnd] = SimpleQueue()
         self._lock = threading.Lock()
         self._failure: WorkerLostError | None = None
         self._closing = False
@@ -47,7 +49,7 @@ class GangExecutor:
         for rank in range(len(self._connections)):
             tokens |= self._result(rank, plan.step).tokens
         loaded, failed = self._take_ended()
-        return StepResult(plan.step, tokens, loaded, failed)
+        return StepResult(plan.step, tokens, loaded, failed, self._take_moved())
 
     def on_load_end(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -96,6 +98,8 @@ class GangExecutor:
                     self._done[rank].put(message)
                 elif isinstance(message, LoadEnded):
                     self._load_ended(message)
+                elif isinstance(message, MoveEnded):
+                    self._move_ended(message.end)
                 elif isinstance(message, Failed):
                     raise ConnectionLostError(message.problem)
         except (ConnectionLostError, msgspec.MsgspecError) as error:
@@ -112,6 +116,25 @@ class GangExecutor:
         problem = next((problem for problem in told if problem is not None), None)
         self._ended.put(message.digest if problem is None else AdapterFailure(message.digest, problem))
         self._wake()
+
+    def _move_ended(self, end: MoveEnd) -> None:
+        with self._lock:
+            told = self._moves.setdefault(end.number, [])
+            told.append(end)
+            if len(told) < len(self._connections):
+                return
+            del self._moves[end.number]
+        problem = next((each.problem for each in told if each.problem is not None), None)
+        self._moved.put(MoveEnd(end.number, max(each.seconds for each in told), problem))
+        self._wake()
+
+    def _take_moved(self) -> tuple[MoveEnd, ...]:
+        moved: list[MoveEnd] = []
+        while True:
+            try:
+                moved.append(self._moved.get_nowait())
+            except Empty:
+                return tuple(moved)
 
     def _fail(self, failure: WorkerLostError) -> None:
         """Ends the step that waits and all later ones."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..scheduling.plan import SampledToken, StepPlan
+from ..scheduling.plan import MoveEnd, SampledToken, StepPlan
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -38,6 +38,10 @@ class LoadEnded(msgspec.Struct, frozen=True, tag="load_ended"):
     problem: str | None
 
 
+class MoveEnded(msgspec.Struct, frozen=True, tag="move_ended"):
+    end: MoveEnd
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The worker can do no more."""
 
@@ -52,5 +56,5 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     pass
 
 
-FromWorker = Join | Progress | Ready | Done | LoadEnded | Failed
+FromWorker = Join | Progress | Ready | Done | LoadEnded | MoveEnded | Failed
 ToWorker = Execute | Stop

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -29,11 +29,11 @@ class _Entry:
 class AdapterCache:
     """Adapters by digest, in pages of the pool. Owner of those pages."""
 
-    def __init__(self, allocator: PageAllocator, idle: IdleOrder) -> None:
-        self._allocator, self._idle = allocator, idle
+    def __init__(self, allocator: PageAllocator, idle: IdleOrder, page_cost_s: Callable[[], float]) -> None:
+        """`page_cost_s`: what it costs to have a page back, in seconds."""
+        self._allocator, self._idle, self._page_cost_s = allocator, idle, page_cost_s
         self._entries: dict[str, _Entry] = {}
         self._moved: dict[str, None] = {}  # digests that came or went since the last take_changes()
-        self.page_cost_s = 0.0  # of bringing a page back
         self.num_loads = 0
         self.num_loaded_pages = 0
         self.num_evictions = 0
@@ -118,7 +118,7 @@ class AdapterCache:
 
     def _rest(self, digest: str) -> None:
         entry = self._entries[digest]
-        self._idle.add(digest, len(entry.residence.pages), max(entry.num_uses, 1), self.page_cost_s)
+        self._idle.add(digest, len(entry.residence.pages), max(entry.num_uses, 1), self._page_cost_s())
 
     def _drop(self, digest: str) -> None:
         self._allocator.release(self._entries.pop(digest).residence.pages)

@@ -10,14 +10,6 @@ Item = str | int  # an adapter's digest, or a page of the prefix cache
 
 
 @dataclass(frozen=True)
-class ReturnCosts:
-    """What it costs to have something back once it is gone, in seconds a page."""
-
-    adapter_page_s: float = 1e-3  # copied from the host tier
-    prefix_page_s: float = 1e-3  # computed again
-
-
-@dataclass(frozen=True)
 class _Idle:
     worth: float
     depth: int

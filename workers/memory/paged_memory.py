@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 from ..messages import AdapterRef, ResidencyChange
-from ..page_keys import short_key
+from ..page_keys import PageKey, short_key
 from ..scheduling.plan import AdapterLoad
 from .adapter_cache import AdapterCache
-from .idle_order import IdleOrder, ReturnCosts
+from .idle_order import IdleOrder
 from .page_allocator import PageAllocator
 from .prefix_cache import PrefixCache
 
@@ -17,16 +17,14 @@ from .prefix_cache import PrefixCache
 class PagedMemory:
     """One allocator, one reference count, one eviction for KV, kept prefixes and adapters."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(
+        self, num_pages: int, adapter_page_s: Callable[[], float], prefix_page_s: Callable[[PageKey], float]
+    ) -> None:
+        """What it costs to have an evicted page back, in seconds: one of an adapter, and one of KV."""
         self.allocator = PageAllocator(num_pages)
         self._idle = IdleOrder()
-        self.adapters = AdapterCache(self.allocator, self._idle)
-        self.prefixes = PrefixCache(self.allocator, self._idle)
-        self.set_costs(ReturnCosts())
-
-    def set_costs(self, costs: ReturnCosts) -> None:
-        """From now on what becomes idle is worth this."""
-        self.adapters.page_cost_s, self.prefixes.page_cost_s = costs.adapter_page_s, costs.prefix_page_s
+        self.adapters = AdapterCache(self.allocator, self._idle, adapter_page_s)
+        self.prefixes = PrefixCache(self.allocator, self._idle, prefix_page_s)
 
     def make_room(self, num_pages: int, keep: AbstractSet[str]) -> bool:
         """Evicts what is idle and not in `keep`, least worth first, until so many pages are free.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..page_keys import PageKey
@@ -24,12 +24,12 @@ class PrefixCache:
     more and are deeper, so they go first.
     """
 
-    def __init__(self, allocator: PageAllocator, idle: IdleOrder) -> None:
-        self._allocator, self._idle = allocator, idle
+    def __init__(self, allocator: PageAllocator, idle: IdleOrder, page_cost_s: Callable[[PageKey], float]) -> None:
+        """`page_cost_s`: what it costs to have a page back, in seconds."""
+        self._allocator, self._idle, self._page_cost_s = allocator, idle, page_cost_s
         self._pages: dict[PageKey, int] = {}
         self._entries: dict[int, _Entry] = {}  # by page
         self._moved: dict[PageKey, None] = {}  # came or went since the last take_changes()
-        self.page_cost_s = 0.0  # of computing a page again
         self.num_evictions = 0
 
     def find(self, keys: Iterable[PageKey]) -> list[int]:
@@ -41,6 +41,9 @@ class PrefixCache:
                 break
             found.append(page)
         return found
+
+    def page_of(self, key: PageKey) -> int | None:
+        return self._pages.get(key)
 
     def acquire(self, pages: Sequence[int]) -> None:
         """One more sequence holds these pages, which are here, until `release`."""
@@ -71,7 +74,7 @@ class PrefixCache:
         for page in pages:
             entry = self._entries.get(page)
             if entry is not None and self._allocator.num_holders(page) == 1:
-                self._idle.add(page, 1, entry.num_uses, self.page_cost_s, entry.depth)
+                self._idle.add(page, 1, entry.num_uses, self._page_cost_s(entry.key), entry.depth)
 
     def forget(self, pages: Iterable[int]) -> None:
         """Keeps these no more, because what they hold is no good: who holds them goes on, nobody else finds them."""

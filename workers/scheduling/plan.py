@@ -6,6 +6,8 @@ sequence between steps but its KV pages.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from ..messages import SamplingParams, TokenLogprobs
@@ -23,6 +25,19 @@ class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
     """Copy an adapter into its pages, beside the steps. A later result says that it is there, or why not."""
 
     residence: Residence
+
+
+Tier = Literal["device", "host", "disk"]
+
+
+class PageMove(msgspec.Struct, frozen=True, array_like=True):
+    """Copy pages of KV from one tier to another, beside the steps and in the order of the plans."""
+
+    number: int
+    source: Tier
+    source_pages: tuple[int, ...]
+    target: Tier
+    target_pages: tuple[int, ...]
 
 
 class SamplePlan(msgspec.Struct, frozen=True, array_like=True):
@@ -51,6 +66,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     sequences: tuple[SequencePlan, ...]
     adapters: tuple[Residence, ...]  # those that the sequences use
     loads: tuple[AdapterLoad, ...]
+    moves: tuple[PageMove, ...] = ()
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
@@ -63,10 +79,17 @@ class AdapterFailure(msgspec.Struct, frozen=True, array_like=True):
     message: str
 
 
+class MoveEnd(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    seconds: float  # that the copy took; in a gang, on its slowest worker
+    problem: str | None  # why the pages are not where they should be
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """What came of a plan. Loads are those that ended since the last result, whichever plan asked for them."""
+    """What came of a plan. Loads and moves are those that ended since the last result, whoever asked for them."""
 
     step: int
     tokens: dict[int, SampledToken | None]  # by sequence id; None: its logits are not finite
     loaded: tuple[str, ...]  # digests
     failed: tuple[AdapterFailure, ...]
+    moved: tuple[MoveEnd, ...] = ()

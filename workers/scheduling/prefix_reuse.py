@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Pages
 
 from ..memory.prefix_cache import PrefixCache
 from ..page_keys import PageKey, first_link, next_keys
 from .sequence import Sequence
+from .tier_traffic import TierTraffic
 
 
 class PrefixReuse:
@@ -16,15 +18,17 @@ class PrefixReuse:
     first one computes the pages, and the others wait until they are there.
     """
 
-    def __init__(self, cache: PrefixCache, block_size: int, enabled: bool) -> None:
-        self._cache, self._block_size, self._enabled = cache, block_size, enabled
-        self._coming: dict[PageKey, Sequence] = {}  # full pages that running sequences are about to compute
+    def __init__(self, cache: PrefixCache, tiers: TierTraffic, block_size: int, enabled: bool) -> None:
+        self._cache, self._tiers, self._block_size, self._enabled = cache, tiers, block_size, enabled
+        # Full pages that running sequences are about to compute, or (None) that are being copied into the pool.
+        self._coming: dict[PageKey, Sequence | None] = {}
         self.num_cached_tokens = 0  # that were found, and not computed, since the start
 
-    def find(self, sequence: Sequence) -> list[int] | None:
-        """Pages of its beginning that are here; None: another one is computing the next, so that waiting is cheaper.
+    def find(self, sequence: Sequence, keep: set[str]) -> list[int] | None:
+        """Pages of its beginning that are here; None: the next ones are coming, so that waiting is cheaper.
 
-        One token at least is left to compute, since the next one is chosen by what comes of it.
+        What is in a tier behind the pool begins to come; `keep`: adapters that do not go to make room for it. One token
+        at least is left to compute, since the next one is chosen by what comes of it.
         """
         if not self._enabled:
             return []
@@ -35,7 +39,16 @@ class PrefixReuse:
         keys = sequence.page_keys[:num_usable]
         found = self._cache.find(keys)
         sequence.awaited_key = keys[len(found)] if len(found) < num_usable else None
+        if sequence.awaited_key is None:
+            return found
+        if sequence.awaited_key not in self._coming:
+            self._coming |= dict.fromkeys(self._tiers.bring(found, keys[len(found) :], keep))
         return None if sequence.awaited_key in self._coming else found
+
+    def stop_awaiting(self, keys: Iterable[PageKey]) -> None:
+        """These were being copied into the pool, and are there now, or will not come."""
+        for key in keys:
+            self._coming.pop(key, None)
 
     def enter(self, sequence: Sequence, found: Pages[int]) -> None:
         """The sequence runs now, and holds these pages already."""
@@ -57,7 +70,8 @@ class PrefixReuse:
         self._make_keys(sequence, num_full)
         for depth in range(sequence.num_kept_pages, num_full):
             key = sequence.page_keys[depth]
-            self._cache.insert(sequence.pages[depth], key, depth)
+            if self._cache.insert(sequence.pages[depth], key, depth):
+                self._tiers.offer(sequence.pages[depth], key)
             self._stop_coming(sequence, key)
         sequence.num_kept_pages = num_full
 
@@ -75,7 +89,9 @@ class PrefixReuse:
 
     def check_integrity(self, running: Pages[Sequence]) -> None:
         """Raises AssertionError if a page is awaited that nobody computes."""
-        assert {id(sequence) for sequence in self._coming.values()} <= {id(sequence) for sequence in running}
+        computing = {id(sequence) for sequence in self._coming.values() if sequence is not None}
+        assert computing <= {id(sequence) for sequence in running}
+        assert self._tiers.num_moves or None not in self._coming.values()
 
     def _make_keys(self, sequence: Sequence, num_keys: int) -> None:
         keys = sequence.page_keys

@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator
 from ..memory.adapter_cache import AdapterState
 from ..memory.paged_memory import PagedMemory
 from ..messages import AdapterRef, EngineLoad, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
+from ..page_keys import PageKey
 from .admission import Limits, pages_for, refusal
+from .measured_costs import MeasuredCosts
 from .plan import AdapterLoad, SampledToken, SequencePlan, StepPlan, StepResult
 from .preemption import choose_victim
 from .prefix_reuse import PrefixReuse
 from .sequence import Sequence
 from .stopping import finish_reason
+from .tier_traffic import TierSizes, TierTraffic
 
 _MAX_LOADS_UNDER_WAY = 8  # adapters that come into the pool at once: later ones wait for their turn
 _BEFORE_ALL = 1 << 62  # what another gang began has waited already: it is older than all that arrived here
@@ -32,12 +35,15 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         pages_of_adapter: Callable[[AdapterRef], int],
         prefix_cache: bool = True,
+        tiers: TierSizes | None = None,
     ) -> None:
-        """`prefix_cache`: whether sequences of a tenant that begin alike share their pages."""
+        """`prefix_cache`: sequences of a tenant that begin alike share their pages. `tiers` keep more of these."""
         self._limits, self._eos_token_ids, self._pages_of_adapter = limits, eos_token_ids, pages_of_adapter
-        self._memory = PagedMemory(limits.num_pages)
+        self._costs = MeasuredCosts(limits.block_size)
+        self._memory = PagedMemory(limits.num_pages, lambda: self._costs.costs.copy_s, self._prefix_page_s)
         self._adapters = self._memory.adapters
-        self._prefixes = PrefixReuse(self._memory.prefixes, limits.block_size, prefix_cache)
+        self._tiers = TierTraffic(self._memory, tiers or TierSizes(), self._costs)
+        self._prefixes = PrefixReuse(self._memory.prefixes, self._tiers, limits.block_size, prefix_cache)
         self._waiting: list[Sequence] = []  # by arrival
         self._running: dict[int, Sequence] = {}
         self._step = self._arrivals = self._num_computed = self._num_generated = self._num_preemptions = 0
@@ -59,7 +65,7 @@ class Scheduler:
         self._waiting = [waiting for waiting in self._waiting if waiting.sequence_id != sequence_id]
 
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting or self._adapters.num_loading)
+        return bool(self._running or self._waiting or self._adapters.num_loading or self._tiers.has_work())
 
     def schedule(self) -> StepPlan:
         """The next step's plan. Takes the pages that it needs; preempts and evicts where they run out."""
@@ -78,11 +84,13 @@ class Scheduler:
             loads = tuple(self._admit(budget - sum(planned.values()), planned))
         sequences = tuple(self._plan(self._running[i], num_tokens) for i, num_tokens in planned.items())
         digests = dict.fromkeys(sequence.adapter for sequence in sequences if sequence.adapter is not None)
-        return StepPlan(self._step, sequences, tuple(self._adapters.residence(d) for d in digests), loads)
+        residences = tuple(self._adapters.residence(d) for d in digests)
+        return StepPlan(self._step, sequences, residences, loads, self._tiers.plan_moves())
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Takes a step's tokens and finished loads in; gives what each sequence's owner should hear."""
         updates: list[SequenceUpdate] = []
+        self._prefixes.stop_awaiting(self._tiers.finish(result.moved))
         for digest in result.loaded:
             self._adapters.finish_load(digest)
         for failure in result.failed:
@@ -96,6 +104,10 @@ class Scheduler:
             if planned.sample is not None:
                 updates.append(self._append(sequence, result.tokens[planned.sequence_id]))
         return updates
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Learns from how long a plan took to execute."""
+        self._costs.observe_step(len(plan.sequences), sum(len(s.token_ids) for s in plan.sequences), seconds)
 
     def load(self) -> EngineLoad:
         """Counts of this moment and since the start."""
@@ -120,6 +132,11 @@ class Scheduler:
             num_adapter_evictions=self._adapters.num_evictions,
             num_cached_tokens=self._prefixes.num_cached_tokens,
             num_prefix_evictions=self._memory.prefixes.num_evictions,
+            num_host_pages=self._tiers.num_held("host"),
+            num_disk_pages=self._tiers.num_held("disk"),
+            num_pages_out=self._tiers.num_pages_out,
+            num_pages_in=self._tiers.num_pages_in,
+            num_move_failures=self._tiers.num_failures,
             num_loaded_pages=self._adapters.num_loaded_pages,
         )
 
@@ -129,7 +146,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a page leaked or is in two hands, or an adapter's users are miscounted."""
-        self._memory.check_integrity([s.pages for s in self._running.values()])
+        self._memory.check_integrity([*(s.pages for s in self._running.values()), *self._tiers.holders()])
+        self._tiers.check_integrity()
         self._prefixes.check_integrity([*self._running.values()])
         assert all(not s.pages and s.num_computed == 0 for s in self._waiting), "a waiting sequence holds pages"
         users: dict[str, int] = {}
@@ -180,7 +198,7 @@ class Scheduler:
                 continue
             if digest is not None:
                 wanted.add(digest)
-            found = self._prefixes.find(sequence)
+            found = self._prefixes.find(sequence, wanted)
             if found is None:
                 continue
             if not self._enter(sequence, found, wanted):
@@ -244,6 +262,10 @@ class Scheduler:
         for sequence in [waiting for waiting in self._waiting if waiting.adapter_digest == digest]:
             self._waiting.remove(sequence)
             yield SequenceUpdate(sequence.sequence_id, error=SequenceError("adapter_failed", message))
+
+    def _prefix_page_s(self, key: PageKey) -> float:
+        costs = self._costs.costs
+        return min(costs.copy_s, costs.compute_s) if self._tiers.holds(key) else costs.compute_s
 
     def _has_adapter(self, sequence: Sequence) -> bool:
         digest = sequence.adapter_digest

@@ -1,0 +1,90 @@
+"""Where pages lie on one worker: in the pool, in host memory, in a file. All three are read and written alike."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from .pool import PoolGeometry
+
+
+class PageLostError(Exception):
+    """What was written is not there any more."""
+
+
+class PageArray(Protocol):
+    """Pages by number; content is `[len(pages), num_layers, slab]`."""
+
+    def read(self, pages: Sequence[int]) -> torch.Tensor:
+        """Raises PageLostError or OSError."""
+
+    def write(self, pages: Sequence[int], content: torch.Tensor) -> None:
+        """Raises OSError."""
+
+
+class DevicePages:
+    """The pool."""
+
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        read_pages: Callable[[torch.Tensor, Sequence[int]], torch.Tensor],
+        write_pages: Callable[[torch.Tensor, Sequence[int], torch.Tensor], None],
+    ) -> None:
+        self._pool, self._read_pages, self._write_pages = pool, read_pages, write_pages
+
+    def read(self, pages: Sequence[int]) -> torch.Tensor:
+        return self._read_pages(self._pool, pages)
+
+    def write(self, pages: Sequence[int], content: torch.Tensor) -> None:
+        self._write_pages(self._pool, pages, content)
+
+
+class HostPages:
+    """Pages in host memory, which the system hands out as they are first written."""
+
+    def __init__(self, num_pages: int, geometry: PoolGeometry, pinned: bool) -> None:
+        shape = (num_pages, geometry.num_layers, geometry.slab)
+        self._pages = torch.empty(shape, dtype=geometry.dtype, pin_memory=pinned)
+
+    def read(self, pages: Sequence[int]) -> torch.Tensor:
+        return self._pages[torch.tensor(pages)]
+
+    def write(self, pages: Sequence[int], content: torch.Tensor) -> None:
+        self._pages[torch.tensor(pages)] = content.to("cpu")
+
+
+class DiskPages:
+    """Pages in a file without a name, which goes with its process: no other can ever take its pages for its own."""
+
+    def __init__(self, folder: Path, geometry: PoolGeometry) -> None:
+        """Raises OSError if the folder cannot be written to."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._geometry = geometry
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # lives as long as this object
+        self._checksums: dict[int, int] = {}
+
+    def read(self, pages: Sequence[int]) -> torch.Tensor:
+        geometry = self._geometry
+        content = torch.empty((len(pages), geometry.num_layers, geometry.slab), dtype=geometry.dtype)
+        for page, row in zip(pages, content, strict=True):
+            data = memoryview(row.view(torch.uint8).numpy()).cast("B")
+            num_bytes = os.preadv(self._file.fileno(), [data], page * geometry.page_bytes)
+            if num_bytes != geometry.page_bytes or zlib.crc32(data) != self._checksums.get(page):
+                raise PageLostError(f"page {page} of the disk tier is not what was written")
+        return content
+
+    def write(self, pages: Sequence[int], content: torch.Tensor) -> None:
+        page_bytes = self._geometry.page_bytes
+        for page, row in zip(pages, content.to("cpu"), strict=True):
+            data = memoryview(row.contiguous().view(torch.uint8).numpy()).cast("B")
+            self._checksums.pop(page, None)
+            if os.pwrite(self._file.fileno(), data, page * page_bytes) != page_bytes:
+                raise OSError(f"page {page} of the disk tier was not written whole: the disk may be full")
+            self._checksums[page] = zlib.crc32(data)

@@ -1,0 +1,60 @@
+"""What computing and copying cost on this machine, as seen so far, and what follows for pages that could come back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_FADE = 0.95  # of what was seen before, at each observation
+_MIN_TOKENS_PER_SEQUENCE = 4  # a step with fewer is about decoding, and says little of what a prompt's token costs
+
+
+@dataclass(frozen=True)
+class PageCosts:
+    """Seconds a page."""
+
+    compute_s: float = 1e-3
+    copy_s: float = 1e-4  # from host memory or disk into the pool
+    step_s: float = 1e-3  # that waiting for a copy costs at least
+
+
+class MeasuredCosts:
+    """Fading means, which begin with a belief."""
+
+    def __init__(self, block_size: int) -> None:
+        belief = PageCosts()
+        self._block_size = block_size
+        self._compute = _FadingMean(belief.compute_s)
+        self._copy = _FadingMean(belief.copy_s)
+        self._step = _FadingMean(belief.step_s)
+
+    @property
+    def costs(self) -> PageCosts:
+        return PageCosts(self._compute.value, self._copy.value, self._step.value)
+
+    def observe_step(self, num_sequences: int, num_tokens: int, seconds: float) -> None:
+        if num_tokens == 0:
+            return
+        if num_tokens >= _MIN_TOKENS_PER_SEQUENCE * num_sequences:
+            self._compute.add(seconds * self._block_size, num_tokens)
+        else:
+            self._step.add(seconds, 1)
+
+    def observe_copy(self, num_pages: int, seconds: float) -> None:
+        self._copy.add(seconds, num_pages)
+
+
+def is_worth_bringing(num_pages: int, costs: PageCosts) -> bool:
+    """Whether so many pages should be copied into the pool rather than computed again."""
+    return num_pages * costs.copy_s + costs.step_s < num_pages * costs.compute_s
+
+
+class _FadingMean:
+    def __init__(self, belief: float) -> None:
+        self._sum, self._weight = belief, 1.0
+
+    @property
+    def value(self) -> float:
+        return self._sum / self._weight
+
+    def add(self, amount: float, weight: float) -> None:
+        self._sum, self._weight = _FADE * self._sum + amount, _FADE * self._weight + weight

@@ -1,0 +1,225 @@
+"""Which pages of KV move between the pool, host memory and disk, and what that frees or brings back.
+
+Every page that is filled is copied to host memory beside the steps, so evicting it from the pool costs nothing later.
+When host memory runs low its least recently used pages go on to disk. A sequence whose beginning is not in the pool but
+in a tier behind it waits for the copy, if that is cheaper than computing it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..memory.paged_memory import PagedMemory
+from ..memory.tier_slots import TierSlots
+from ..page_keys import PageKey
+from .measured_costs import MeasuredCosts, is_worth_bringing
+from .plan import MoveEnd, PageMove, Tier
+
+_log = logging.getLogger(__name__)
+_PAGES_PER_MOVE = 32
+_MOVES_OUT = 2  # under way at once, of those that nobody waits for
+_MOVES_IN = 8
+_MAX_FAILURES = 3  # in a row, after which a tier is given up
+_LOW = 8  # host memory runs low when less than one slot in so many is free
+
+
+@dataclass(frozen=True)
+class TierSizes:
+    """Pages that each tier behind the pool has room for; 0: it is not used."""
+
+    host: int = 0
+    disk: int = 0
+
+
+@dataclass
+class _Move:
+    kind: Literal["out", "down", "in"]  # pool to host, host to disk, a tier to the pool
+    plan: PageMove
+    keys: list[PageKey]
+    depth: int = 0  # of the first page of an "in" move
+    held: list[int] = field(default_factory=list)  # pages of the pool that stay as they are until the end
+
+
+class TierTraffic:
+    """Owner of the tiers' slots, and of pages of the pool that are being copied."""
+
+    def __init__(self, memory: PagedMemory, sizes: TierSizes, costs: MeasuredCosts) -> None:
+        self._memory, self._costs = memory, costs
+        self._tiers: dict[Tier, TierSlots] = {}  # the faster one first
+        if sizes.host:
+            self._tiers["host"] = TierSlots(sizes.host)
+        if sizes.disk:
+            self._tiers["disk"] = TierSlots(sizes.disk)
+        self._offered: dict[PageKey, int] = {}  # filled pages that wait to be copied, oldest first
+        self._moves: dict[int, _Move] = {}  # under way
+        self._planned: list[PageMove] = []  # for the next plan
+        self._number = 0
+        self._failures_in_a_row: Counter[Tier] = Counter()
+        self.num_pages_out = self.num_pages_in = self.num_failures = 0
+
+    @property
+    def num_moves(self) -> int:
+        return len(self._moves)
+
+    def has_work(self) -> bool:
+        """Something is being copied, or should be."""
+        return bool(self._moves or self._offered)
+
+    def num_held(self, tier: Tier) -> int:
+        """Pages that a tier holds."""
+        return self._tiers[tier].num_held if tier in self._tiers else 0
+
+    def holds(self, key: PageKey) -> bool:
+        """The page is in a tier behind the pool."""
+        return any(key in tier for tier in self._tiers.values())
+
+    def offer(self, page: int, key: PageKey) -> None:
+        """A page was filled and is kept in the pool."""
+        if self._tiers and not any(key in tier or tier.is_coming(key) for tier in self._tiers.values()):
+            self._offered[key] = page
+
+    def bring(self, found: Sequence[int], keys: Sequence[PageKey], keep: set[str]) -> list[PageKey]:
+        """Begins to copy pages that follow on `found` into the pool; the keys that are coming now.
+
+        None are if none are in a tier, if computing them is cheaper, or if there is no room.
+        """
+        source = next((name for name, tier in self._tiers.items() if keys[0] in tier and self._works(name)), None)
+        if source is None or sum(move.kind == "in" for move in self._moves.values()) >= _MOVES_IN:
+            return []
+        tier = self._tiers[source]
+        coming: list[PageKey] = []
+        for key in keys[:_PAGES_PER_MOVE]:
+            if key not in tier:
+                break
+            coming.append(key)
+        if not is_worth_bringing(len(coming), self._costs.costs):
+            return []
+        self._memory.prefixes.acquire(found)  # they must still be there when the others have come
+        if not self._memory.make_room(len(coming), keep):
+            self._memory.prefixes.release(found)
+            return []
+        pages = self._memory.allocator.allocate(len(coming)) or ()
+        move = self._begin("in", source, tier.begin_read(coming), "device", pages, coming)
+        move.depth, move.held = len(found), [*found, *pages]
+        return coming
+
+    def plan_moves(self) -> tuple[PageMove, ...]:
+        """What the next plan should copy."""
+        if self._offered:
+            self._begin_out()
+        if "disk" in self._tiers and "host" in self._tiers and self._works("disk"):
+            self._begin_down(self._tiers["host"], self._tiers["disk"])
+        planned, self._planned = tuple(self._planned), []
+        return planned
+
+    def finish(self, ends: Iterable[MoveEnd]) -> Iterator[PageKey]:
+        """Takes moves in that have ended; the keys that nobody needs to wait for any more."""
+        for end in ends:
+            move = self._moves.pop(end.number)
+            is_good = end.problem is None
+            self.num_failures += not is_good
+            slow = move.plan.source if move.kind == "in" else move.plan.target
+            self._failures_in_a_row[slow] = 0 if is_good else self._failures_in_a_row[slow] + 1
+            if not is_good and not self._works(slow):
+                _log.error("the %s tier failed %d times in a row and is not used any more", slow, _MAX_FAILURES)
+            if move.kind == "in":
+                yield from self._finish_in(move, is_good, end.seconds)
+                continue
+            target = self._tiers[move.plan.target]
+            (target.written if is_good else target.fail)(move.keys)
+            if move.kind == "down":
+                host = self._tiers["host"]
+                host.end_read(move.keys)
+                for key in move.keys:
+                    host.drop(key)
+            else:
+                self.num_pages_out += len(move.keys) if is_good else 0
+                self._memory.prefixes.release(move.held)
+
+    def holders(self) -> Iterator[list[int]]:
+        """Pages of the pool that moves hold, for integrity checks."""
+        return (move.held for move in self._moves.values())
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if a tier's slot is lost or in two hands."""
+        for tier in self._tiers.values():
+            tier.check_integrity()
+
+    def _works(self, tier: Tier) -> bool:
+        return self._failures_in_a_row[tier] < _MAX_FAILURES
+
+    def _finish_in(self, move: _Move, is_good: bool, seconds: float) -> Iterator[PageKey]:
+        tier = self._tiers[move.plan.source]
+        tier.end_read(move.keys)
+        if is_good:
+            self._costs.observe_copy(len(move.keys), seconds)
+            self.num_pages_in += len(move.keys)
+            for depth, (key, page) in enumerate(zip(move.keys, move.plan.target_pages, strict=True), move.depth):
+                self._memory.prefixes.insert(page, key, depth)
+        else:
+            for key in move.keys:
+                tier.drop(key)
+        self._memory.prefixes.release(move.held)
+        yield from move.keys
+
+    def _begin_out(self) -> None:
+        name, tier = next(iter(self._tiers.items()))
+        if not self._works(name):
+            self._offered.clear()
+        while self._offered and sum(move.kind == "out" for move in self._moves.values()) < _MOVES_OUT:
+            keys: list[PageKey] = []
+            slots: list[int] = []
+            pages: list[int] = []
+            while self._offered and len(keys) < _PAGES_PER_MOVE:
+                key = next(iter(self._offered))
+                page = self._offered.pop(key)
+                if self._memory.prefixes.page_of(key) != page or key in tier or tier.is_coming(key):
+                    continue  # it went before it was its turn
+                slot = tier.reserve(key)
+                if slot is None:
+                    break
+                keys.append(key)
+                slots.append(slot)
+                pages.append(page)
+            if not keys:
+                return
+            self._memory.prefixes.acquire(pages)
+            self._begin("out", "device", tuple(pages), name, tuple(slots), keys).held = pages
+
+    def _begin_down(self, host: TierSlots, disk: TierSlots) -> None:
+        """Makes room in host memory before it is needed."""
+        if host.num_free * _LOW >= host.num_slots or any(move.kind == "down" for move in self._moves.values()):
+            return
+        keys: list[PageKey] = []
+        slots: list[int] = []
+        for key in host.oldest():
+            if len(keys) == _PAGES_PER_MOVE:
+                break
+            if key in disk or disk.is_coming(key):
+                continue
+            slot = disk.reserve(key)
+            if slot is None:
+                break
+            keys.append(key)
+            slots.append(slot)
+        if keys:
+            self._begin("down", "host", host.begin_read(keys), "disk", tuple(slots), keys)
+
+    def _begin(
+        self,
+        kind: Literal["out", "down", "in"],
+        source: Tier,
+        source_pages: tuple[int, ...],
+        target: Tier,
+        target_pages: tuple[int, ...],
+        keys: list[PageKey],
+    ) -> _Move:
+        self._number += 1
+        plan = PageMove(self._number, source, source_pages, target, target_pages)
+        self._planned.append(plan)
+        self._moves[self._number] = _Move(kind, plan, keys)
+        return self._moves[self._number]
