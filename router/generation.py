@@ -13,8 +13,8 @@ from .dispatch import Dispatcher, SequenceStream
 from .metrics import Metrics
 from .openai_answers import Usage
 from .sampling import seeded
-from .stream_position import wrong_position
 from .stop_strings import StopStrings
+from .stream_position import wrong_position
 from .text import TextService
 
 _LOST = SequenceError("internal", "the sequence ended without saying why")

@@ -44,7 +44,7 @@ class StreamStyle:
     response_id: str
     include_usage: bool = False
     usage_in_every_chunk: bool = False
-    position: StreamPosition | None = None  # of a client that has come back; the generation knows the tokens that it had
+    position: StreamPosition | None = None  # of a client that has come back
 
 
 class GenerationResponse:

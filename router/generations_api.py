@@ -224,9 +224,7 @@ def _position(http: Request, request: GenerationFields) -> StreamPosition | None
     return parse_position(told)
 
 
-def _stream_style(
-    request: GenerationFields, response_id: str, position: StreamPosition | None
-) -> StreamStyle | None:
+def _stream_style(request: GenerationFields, response_id: str, position: StreamPosition | None) -> StreamStyle | None:
     if not request.stream:
         return None
     options = request.stream_options

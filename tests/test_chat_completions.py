@@ -106,8 +106,8 @@ async def test_token_ids(rig: RouterRig) -> None:
     assert answer["choices"][0]["token_ids"] == [*rig.ids(ANSWER), EOS]
     chunks = await streamed(rig, return_token_ids=True)
     assert chunks[0]["prompt_token_ids"] == answer["prompt_token_ids"]
-    streamed = [token_id for chunk in chunks[1:] for token_id in chunk["choices"][0]["token_ids"]]
-    assert streamed == answer["choices"][0]["token_ids"]
+    token_ids = [token_id for chunk in chunks[1:] for token_id in chunk["choices"][0]["token_ids"]]
+    assert token_ids == answer["choices"][0]["token_ids"]
     assert all("prompt_token_ids" not in chunk for chunk in chunks[1:])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from motet.router.text import TextService
-from motet.tests.router_rig import BASE, CONTEXT, HEADERS, RouterRig, failing, text_service
+from motet.tests.router_rig import BASE, CONTEXT, HEADERS, RouterRig, events_of, failing, text_service
 from motet.workers.messages import SequenceUpdate
 
 ANSWER = "the quick brown fox"

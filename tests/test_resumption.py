@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
 
 import pytest
 
@@ -13,56 +12,11 @@ from motet.router import dispatch
 from motet.router.dispatch import FleetDispatcher, SequenceStream
 from motet.router.open_sequence import OpenSequence
 from motet.tests.stand_in_engine import INFO, StandInEngine, adapter_pages
+from motet.tests.wire import Wire
 from motet.workers.frame_server import FrameServer
 from motet.workers.messages import AdapterRef, SamplingParams, SequenceError, TokenLogprobs
 
 TOKEN = "a secret"
-
-
-class Wire:
-    """A TCP proxy in front of a leader, which a kill of the leader's process cuts as abruptly."""
-
-    def __init__(self, address: str) -> None:
-        self.num_bytes_left: int | None = None  # of what the leader says, until the wire is cut; None: no end
-        self._leader = address.split(":")
-        self._is_cut = False
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
-
-    async def start(self) -> str:
-        self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
-        host, port = self._server.sockets[0].getsockname()
-        return f"{host}:{port}"
-
-    def cut(self) -> None:
-        self._is_cut = True
-        for writer in self._writers:
-            writer.transport.abort()
-        if self._server is not None:
-            self._server.close()
-
-    async def _carry(self, from_router: asyncio.StreamReader, to_router: asyncio.StreamWriter) -> None:
-        from_leader, to_leader = await asyncio.open_connection(*self._leader)
-        self._writers |= {to_router, to_leader}
-        if self._is_cut:
-            self.cut()
-        with suppress(ConnectionError):
-            async with asyncio.TaskGroup() as both:
-                both.create_task(self._pump(from_router, to_leader, is_limited=False))
-                both.create_task(self._pump(from_leader, to_router, is_limited=True))
-
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_limited: bool) -> None:
-        with suppress(ConnectionError):
-            while data := await reader.read(1 << 14):
-                if is_limited and self.num_bytes_left is not None:
-                    data = data[: self.num_bytes_left]
-                    self.num_bytes_left -= len(data)
-                writer.write(data)
-                await writer.drain()
-                if is_limited and self.num_bytes_left == 0:
-                    self.cut()
-        writer.close()
 
 
 class Gang:

@@ -80,9 +80,7 @@ class _Entry:
     def rest_for(self, request: SequenceRequest) -> SequenceUpdate:
         num_given, num_had = len(self.request.generated_token_ids), len(request.generated_token_ids)
         logprobs = None if self.request.sampling.num_logprobs is None else self.logprobs[num_had - num_given :]
-        return SequenceUpdate(
-            request.sequence_id, self.token_ids[num_had:], logprobs, self.finish_reason, self.error
-        )
+        return SequenceUpdate(request.sequence_id, self.token_ids[num_had:], logprobs, self.finish_reason, self.error)
 
 
 class SequenceJournal:
