@@ -7,10 +7,11 @@ from contextlib import suppress
 
 
 class Wire:
-    """A TCP proxy in front of a leader, which a kill of the leader's process cuts as abruptly."""
+    """A TCP proxy in front of a leader, which a kill of the leader's process, or of the router's, cuts as abruptly."""
 
     def __init__(self, address: str) -> None:
         self.num_bytes_left: int | None = None  # of what the leader says, until the wire is cut; None: no end
+        self.is_dumb = False  # what is said goes nowhere, as when the host at the other end has just died
         self._leader = address.split(":")
         self._is_cut = False
         self._writers: set[asyncio.StreamWriter] = set()
@@ -29,6 +30,12 @@ class Wire:
         if self._server is not None:
             self._server.close()
 
+    def interrupt(self) -> None:
+        """Cuts what is connected; the next connection is carried again."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
     async def _carry(self, from_router: asyncio.StreamReader, to_router: asyncio.StreamWriter) -> None:
         from_leader, to_leader = await asyncio.open_connection(*self._leader)
         self._writers |= {to_router, to_leader}
@@ -42,6 +49,8 @@ class Wire:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_limited: bool) -> None:
         with suppress(ConnectionError):
             while data := await reader.read(1 << 14):
+                if self.is_dumb:
+                    continue
                 if is_limited and self.num_bytes_left is not None:
                     data = data[: self.num_bytes_left]
                     self.num_bytes_left -= len(data)
