@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from .open_sequence import OpenSequence
@@ -26,7 +26,7 @@ class Adrift:
         self._timer: asyncio.TimerHandle | None = None
 
     def wait(self, castaways: list[Castaway], reason: str) -> None:
-        """These wait from now on; nobody did so far."""
+        """These wait from now on; nobody does so far."""
         assert not self._waiting
         if not castaways:
             return
@@ -35,11 +35,16 @@ class Adrift:
         self._waiting, self._reason = castaways, reason
         self._timer = asyncio.get_running_loop().call_later(RETURN_S, self.give_up)
 
-    def take(self, orphans: frozenset[str]) -> list[OpenSequence]:
-        """The leader is back and holds these keys: whoever has one of them goes on there, the others are lost."""
-        back = [one.sequence for one in self._waiting if one.sequence.request.key in orphans]
-        self._waiting = [one for one in self._waiting if one.sequence.request.key not in orphans]
-        self.give_up()
+    def take(self, orphans: Iterable[str]) -> list[OpenSequence]:
+        """The leader is back and tells that it holds these keys: whoever has one of them, and goes on there now.
+
+        The others wait on: the leader may not have noticed yet that they lost their connection.
+        """
+        if not self._waiting:
+            return []
+        keys = set(orphans)
+        back = [one.sequence for one in self._waiting if one.sequence.request.key in keys]
+        self._waiting = [one for one in self._waiting if one.sequence.request.key not in keys]
         return [sequence for sequence in back if not sequence.closed]
 
     def give_up(self) -> None:

@@ -94,6 +94,7 @@ class LeaderConnection:
         self._on_lost = on_lost
         self._on_orphans = on_orphans
         self._adrift = Adrift(self._lose)
+        self._last_gang_id = ""
         self._last_arrived = 0  # id of the newest sequence that the leader is known to have got
         self._sequences: dict[int, OpenSequence] = {}
         self._last_id = 0
@@ -206,10 +207,17 @@ class LeaderConnection:
         self.info = hello.info
         self.known = KnownGang(self._routing, hello.resident, hello.orphans)
         _log.info("connected to gang %s at %s", hello.info.gang_id, self.address)
-        for sequence in self._adrift.take(frozenset(hello.orphans)):
+        if hello.info.gang_id != self._last_gang_id:  # another one, at the same address
+            self._adrift.give_up()
+        self._last_gang_id = hello.info.gang_id
+        self._go_on(hello.orphans)
+        self._on_connect()
+
+    def _go_on(self, orphans: list[str]) -> None:
+        """Submits again what the leader has kept of a connection that was lost."""
+        for sequence in self._adrift.take(orphans):
             adapter = sequence.request.adapter
             self._start(sequence, RoutingRequest(None if adapter is None else adapter.digest, 0, 0))
-        self._on_connect()
 
     async def _exchange(self, call: Any) -> None:
         """Reads frames and writes messages until the stream breaks or the leader gives sequences back."""
@@ -241,6 +249,7 @@ class LeaderConnection:
             is_farewell = given_back.kind == "handed_over"
             raise (_HandedOverError if is_farewell else ConnectionError)(given_back.message)
         if frame.orphans is not None and frame.orphans.came:
+            self._go_on(frame.orphans.came)
             self._on_orphans()
 
     async def _write(self, call: Any) -> None:
@@ -284,9 +293,8 @@ class LeaderConnection:
 
     def _disconnected(self, reason: str, *, is_fault: bool) -> None:
         """The connection has ended, or could not be made."""
-        if self.info is None:
-            self._adrift.give_up()
-        elif not self.retired:
+        self._adrift.give_up()  # of an earlier loss: one attempt is enough
+        if self.info is not None and not self.retired:
             _log.warning("lost gang %s at %s: %s", self.info.gang_id, self.address, reason)
         self.info = None
         self.known = KnownGang(self._routing)

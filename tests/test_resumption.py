@@ -295,10 +295,12 @@ async def test_a_broken_connection_costs_nothing_that_has_a_key(cluster: Cluster
     await eventually(lambda: len(cluster.dispatcher.gangs()) == num_gangs)
     readers = [Reader(cluster.submit(100 * n, 400, key=f"answer/{n}"), 100 * n) for n in range(6)]
     for _ in range(3):
-        await eventually(lambda: min(reader.num_tokens for reader in readers) > 0)
+        seen = [reader.num_tokens for reader in readers]
+        await eventually(lambda: all(r.num_tokens > n or r.task.done() for r, n in zip(readers, seen, strict=True)))  # noqa: B023
         for gang in gangs:
             gang.wire.interrupt()
-        await asyncio.sleep(0.1)
+        await eventually(lambda: len(cluster.dispatcher.gangs()) < num_gangs)
+        await eventually(lambda: len(cluster.dispatcher.gangs()) == num_gangs)
     for reader in readers:
         await reader.task
         assert (reader.num_tokens, reader.finish_reason, reader.error) == (400, "length", None)
