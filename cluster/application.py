@@ -46,7 +46,8 @@ def build_application(
         graceful_shutdown_timeout_s=config.router_drain_s,
         max_constructor_retry_count=3,
     )
-    return routers.bind(config, token, gangs.bind(config.engine, token, config.drain_s, progress_path))
+    gang = gangs.bind(config.engine, token, config.drain_s, config.orphan_s, progress_path)
+    return routers.bind(config, token, gang)
 
 
 def _number_of_gangs(scaling: ScalingConfig, is_update: bool) -> dict[str, Any]:

@@ -8,6 +8,7 @@ first requests together, and lets copies that a busy hour made fall idle and be 
 
 What a gang keeps of the sequence's beginning is worth the time to compute it, and decides between gangs that are
 equally good otherwise.
+A sequence that was begun before goes where it was kept, whatever the queue there: all that it needs is there already.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class GangView:
     num_sequences: int
     costs: GangCosts
     num_cached_tokens: int = 0  # of the sequence's first ones, those that need not be computed there
+    has_sequence: bool = False  # holds the request's sequence, begun for a router that was lost
 
     def net_s(self, num_shared_steps: int) -> float:
         """What the crowd costs a new sequence, less what it saves by what is kept of its beginning."""
@@ -87,6 +89,9 @@ def choose_gang(request: RoutingRequest, gangs: Sequence[GangView], config: Rout
     """
     if not gangs:
         return None
+    kept = [gang.key for gang in gangs if gang.has_sequence]
+    if kept:
+        return min(kept)
     nets_s = {gang.key: gang.net_s(config.num_shared_steps) for gang in gangs}
     num_cached = {gang.key: gang.num_cached_tokens for gang in gangs}
     if request.digest is None:

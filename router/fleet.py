@@ -26,8 +26,11 @@ class Fleet:
         adapter_pages: Callable[[AdapterRef], int],
         on_connect: Callable[[], None],
         on_lost: Callable[[list[OpenSequence], str], None],
+        on_orphans: Callable[[], None] = lambda: None,
     ) -> None:
         """`adapter_pages`: that an adapter takes in a gang's pool. `on_connect`: one more gang can be chosen.
+
+        `on_orphans`: a gang has begun to hold sequences for whoever asks.
 
         `on_lost`: sequences whose gang was lost, and why.
         """
@@ -36,6 +39,7 @@ class Fleet:
         self._adapter_pages = adapter_pages
         self._on_connect = on_connect
         self._on_lost = on_lost
+        self._on_orphans = on_orphans
         self._connections: dict[str, LeaderConnection] = {}
 
     def update(self, addresses: Mapping[str, str]) -> None:
@@ -46,7 +50,9 @@ class Fleet:
         for key in self._connections.keys() - addresses.keys():
             self._connections.pop(key).retire()
         for key in addresses.keys() - self._connections.keys():
-            connection = LeaderConnection(addresses[key], self._token, self._routing, self._on_connect, self._on_lost)
+            connection = LeaderConnection(
+                addresses[key], self._token, self._routing, self._on_connect, self._on_lost, self._on_orphans
+            )
             self._connections[key] = connection
             connection.start()
 
@@ -54,6 +60,10 @@ class Fleet:
     def connected(self) -> list[LeaderConnection]:
         """Those that take sequences now."""
         return [connection for connection in self._connections.values() if connection.info is not None]
+
+    def holds(self, sequence_key: str) -> bool:
+        """One of the connected gangs has the sequence with this key, for whoever asks."""
+        return any(connection.known.holds(sequence_key) for connection in self.connected)
 
     def submit(self, sequence: OpenSequence) -> bool:
         """Sends the sequence to the gang that suits it best; False, and nothing done, while no gang is connected."""
@@ -74,7 +84,7 @@ class Fleet:
                 if block_size not in page_keys:
                     page_keys[block_size] = _page_keys(sequence, block_size)
                 num_cached_tokens = block_size * connection.known.num_cached_pages(page_keys[block_size])
-            views[key] = connection.known.view(key, request.digest, num_cached_tokens)
+            views[key] = connection.known.view(key, request.digest, num_cached_tokens, sequence.request.key)
         chosen = choose_gang(request, [*views.values()], self._routing)
         if chosen is None:
             return False

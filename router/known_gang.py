@@ -15,12 +15,19 @@ _MAX_HOPED_PAGES = 1 << 14
 class KnownGang:
     """Fed by the connection to the gang, and made anew with each greeting: another engine may answer then."""
 
-    def __init__(self, config: RoutingConfig, resident: Iterable[str] = (), resident_pages: Iterable[int] = ()) -> None:
-        """What the gang greeted with: digests of adapters, and short keys of full pages of KV."""
+    def __init__(
+        self,
+        config: RoutingConfig,
+        resident: Iterable[str] = (),
+        resident_pages: Iterable[int] = (),
+        orphans: Iterable[str] = (),
+    ) -> None:
+        """What the gang greeted with: digests of adapters, short keys of full pages of KV, and keys of sequences."""
         self.load = EngineLoad()  # as of the last frame
         self._resident = set(resident)  # coming ones too, as the gang told
         self._pages = set(resident_pages)
         self._hoped_pages: dict[int, None] = {}  # of sequences sent there: it will tell of them when they are computed
+        self._orphans = set(orphans)
         self._open: Counter[str] = Counter()  # unfinished sequences of this router, by digest
         self._num_unseen = self._num_unseen_tokens = 0  # sent since the last frame, whose load may not count them
         self._observed = ObservedCosts(config.belief)
@@ -32,9 +39,13 @@ class KnownGang:
         self._pages.update(frame.residency.pages_came)
         for page_key in frame.residency.pages_came:
             self._hoped_pages.pop(page_key, None)
-        self._observed.observe(self.load, frame.load)
-        self.load = frame.load
-        self._num_unseen = self._num_unseen_tokens = 0
+        if frame.orphans is not None:
+            self._orphans.difference_update(frame.orphans.went)
+            self._orphans.update(frame.orphans.came)
+        if frame.load != self.load:  # else no step was made since, and it cannot count what was sent
+            self._observed.observe(self.load, frame.load)
+            self.load = frame.load
+            self._num_unseen = self._num_unseen_tokens = 0
 
     def sent(self, request: RoutingRequest, page_keys: Sequence[int] = ()) -> None:
         """A sequence of this router is on its way there. Its adapter counts as coming until `ended`.
@@ -69,7 +80,11 @@ class KnownGang:
             num_pages += 1
         return num_pages
 
-    def view(self, key: str, digest: str | None, num_cached_tokens: int = 0) -> GangView:
+    def holds(self, sequence_key: str) -> bool:
+        """A sequence with this key is there for whoever asks."""
+        return sequence_key in self._orphans
+
+    def view(self, key: str, digest: str | None, num_cached_tokens: int = 0, sequence_key: str = "") -> GangView:
         """The gang, called `key`, as a request sees it: for this adapter, so many of whose tokens are kept there."""
         load = self.load
         return GangView(
@@ -79,4 +94,5 @@ class KnownGang:
             num_sequences=load.num_running + load.num_waiting + self._num_unseen,
             costs=self._observed.costs,
             num_cached_tokens=num_cached_tokens,
+            has_sequence=sequence_key in self._orphans,
         )

@@ -80,6 +80,7 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None  # vLLM: KV is shared only where it is the same
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from motet.router.affinity import RoutingConfig, RoutingRequest
 from motet.router.known_gang import KnownGang
-from motet.workers.messages import EngineLoad, Frame, ResidencyChange
+from motet.workers.messages import EngineLoad, Frame, OrphanChange, ResidencyChange
 
 CONFIG = RoutingConfig()
 
@@ -72,3 +72,22 @@ def test_pages_that_never_come_are_forgotten_in_time() -> None:
         known.sent(RoutingRequest(None, 70, 0), range(number + 2, number + 1002))
     assert known.num_cached_pages([1]) == 0
     assert known.num_cached_pages([40_001]) == 1
+
+
+def test_a_frame_without_a_new_load_cannot_count_what_was_sent() -> None:
+    """Such a frame tells only that a sequence has arrived: no step was made since."""
+    known = KnownGang(CONFIG)
+    known.receive(frame(EngineLoad(num_steps=1)))
+    known.sent(RoutingRequest(None, 30, 0))
+    known.receive(frame(EngineLoad(num_steps=1)))
+    assert known.view("key", None).num_queued_tokens == 30
+    known.receive(frame(EngineLoad(num_steps=2)))
+    assert known.view("key", None).num_queued_tokens == 0
+
+
+def test_sequences_are_kept_as_the_gang_tells() -> None:
+    known = KnownGang(CONFIG, orphans=["a", "b"])
+    known.receive(Frame([], EngineLoad(), orphans=OrphanChange(["c"], ["a", "never known"])))
+    known.receive(frame())
+    assert [key for key in "abc" if known.holds(key)] == ["b", "c"]
+    assert [known.view("gang", None, sequence_key=key).has_sequence for key in ("a", "b", "")] == [False, True, False]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.tests.test_scheduler import Worker, asking, limits, run, scheduler
+from motet.tests.scheduler_rig import Worker, asking, limits, run, scheduler
 from motet.workers.messages import SequenceRequest
 from motet.workers.scheduling.measured_costs import PageCosts, is_worth_bringing
 from motet.workers.scheduling.plan import StepPlan
