@@ -5,6 +5,7 @@ Ray waits without end for a place that no node has. This is asked first, so that
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def why_no_place(demand: Demand, wanted: int, nodes: Sequence[Node]) -> str | No
     if found >= wanted:
         return None
     needs = describe(demand)
-    if not any(has_labels(node, demand) for node in nodes):
+    if nodes and not any(has_labels(node, demand) for node in nodes):
         labels = ", ".join(f"{key}={value}" for key, value in demand.labels.items())
         return f"no node has the labels {labels}. {_describe_nodes(nodes, demand)}"
     if found:
@@ -97,9 +98,9 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 
 def _times(demand: Mapping[str, float], resources: Mapping[str, float]) -> int:
-    """How often the demand goes into the resources; a demand of nothing counts once."""
+    """How often the demand goes into the resources; a demand of nothing goes without end."""
     if not demand:
-        return 1
+        return sys.maxsize
     return min(int((resources.get(name, 0.0) + ROUNDING) / amount) for name, amount in demand.items())
 
 

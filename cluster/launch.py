@@ -21,9 +21,10 @@ import psutil
 
 from ..adapters.errors import RegistryUnavailable
 from ..workers.models.config import ModelConfig
+from .cluster_nodes import CannotJoin, check_nodes, check_room, room_taken
 from .config import MotetConfig
 from .janitor import Janitor
-from .joined_cluster import SERVE_FLAGS, CannotJoin, JoinedCluster
+from .joined_cluster import SERVE_FLAGS, JoinedCluster
 from .local_serve import (
     check_port_is_free,
     restore_environment,
@@ -76,8 +77,8 @@ class Deployment:
 
         On a running cluster, `replace` deletes a motet that runs there first, and `wait_for_nodes` deploys even if no
         node has room yet. `on_event(name, done, total)` hears how far it is, from this or another thread. Raises
-        LaunchError, ConfigError for a port that is in use or a name that an adapter has, ValueError for a model that cannot be
-        served, RedisServerError, and the AdapterErrors of `register_launch`.
+        LaunchError, ConfigError for a port that is in use or a name that an adapter has, ValueError for a model that
+        cannot be served, RedisServerError, and the AdapterErrors of `register_launch`.
         """
         assert self._config is None, "a deployment is started once"
         if config.address is None:
@@ -159,13 +160,13 @@ class Deployment:
             joined.join(config.address)
             self._catch_signals()  # see _start_ray
             if not wait_for_nodes:
-                joined.check_room(config)
+                check_room(config)
             config = self._start_registry(config, joined.node_ip)
-            joined.check_nodes(config)
+            check_nodes(config)
             on_event(STAGE, 1, NUM_STAGES)
             self._parts.callback(joined.delete)
             front = joined.start_serve(APP, config.host, config.port, replace_application=replace)
-            for warning in joined.room_taken(config):
+            for warning in room_taken(config):
                 _log.warning("%s", warning)
             on_event(STAGE, 2, NUM_STAGES)
             progress_path = config.data_dir / f"progress-{secrets.token_hex(8)}"

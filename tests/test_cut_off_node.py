@@ -59,7 +59,7 @@ class Cluster:
         return int(float(next(line for line in lines if line.startswith("motet_resumed_sequences_total ")).split()[1]))
 
     def pull_cable(self) -> None:
-        """Of the second machine. The gangs stand still for that moment: the model is so small that they would be done."""
+        """Of the second machine. The gangs stand still for that moment, or so small a model would be done."""
         gangs = [
             process
             for n in (0, 1)

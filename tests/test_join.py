@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 
 import httpx
@@ -11,6 +12,8 @@ import pytest
 from motet.cluster.joined_cluster import SERVE_FLAGS
 from motet.cluster.local_serve import free_ports
 from motet.tests.ray_nodes import KEY, RayNodes
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 for loopback")
 
 # Another's Serve, with an application of its own, and one that a motet left which was killed.
 OTHERS = """
