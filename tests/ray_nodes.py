@@ -21,14 +21,7 @@ from motet.cluster.local_serve import free_ports
 DEMO = Path(__file__).parent.parent / "examples" / "demo"
 BIN = Path(sys.executable).parent
 KEY = "key-of-acme"
-START_TIMEOUT_S = 120.0
-# A node that does not answer is given up after some seconds; by Ray's defaults it takes about half a minute.
-HEALTH_CHECKS = {
-    "RAY_health_check_initial_delay_ms": "1000",
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "3",
-}
+START_TIMEOUT_S = 240.0
 
 Wrap = Callable[[int, Sequence[str]], list[str]]  # (number of a node, command) -> what runs the command there
 
@@ -36,8 +29,11 @@ Wrap = Callable[[int, Sequence[str]], list[str]]  # (number of a node, command) 
 class RayNodes:
     """Nodes by number, the head is 0; all that they started is ended when the context ends."""
 
-    def __init__(self, addresses: Sequence[str], wrap: Wrap = lambda _, command: list(command)) -> None:
-        self._addresses, self._wrap = addresses, wrap
+    def __init__(
+        self, addresses: Sequence[str], wrap: Wrap = lambda _, command: list(command), **variables: str
+    ) -> None:
+        """`variables`: of the environment of every process there."""
+        self._addresses, self._wrap, self._variables = addresses, wrap, variables
         self._folder = tempfile.TemporaryDirectory(prefix="mt", dir="/tmp", ignore_cleanup_errors=True)  # short
         self.path = Path(self._folder.name)
         self._mark = secrets.token_hex(8)
@@ -56,7 +52,7 @@ class RayNodes:
         ports = free_ports(4)
         return {
             **os.environ,
-            **HEALTH_CHECKS,
+            **self._variables,
             "MOTET_TEST": self._mark,
             "SPT_NOENV": "1",  # or process titles are written over the mark
             "RAY_AUTH_MODE": "token",

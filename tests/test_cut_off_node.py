@@ -22,6 +22,8 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 NUM_STREAMS = 8
 NUM_TOKENS = 450  # the demo model's context is 512
 LINE = 3  # of a stream, at which the cable is pulled
+# The cable is back before Ray gives the node up, however slow this machine is. Given up, it would have to be started anew.
+PATIENCE = {"RAY_health_check_timeout_ms": "60000"}
 OPTIONS = ({"temperature": 0}, {"temperature": 1.3, "seed": 5}, {"temperature": 1, "seed": 6, "frequency_penalty": 0.3})
 
 
@@ -57,6 +59,10 @@ class Cluster:
     def num_resumed(self) -> int:
         lines = self.call("GET", "/metrics").text.splitlines()
         return int(float(next(line for line in lines if line.startswith("motet_resumed_sequences_total ")).split()[1]))
+
+    def has_all_pages(self) -> bool:
+        load = self.call("GET", "/status").json()["load"]
+        return bool(load["num_free_pages"] == load["num_pages"])
 
     def pull_cable(self) -> None:
         """Of the second machine. The gangs stand still for that moment, or so small a model would be done."""
@@ -116,7 +122,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Network(2) as network, RayNodes(network.addresses, network.command) as nodes:
+    with Network(2) as network, RayNodes(network.addresses, network.command, **PATIENCE) as nodes:
         nodes.start(0, place=1, front=1)
         nodes.start(1, place=1)
         options = ["--gangs", "2", "--resource", "place=1", "--router-resource", "front=1", "--dtype", "float32"]
@@ -132,7 +138,7 @@ def title(process: psutil.Process) -> str:
         return ""
 
 
-def eventually(check: Callable[[], bool], timeout_s: float = 90.0) -> None:
+def eventually(check: Callable[[], bool], timeout_s: float = 180.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not check():
         assert time.monotonic() < deadline, "it did not come about in time"
@@ -153,11 +159,7 @@ def test_streams_go_on_when_a_node_is_cut_off(cluster: Cluster) -> None:
     eventually(lambda: cluster.num_gangs() == 1)
     assert cluster.ask().json()["usage"]["completion_tokens"] == 5
 
-    # Ray has given the node up, or will, and ends its processes when it is seen again; a node of the same kind that
-    # is started gets the gang.
     cluster.network.plug_cable(1)
-    cluster.nodes.start(1, place=1)
     eventually(lambda: cluster.num_gangs() == 2)
     assert cluster.streams(lambda: None) == undisturbed
-    load = cluster.call("GET", "/status").json()["load"]
-    assert load["num_free_pages"] == load["num_pages"]
+    eventually(cluster.has_all_pages)  # those of the streams that were cut, too
