@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 NUM_STREAMS = 8
 NUM_TOKENS = 450  # the demo model's context is 512
-LINE = 3  # of a stream, at which the cable is pulled
-# The cable is back before Ray gives the node up, however slow this machine is. Given up, it would have to be started anew.
+LINE = 3  # of a stream, at which it has begun
+# The cable is back before Ray gives the node up, however slow this machine is. Given up, it would be started anew.
 PATIENCE = {"RAY_health_check_timeout_ms": "60000"}
 OPTIONS = ({"temperature": 0}, {"temperature": 1.3, "seed": 5}, {"temperature": 1, "seed": 6, "frequency_penalty": 0.3})
 
@@ -75,6 +75,7 @@ class Cluster:
         assert len(gangs) == 2
         for gang in gangs:
             gang.suspend()
+        time.sleep(1.0)  # streams that came a little later are on their way to them
         self.network.pull_cable(1)
         for gang in gangs:
             gang.resume()
@@ -84,11 +85,11 @@ class Cluster:
         return self.call("POST", "/v1/completions", json=fields)
 
     def streams(self, midway: Callable[[], None]) -> list[Heard]:
-        """All at once; `midway` is called when each of them has begun."""
+        """All at once; `midway` is called when the first of them has begun."""
         num_begun = count(1)
 
         def begun() -> None:
-            if next(num_begun) == NUM_STREAMS:
+            if next(num_begun) == 1:
                 midway()
 
         return list(
@@ -152,9 +153,15 @@ def test_streams_go_on_when_a_node_is_cut_off(cluster: Cluster) -> None:
     assert all(len(heard.token_ids) == heard.num_tokens == NUM_TOKENS for heard in undisturbed)
     assert cluster.num_resumed() == 0
 
-    disturbed = cluster.streams(cluster.pull_cable)
-    assert disturbed == undisturbed
-    assert 0 < cluster.num_resumed() < NUM_STREAMS  # there were some on each of the gangs
+    for _ in range(4):  # until there were streams on each of the gangs; which one serves which is the router's choice
+        num_resumed = cluster.num_resumed()
+        assert cluster.streams(cluster.pull_cable) == undisturbed
+        if 0 < cluster.num_resumed() - num_resumed < NUM_STREAMS:
+            break
+        cluster.network.plug_cable(1)
+        eventually(lambda: cluster.num_gangs() == 2)
+    else:
+        pytest.fail("never were there streams on both gangs")
 
     eventually(lambda: cluster.num_gangs() == 1)
     assert cluster.ask().json()["usage"]["completion_tokens"] == 5

@@ -8,8 +8,8 @@ import threading
 
 _LENGTH = struct.Struct("!Q")
 _MAX_MESSAGE_BYTES = 1 << 30
-# A peer whose host or network has gone is noticed after some 10 s, whether or not anything waits to be acknowledged. The
-# kernel answers for a process that computes or hangs, so only deadlines notice that.
+# A peer whose host or network is gone is noticed after some 10 s, whether or not it owes an acknowledgement; the kernel
+# answers for a process that computes or hangs, so only deadlines notice that.
 _VANISHED_PEER = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
 
 
