@@ -8,9 +8,10 @@ from typing import Any
 from ray import serve
 
 from .autoscaler import autoscaling_config
-from .config import LEADER_NUM_CPUS, MotetConfig
+from .config import MotetConfig
 from .gang import GangReplica
 from .ingress import RouterReplica
+from .resources import Resources, actor_options
 from .scaling import ScalingConfig
 
 APP = "motet"
@@ -39,7 +40,9 @@ def build_application(
         serve.ingress()(RouterReplica),
         name="router",
         num_replicas=config.num_routers,
-        ray_actor_options={"num_cpus": 0},  # it waits more than it works; the machine's share is the gangs'
+        ray_actor_options=Resources(
+            custom=config.router_resources
+        ).actor_options,  # no CPUs: it waits more than it works; the machine's share is the gangs'
         max_ongoing_requests=100_000,  # admission is the router's own business
         health_check_period_s=5.0,
         health_check_timeout_s=30.0,
@@ -58,12 +61,15 @@ def _number_of_gangs(scaling: ScalingConfig, is_update: bool) -> dict[str, Any]:
 
 
 def _place_of_a_gang(config: MotetConfig) -> dict[str, Any]:
-    """Options of the gangs' deployment: the replica itself, or with it a bundle for each worker, all on one node."""
+    """Options of the gangs' deployment: the replica itself, or with it a bundle for each worker."""
+    labels = dict(config.gang_labels)
     if config.tensor_parallel == 1:
-        return {"ray_actor_options": {"num_cpus": config.gang_num_cpus}}
-    workers = [{"CPU": config.gang_num_cpus}] * config.tensor_parallel
-    return {
-        "ray_actor_options": {"num_cpus": LEADER_NUM_CPUS},
-        "placement_group_bundles": [{"CPU": LEADER_NUM_CPUS}, *workers],
-        "placement_group_strategy": "STRICT_PACK",
+        options = config.worker_resources.actor_options
+        return {"ray_actor_options": options | ({"label_selector": labels} if labels else {})}
+    bundles = list(config.gang_bundles)
+    place: dict[str, Any] = {
+        "ray_actor_options": actor_options(bundles[0]),
+        "placement_group_bundles": bundles,
+        "placement_group_strategy": config.placement.replace("-", "_").upper(),
     }
+    return place | ({"placement_group_bundle_label_selector": [labels] * len(bundles)} if labels else {})

@@ -15,9 +15,11 @@ from ..adapters.layout import Dtype
 from ..adapters.names import check_name, check_tenant
 from ..router.config import RouterConfig
 from ..workers.config import EngineConfig, ExpertSharding
+from .resources import PLACEMENTS, Placement, Resources, why_not_custom, why_not_labels, why_not_num_gpus
 from .scaling import ScalingConfig
 
 REDIS_URL_VARIABLE = "REDIS_URL"
+ALL_ADDRESSES = "0.0.0.0"
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 LEADER_NUM_CPUS = 0.1  # of Ray's: a leader without a worker of its own plans, and mostly waits
 STEPS_QUEUED_PER_GANG = 16  # a prompt that waits longer is worth another gang
@@ -42,6 +44,7 @@ class MotetConfig:
     port: int = 8000
     keys: tuple[tuple[str, str], ...] = ()  # (tenant, API key), registered at the start; for trials
     redis_url: str | None = None  # None: an embedded server
+    address: str | None = None  # of a running Ray cluster to serve on; None: a private one on this machine
 
     dtype: Dtype = "bfloat16"
     pool_bytes: int = 1 << 30
@@ -66,6 +69,11 @@ class MotetConfig:
     tensor_parallel: int = 1  # workers of a gang
     expert_sharding: ExpertSharding = "tensor"  # what those share of a mixture of experts: "tensor" or "expert"
     gang_num_cpus: float = 1.0  # what each worker of a gang takes of Ray's CPUs
+    gang_num_gpus: float = 0.0  # and of its GPUs: a share of one, or whole ones
+    gang_resources: tuple[tuple[str, float], ...] = ()  # and of custom resources: (name, amount)
+    gang_labels: tuple[tuple[str, str], ...] = ()  # that the nodes of a gang must have
+    placement: Placement = "strict-pack"  # a gang on one node, on few if need be, or on many
+    router_resources: tuple[tuple[str, float], ...] = ()  # custom resources that a router takes: (name, amount)
     gang_wait_s: float = 30.0  # how long a sequence waits while no gang is connected: long enough to replace one
     cold_start_wait_s: float = 600.0  # the same where min_gangs is 0: long enough to start one on a new machine
     drain_s: float = 5.0  # how long a gang that is told to stop goes on with what it serves, before it hands it over
@@ -94,7 +102,9 @@ class MotetConfig:
         for key in ("gang_num_cpus", "gang_wait_s", "cold_start_wait_s", "drain_s", "orphan_s", "router_drain_s"):
             if not getattr(self, key) >= 0:
                 raise ConfigError(key, getattr(self, key), "zero or a positive number is needed")
+        self._check_resources()
         _check_keys(self.keys)
+        _check_address(self.address)
         _check_redis_url(self.redis_url)
         _ = (self.engine, self.router, self.scaling)  # the parts check what they are given
 
@@ -102,9 +112,12 @@ class MotetConfig:
     def from_environment(cls, environ: Mapping[str, str] | None = None, **given: Any) -> MotetConfig:
         """The config with `given` fields; what is not given comes from the environment, then from the defaults.
 
-        REDIS_URL: `redis_url`. Raises ConfigError, or ValueError of a part's own config.
+        REDIS_URL: `redis_url`. `host` None: loopback, or on a running cluster all addresses. Raises ConfigError, or
+        ValueError of a part's own config.
         """
         environ = os.environ if environ is None else environ
+        if given.get("host") is None:
+            given["host"] = "127.0.0.1" if given.get("address") is None else ALL_ADDRESSES
         if given.get("redis_url") is None and environ.get(REDIS_URL_VARIABLE):
             given["redis_url"] = environ[REDIS_URL_VARIABLE]
         return cls(**given)
@@ -143,10 +156,21 @@ class MotetConfig:
         )
 
     @property
+    def gang_bundles(self) -> tuple[dict[str, float], ...]:
+        """What each process of a gang takes of its node: one that is leader and worker, or a leader, then workers."""
+        worker = self.worker_resources.bundle
+        if self.tensor_parallel == 1:
+            return (worker,)
+        return ({"CPU": LEADER_NUM_CPUS}, *(dict(worker) for _ in range(self.tensor_parallel)))
+
+    @property
+    def worker_resources(self) -> Resources:
+        return Resources(num_cpus=self.gang_num_cpus, num_gpus=self.gang_num_gpus, custom=self.gang_resources)
+
+    @property
     def num_cpus_of_a_gang(self) -> float:
         """What a gang takes of Ray's CPUs, its leader included."""
-        leader = LEADER_NUM_CPUS if self.tensor_parallel > 1 else 0.0
-        return leader + self.tensor_parallel * self.gang_num_cpus
+        return sum(bundle.get("CPU", 0.0) for bundle in self.gang_bundles)
 
     @property
     def router(self) -> RouterConfig:
@@ -182,6 +206,19 @@ class MotetConfig:
         """How long a sequence waits while no gang is connected."""
         return max(self.gang_wait_s, self.cold_start_wait_s) if self.min_gangs == 0 else self.gang_wait_s
 
+    def _check_resources(self) -> None:
+        if (accepted := why_not_num_gpus(self.gang_num_gpus)) is not None:
+            raise ConfigError("gang_num_gpus", self.gang_num_gpus, accepted)
+        for key in ("gang_resources", "router_resources"):
+            if (problem := why_not_custom(getattr(self, key))) is not None:
+                raise ConfigError(key, getattr(self, key), problem)
+        if (problem := why_not_labels(self.gang_labels)) is not None:
+            raise ConfigError("gang_labels", self.gang_labels, problem)
+        if self.placement not in PLACEMENTS:
+            raise ConfigError("placement", self.placement, f"{', '.join(PLACEMENTS)} are accepted")
+        if self.placement != "strict-pack" and self.tensor_parallel == 1:
+            raise ConfigError("placement", self.placement, "a gang of one worker is on one node: strict-pack is it")
+
     def with_redis_url(self, redis_url: str) -> MotetConfig:
         """The same, with the server that was started."""
         return replace(self, redis_url=redis_url)
@@ -199,6 +236,21 @@ def _check_keys(keys: tuple[tuple[str, str], ...]) -> None:
             raise ConfigError("keys", f"{tenant}=…", "a key is printable ASCII without spaces, and not empty")
         if seen.setdefault(key, tenant) != tenant:
             raise ConfigError("keys", f"{tenant}=…", f"the same key was given to {seen[key]}; each needs its own")
+
+
+def _check_address(address: str | None) -> None:
+    if address is None or address == "auto":
+        return
+    if address.startswith("ray://"):
+        raise ConfigError(
+            "address",
+            address,
+            "Ray Client is not supported, as motet must be on a node of the cluster: run motet serve there, with "
+            "auto or HOST:PORT of the head (6379 unless it was started with another --port)",
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise ConfigError("address", address, "auto, or HOST:PORT of the head of a running Ray cluster, is accepted")
 
 
 def _check_redis_url(url: str | None) -> None:

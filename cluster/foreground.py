@@ -20,13 +20,17 @@ INTERRUPTED_EXIT_CODE = 130
 
 
 @contextmanager
-def deployed(config: MotetConfig, console: Console) -> Iterator[Deployment]:
+def deployed(
+    config: MotetConfig, console: Console, *, replace: bool = False, wait_for_nodes: bool = False
+) -> Iterator[Deployment]:
     """A deployment that can serve a token; it is stopped when the block ends, however it ends.
+
+    `replace`, `wait_for_nodes`: see `Deployment.start`.
 
     What keeps it from starting or running is a ClickException; Ctrl-C and SIGTERM are SystemExit with code 130.
     """
     deployment = Deployment()
-    _start(deployment, config, console)
+    _start(deployment, config, console, replace=replace, wait_for_nodes=wait_for_nodes)
     try:
         yield deployment
     except LaunchError as error:
@@ -38,11 +42,11 @@ def deployed(config: MotetConfig, console: Console) -> Iterator[Deployment]:
         deployment.stop()
 
 
-def _start(deployment: Deployment, config: MotetConfig, console: Console) -> None:
+def _start(deployment: Deployment, config: MotetConfig, console: Console, **options: bool) -> None:
     logging.disable(logging.INFO)  # of this process: how far it is, the progress tells
     try:
         with ProgressDisplay(console) as progress:
-            deployment.start(config, progress)
+            deployment.start(config, progress, **options)
     except (LaunchError, RedisServerError, AdapterError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     except (KeyboardInterrupt, SystemExit):

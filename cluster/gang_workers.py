@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..workers.worker import WorkerSettings, run_worker
+from .network_interface import interface_of
 from .replica_logging import configure_replica_logging
+from .resources import actor_options
 
 
 class WorkerActor:
@@ -17,6 +20,11 @@ class WorkerActor:
     def run(self, settings: WorkerSettings) -> None:
         """Obeys the leader until it ends the connection."""
         configure_replica_logging()
+        interface = interface_of(ray.util.get_node_ip_address())
+        if interface is not None:
+            # By itself the library takes what the host's name resolves to, which other nodes may not reach.
+            for library in ("GLOO", "NCCL"):
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
         run_worker(settings)
 
 
@@ -33,7 +41,7 @@ class RayWorkers:
     def spawn(self, settings: WorkerSettings) -> None:
         """Returns at once; the worker reports to the leader when it is up."""
         place = PlacementGroupSchedulingStrategy(self._placement_group, settings.rank + 1)
-        num_cpus = self._placement_group.bundle_specs[settings.rank + 1]["CPU"]
-        actor = ray.remote(WorkerActor).options(num_cpus=num_cpus, scheduling_strategy=place).remote()
+        options = actor_options(self._placement_group.bundle_specs[settings.rank + 1])
+        actor = ray.remote(WorkerActor).options(scheduling_strategy=place, **options).remote()
         self._actors.append(actor)
         actor.run.remote(settings)

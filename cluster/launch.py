@@ -1,4 +1,4 @@
-"""A whole motet on this machine: started, watched and ended from one process."""
+"""A whole motet, on this machine or on a running Ray cluster: started, watched and ended from one process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ import psutil
 
 from ..adapters.errors import RegistryUnavailable
 from ..workers.models.config import ModelConfig
+from .cluster_nodes import CannotJoin, check_nodes, check_room, room_taken
 from .config import MotetConfig
 from .janitor import Janitor
+from .joined_cluster import SERVE_FLAGS, JoinedCluster
 from .local_serve import (
     check_port_is_free,
     restore_environment,
@@ -37,6 +39,7 @@ from .registration import forget_launch_keys, register_launch
 STAGE = "starting"  # name of the launcher's own events
 NUM_STAGES = 4
 POLL_S = 0.1
+CLUSTER_POLL_S = 2.0  # of a cluster that others run
 READY_TIMEOUT_S = 120.0  # from the application's being up to a token
 
 _log = logging.getLogger(__name__)
@@ -55,26 +58,40 @@ class Deployment:
 
     def __init__(self) -> None:
         self._config: MotetConfig | None = None  # of what runs
+        self._url = ""
         self._parts = ExitStack()  # ends what was started, the last first, and all of it even if some of it fails
         self._session_path = Path()
+        self._joined: JoinedCluster | None = None
         self._handlers: dict[int, Any] = {}
         self._servers: list[psutil.Process] = []  # of Ray; motet is broken when one has gone
 
-    def start(self, config: MotetConfig, on_event: OnEvent) -> None:
+    @property
+    def url(self) -> str:
+        """Where clients reach it, once it was started."""
+        return self._url
+
+    def start(
+        self, config: MotetConfig, on_event: OnEvent, *, replace: bool = False, wait_for_nodes: bool = False
+    ) -> None:
         """Returns when a token was served over HTTP. On failure everything is stopped again.
 
-        `on_event(name, done, total)` hears how far it is, from this or another thread. Raises LaunchError,
-        ConfigError for a port that is in use or a name that an adapter has, ValueError for a model that cannot be
-        served, RedisServerError, and the AdapterErrors of `register_launch`.
+        On a running cluster, `replace` deletes a motet that runs there first, and `wait_for_nodes` deploys even if no
+        node has room yet. `on_event(name, done, total)` hears how far it is, from this or another thread. Raises
+        LaunchError, ConfigError for a port that is in use or a name that an adapter has, ValueError for a model that
+        cannot be served, RedisServerError, and the AdapterErrors of `register_launch`.
         """
         assert self._config is None, "a deployment is started once"
-        check_port_is_free(config.host, config.port)
+        if config.address is None:
+            check_port_is_free(config.host, config.port)
         ModelConfig.from_folder(config.model_path)  # what cannot be served is told at once
         self._config = config
         try:
             self._parts.callback(self._restore_signals)
             self._catch_signals()
-            self._start(config, on_event)
+            if config.address is None:
+                self._start(config, on_event)
+            else:
+                self._start_joined(config, on_event, replace=replace, wait_for_nodes=wait_for_nodes)
         except BaseException:
             try:
                 self.stop()
@@ -83,7 +100,14 @@ class Deployment:
             raise
 
     def wait(self) -> None:
-        """Does not return: a signal raises as the class says, and a server of Ray that has gone raises LaunchError."""
+        """Does not return: a signal raises as the class says, and a server of Ray that has gone raises LaunchError.
+
+        On a running cluster it is the application that must not go.
+        """
+        while self._joined is not None:
+            if (problem := self._joined.problem()) is not None:
+                raise LaunchError(problem)
+            time.sleep(CLUSTER_POLL_S)
         while True:
             _, alive = psutil.wait_procs(self._servers, timeout=POLL_S)
             if len(alive) < len(self._servers):
@@ -108,13 +132,7 @@ class Deployment:
 
     def _start(self, config: MotetConfig, on_event: OnEvent) -> None:
         on_event(STAGE, 0, NUM_STAGES)
-        config.data_dir.mkdir(parents=True, exist_ok=True)
-        embedded_redis = config.redis_url is None
-        if embedded_redis:
-            redis = RedisServer(config.redis_path)
-            self._parts.callback(redis.stop)
-            self._config = config = config.with_redis_url(redis.start())
-        asyncio.run(register_launch(config, embedded_redis=embedded_redis))
+        config = self._start_registry(config, None)
         on_event(STAGE, 1, NUM_STAGES)
         self._start_ray(config)
         on_event(STAGE, 2, NUM_STAGES)
@@ -123,10 +141,59 @@ class Deployment:
             with _followed(progress_path, on_event):
                 _run_application(config, progress_path)
             on_event(STAGE, 3, NUM_STAGES)
-            _wait_until_ready(config.url)
+            self._url = config.url
+            _wait_until_ready(self._url)
         except LaunchError as error:
             raise LaunchError(f"{error}\n{self._keep_logs(config)}") from error
         on_event(STAGE, NUM_STAGES, NUM_STAGES)
+
+    def _start_joined(self, config: MotetConfig, on_event: OnEvent, *, replace: bool, wait_for_nodes: bool) -> None:
+        """The same on a cluster that runs, and with nothing left there in the end but what was there before."""
+        assert config.address is not None
+        on_event(STAGE, 0, NUM_STAGES)
+        self._parts.callback(restore_environment, set_environment(SERVE_FLAGS))
+        from .application import APP  # brings ray.serve, which reads its flags then
+
+        self._joined = joined = JoinedCluster()
+        try:
+            self._parts.callback(joined.leave)
+            joined.join(config.address)
+            self._catch_signals()  # see _start_ray
+            if not wait_for_nodes:
+                check_room(config)
+            config = self._start_registry(config, joined.node_ip)
+            check_nodes(config)
+            on_event(STAGE, 1, NUM_STAGES)
+            self._parts.callback(joined.delete)
+            front = joined.start_serve(APP, config.host, config.port, replace_application=replace)
+            for warning in room_taken(config):
+                _log.warning("%s", warning)
+            on_event(STAGE, 2, NUM_STAGES)
+            progress_path = config.data_dir / f"progress-{secrets.token_hex(8)}"
+            self._parts.callback(progress_path.unlink, missing_ok=True)
+            joined.deployed(APP)
+            with _followed(progress_path, on_event):
+                _run_application(config, progress_path)
+            on_event(STAGE, 3, NUM_STAGES)
+            self._url = joined.url(front)
+            _wait_until_ready(self._url)
+        except CannotJoin as error:
+            raise LaunchError(str(error)) from error
+        on_event(STAGE, NUM_STAGES, NUM_STAGES)
+
+    def _start_registry(self, config: MotetConfig, host: str | None) -> MotetConfig:
+        """The config with the URL of a Redis server, ours or another, in which this launch is registered.
+
+        `host`: an address of this machine at which our own must be reached from other nodes.
+        """
+        config.data_dir.mkdir(parents=True, exist_ok=True)
+        embedded_redis = config.redis_url is None
+        if embedded_redis:
+            redis = RedisServer(config.redis_path, host=host)
+            self._parts.callback(redis.stop)
+            self._config = config = config.with_redis_url(redis.start())
+        asyncio.run(register_launch(config, embedded_redis=embedded_redis))
+        return config
 
     def _start_ray(self, config: MotetConfig) -> None:
         session = secrets.token_hex(8)

@@ -27,14 +27,16 @@ def check_data_dir(data_dir: Path) -> None:
 
 def check_settings(config: MotetConfig) -> list[str]:
     """Warnings, a line each. Raises ConfigError, or ValueError for a model that cannot be served."""
-    check_port_is_free(config.host, config.port)
+    if config.address is None:
+        check_port_is_free(config.host, config.port)
     model = ModelConfig.from_folder(config.model_path)
     dtype: torch.dtype = getattr(torch, config.dtype)
     page_bytes = model.num_layers * model.slab(config.block_size) * dtype.itemsize
-    memory_bytes = psutil.virtual_memory().total
     if config.pool_bytes < page_bytes:
         raise ConfigError("--pool-bytes", config.pool_bytes, f"one page of this model takes {page_bytes} bytes")
-    if config.pool_bytes * config.scaling.max_gangs * config.tensor_parallel > memory_bytes:
+    memory_bytes = psutil.virtual_memory().total
+    pools_bytes = config.pool_bytes * config.scaling.max_gangs * config.tensor_parallel
+    if config.address is None and pools_bytes > memory_bytes:  # nodes of a cluster look for themselves
         has = format_byte_size(memory_bytes)
         raise ConfigError("--pool-bytes", config.pool_bytes, f"this machine has {has} of memory: give less")
     Checkpoint(config.model_path, dtype, torch.device("cpu"))  # reads the headers only

@@ -54,10 +54,14 @@ class RedisServer:
     `binary` None: the best one on this machine. All methods block, and may be called from any thread.
     """
 
-    def __init__(self, folder: Path, binary: Path | None = None, start_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, folder: Path, binary: Path | None = None, start_timeout_s: float = 60.0, host: str | None = None
+    ) -> None:
+        """`host`: an address of this machine at which others reach the server, by a password that is in its URL."""
         self._folder = folder.resolve()
         self._binary = binary
         self._start_timeout_s = start_timeout_s
+        self._host = host
         self._lock = FolderLock(self._folder, "redis.lock")
         self._stopping = threading.Event()
         self._spawning = threading.Lock()  # no server is spawned once `_stopping` is set under it
@@ -111,16 +115,17 @@ class RedisServer:
 
     def _choose_address(self) -> None:
         path = self._folder / "redis.sock"
-        if len(bytes(path)) <= _MAX_SOCKET_PATH_BYTES:
+        if self._host is None and len(bytes(path)) <= _MAX_SOCKET_PATH_BYTES:
             self.url = f"unix://{quote(str(path))}"
             address = ["port 0", f"unixsocket {_quoted(path)}", "unixsocketperm 700"]
         else:  # everybody on this machine can reach a port, so it needs a password
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
+            host = self._host or "127.0.0.1"
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                probe.bind((host, 0))
                 port = probe.getsockname()[1]
             password = secrets.token_hex(16)
-            self.url = f"redis://:{password}@127.0.0.1:{port}"
-            address = ["bind 127.0.0.1", f"port {port}", f"requirepass {password}"]
+            self.url = f"redis://:{password}@{f'[{host}]' if ':' in host else host}:{port}"
+            address = [f"bind {host}", f"port {port}", f"requirepass {password}"]
         lines = [
             *address,
             f"dir {_quoted(self._folder)}",

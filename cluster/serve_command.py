@@ -11,6 +11,7 @@ from rich.console import Console
 
 from .byte_size import byte_size_value
 from .progress import ProgressDisplay
+from .resources import PLACEMENTS
 
 DATA_DIR_VARIABLE = "MOTET_DATA_DIR"
 DEFAULT_DATA_DIR = "~/.local/share/motet"
@@ -27,10 +28,35 @@ def tenant_keys(
     return pairs
 
 
+def amounts(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> tuple[tuple[str, float], ...]:
+    """A click callback: each NAME=AMOUNT as a pair. A name may hold slashes and dots, as those of MIG slices do."""
+    pairs = []
+    for value in values:
+        name, _, amount = value.rpartition("=")
+        try:
+            pairs.append((name, float(amount)))
+        except ValueError:
+            name = ""
+        if not name:
+            message = f"{value!r}: NAME=AMOUNT is needed, for example nvidia.com/mig-1g.10gb=1"
+            raise click.BadParameter(message, context, parameter)
+    return tuple(pairs)
+
+
+def labels(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """A click callback: each KEY=VALUE as a pair."""
+    pairs = tuple((key, label) for key, _, label in (value.partition("=") for value in values))
+    if not all(key and label for key, label in pairs):
+        raise click.BadParameter("KEY=VALUE is needed, for example accelerator=l4", context, parameter)
+    return pairs
+
+
 @click.command()
 @click.argument("path_or_id")
 @click.option("--name", default="", help="The base's name in requests. Default: the name of its folder.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; 0.0.0.0 is all.")
+@click.option("--host", help="Address to listen at; 0.0.0.0 is all. Default: 127.0.0.1, and with --address 0.0.0.0.")
 @click.option("--port", default=8000, show_default=True)
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
 @click.option(
@@ -121,10 +147,59 @@ def tenant_keys(
     callback=byte_size_value,
     help="Largest adapter_model.safetensors that is accepted.",
 )
+@click.option(
+    "--address",
+    metavar="HOST:PORT|auto",
+    help="Serve on this running Ray cluster, of which this machine is a node. Default: a private one on this machine.",
+)
+@click.option("--routers", "num_routers", default=1, show_default=True, help="HTTP fronts, spread over the nodes.")
+@click.option("--gang-num-cpus", default=1.0, show_default=True, help="Ray's CPUs that each worker of a gang takes.")
+@click.option("--gang-num-gpus", default=0.0, show_default=True, help="Ray's GPUs, or a share of one, likewise.")
+@click.option(
+    "--resource",
+    "gang_resources",
+    multiple=True,
+    metavar="NAME=AMOUNT",
+    callback=amounts,
+    help="A custom resource that each worker of a gang takes. May be repeated.",
+)
+@click.option(
+    "--node-label",
+    "gang_labels",
+    multiple=True,
+    metavar="KEY=VALUE",
+    callback=labels,
+    help="A label that the nodes of a gang must have. May be repeated.",
+)
+@click.option(
+    "--placement",
+    type=click.Choice(PLACEMENTS),
+    default="strict-pack",
+    show_default=True,
+    help="The workers of a gang: all on one node, on as few as there is room, or on as many as there are.",
+)
+@click.option(
+    "--router-resource",
+    "router_resources",
+    multiple=True,
+    metavar="NAME=AMOUNT",
+    callback=amounts,
+    help="A custom resource that each router takes. May be repeated.",
+)
+@click.option("--replace", is_flag=True, help="With --address: delete a motet that runs there first.")
+@click.option("--wait-for-nodes", is_flag=True, help="With --address: no error where no node has room yet.")
 @click.option("--threads", "num_threads", default=1, show_default=True, help="Threads of the compute library.")
-def serve(path_or_id: str, data_dir: Path, keys: tuple[tuple[str, str], ...], **settings: Any) -> None:
+def serve(
+    path_or_id: str,
+    data_dir: Path,
+    keys: tuple[tuple[str, str], ...],
+    replace: bool,
+    wait_for_nodes: bool,
+    **settings: Any,
+) -> None:
     """Serve a base and its tenants' adapters. PATH_OR_ID is a folder in Hugging Face format or a hub id.
 
+    With --address it becomes an application of a running Ray cluster, and Ctrl-C deletes that again, and no more.
     Prints "ready URL" once it can serve a token, and runs until Ctrl-C.
     """
     # Loaded here because they bring torch or the hub with them, which the other commands do without.
@@ -135,6 +210,8 @@ def serve(path_or_id: str, data_dir: Path, keys: tuple[tuple[str, str], ...], **
 
     console = Console(stderr=True)
     data_dir = data_dir.expanduser().resolve()
+    if settings["address"] is None and (replace or wait_for_nodes):
+        raise click.UsageError("--replace and --wait-for-nodes are about a running cluster: give its --address")
     given_keys = keys or ((DEFAULT_TENANT, secrets.token_urlsafe(24)),)
     try:
         check_data_dir(data_dir)
@@ -146,8 +223,8 @@ def serve(path_or_id: str, data_dir: Path, keys: tuple[tuple[str, str], ...], **
         raise click.ClickException(str(error)) from error
     for warning in warnings:
         click.echo(f"Warning: {warning}", err=True)
-    with deployed(config, console) as deployment:
+    with deployed(config, console, replace=replace, wait_for_nodes=wait_for_nodes) as deployment:
         if not keys:
             click.echo(f"key of tenant {DEFAULT_TENANT}: {given_keys[0][1]}")
-        click.echo(f"ready {config.url}")
+        click.echo(f"ready {deployment.url}")
         deployment.wait()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -240,6 +241,20 @@ def test_a_long_path_gets_a_port_with_a_password(tmp_path: Path, make_server: Ma
             return False
 
     until(has_state, "the state at the same address")
+
+
+def test_an_address_for_other_machines_has_a_password(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path / "redis", host="127.0.0.1")  # as a node's own would be
+    try:
+        url = server.start()
+        assert re.fullmatch(r"redis://:[0-9a-f]{32}@127\.0\.0\.1:\d+", url)
+        with Redis.from_url(url) as client:
+            assert client.ping()
+            assert client.config_get("bind") == {"bind": "127.0.0.1"}
+        with Redis(port=int(url.rsplit(":", 1)[1])) as stranger, pytest.raises(AuthenticationError):
+            stranger.get("a")
+    finally:
+        server.stop()
 
 
 def test_a_path_with_odd_characters(tmp_path: Path, make_server: MakeServer) -> None:

@@ -8,6 +8,9 @@ import threading
 
 _LENGTH = struct.Struct("!Q")
 _MAX_MESSAGE_BYTES = 1 << 30
+# A peer whose host or network is gone is noticed after some 10 s, whether or not it owes an acknowledgement; the kernel
+# answers for a process that computes or hangs, so only deadlines notice that.
+_VANISHED_PEER = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
 
 
 class ConnectionLostError(Exception):
@@ -20,6 +23,9 @@ class Connection:
     def __init__(self, connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _VANISHED_PEER.items():
+            if (option := getattr(socket, name, None)) is not None:  # not every system has all of them
+                connected.setsockopt(socket.IPPROTO_TCP, option, value)
         self._socket = connected
         self._sending = threading.Lock()
 
