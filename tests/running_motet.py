@@ -32,9 +32,9 @@ class RunningMotet:
     def openai(self, tenant: str = "acme") -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=KEYS[tenant], max_retries=0, timeout=60)
 
-    def http(self, tenant: str = "acme") -> httpx.Client:
+    def http(self, tenant: str = "acme", timeout_s: float = 60.0) -> httpx.Client:
         headers = {"Authorization": f"Bearer {KEYS[tenant]}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False)
 
     def upload(self, name: str, folder: Path, tenant: str = "acme") -> httpx.Response:
         config, tensors = folder / "adapter_config.json", folder / "adapter_model.safetensors"
@@ -48,7 +48,18 @@ class RunningMotet:
         return found
 
     def gang_processes(self) -> list[psutil.Process]:
-        return [p for p in self.processes() if "ServeReplica:motet:gang" in _title(p)]
+        """The leaders'; of a gang of one worker that is all."""
+        return self._titled("ServeReplica:motet:gang")
+
+    def worker_processes(self) -> list[psutil.Process]:
+        """Of gangs of several workers."""
+        return self._titled("WorkerActor")
+
+    def router_processes(self) -> list[psutil.Process]:
+        return self._titled("ServeReplica:motet:router")
+
+    def controller_processes(self) -> list[psutil.Process]:
+        return self._titled("ServeController")
 
     def redis_process(self) -> psutil.Process:
         (found,) = [p for p in self.processes() if "redis" in _executable(p) or "valkey" in _executable(p)]
@@ -56,6 +67,9 @@ class RunningMotet:
 
     def processes(self) -> list[psutil.Process]:
         return self.process.children(recursive=True)
+
+    def _titled(self, part: str) -> list[psutil.Process]:
+        return [process for process in self.processes() if part in _title(process)]
 
 
 @contextmanager
