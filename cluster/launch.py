@@ -10,7 +10,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -33,6 +33,7 @@ from .local_serve import (
 from .progress_log import OnEvent, ProgressReader
 from .redis_server import RedisServer
 from .registration import forget_launch_keys, register_launch
+from .rolling_update import updated
 
 STAGE = "starting"  # name of the launcher's own events
 NUM_STAGES = 4
@@ -55,6 +56,10 @@ class Deployment:
 
     def __init__(self) -> None:
         self._config: MotetConfig | None = None  # of what runs
+        self._token = secrets.token_hex(32)  # that routers and gangs share
+        self._max_gangs = 0  # that there is room for
+        self._on_hangup: Callable[[], None] | None = None
+        self._has_hung_up = False
         self._parts = ExitStack()  # ends what was started, the last first, and all of it even if some of it fails
         self._session_path = Path()
         self._handlers: dict[int, Any] = {}
@@ -82,13 +87,35 @@ class Deployment:
                 _log.exception("not everything could be stopped")
             raise
 
-    def wait(self) -> None:
-        """Does not return: a signal raises as the class says, and a server of Ray that has gone raises LaunchError."""
+    def wait(self, on_hangup: Callable[[], None] | None = None) -> None:
+        """Does not return: a signal raises as the class says, and a server of Ray that has gone raises LaunchError.
+
+        `on_hangup` is called at SIGHUP, which then ends nothing.
+        """
+        self._on_hangup = on_hangup
         while True:
+            if self._has_hung_up and on_hangup is not None:
+                self._has_hung_up = False
+                on_hangup()
             _, alive = psutil.wait_procs(self._servers, timeout=POLL_S)
             if len(alive) < len(self._servers):
                 raise LaunchError("a server of Ray has died: motet must be started again")
             time.sleep(POLL_S)
+
+    def update(self, config: MotetConfig) -> None:
+        """Replaces routers and gangs by such with another config, in turn, while they serve. Returns when it is done.
+
+        Raises ConfigError for what only a restart changes, and LaunchError when the new ones do not start: those before
+        are brought back then.
+        """
+        assert self._config is not None, "it runs"
+        running, wanted = self._config, updated(self._config, config, self._max_gangs)
+        try:
+            _run_application(wanted, self._token, None, is_update=True)
+        except LaunchError:
+            _run_application(running, self._token, None, is_update=True)
+            raise
+        self._config = wanted
 
     def stop(self) -> None:
         """Ends every process and removes the session's folder; what is acknowledged is on the disk. Idempotent.
@@ -121,7 +148,7 @@ class Deployment:
         progress_path = self._session_path / "progress"
         try:
             with _followed(progress_path, on_event):
-                _run_application(config, progress_path)
+                _run_application(config, self._token, progress_path)
             on_event(STAGE, 3, NUM_STAGES)
             _wait_until_ready(config.url)
         except LaunchError as error:
@@ -136,6 +163,7 @@ class Deployment:
         self._parts.callback(restore_environment, set_environment(variables))
         children = set(psutil.Process().children())
         self._parts.callback(_shut_ray_down)
+        self._max_gangs = config.scaling.max_gangs
         start_serve(self._session_path, config.port, config.scaling.max_gangs * config.num_cpus_of_a_gang)
         # Ray put a handler before Python's that aborts the process three seconds after a SIGTERM: too soon to stop.
         self._catch_signals()
@@ -157,6 +185,9 @@ class Deployment:
             return
 
         def exit_by_signal(number: int, _frame: FrameType | None) -> None:
+            if number == signal.SIGHUP and self._on_hangup is not None:
+                self._has_hung_up = True
+                return
             raise SystemExit(128 + number)
 
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -174,14 +205,17 @@ def _shut_ray_down() -> None:
     ray.shutdown()
 
 
-def _run_application(config: MotetConfig, progress_path: Path) -> None:
+def _run_application(
+    config: MotetConfig, token: str, progress_path: Path | None, *, is_update: bool = False
+) -> None:
     """Returns when all replicas are up, however long a model takes to load."""
     from ray import serve
 
     from .application import APP, build_application
 
     try:
-        serve.run(build_application(config, secrets.token_hex(32), progress_path), name=APP, route_prefix="/")
+        application = build_application(config, token, progress_path, is_update=is_update)
+        serve.run(application, name=APP, route_prefix="/")
     except RuntimeError as error:
         deployments = serve.status().applications[APP].deployments.items()
         reasons = [

@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 
 from .byte_size import byte_size_value
+from .config_file import RereadableCommand, reread_options, take_defaults
 from .progress import ProgressDisplay
 
 DATA_DIR_VARIABLE = "MOTET_DATA_DIR"
@@ -27,8 +28,16 @@ def tenant_keys(
     return pairs
 
 
-@click.command()
+@click.command(cls=RereadableCommand)
 @click.argument("path_or_id")
+@click.option(
+    "--config",
+    "config_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    is_eager=True,
+    callback=take_defaults,
+    help="A TOML file of options (max-num-sequences = 64). SIGHUP reads it again and rolls out what has changed.",
+)
 @click.option("--name", default="", help="The base's name in requests. Default: the name of its folder.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; 0.0.0.0 is all.")
 @click.option("--port", default=8000, show_default=True)
@@ -116,16 +125,26 @@ def tenant_keys(
     help="Largest adapter_model.safetensors that is accepted.",
 )
 @click.option("--threads", "num_threads", default=1, show_default=True, help="Threads of the compute library.")
-def serve(path_or_id: str, data_dir: Path, keys: tuple[tuple[str, str], ...], **settings: Any) -> None:
+@click.pass_context
+def serve(
+    context: click.Context,
+    path_or_id: str,
+    config_path: Path | None,
+    data_dir: Path,
+    keys: tuple[tuple[str, str], ...],
+    **settings: Any,
+) -> None:
     """Serve a base and its tenants' adapters. PATH_OR_ID is a folder in Hugging Face format or a hub id.
 
-    Prints "ready URL" once it can serve a token, and runs until Ctrl-C.
+    Prints "ready URL" once it can serve a token, and runs until Ctrl-C. With --config, SIGHUP replaces routers and gangs
+    by such with the file's new settings while they serve, and "updated" or the reason why not is printed.
     """
     # Loaded here because they bring torch or the hub with them, which the other commands do without.
     from .config import MotetConfig
     from .foreground import deployed
+    from .launch import LaunchError
     from .model_source import ModelUnavailable, resolve_model
-    from .preflight import check_data_dir, check_settings
+    from .preflight import check_data_dir, check_settings, check_sizes
 
     console = Console(stderr=True)
     data_dir = data_dir.expanduser().resolve()
@@ -140,8 +159,24 @@ def serve(path_or_id: str, data_dir: Path, keys: tuple[tuple[str, str], ...], **
         raise click.ClickException(str(error)) from error
     for warning in warnings:
         click.echo(f"Warning: {warning}", err=True)
+
+    def update() -> None:
+        try:
+            given = reread_options(context)
+            del given["path_or_id"], given["config_path"]
+            given |= {"data_dir": given["data_dir"].expanduser().resolve(), "keys": given["keys"] or given_keys}
+            wanted = MotetConfig.from_environment(model_path=model_path, **given)
+            check_sizes(wanted)
+            deployment.update(wanted)
+        except click.ClickException as error:
+            click.echo(f"not updated: {error.format_message()}")
+        except (LaunchError, ValueError) as error:
+            click.echo(f"not updated: {error}")
+        else:
+            click.echo("updated")
+
     with deployed(config, console) as deployment:
         if not keys:
             click.echo(f"key of tenant {DEFAULT_TENANT}: {given_keys[0][1]}")
         click.echo(f"ready {config.url}")
-        deployment.wait()
+        deployment.wait(None if config_path is None else update)
