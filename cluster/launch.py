@@ -205,9 +205,7 @@ def _shut_ray_down() -> None:
     ray.shutdown()
 
 
-def _run_application(
-    config: MotetConfig, token: str, progress_path: Path | None, *, is_update: bool = False
-) -> None:
+def _run_application(config: MotetConfig, token: str, progress_path: Path | None, *, is_update: bool = False) -> None:
     """Returns when all replicas are up, however long a model takes to load."""
     from ray import serve
 

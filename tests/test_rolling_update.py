@@ -151,7 +151,9 @@ def test_no_request_fails_while_routers_and_gangs_are_replaced(motet: RunningMot
     load = Load(motet)
     started = time.monotonic()
     load.run(undisturbed, change)
-    print(f"{sum(load.num_answered.values())} requests of {dict(load.num_answered)} in {time.monotonic() - started:.0f} s")
+    print(
+        f"{sum(load.num_answered.values())} requests of {dict(load.num_answered)} in {time.monotonic() - started:.0f} s"
+    )
     eventually(lambda: not any(process.is_running() for process in processes), timeout_s=60)
     after = motet.status()["gangs"]
     assert len(before) == len(after) == 2
@@ -168,7 +170,7 @@ def test_settings_that_cannot_change_are_refused_and_all_goes_on(motet: RunningM
     gangs = {gang["gang_id"] for gang in motet.status()["gangs"]}
     good = settings.read_text()
     for line, reason in (
-        ('tensor-parallel = 2', "tensor_parallel = 2: only a restart changes this"),
+        ("tensor-parallel = 2", "tensor_parallel = 2: only a restart changes this"),
         ("max-gangs = 3", "max_gangs = 3: at most 2 is accepted until a restart"),
         ("gang = 3", "gang: known are"),
         ("max-gangs =", "cannot be read"),
