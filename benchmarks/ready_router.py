@@ -62,7 +62,14 @@ class HandleDispatcher:
         self._last_id = 0
 
     def submit(
-        self, prompt_token_ids: list[int], sampling: SamplingParams, tenant: str, adapter: AdapterRef | None
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        tenant: str,
+        adapter: AdapterRef | None,
+        *,
+        key: str = "",
+        is_resumed: bool = False,
     ) -> HandleStream:
         self._last_id += 1
         request = SequenceRequest(

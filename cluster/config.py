@@ -68,6 +68,7 @@ class MotetConfig:
     gang_wait_s: float = 30.0  # how long a sequence waits while no gang is connected: long enough to replace one
     cold_start_wait_s: float = 600.0  # the same where min_gangs is 0: long enough to start one on a new machine
     drain_s: float = 5.0  # how long a gang that is told to stop goes on with what it serves, before it hands it over
+    orphan_s: float = 60.0  # how long a gang goes on with sequences whose router was lost: long enough to replace it
     router_drain_s: float = 600.0  # how long a router that is told to stop goes on: its clients' streams end with it
     max_upload_bytes: int = 2 << 30
     max_body_bytes: int = 16 << 20
@@ -89,7 +90,7 @@ class MotetConfig:
             raise ConfigError("host", self.host, "an address of this machine is needed; 0.0.0.0 is all of them")
         if not isinstance(self.num_routers, int) or self.num_routers < 1:
             raise ConfigError("num_routers", self.num_routers, "a positive integer is needed")
-        for key in ("gang_num_cpus", "gang_wait_s", "cold_start_wait_s", "drain_s", "router_drain_s"):
+        for key in ("gang_num_cpus", "gang_wait_s", "cold_start_wait_s", "drain_s", "orphan_s", "router_drain_s"):
             if not getattr(self, key) >= 0:
                 raise ConfigError(key, getattr(self, key), "zero or a positive number is needed")
         _check_keys(self.keys)

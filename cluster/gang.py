@@ -17,6 +17,7 @@ import ray
 from ..workers.config import EngineConfig
 from ..workers.engine_builder import build_engine_loop
 from ..workers.frame_server import FrameServer
+from ..workers.sequence_journal import JournalConfig
 from .gang_directory import ADDRESS
 from .gang_stats import gang_stats
 from .gang_workers import RayWorkers
@@ -30,7 +31,7 @@ class GangReplica:
     """Serves one engine to the routers. Tokens do not pass through Serve, which only keeps the replica alive."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: EngineConfig, token: str, drain_s: float, progress_path: Path | None
+        self, config: EngineConfig, token: str, drain_s: float, orphan_s: float, progress_path: Path | None
     ) -> None:
         """`token`: the cluster's secret. `progress_path`: where to tell how far the engine's building is."""
         configure_replica_logging()
@@ -43,7 +44,7 @@ class GangReplica:
         spawn = None if workers is None else workers.spawn
         engine = await asyncio.to_thread(build_engine_loop, config, on_progress, spawn, host)
         info = msgspec.structs.replace(engine.info, gang_id=secrets.token_hex(4))
-        self._server = FrameServer(engine, info, token)
+        self._server = FrameServer(engine, info, token, JournalConfig(orphan_s=orphan_s))
         self._address = await self._server.start(host)
         _log.info("gang %s serves %s at %s", info.gang_id, info.model, self._address)
 

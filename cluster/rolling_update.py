@@ -26,6 +26,7 @@ CHANGEABLE = frozenset(
         "gang_wait_s",
         "cold_start_wait_s",
         "drain_s",
+        "orphan_s",
         "router_drain_s",
         "max_upload_bytes",
         "max_body_bytes",

@@ -136,8 +136,8 @@ def serve(
 ) -> None:
     """Serve a base and its tenants' adapters. PATH_OR_ID is a folder in Hugging Face format or a hub id.
 
-    Prints "ready URL" once it can serve a token, and runs until Ctrl-C. With --config, SIGHUP replaces routers and gangs
-    by such with the file's new settings while they serve, and "updated" or the reason why not is printed.
+    Prints "ready URL" once it can serve a token, and runs until Ctrl-C. With --config, SIGHUP reads the file again and
+    replaces routers and gangs whose settings have changed, while they serve; then it prints "updated", or why not.
     """
     # Loaded here because they bring torch or the hub with them, which the other commands do without.
     from .config import MotetConfig

@@ -6,6 +6,8 @@ serve comes to further gangs, and a rare one stays where it is. Among gangs that
 takes the same one without talking to the others: the adapter's first in rendezvous order. That keeps a new adapter's
 first requests together, and lets copies that a busy hour made fall idle and be evicted once it is over.
 
+A sequence that was begun before goes where it was kept, whatever the queue there: all that it needs is there already.
+
 Shared prefixes are no criterion: gangs keep no prefix of one sequence for another.
 """
 
@@ -61,6 +63,7 @@ class GangView:
     num_queued_tokens: int  # to compute before a new sequence's turn
     num_sequences: int
     costs: GangCosts
+    has_sequence: bool = False  # holds the request's sequence, begun for a router that was lost
 
     def crowd_s(self, num_shared_steps: int) -> float:
         """What those who are there cost a new sequence: the wait for its turn, and longer steps from then on."""
@@ -81,6 +84,9 @@ def choose_gang(request: RoutingRequest, gangs: Sequence[GangView], config: Rout
     """
     if not gangs:
         return None
+    kept = [gang.key for gang in gangs if gang.has_sequence]
+    if kept:
+        return min(kept)
     crowds_s = {gang.key: gang.crowd_s(config.num_shared_steps) for gang in gangs}
     if request.digest is None:
         own_s = request.num_tokens * min(gang.costs.s_per_queued_token for gang in gangs)

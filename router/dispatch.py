@@ -3,7 +3,8 @@
 `Dispatcher` and `SequenceStream` are what request handlers are written against; `FleetDispatcher` is the one that
 talks to gangs. A sequence outlives its gang: when that dies or is told to go, the sequence goes on at another one from
 its prompt and the tokens so far, and its reader notices a pause. One that finds no gang connected waits for one a
-bounded time.
+bounded time. One that its client comes back for, after the loss of a router, goes to the gang that has kept it; the
+news of which gang that is may take a moment, for which it waits.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
+from hashlib import blake2b
 from typing import Protocol
 
 import msgspec
@@ -34,6 +36,10 @@ MAX_PARKED = 1024  # sequences that wait for a gang
 # One that never had a token is the likelier culprit, so those that got on until it came outlive it.
 MAX_LOSSES_BEFORE_BEGUN = 2
 MAX_LOSSES = 3
+# Gangs that died before they told that the sequence had reached them are not its victims. But one that kills whoever
+# gets it faster than that can be told must come to an end as well.
+MAX_VAIN_TRIES = 10
+NEWS_WAIT_S = 0.5  # for the gang that holds a sequence to say so
 
 _log = logging.getLogger(__name__)
 
@@ -55,9 +61,20 @@ class Dispatcher(Protocol):
         """How often a sequence has gone on at another gang, or waited for one, because it lost its own."""
 
     def submit(
-        self, prompt_token_ids: list[int], sampling: SamplingParams, tenant: str, adapter: AdapterRef | None
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        tenant: str,
+        adapter: AdapterRef | None,
+        *,
+        key: str = "",
+        is_resumed: bool = False,
     ) -> SequenceStream:
-        """Starts a sequence. A missing gang is no exception but an update with error "gang_lost" or "overloaded"."""
+        """Starts a sequence. A missing gang is no exception but an update with error "gang_lost" or "overloaded".
+
+        `key`: a name by which any router can ask for it again (`is_resumed`), and gets all its tokens from the first
+        one on. Without a seed its draws follow from its key; without either they are random.
+        """
 
     def gang(self) -> GangInfo | None:
         """Facts of a connected gang; None: none is connected."""
@@ -84,10 +101,11 @@ class FleetDispatcher:
 
         `adapter_pages`: that an adapter takes in a gang's pool.
         """
-        self._fleet = Fleet(token, RoutingConfig(), adapter_pages, self._send_parked, self._lost)
+        self._fleet = Fleet(token, RoutingConfig(), adapter_pages, self._connected, self._lost, self._send_found)
         self._gang_wait_s = gang_wait_s
         self._on_wait = on_wait
         self._parked: dict[OpenSequence, asyncio.TimerHandle] = {}  # in order of arrival
+        self._sought: dict[OpenSequence, asyncio.TimerHandle] = {}  # wait for news of the gang that holds them
         self._closed = False
         self._num_resumed = 0
 
@@ -101,10 +119,17 @@ class FleetDispatcher:
         self._fleet.update(addresses)
 
     def submit(
-        self, prompt_token_ids: list[int], sampling: SamplingParams, tenant: str, adapter: AdapterRef | None
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        tenant: str,
+        adapter: AdapterRef | None,
+        *,
+        key: str = "",
+        is_resumed: bool = False,
     ) -> OpenSequence:
         if sampling.seed is None:  # drawn here, so that another gang would go on with the same draws
-            sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
+            sampling = msgspec.structs.replace(sampling, seed=_seed_of(key) if key else secrets.randbits(63))
         sequence = OpenSequence(
             SequenceRequest(
                 sequence_id=0,  # each connection gives it one
@@ -112,9 +137,14 @@ class FleetDispatcher:
                 sampling=sampling,
                 tenant=tenant,
                 adapter=adapter,
-            )
+                key=key,
+            ),
+            is_resumed=is_resumed,
         )
-        self._send(sequence)
+        if is_resumed and not self._fleet.holds(key):
+            self._seek(sequence)
+        else:
+            self._send(sequence)
         return sequence
 
     def gang(self) -> GangInfo | None:
@@ -143,12 +173,17 @@ class FleetDispatcher:
         self._closed = True
         for sequence in list(self._parked):
             self._give_up(sequence, "this router is shutting down")
+        for sequence in list(self._sought):
+            self._stop_seeking(sequence)
+            sequence.on_cancel = None
+            sequence.fail("gang_lost", "this router is shutting down")
         await self._fleet.close()
 
     def _send(self, sequence: OpenSequence) -> None:
         if self._fleet.submit(sequence):
             return
-        if len(self._parked) >= MAX_PARKED and not sequence.has_begun:
+        has_begun = sequence.has_begun or sequence.is_resumed
+        if len(self._parked) >= MAX_PARKED and not has_begun:
             sequence.fail("overloaded", f"no gang is connected and {MAX_PARKED} requests wait for one; try again later")
         else:
             self._park(sequence)
@@ -161,6 +196,9 @@ class FleetDispatcher:
                 sequence.fail("gang_lost", "this router is shutting down")
             elif sequence.num_losses >= limit:
                 message = f"{limit} gangs were lost with this request before its next token, the last one to: {reason}"
+                sequence.fail("gang_lost", message)
+            elif sequence.num_vain_tries >= MAX_VAIN_TRIES:
+                message = f"{MAX_VAIN_TRIES} gangs were lost as this request came to them, the last one to: {reason}"
                 sequence.fail("gang_lost", message)
             else:
                 self._num_resumed += 1
@@ -181,9 +219,37 @@ class FleetDispatcher:
         sequence.on_cancel = None
         sequence.fail("gang_lost", message)
 
+    def _seek(self, sequence: OpenSequence) -> None:
+        """Sends it when its gang tells that it has it, and anywhere if that takes too long."""
+        timer = asyncio.get_running_loop().call_later(NEWS_WAIT_S, self._end_search, sequence)
+        self._sought[sequence] = timer
+        sequence.on_cancel = partial(self._stop_seeking, sequence)
+
+    def _stop_seeking(self, sequence: OpenSequence) -> None:
+        self._sought.pop(sequence).cancel()
+
+    def _end_search(self, sequence: OpenSequence) -> None:
+        self._stop_seeking(sequence)
+        sequence.on_cancel = None
+        self._send(sequence)
+
+    def _send_found(self) -> None:
+        """A gang has told what it holds."""
+        for sequence in [one for one in self._sought if self._fleet.holds(one.request.key)]:
+            self._end_search(sequence)
+
+    def _connected(self) -> None:
+        self._send_found()
+        self._send_parked()
+
     def _send_parked(self) -> None:
         if not self._fleet.connected:
             return  # the one that connected has just been told to go
         for sequence in list(self._parked):
             self._unpark(sequence)
             self._send(sequence)
+
+
+def _seed_of(key: str) -> int:
+    """63 bits that every router derives alike, and that look random."""
+    return int.from_bytes(blake2b(key.encode(), digest_size=8).digest()) >> 1

@@ -22,8 +22,11 @@ class Fleet:
         adapter_pages: Callable[[AdapterRef], int],
         on_connect: Callable[[], None],
         on_lost: Callable[[list[OpenSequence], str], None],
+        on_orphans: Callable[[], None] = lambda: None,
     ) -> None:
         """`adapter_pages`: that an adapter takes in a gang's pool. `on_connect`: one more gang can be chosen.
+
+        `on_orphans`: a gang has begun to hold sequences for whoever asks.
 
         `on_lost`: sequences whose gang was lost, and why.
         """
@@ -32,6 +35,7 @@ class Fleet:
         self._adapter_pages = adapter_pages
         self._on_connect = on_connect
         self._on_lost = on_lost
+        self._on_orphans = on_orphans
         self._connections: dict[str, LeaderConnection] = {}
 
     def update(self, addresses: Mapping[str, str]) -> None:
@@ -42,7 +46,9 @@ class Fleet:
         for key in self._connections.keys() - addresses.keys():
             self._connections.pop(key).retire()
         for key in addresses.keys() - self._connections.keys():
-            connection = LeaderConnection(addresses[key], self._token, self._routing, self._on_connect, self._on_lost)
+            connection = LeaderConnection(
+                addresses[key], self._token, self._routing, self._on_connect, self._on_lost, self._on_orphans
+            )
             self._connections[key] = connection
             connection.start()
 
@@ -50,6 +56,10 @@ class Fleet:
     def connected(self) -> list[LeaderConnection]:
         """Those that take sequences now."""
         return [connection for connection in self._connections.values() if connection.info is not None]
+
+    def holds(self, sequence_key: str) -> bool:
+        """One of the connected gangs has the sequence with this key, for whoever asks."""
+        return any(connection.known.holds(sequence_key) for connection in self.connected)
 
     def submit(self, sequence: OpenSequence) -> bool:
         """Sends the sequence to the gang that suits it best; False, and nothing done, while no gang is connected."""
@@ -61,7 +71,7 @@ class Fleet:
             random.getrandbits(32),
         )
         views = [
-            connection.known.view(key, request.digest)
+            connection.known.view(key, request.digest, sequence.request.key)
             for key, connection in self._connections.items()
             if connection.info is not None
         ]

@@ -14,6 +14,7 @@ from .metrics import Metrics
 from .openai_answers import Usage
 from .sampling import seeded
 from .stop_strings import StopStrings
+from .stream_position import wrong_position
 from .text import TextService
 
 _LOST = SequenceError("internal", "the sequence ended without saying why")
@@ -44,10 +45,15 @@ class GenerationRequest:
     stop: StopStrings
     keep_token_ids: bool
     keep_logprobs: bool
+    key: str = ""  # of the answer; empty: nobody can come back for its sequences
+    num_seen: Sequence[int] = ()  # tokens of each choice that the client had before it came back; empty: it is new
 
 
 class Generation:
-    """Submits a request's sequences at the first `updates()`, and cancels what is unfinished at `cancel()`."""
+    """What a client had before is computed again or fetched, and goes through the same folds without being shown: what
+    a choice shows after k tokens follows from these k tokens alone.
+
+    Submits a request's sequences at the first `updates()`, and cancels what is unfinished at `cancel()`."""
 
     def __init__(
         self, request: GenerationRequest, dispatcher: Dispatcher, text: TextService, metrics: Metrics, started_at: float
@@ -66,6 +72,7 @@ class Generation:
         ]
         self._dispatcher = dispatcher
         self._metrics = metrics
+        self._num_seen = request.num_seen or [0] * len(self.choices)
         self._updated_at = [started_at] * len(self.choices)
         self._num_unfinished = len(self.choices)
         self._streams: list[SequenceStream] = []
@@ -79,9 +86,12 @@ class Generation:
         self._submit()
         source = self._merged() if len(self._streams) > 1 else _numbered(self._streams[0])
         async for index, update in source:
-            if self.choices[index].finish_reason is not None:
+            choice = self.choices[index]
+            if choice.finish_reason is not None:
                 continue  # after a stop string
-            if update.token_ids or update.finish_reason is not None:
+            if choice.num_tokens < self._num_seen[index]:
+                update = self._take_seen(index, update)
+            if choice.finish_reason is None and (update.token_ids or update.finish_reason is not None):
                 yield index, update
             if update.error is not None:
                 raise SequenceFailedError(update.error)
@@ -91,10 +101,23 @@ class Generation:
 
     def take(self, index: int, update: SequenceUpdate) -> Delta:
         """What the update lets the client see."""
+        num_tokens = self.choices[index].num_tokens
+        delta = self._fold(index, update)
+        self._observe(index, self.choices[index].num_tokens - num_tokens, is_first=num_tokens == 0)
+        return delta
+
+    def _take_seen(self, index: int, update: SequenceUpdate) -> SequenceUpdate:
+        """Folds what of an update the client has had; returns the rest. Raises a 400 if there never was so much."""
+        choice, num_seen = self.choices[index], self._num_seen[index]
+        seen, rest = _split(update, num_seen - choice.num_tokens)
+        self._fold(index, seen)
+        if choice.finish_reason is not None and choice.num_tokens < num_seen:
+            raise wrong_position(f"choice {index} ends after {choice.num_tokens} tokens, and it tells of {num_seen}.")
+        return rest
+
+    def _fold(self, index: int, update: SequenceUpdate) -> Delta:
         choice = self.choices[index]
-        num_tokens = choice.num_tokens
         delta = choice.fold(update)
-        self._observe(index, choice.num_tokens - num_tokens, is_first=num_tokens == 0)
         if choice.finish_reason is not None:
             self._num_unfinished -= 1
             if update.finish_reason is None:
@@ -109,9 +132,14 @@ class Generation:
             if choice.finish_reason is None:
                 stream.cancel()
 
+    @property
+    def num_tokens(self) -> list[int]:
+        """Of each choice, up to which everything is the client's once it has all deltas so far."""
+        return [max(c.num_tokens, num_seen) for c, num_seen in zip(self.choices, self._num_seen, strict=True)]
+
     def usage(self) -> Usage:
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self.request.prompts)
-        completion_tokens = sum(choice.num_tokens for choice in self.choices)
+        completion_tokens = sum(self.num_tokens)
         return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
 
     def _submit(self) -> None:
@@ -121,7 +149,14 @@ class Generation:
             for number in range(request.n):
                 sampling = seeded(prompt.sampling, number)
                 self._streams.append(
-                    self._dispatcher.submit(prompt.token_ids, sampling, request.tenant, request.adapter)
+                    self._dispatcher.submit(
+                        prompt.token_ids,
+                        sampling,
+                        request.tenant,
+                        request.adapter,
+                        key=f"{request.key}/{len(self._streams)}" if request.key else "",
+                        is_resumed=bool(request.num_seen),
+                    )
                 )
 
     async def _merged(self) -> AsyncIterator[tuple[int, SequenceUpdate]]:
@@ -137,6 +172,17 @@ class Generation:
         histogram.observe(now - self._updated_at[index])
         self._updated_at[index] = metrics.last_token_at = now
         metrics.num_completion_tokens += num_tokens
+
+
+def _split(update: SequenceUpdate, num_tokens: int) -> tuple[SequenceUpdate, SequenceUpdate]:
+    """The update's first tokens, with the end if it comes with them, and the rest."""
+    sequence_id, token_ids, logprobs = update.sequence_id, update.token_ids, update.logprobs
+    if len(token_ids) <= num_tokens:
+        seen = SequenceUpdate(sequence_id, token_ids, logprobs, update.finish_reason)
+        return seen, SequenceUpdate(sequence_id, error=update.error)
+    before, after = (None, None) if logprobs is None else (logprobs[:num_tokens], logprobs[num_tokens:])
+    rest = SequenceUpdate(sequence_id, token_ids[num_tokens:], after, update.finish_reason, update.error)
+    return SequenceUpdate(sequence_id, token_ids[:num_tokens], before), rest
 
 
 async def _numbered(stream: SequenceStream) -> AsyncIterator[tuple[int, SequenceUpdate]]:

@@ -2,6 +2,7 @@
 
 An ASGI response of its own, because every token passes here: one event a step goes straight to the server. The status
 waits for the first update, so that an early failure has the right one. A client that goes away cancels the sequences.
+Each event has an id that says how far the stream is with it; a client that comes back with it gets what follows.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .generation import Generation, SequenceFailedError
 from .metrics import Metrics
 from .openai_answers import ChunkUsage
 from .openai_errors import ApiError, from_sequence_error, internal_error
+from .stream_position import AT_USAGE, StreamPosition, event_id, wrong_position
 
 CLIENT_CLOSED_REQUEST: Final = 499  # nobody sees it but the metrics
 
@@ -37,10 +39,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StreamStyle:
-    """How events are told to be."""
+    """How events are told to be, and where they begin."""
 
+    response_id: str
     include_usage: bool = False
     usage_in_every_chunk: bool = False
+    position: StreamPosition | None = None  # of a client that has come back
 
 
 class GenerationResponse:
@@ -83,6 +87,8 @@ class GenerationResponse:
             return
         except SequenceFailedError as failure:
             error = from_sequence_error(failure.error)
+        except ApiError as refusal:
+            error = refusal
         except OSError:  # of a server that says so when the client is gone
             return
         except Exception:
@@ -106,22 +112,38 @@ class GenerationResponse:
         generation, shape = self._generation, self._shape
         async with aclosing(generation.updates()) as updates:
             async for index, update in updates:
+                if not self._has_started and style.position is not None and style.position.has_usage:
+                    raise wrong_position("it tells of the answer's end, and the answer goes on.")
                 delta = generation.take(index, update)
                 usage = self._chunk_usage(style)
-                opening = b"" if self._has_started else await self._start_events(send, usage)
+                opening = b"" if self._has_started else await self._start_events(send, usage, style)
                 if not delta.is_empty:
-                    await _send_body(send, opening + _event(shape.chunk(index, delta, usage)))
+                    line = event_id(style.response_id, generation.num_tokens)
+                    await _send_body(send, opening + line + _event(shape.chunk(index, delta, usage)))
                 elif opening:
                     await _send_body(send, opening)
-        closing = _event(shape.closing(generation.usage())) if style.include_usage else b""
-        await _send_body(send, closing + b"data: [DONE]\n\n", more=False)
+        ending = b"" if self._has_started else await self._start_events(send, self._chunk_usage(style), style)
+        if style.include_usage and not (style.position is not None and style.position.has_usage):
+            ending += event_id(style.response_id, generation.num_tokens, AT_USAGE)
+            ending += _event(shape.closing(generation.usage()))
+        await _send_body(send, ending + b"data: [DONE]\n\n", more=False)
 
-    async def _start_events(self, send: Send, usage: ChunkUsage) -> bytes:
-        """Sends the headers. Returns the first events."""
+    async def _start_events(self, send: Send, usage: ChunkUsage, style: StreamStyle) -> bytes:
+        """Sends the headers. Returns the first events, as far as the client has not had them."""
         self.status_code = 200
         self._has_started = True
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        return b"".join(map(_event, self._shape.opening(usage)))
+        none_yet = [0] * len(self._generation.choices)
+        chunks = self._shape.opening(usage)
+        suffixes = [*range(1, len(chunks)), ""]  # the last one has none: nothing but tokens follows
+        events = [
+            event_id(style.response_id, none_yet, suffix) + _event(chunk)
+            for suffix, chunk in zip(suffixes, chunks, strict=False)
+        ]
+        if style.position is None:
+            return b"".join(events)
+        num_had = style.position.num_openings
+        return b"" if num_had is None else b"".join(events[num_had:])
 
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         """As the answer, or as the last event of a stream: without [DONE], so that nobody takes it for whole."""

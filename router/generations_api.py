@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 import time
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -25,7 +25,9 @@ from .json_body import read_json
 from .metrics import Metrics
 from .openai_errors import invalid_value, unsupported
 from .openai_schema import ChatRequest, CompletionRequest, GenerationFields
+from .response_id import fingerprint_of, new_response_id
 from .sampling import check_length, sampling_params, stop_strings
+from .stream_position import LAST_EVENT_ID, StreamPosition, parse_position, wrong_position
 from .tenants.auth import tenant_of
 from .text import TextService
 from .unsupported_fields import refuse_unsupported
@@ -57,6 +59,7 @@ class GenerationsApi:
         started_at = time.perf_counter()
         tenant = tenant_of(http, self._view)
         request = await read_json(http, _COMPLETION, self._config.max_body_bytes)
+        position = _position(http, request)
         adapter = self._admit(request, tenant)
         if request.echo and request.logprobs is not None:
             raise unsupported("echo", "the prompt's log probabilities are not computed; leave echo or logprobs out.")
@@ -72,20 +75,23 @@ class GenerationsApi:
         ]
         echoes = await self._text.decode_all(token_lists) if request.echo else [""] * len(token_lists)
         n = request.n or 1
+        generation = self._generation(request, prompts, tenant, adapter)
+        head = self._head("cmpl-", request, generation, position)
         shape = CompletionAnswer(
-            _head("cmpl-", request),
+            head,
             self._text.token_bytes,
             echoes=[echo for echo in echoes for _ in range(n)],
             prompts=[ids for ids in token_lists for _ in range(n)],
             with_logprobs=request.logprobs is not None,
             with_token_ids=bool(request.return_token_ids),
         )
-        return self._response(request, prompts, tenant, adapter, shape, started_at)
+        return self._response(request, generation, head, position, shape, started_at)
 
     async def chat(self, http: Request) -> GenerationResponse:
         started_at = time.perf_counter()
         tenant = tenant_of(http, self._view)
         request = await read_json(http, _CHAT, self._config.max_body_bytes)
+        position = _position(http, request)
         adapter = self._admit(request, tenant)
         if request.echo:
             raise unsupported("echo", "a chat's prompt is not repeated; leave it out.")
@@ -97,15 +103,17 @@ class GenerationsApi:
         max_tokens = request.max_completion_tokens or request.max_tokens
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
         prompt = self._prompt(request, token_ids, "messages", max_tokens, num_logprobs)
+        generation = self._generation(request, [prompt], tenant, adapter)
+        head = self._head("chatcmpl-", request, generation, position)
         shape = ChatAnswer(
-            _head("chatcmpl-", request),
+            head,
             self._text.token_bytes,
             num_choices=request.n or 1,
             prompt=token_ids,
             with_logprobs=bool(request.logprobs),
             with_token_ids=bool(request.return_token_ids),
         )
-        return self._response(request, [prompt], tenant, adapter, shape, started_at)
+        return self._response(request, generation, head, position, shape, started_at)
 
     def _admit(self, request: GenerationFields, tenant: str) -> AdapterRef | None:
         """What the model's name means; None: the base. Raises for what is refused before anything is computed."""
@@ -136,46 +144,95 @@ class GenerationsApi:
         )
         return Prompt(token_ids, sampling)
 
+    def _generation(
+        self, request: GenerationFields, prompts: list[Prompt], tenant: str, adapter: AdapterRef | None
+    ) -> GenerationRequest:
+        return GenerationRequest(
+            prompts=prompts,
+            n=request.n or 1,
+            tenant=tenant,
+            adapter=adapter,
+            stop=stop_strings(request),
+            keep_token_ids=bool(request.return_token_ids),
+            keep_logprobs=prompts[0].sampling.num_logprobs is not None,
+        )
+
+    def _head(
+        self, prefix: str, request: GenerationFields, generation: GenerationRequest, position: StreamPosition | None
+    ) -> AnswerHead:
+        """Of a new answer, or of the one that the client has come back for. Raises a 400 if that is another one."""
+        asked = fingerprint_of(
+            generation.tenant,
+            None if generation.adapter is None else generation.adapter.digest,
+            generation.prompts,
+            generation.n,
+            generation.stop,
+            generation.keep_token_ids,
+        )
+        if position is None:
+            response_id = new_response_id(prefix, int(time.time()), asked)
+        else:
+            response_id = position.response_id
+            if (response_id.prefix, response_id.fingerprint) != (prefix, asked):
+                raise wrong_position(
+                    "it is of an answer to another request: send the same body with it. A model's name that has moved "
+                    "on to another version since asks for something else, too."
+                )
+            self._check_position(position, generation)
+        return AnswerHead(str(response_id), response_id.created, request.model)
+
+    def _check_position(self, position: StreamPosition, generation: GenerationRequest) -> None:
+        """Raises a 400 for what the request's choices cannot have come to."""
+        context = self._base.gang().max_model_len
+        limits = [
+            context - len(prompt.token_ids) if prompt.sampling.max_tokens is None else prompt.sampling.max_tokens
+            for prompt in generation.prompts
+            for _ in range(generation.n)
+        ]
+        if len(position.num_tokens) != len(limits):
+            told = len(position.num_tokens)
+            raise wrong_position(f"it tells of {told} choices, and the request has {len(limits)}.")
+        for index, (num_tokens, limit) in enumerate(zip(position.num_tokens, limits, strict=True)):
+            if num_tokens > limit:
+                raise wrong_position(f"it tells of {num_tokens} tokens of choice {index}, which has at most {limit}.")
+
     def _response(
         self,
         request: GenerationFields,
-        prompts: list[Prompt],
-        tenant: str,
-        adapter: AdapterRef | None,
+        generation: GenerationRequest,
+        head: AnswerHead,
+        position: StreamPosition | None,
         shape: AnswerShape,
         started_at: float,
     ) -> GenerationResponse:
-        generation = Generation(
-            GenerationRequest(
-                prompts=prompts,
-                n=request.n or 1,
-                tenant=tenant,
-                adapter=adapter,
-                stop=stop_strings(request),
-                keep_token_ids=bool(request.return_token_ids),
-                keep_logprobs=prompts[0].sampling.num_logprobs is not None,
-            ),
-            self._dispatcher,
-            self._text,
-            self._metrics,
-            started_at,
-        )
-        return GenerationResponse(generation, shape, _stream_style(request), self._metrics)
+        style = _stream_style(request, head.id, position)
+        if style is not None:
+            num_seen = () if position is None else position.num_tokens
+            generation = replace(generation, key=head.id, num_seen=num_seen)
+            self._metrics.num_resumed_streams += position is not None
+        running = Generation(generation, self._dispatcher, self._text, self._metrics, started_at)
+        return GenerationResponse(running, shape, style, self._metrics)
 
 
-def _stream_style(request: GenerationFields) -> StreamStyle | None:
+def _position(http: Request, request: GenerationFields) -> StreamPosition | None:
+    """How far the client had come before it came back; None: it is new. Raises a 400."""
+    told = http.headers.get(LAST_EVENT_ID)
+    if not told:
+        return None
+    if not request.stream:
+        raise wrong_position("it is only allowed with stream: true.")
+    return parse_position(told)
+
+
+def _stream_style(request: GenerationFields, response_id: str, position: StreamPosition | None) -> StreamStyle | None:
     if not request.stream:
         return None
     options = request.stream_options
-    if options is None or not options.include_usage:
-        return StreamStyle()
-    return StreamStyle(include_usage=True, usage_in_every_chunk=bool(options.continuous_usage_stats))
+    include_usage = options is not None and bool(options.include_usage)
+    in_every_chunk = options is not None and include_usage and bool(options.continuous_usage_stats)
+    return StreamStyle(response_id, include_usage, in_every_chunk, position)
 
 
 def _completion_length(asked: int | None, left: int) -> int:
     """What was asked for; else OpenAI's default of this route, or what the context has left if that is less."""
     return max(min(_DEFAULT_COMPLETION_TOKENS, left), 1) if asked is None else asked
-
-
-def _head(prefix: str, request: GenerationFields) -> AnswerHead:
-    return AnswerHead(prefix + secrets.token_hex(12), int(time.time()), request.model)

@@ -2,7 +2,8 @@
 
 There is one writer and one reader, since concurrent writes to a gRPC stream may hang; what sequences have to say while
 a write is under way goes out together in the next message. The connection is made again, with growing pauses, for as
-long as the leader is wanted. When it breaks, or the leader hands its sequences over, all on it are given back at once.
+long as the leader is wanted. When it breaks, or the leader hands its sequences over, all on it are given back. Those
+with a key are held back for a moment: a leader that is still there has kept them, and they go on where they are.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ..workers.messages import (
     SequenceError,
     Submit,
 )
+from .adrift import Adrift, Castaway
 from .affinity import RoutingConfig, RoutingRequest
 from .known_gang import KnownGang
 from .open_sequence import OpenSequence
@@ -76,8 +78,12 @@ class LeaderConnection:
         routing: RoutingConfig,
         on_connect: Callable[[], None],
         on_lost: Callable[[list[OpenSequence], str], None],
+        on_orphans: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_lost` gets the unfinished sequences of a connection that ended, and the reason."""
+        """`on_lost` gets the unfinished sequences of a connection that ended, and the reason.
+
+        `on_orphans`: the leader has begun to hold sequences for whoever asks.
+        """
         self.address = address
         self.info: GangInfo | None = None  # None: not connected
         self.known = KnownGang(routing)
@@ -86,6 +92,10 @@ class LeaderConnection:
         self._routing = routing
         self._on_connect = on_connect
         self._on_lost = on_lost
+        self._on_orphans = on_orphans
+        self._adrift = Adrift(self._lose)
+        self._last_gang_id = ""
+        self._last_arrived = 0  # id of the newest sequence that the leader is known to have got
         self._sequences: dict[int, OpenSequence] = {}
         self._last_id = 0
         self._outbox: deque[Submit | Cancel] = deque()
@@ -125,6 +135,9 @@ class LeaderConnection:
         """
         assert self.info is not None
         assert not self.retired
+        self._start(sequence, request)
+
+    def _start(self, sequence: OpenSequence, request: RoutingRequest) -> None:
         self._last_id += 1
         sequence_id = self._last_id
         self._sequences[sequence_id] = sequence
@@ -148,6 +161,12 @@ class LeaderConnection:
             self._task.cancel()
 
     async def _stay_connected(self) -> None:
+        try:
+            await self._connect_until_retired()
+        finally:
+            self._adrift.give_up()
+
+    async def _connect_until_retired(self) -> None:
         pause_s = FIRST_PAUSE_S
         while not self.retired:
             reason, is_fault = "the connection was closed", True
@@ -186,9 +205,19 @@ class LeaderConnection:
         if not isinstance(hello, Hello):
             raise ConnectionError("the leader sent a frame before its greeting")
         self.info = hello.info
-        self.known = KnownGang(self._routing, hello.resident)
+        self.known = KnownGang(self._routing, hello.resident, hello.orphans)
         _log.info("connected to gang %s at %s", hello.info.gang_id, self.address)
+        if hello.info.gang_id != self._last_gang_id:  # another one, at the same address
+            self._adrift.give_up()
+        self._last_gang_id = hello.info.gang_id
+        self._go_on(hello.orphans)
         self._on_connect()
+
+    def _go_on(self, orphans: list[str]) -> None:
+        """Submits again what the leader has kept of a connection that was lost."""
+        for sequence in self._adrift.take(orphans):
+            adapter = sequence.request.adapter
+            self._start(sequence, RoutingRequest(None if adapter is None else adapter.digest, 0, 0))
 
     async def _exchange(self, call: Any) -> None:
         """Reads frames and writes messages until the stream breaks or the leader gives sequences back."""
@@ -204,6 +233,7 @@ class LeaderConnection:
 
     def _receive(self, frame: Frame) -> None:
         self.known.receive(frame)
+        self._last_arrived = frame.last_submitted
         given_back: SequenceError | None = None
         for update in frame.updates:
             sequence = self._sequences.get(update.sequence_id)
@@ -218,6 +248,9 @@ class LeaderConnection:
         if given_back is not None:  # the others, which may not have reached the leader, must go elsewhere too
             is_farewell = given_back.kind == "handed_over"
             raise (_HandedOverError if is_farewell else ConnectionError)(given_back.message)
+        if frame.orphans is not None and frame.orphans.came:
+            self._go_on(frame.orphans.came)
+            self._on_orphans()
 
     async def _write(self, call: Any) -> None:
         """Writes what the outbox holds. Ends quietly when the stream breaks: the reader learns why."""
@@ -259,13 +292,26 @@ class LeaderConnection:
         self._forget(sequence_id)
 
     def _disconnected(self, reason: str, *, is_fault: bool) -> None:
+        """The connection has ended, or could not be made."""
+        self._adrift.give_up()  # of an earlier loss: one attempt is enough
         if self.info is not None and not self.retired:
             _log.warning("lost gang %s at %s: %s", self.info.gang_id, self.address, reason)
         self.info = None
         self.known = KnownGang(self._routing)
         self._outbox.clear()
         self._outbox_filled.clear()
-        sequences, self._sequences = self._sequences, {}
-        for sequence in sequences.values():
-            sequence.lose_gang(is_fault=is_fault)
-        self._on_lost(list(sequences.values()), reason)
+        castaways = [Castaway(sequence, key <= self._last_arrived) for key, sequence in self._sequences.items()]
+        self._sequences = {}
+        if not is_fault:
+            self._lose(castaways, reason, is_fault=False)
+            return
+        may_return = not self.retired
+        self._lose([one for one in castaways if not (may_return and one.sequence.request.key)], reason)
+        self._adrift.wait([one for one in castaways if may_return and one.sequence.request.key], reason)
+
+    def _lose(self, castaways: list[Castaway], reason: str, *, is_fault: bool = True) -> None:
+        """Gives sequences back, without those that were cancelled meanwhile."""
+        lost = [one for one in castaways if not one.sequence.closed]
+        for one in lost:
+            one.sequence.lose_gang(is_fault=is_fault, had_arrived=one.had_arrived)
+        self._on_lost([one.sequence for one in lost], reason)

@@ -38,6 +38,7 @@ class Metrics:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()  # by route and status
         self.num_open_generations = 0
+        self.num_resumed_streams = 0  # that a client came back for
         self.num_broken_streams = 0  # answered 200, then ended with an error event
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
@@ -71,6 +72,9 @@ class _Families(Collector):
         yield GaugeMetricFamily("motet_open_generations", "Requests being answered.", metrics.num_open_generations)
         yield CounterMetricFamily(
             "motet_broken_streams", "Streams that ended with an error event after a 200.", metrics.num_broken_streams
+        )
+        yield CounterMetricFamily(
+            "motet_resumed_streams", "Streams that a client came back for.", metrics.num_resumed_streams
         )
         yield GaugeMetricFamily(
             "motet_registry_connected",

@@ -19,10 +19,13 @@ class OpenSequence:
     It remembers all tokens that came, so that it can go on elsewhere when its gang is lost.
     """
 
-    def __init__(self, request: SequenceRequest) -> None:
+    def __init__(self, request: SequenceRequest, *, is_resumed: bool = False) -> None:
+        """`is_resumed`: its client has had some of it, over another connection."""
         self.request = request
+        self.is_resumed = is_resumed
         self.on_cancel: Callable[[], None] | None = None  # set by whoever holds the sequence at the time
         self.num_losses = 0  # gangs that died with it since its last token
+        self.num_vain_tries = 0  # gangs that died before it had reached them, since its last token
         self._token_ids: list[int] = []  # all that came, read or not
         self._arrived: SequenceUpdate | None = None  # not yet read
         self._reader: asyncio.Future[None] | None = None
@@ -68,15 +71,19 @@ class OpenSequence:
             return
         if update.token_ids:
             self._token_ids += update.token_ids
-            self.num_losses = 0
+            self.num_losses = self.num_vain_tries = 0
         self._closed = update.finish_reason is not None or update.error is not None
         self._arrived = update if self._arrived is None else _merged(self._arrived, update)
         self._wake()
 
-    def lose_gang(self, *, is_fault: bool) -> None:
-        """Nobody holds it now. `is_fault`: its gang died or broke, and was not told to go."""
+    def lose_gang(self, *, is_fault: bool, had_arrived: bool) -> None:
+        """Nobody holds it now. `is_fault`: its gang died or broke, and was not told to go.
+
+        `had_arrived`: the gang is known to have got it, and may have died of it.
+        """
         self.on_cancel = None
-        self.num_losses += is_fault
+        self.num_losses += is_fault and had_arrived
+        self.num_vain_tries += is_fault and not had_arrived
 
     def fail(self, kind: ErrorKind, message: str) -> None:
         """Ends the sequence with an error update, unless it has ended."""

@@ -89,6 +89,8 @@ def from_sequence_error(error: SequenceError) -> ApiError:
             return ApiError(429, error.message, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
         case "gang_lost" | "handed_over":  # the latter is for routers only
             return unavailable(error.message, "gang_lost")
+        case "taken_over":
+            return ApiError(409, error.message, code="taken_over")
         case "internal":
             return ApiError(500, error.message, code="internal_error")
 

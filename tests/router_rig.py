@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -69,6 +70,34 @@ def text_service(chat_template: str | None = CHAT_TEMPLATE) -> TextService:
     return TextService(wrapped)
 
 
+@dataclass(frozen=True)
+class Event:
+    """A server-sent event. `id`: empty if it has none."""
+
+    id: str
+    data: str
+
+    @property
+    def chunk(self) -> Any:
+        return json.loads(self.data)
+
+
+def events_of(body: bytes) -> list[Event]:
+    """The whole events of a stream's body; what comes after the last blank line is none."""
+    events = []
+    for block in body.split(b"\n\n")[:-1]:
+        fields = dict(line.split(": ", 1) for line in block.decode().split("\n"))
+        events.append(Event(fields.get("id", ""), fields["data"]))
+    return events
+
+
+def chunks_of(response: httpx.Response) -> list[Any]:
+    """The chunks of a stream that came to its end."""
+    *events, last = events_of(response.content)
+    assert last == Event("", "[DONE]")
+    return [event.chunk for event in events]
+
+
 def encoded(text: TextService, string: str) -> list[int]:
     return list(text._backend.encode(string, add_special_tokens=False).ids)
 
@@ -85,6 +114,8 @@ class Submitted:
     sampling: SamplingParams
     tenant: str
     adapter: AdapterRef | None
+    key: str = ""
+    is_resumed: bool = False
 
 
 Script = Callable[[Submitted], Sequence[SequenceUpdate]]
@@ -127,9 +158,16 @@ class FakeDispatcher:
     streams: list[FakeStream] = field(default_factory=list)
 
     def submit(
-        self, prompt_token_ids: list[int], sampling: SamplingParams, tenant: str, adapter: AdapterRef | None
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        tenant: str,
+        adapter: AdapterRef | None,
+        *,
+        key: str = "",
+        is_resumed: bool = False,
     ) -> FakeStream:
-        request = Submitted(prompt_token_ids, sampling, tenant, adapter)
+        request = Submitted(prompt_token_ids, sampling, tenant, adapter, key, is_resumed)
         updates = self.script(request) if self.script is not None else token_by_token(self.answer, sampling)
         self.submitted.append(request)
         self.streams.append(FakeStream(updates, self.hangs))

@@ -102,6 +102,13 @@ def test_requests_for_the_base_are_spread_over_gangs_that_are_equally_good() -> 
     assert min(chosen[key] for key in "abcd") > 200
 
 
+def test_who_keeps_the_sequence_goes_on_with_it() -> None:
+    """However long its queue is: the sequence has its place there already."""
+    gangs = [gang("idle", has_adapter=True), replace(gang("keeper", num_queued_tokens=10**6), has_sequence=True)]
+    for request in (REQUEST, RoutingRequest(None, 10, 0)):
+        assert choose_gang(request, gangs, CONFIG) == "keeper"
+
+
 def test_the_holder_until_its_queue_costs_a_cold_load() -> None:
     for num_tokens, expected in ((COLD_LOAD_TOKENS - 1, "holder"), (COLD_LOAD_TOKENS + 1, "other")):
         assert choose_gang(REQUEST, [gang("holder", True, num_tokens), gang("other")], CONFIG) == expected

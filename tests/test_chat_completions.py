@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from motet.router.text import TextService
-from motet.tests.router_rig import BASE, EOS, RouterRig, failing, text_service
+from motet.tests.router_rig import BASE, EOS, RouterRig, chunks_of, events_of, failing, text_service
 
 ANSWER = "the 猫 fox"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -30,12 +29,10 @@ async def post(rig: RouterRig, **fields: Any) -> Any:
         return await client.post("/v1/chat/completions", json={"model": BASE, "messages": HELLO, **fields})
 
 
-async def chunks_of(rig: RouterRig, **fields: Any) -> list[Any]:
+async def streamed(rig: RouterRig, **fields: Any) -> list[Any]:
     response = await post(rig, stream=True, **fields)
     assert response.status_code == 200
-    lines = response.text.split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    return chunks_of(response)
 
 
 def prompt_text(rig: RouterRig) -> str:
@@ -61,7 +58,7 @@ async def test_a_whole_chat(rig: RouterRig) -> None:
 
 
 async def test_a_streamed_chat(rig: RouterRig) -> None:
-    chunks = await chunks_of(rig)
+    chunks = await streamed(rig)
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     contents = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
     assert "".join(contents) == ANSWER
@@ -71,7 +68,7 @@ async def test_a_streamed_chat(rig: RouterRig) -> None:
 
 
 async def test_streamed_choices_each_tell_their_role(rig: RouterRig) -> None:
-    chunks = await chunks_of(rig, n=2, stream_options={"include_usage": True})
+    chunks = await streamed(rig, n=2, stream_options={"include_usage": True})
     roles = [c["choices"][0]["index"] for c in chunks if c["choices"] and "role" in c["choices"][0]["delta"]]
     assert roles == [0, 1]
     assert chunks[-1]["usage"]["completion_tokens"] == 2 * (len(rig.ids(ANSWER)) + 1)
@@ -96,7 +93,7 @@ async def test_logprobs_without_top_ones(rig: RouterRig) -> None:
 
 
 async def test_streamed_logprobs_travel_with_their_text(rig: RouterRig) -> None:
-    for chunk in await chunks_of(rig, logprobs=True):
+    for chunk in await streamed(rig, logprobs=True):
         choice = chunk["choices"][0]
         tokens = choice["logprobs"]["content"] if choice["logprobs"] else []
         content = choice["delta"].get("content", "")
@@ -107,10 +104,10 @@ async def test_token_ids(rig: RouterRig) -> None:
     answer = (await post(rig, return_token_ids=True)).json()
     assert answer["prompt_token_ids"] == rig.dispatcher.submitted[0].prompt_token_ids
     assert answer["choices"][0]["token_ids"] == [*rig.ids(ANSWER), EOS]
-    chunks = await chunks_of(rig, return_token_ids=True)
+    chunks = await streamed(rig, return_token_ids=True)
     assert chunks[0]["prompt_token_ids"] == answer["prompt_token_ids"]
-    streamed = [token_id for chunk in chunks[1:] for token_id in chunk["choices"][0]["token_ids"]]
-    assert streamed == answer["choices"][0]["token_ids"]
+    token_ids = [token_id for chunk in chunks[1:] for token_id in chunk["choices"][0]["token_ids"]]
+    assert token_ids == answer["choices"][0]["token_ids"]
     assert all("prompt_token_ids" not in chunk for chunk in chunks[1:])
 
 
@@ -186,6 +183,5 @@ async def test_a_model_without_a_chat_template(tmp_path: Path) -> None:
 async def test_an_error_in_the_stream_is_its_last_event(rig: RouterRig) -> None:
     rig.dispatcher.script = failing("adapter_failed", "the adapter is corrupt", after=rig.ids("the"))
     response = await post(rig, stream=True)
-    last = response.text.split("\n\n")[-2]
-    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the adapter is corrupt"
+    assert events_of(response.content)[-1].chunk["error"]["message"] == "the adapter is corrupt"
     assert "[DONE]" not in response.text

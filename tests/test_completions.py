@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from motet.router.text import TextService
-from motet.tests.router_rig import BASE, CONTEXT, RouterRig, text_service
+from motet.tests.router_rig import BASE, CONTEXT, RouterRig, chunks_of, text_service
 from motet.workers.messages import AdapterRef, SequenceUpdate
 
 ANSWER = "the quick brown fox"
@@ -35,9 +34,7 @@ async def events(rig: RouterRig, **fields: Any) -> list[Any]:
     response = await post(rig, stream=True, **fields)
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/event-stream")
-    lines = response.text.split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    return chunks_of(response)
 
 
 async def test_a_whole_completion(rig: RouterRig) -> None:

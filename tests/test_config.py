@@ -85,6 +85,7 @@ def test_url(paths: dict[str, Any], host: str, url: str) -> None:
         ("num_routers", 1.5, "positive integer"),
         ("gang_wait_s", -1.0, "zero or a positive number"),
         ("drain_s", float("nan"), "zero or a positive number"),
+        ("orphan_s", -1.0, "zero or a positive number"),
         ("pool_bytes", 0, "positive integer"),
         ("dtype", "float16", "float32 or bfloat16"),
         ("max_upload_bytes", -1, "positive integer"),

@@ -77,7 +77,9 @@ class Router:
                     yield update
 
 
-def submit(sequence_id: int, last_token: int, max_tokens: int | None, digest: str | None = None) -> Submit:
+def submit(
+    sequence_id: int, last_token: int, max_tokens: int | None, digest: str | None = None, key: str = ""
+) -> Submit:
     return Submit(
         SequenceRequest(
             sequence_id=sequence_id,
@@ -85,6 +87,7 @@ def submit(sequence_id: int, last_token: int, max_tokens: int | None, digest: st
             sampling=SamplingParams(max_tokens=max_tokens),
             tenant="acme",
             adapter=None if digest is None else AdapterRef(digest, {}),
+            key=key,
         )
     )
 
@@ -184,6 +187,75 @@ async def test_a_router_that_goes_takes_its_sequences_along(leader: Leader) -> N
     await stays.call.done_writing()  # half-closed is gone too
     await eventually(lambda: leader.engine.num_running == 0)
     await stays.channel.close()
+
+
+async def orphans_told(router: Router) -> tuple[set[str], set[str]]:
+    """Those that came and went with the next frame that tells of any."""
+    while True:
+        message = await router.read()
+        assert isinstance(message, Frame)
+        if message.orphans is not None:
+            return set(message.orphans.came), set(message.orphans.went)
+
+
+async def tokens_of(router: Router, num_tokens: int) -> list[int]:
+    tokens: list[int] = []
+    async for update in router.updates():
+        tokens += update.token_ids
+        if len(tokens) >= num_tokens or update.finish_reason is not None:
+            break
+    return tokens
+
+
+async def test_a_sequence_with_a_key_outlives_its_router(leader: Leader) -> None:
+    gone, stays = Router(leader.address), Router(leader.address)
+    for router in (gone, stays):
+        assert await router.read() == Hello(INFO)
+    await gone.send(submit(1, 100, 800, key="k/0"), submit(2, 0, 3, key="k/1"), submit(3, 0, None))
+    await tokens_of(gone, 20)
+    await gone.channel.close()
+    assert await orphans_told(stays) == ({"k/0", "k/1"}, set())  # the one that has ended, too
+    await eventually(lambda: leader.engine.num_running == 1)
+    assert leader.server.num_sequences == 0
+
+    late = Router(leader.address)
+    assert await late.read() == Hello(INFO, [], ["k/0", "k/1"])
+    await late.send(submit(5, 100, 800, key="k/0"))
+    assert await tokens_of(late, 1000) == [(101 + n) % INFO.vocab_size for n in range(800)]
+    assert await orphans_told(stays) == (set(), {"k/0"})
+    await stays.send(submit(9, 0, 3, key="k/1"))
+    assert await tokens_of(stays, 3) == [1, 2, 3]
+    assert len(leader.engine.submitted) == 3
+    for router in (late, stays):
+        await router.channel.close()
+
+
+async def test_a_leader_that_leaves_loses_its_orphans(leader: Leader) -> None:
+    router = Router(leader.address)
+    await router.read()
+    await router.send(submit(1, 100, None, key="k/0"))
+    await tokens_of(router, 1)
+    await router.channel.close()
+    await eventually(lambda: leader.server.num_sequences == 0)
+    assert leader.engine.num_running == 1
+    assert await leader.server.drain(10) == 0  # it does not wait for them
+    await eventually(lambda: leader.engine.num_running == 0)
+
+
+async def test_what_has_arrived_is_told_at_once(leader: Leader) -> None:
+    """Before anything comes of it, so that a router knows whether the gang may have died of it."""
+    leader.engine.paused = True
+    router = Router(leader.address)
+    await router.read()
+    await router.send(submit(4, 100, None), submit(7, 100, None))
+    async with asyncio.timeout(10):
+        while True:
+            message = await router.read()
+            assert isinstance(message, Frame)
+            assert message.updates == []
+            if message.last_submitted == 7:
+                break
+    await router.channel.close()
 
 
 async def test_a_quiet_router_learns_the_load(leader: Leader) -> None:

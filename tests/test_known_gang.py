@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from motet.router.affinity import RoutingConfig, RoutingRequest
 from motet.router.known_gang import KnownGang
-from motet.workers.messages import EngineLoad, Frame, ResidencyChange
+from motet.workers.messages import EngineLoad, Frame, OrphanChange, ResidencyChange
 
 CONFIG = RoutingConfig()
 
@@ -51,3 +51,22 @@ def test_what_was_sent_since_the_last_frame_counts_as_queued() -> None:
     view = known.view("key", None)
     assert (view.has_adapter, view.num_queued_tokens, view.num_sequences) == (False, 5, 5)
     assert view.costs == CONFIG.belief  # nothing was shown yet
+
+
+def test_a_frame_without_a_new_load_cannot_count_what_was_sent() -> None:
+    """Such a frame tells only that a sequence has arrived: no step was made since."""
+    known = KnownGang(CONFIG)
+    known.receive(frame(EngineLoad(num_steps=1)))
+    known.sent(RoutingRequest(None, 30, 0))
+    known.receive(frame(EngineLoad(num_steps=1)))
+    assert known.view("key", None).num_queued_tokens == 30
+    known.receive(frame(EngineLoad(num_steps=2)))
+    assert known.view("key", None).num_queued_tokens == 0
+
+
+def test_sequences_are_kept_as_the_gang_tells() -> None:
+    known = KnownGang(CONFIG, orphans=["a", "b"])
+    known.receive(Frame([], EngineLoad(), orphans=OrphanChange(["c"], ["a", "never known"])))
+    known.receive(frame())
+    assert [key for key in "abc" if known.holds(key)] == ["b", "c"]
+    assert [known.view("gang", None, key).has_sequence for key in ("a", "b", "")] == [False, True, False]

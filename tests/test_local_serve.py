@@ -33,6 +33,7 @@ defaults
     timeout server 10s
     option splice-request
     option splice-response
+    errorfile 503 /nowhere/500.http
 frontend prometheus
     bind :18001
 frontend front
@@ -74,8 +75,8 @@ def test_haproxy_listens_for_strangers_only_at_its_front(tmp_path: Path, host: s
     lines = [line.strip() for line in config.read_text().splitlines()]
     binds = [line.removeprefix("bind ") for line in lines if line.startswith("bind ")]
     assert binds == ["127.0.0.1:18001", front, "127.0.0.1:18002"]
-    assert not any("splice" in line for line in lines)
-    assert len(lines) == len(HAPROXY_CONFIG.splitlines()) - 2 + 1
+    assert not any("splice" in line or "errorfile" in line for line in lines)
+    assert len(lines) == len(HAPROXY_CONFIG.splitlines()) - 3 + 1
     assert lines[lines.index("defaults") + 1] == "option http-server-close"
 
 

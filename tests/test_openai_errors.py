@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from motet.router.text import TextService
-from motet.tests.router_rig import BASE, CONTEXT, HEADERS, RouterRig, failing, text_service
+from motet.tests.router_rig import BASE, CONTEXT, HEADERS, RouterRig, events_of, failing, text_service
 from motet.workers.messages import SequenceUpdate
 
 ANSWER = "the quick brown fox"
@@ -179,10 +178,10 @@ async def test_an_error_in_the_stream_is_its_last_event(rig: RouterRig) -> None:
     rig.dispatcher.script = failing("gang_lost", "the gang died", after=rig.ids("the quick"))
     response = await post(rig, stream=True)
     assert response.status_code == 200
-    lines = response.text.split("\n\n")
-    assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "gang_lost"
+    *chunks, error = [event.chunk for event in events_of(response.content)]
+    assert error["error"]["code"] == "gang_lost"
     assert "[DONE]" not in response.text
-    texts = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines[:-2]]
+    texts = [chunk["choices"][0]["text"] for chunk in chunks]
     assert "".join(texts) == "the quick"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
 
 import pytest
 
@@ -13,56 +12,11 @@ from motet.router import dispatch
 from motet.router.dispatch import FleetDispatcher, SequenceStream
 from motet.router.open_sequence import OpenSequence
 from motet.tests.stand_in_engine import INFO, StandInEngine, adapter_pages
+from motet.tests.wire import Wire
 from motet.workers.frame_server import FrameServer
 from motet.workers.messages import AdapterRef, SamplingParams, SequenceError, TokenLogprobs
 
 TOKEN = "a secret"
-
-
-class Wire:
-    """A TCP proxy in front of a leader, which a kill of the leader's process cuts as abruptly."""
-
-    def __init__(self, address: str) -> None:
-        self.num_bytes_left: int | None = None  # of what the leader says, until the wire is cut; None: no end
-        self._leader = address.split(":")
-        self._is_cut = False
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
-
-    async def start(self) -> str:
-        self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
-        host, port = self._server.sockets[0].getsockname()
-        return f"{host}:{port}"
-
-    def cut(self) -> None:
-        self._is_cut = True
-        for writer in self._writers:
-            writer.transport.abort()
-        if self._server is not None:
-            self._server.close()
-
-    async def _carry(self, from_router: asyncio.StreamReader, to_router: asyncio.StreamWriter) -> None:
-        from_leader, to_leader = await asyncio.open_connection(*self._leader)
-        self._writers |= {to_router, to_leader}
-        if self._is_cut:
-            self.cut()
-        with suppress(ConnectionError):
-            async with asyncio.TaskGroup() as both:
-                both.create_task(self._pump(from_router, to_leader, is_limited=False))
-                both.create_task(self._pump(from_leader, to_router, is_limited=True))
-
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_limited: bool) -> None:
-        with suppress(ConnectionError):
-            while data := await reader.read(1 << 14):
-                if is_limited and self.num_bytes_left is not None:
-                    data = data[: self.num_bytes_left]
-                    self.num_bytes_left -= len(data)
-                writer.write(data)
-                await writer.drain()
-                if is_limited and self.num_bytes_left == 0:
-                    self.cut()
-        writer.close()
 
 
 class Gang:
@@ -104,10 +58,20 @@ class Cluster:
             await gang.server.stop()
 
     def submit(
-        self, last_token: int, max_tokens: int | None, adapter: AdapterRef | None = None, **sampling: int
+        self,
+        last_token: int,
+        max_tokens: int | None,
+        adapter: AdapterRef | None = None,
+        key: str = "",
+        **sampling: int,
     ) -> OpenSequence:
         params = SamplingParams(max_tokens=max_tokens, num_logprobs=0, **sampling)  # type: ignore[arg-type]
-        return self.dispatcher.submit([1, last_token], params, "acme", adapter)
+        return self.dispatcher.submit([1, last_token], params, "acme", adapter, key=key)
+
+    @property
+    def all_arrived(self) -> bool:
+        """The router has been told that all that it sent has reached the gangs."""
+        return all(leader._last_arrived == leader._last_id for leader in self.dispatcher._fleet.connected)
 
     def _tell(self) -> None:
         self.dispatcher.update({gang.key: gang.address for gang in self.gangs})
@@ -265,12 +229,12 @@ async def test_what_kills_gangs_does_not_kill_them_all(cluster: Cluster) -> None
     await eventually(lambda: innocent.num_tokens > 0)
     gang.engine.paused = True
     poison = Reader(cluster.submit(500, None), 500)
-    await eventually(lambda: gang.engine.num_running == 2)
+    await eventually(lambda: gang.engine.num_running == 2 and cluster.all_arrived)
     for num_left in (2, 1):
         await cluster.kill(gang)
         gang = await cluster.add()
         gang.engine.paused = True
-        await eventually(lambda gang=gang, n=num_left: gang.engine.num_running == n)  # type: ignore[misc]
+        await eventually(lambda gang=gang, n=num_left: gang.engine.num_running == n and cluster.all_arrived)  # type: ignore[misc]
     await poison.task
     assert poison.error is not None
     assert poison.error.kind == "gang_lost"
@@ -282,12 +246,79 @@ async def test_what_kills_gangs_does_not_kill_them_all(cluster: Cluster) -> None
         await cluster.kill(gang)
         gang = await cluster.add()
         gang.engine.paused = True
-        await eventually(lambda gang=gang: gang.engine.num_running > 0)  # type: ignore[misc]
+        await eventually(lambda gang=gang: gang.engine.num_running > 0 and cluster.all_arrived)  # type: ignore[misc]
     assert not innocent.task.done()
     await cluster.kill(gang)
     await innocent.task
     assert innocent.error is not None
     assert "3 gangs" in innocent.error.message
+
+
+async def kill_as_it_arrives(cluster: Cluster, num_gangs: int) -> Reader:
+    """Submits a sequence; each gang that it is sent to dies before it can have got it."""
+    gangs = [await cluster.add() for _ in range(num_gangs)]
+    await eventually(lambda: len(cluster.dispatcher.gangs()) == num_gangs)
+    for gang in gangs:
+        gang.wire.is_dumb = True
+    reader = Reader(cluster.submit(3, 20), 3)
+    for _ in gangs:
+        (holder,) = (leader for leader in cluster.dispatcher._fleet.connected if leader.num_sequences)
+        await cluster.kill(next(gang for gang in gangs if gang.address == holder.address))
+        await eventually(lambda holder=holder: holder.info is None)  # type: ignore[misc]
+    assert not any(gang.engine.submitted for gang in gangs)
+    return reader
+
+
+async def test_gangs_that_die_at_once_do_not_blame_a_request(cluster: Cluster) -> None:
+    """It was sent to gangs that were dead already: they cannot have died of it."""
+    reader = await kill_as_it_arrives(cluster, 4)
+    await cluster.add()
+    await reader.task
+    assert (reader.num_tokens, reader.error) == (20, None)
+
+
+async def test_what_kills_gangs_before_they_can_tell_comes_to_an_end(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "MAX_VAIN_TRIES", 3)
+    reader = await kill_as_it_arrives(cluster, 3)
+    await reader.task
+    assert reader.error is not None
+    assert reader.error.kind == "gang_lost"
+    assert "3 gangs were lost as this request came to them" in reader.error.message
+
+
+@pytest.mark.parametrize("num_gangs", [1, 3])
+async def test_a_broken_connection_costs_nothing_that_has_a_key(cluster: Cluster, num_gangs: int) -> None:
+    """The gang is still there: it goes on with what it has, and nothing is computed elsewhere."""
+    gangs = [await cluster.add() for _ in range(num_gangs)]
+    await eventually(lambda: len(cluster.dispatcher.gangs()) == num_gangs)
+    readers = [Reader(cluster.submit(100 * n, 400, key=f"answer/{n}"), 100 * n) for n in range(6)]
+    for _ in range(3):
+        seen = [reader.num_tokens for reader in readers]
+        await eventually(lambda: all(r.num_tokens > n or r.task.done() for r, n in zip(readers, seen, strict=True)))  # noqa: B023
+        for gang in gangs:
+            gang.wire.interrupt()
+        await eventually(lambda: len(cluster.dispatcher.gangs()) < num_gangs)
+        await eventually(lambda: len(cluster.dispatcher.gangs()) == num_gangs)
+    for reader in readers:
+        await reader.task
+        assert (reader.num_tokens, reader.finish_reason, reader.error) == (400, "length", None)
+    assert sum(len(gang.engine.submitted) for gang in gangs) == 6
+    assert cluster.dispatcher.num_resumed == 0
+
+
+async def test_a_gang_that_is_gone_is_not_waited_for_long(cluster: Cluster) -> None:
+    gang = await cluster.add()
+    reader = Reader(cluster.submit(7, 300, key="answer/0"), 7)
+    await eventually(lambda: reader.num_tokens > 5)
+    other = await cluster.add()
+    await eventually(lambda: len(cluster.dispatcher.gangs()) == 2)
+    await cluster.kill(gang)
+    await reader.task
+    assert (reader.num_tokens, reader.error) == (300, None)
+    assert len(other.engine.submitted) == 1
+    assert other.engine.submitted[0].generated_token_ids != []
 
 
 async def test_being_handed_over_is_no_loss(cluster: Cluster) -> None:
@@ -325,7 +356,9 @@ async def test_any_ends_at_any_time(cluster: Cluster, seed: int, monkeypatch: py
     cancelled: list[Reader] = []
     ending: list[asyncio.Task[None]] = []
     for last_token, max_tokens in asked:
-        readers.append(Reader(cluster.submit(last_token, max_tokens), last_token, rng.choice([0.0, 0.01])))
+        key = rng.choice(["", f"answer/{len(readers)}"])
+        sequence = cluster.submit(last_token, max_tokens, key=key)
+        readers.append(Reader(sequence, last_token, rng.choice([0.0, 0.01])))
         await asyncio.sleep(rng.random() * 0.02)
         if rng.random() < 0.6 and cluster.gangs:
             gang, end = rng.choice(cluster.gangs), rng.choice([*ENDS, "cut"])

@@ -6,8 +6,10 @@ engine gets the steps that piled up merged into one frame. Each stream has one r
 writes to a gRPC stream may hang.
 
 A router's sequences live as long as its stream: when it ends, for whatever reason, all of them are cancelled, and the
-router continues them on another gang. A leader that leaves hands them over itself and ends the streams. A router must
-present the cluster's secret token, so that a stranger on the network cannot spend the gang's time.
+router continues them on another gang. Those with a key go on as orphans for a while, for the router that comes back or
+for another one that is asked to go on (`sequence_journal.py`). A leader that leaves hands sequences over itself and
+ends the streams. A router must present the cluster's secret token, so that a stranger on the network cannot spend the
+gang's time.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import asyncio
 import hmac
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import grpc
@@ -32,12 +33,15 @@ from .messages import (
     Frame,
     GangInfo,
     Hello,
+    OrphanChange,
     ResidencyChange,
     SequenceError,
     SequenceRequest,
     SequenceUpdate,
     ToLeader,
 )
+from .router_stream import RouterStream
+from .sequence_journal import JournalConfig, SequenceJournal
 
 # Pings notice a peer whose host vanished; both sides send them, so neither may punish the other for it.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -51,11 +55,11 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_ping_strikes", 0),
 )
 
-_ID_BITS = 48  # of a router's sequence id; the stream's number lies above it in the engine's id
-_ID_MASK = (1 << _ID_BITS) - 1
+_MAX_ID = (1 << 63) - 1
 _BEAT_S = 0.25
 _FAREWELL_S = 2.0  # how long routers may take to read what they are told at the end
 _HANDED_OVER = SequenceError("handed_over", "the gang leaves")
+_TAKEN_OVER = SequenceError("taken_over", "the stream was taken up on another connection")
 
 _log = logging.getLogger(__name__)
 
@@ -71,40 +75,22 @@ class Engine(Protocol):
     def alive(self) -> bool: ...
 
 
-@dataclass(eq=False)
-class _RouterStream:
-    """One router's connection, owned by the event loop."""
-
-    number: int
-    live: set[int] = field(default_factory=set)  # the router's ids of unfinished sequences
-    pending: list[SequenceUpdate] = field(default_factory=list)  # not yet written
-    moved: set[str] = field(default_factory=set)  # adapters that came or went; not yet written
-    load_is_stale: bool = False
-    is_ending: bool = False  # what is pending is the last that is written
-    failure: str | None = None
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def fail(self, message: str) -> None:
-        self.failure = self.failure or message
-        self.wake.set()
-
-    def engine_id(self, sequence_id: int) -> int:
-        return self.number << _ID_BITS | sequence_id
-
-
 class FrameServer:
     """Lets routers use one engine. Starts the engine, and stops it when it is itself stopped.
 
     All methods belong to the event loop that called `start`.
     """
 
-    def __init__(self, engine: Engine, info: GangInfo, token: str) -> None:
+    def __init__(self, engine: Engine, info: GangInfo, token: str, journal: JournalConfig | None = None) -> None:
         self._engine = engine
         self._info = info
         self._token = token.encode()
         self._server: grpc.aio.Server | None = None
-        self._streams: dict[int, _RouterStream] = {}
+        self._streams: dict[int, RouterStream] = {}
         self._num_streams_ever = 0
+        self._listeners: dict[int, tuple[RouterStream, int]] = {}  # by the engine's id: who hears of it, and as what
+        self._last_engine_id = 0
+        self._journal = SequenceJournal(journal or JournalConfig())
         self._leaving = False
         self._resident: set[str] = set()  # adapters by digest, coming ones too
         self._load = EngineLoad(num_pages=info.num_pages, num_free_pages=info.num_pages)
@@ -114,7 +100,7 @@ class FrameServer:
 
     @property
     def num_sequences(self) -> int:
-        """Unfinished sequences of all routers."""
+        """Unfinished sequences of all routers; orphans are nobody's."""
         return sum(len(stream.live) for stream in self._streams.values())
 
     @property
@@ -150,18 +136,21 @@ class FrameServer:
     async def drain(self, grace_s: float) -> int:
         """Lets sequences end for up to `grace_s`, then hands the others over to their routers; the number of these.
 
-        Afterwards no router is connected, and none can connect any more.
+        Afterwards no router is connected, and none can connect any more. Orphans are lost.
         """
         await _until(lambda: self.num_sequences == 0, grace_s)
         self._leaving = True
         num_sequences = self.num_sequences
         for stream in self._streams.values():
-            for sequence_id in stream.live:
-                self._engine.cancel(stream.engine_id(sequence_id))
+            for sequence_id, engine_id in stream.live.items():
+                self._engine.cancel(engine_id)
                 stream.pending.append(SequenceUpdate(sequence_id, error=_HANDED_OVER))
             stream.live.clear()
             stream.is_ending = True
             stream.wake.set()
+        self._listeners.clear()
+        for engine_id in self._journal.clear():
+            self._engine.cancel(engine_id)
         await _until(lambda: not self._streams, _FAREWELL_S)
         return num_sequences
 
@@ -184,22 +173,38 @@ class FrameServer:
             if residency.came or residency.went:
                 stream.moved.update(residency.came, residency.went)
                 stream.wake.set()
+        now = asyncio.get_running_loop().time()
         for update in updates:
-            stream_or_none = self._streams.get(update.sequence_id >> _ID_BITS)
-            sequence_id = update.sequence_id & _ID_MASK
-            if stream_or_none is None or sequence_id not in stream_or_none.live:
-                continue  # cancelled, or its router has gone
+            self._journal.record(update, now)
+            listener = self._listeners.get(update.sequence_id)
+            if listener is None:
+                continue  # cancelled, or an orphan
+            stream, sequence_id = listener
             if update.finish_reason is not None or update.error is not None:
-                stream_or_none.live.discard(sequence_id)
-            stream_or_none.pending.append(
+                del self._listeners[update.sequence_id], stream.live[sequence_id]
+            stream.tell(
                 SequenceUpdate(sequence_id, update.token_ids, update.logprobs, update.finish_reason, update.error)
             )
-            stream_or_none.wake.set()
+        self._tell_orphans()
+
+    def _tell_orphans(self) -> None:
+        """Lets all routers know soon which orphans have come and gone."""
+        changed = self._journal.take_changed()
+        if changed:
+            for stream in self._streams.values():
+                stream.moved_orphans |= changed
+                stream.refresh()
 
     async def _beat_forever(self) -> None:
-        """Tells quiet routers the load, which they choose a gang by, and all of them when the engine has died."""
+        """Tells quiet routers the load, which they choose a gang by, and all of them when the engine has died.
+
+        Forgets what nobody has asked for in time.
+        """
         while True:
             await asyncio.sleep(_BEAT_S)
+            for engine_id in self._journal.expire(asyncio.get_running_loop().time()):
+                self._engine.cancel(engine_id)
+            self._tell_orphans()
             alive = self._engine.alive
             for stream in self._streams.values():
                 if not alive:
@@ -214,40 +219,54 @@ class FrameServer:
         if self._leaving or not self._engine.alive:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this gang serves nobody any more")
         self._num_streams_ever += 1
-        stream = _RouterStream(self._num_streams_ever)
+        stream = RouterStream(self._num_streams_ever)
         self._streams[stream.number] = stream
         reader = asyncio.create_task(self._read(requests, stream))
         try:
-            await context.write(self._encoder.encode(Hello(self._info, sorted(self._resident))))
-            stream.load_is_stale = True  # a new router learns the load at once
-            stream.wake.set()
+            hello = Hello(self._info, sorted(self._resident), self._journal.orphans)
+            await context.write(self._encoder.encode(hello))
+            stream.refresh()  # a new router learns the load at once
             await self._write(context, stream)
         finally:
             reader.cancel()
-            del self._streams[stream.number]
-            for sequence_id in stream.live:
-                self._engine.cancel(stream.engine_id(sequence_id))
+            self._close(stream)
         if stream.failure is not None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, stream.failure)
 
-    async def _write(self, context: grpc.aio.ServicerContext[bytes, bytes], stream: _RouterStream) -> None:
+    def _close(self, stream: RouterStream) -> None:
+        """The stream has ended: what its router may come back for goes on, the rest is cancelled."""
+        del self._streams[stream.number]
+        orphaned = self._journal.abandon(stream.number, asyncio.get_running_loop().time())
+        for engine_id in stream.live.values():
+            del self._listeners[engine_id]
+            if engine_id not in orphaned:
+                self._engine.cancel(engine_id)
+        stream.live.clear()
+        self._tell_orphans()
+
+    async def _write(self, context: grpc.aio.ServicerContext[bytes, bytes], stream: RouterStream) -> None:
         """Writes frames until the stream fails, or ends and the last one is written."""
         while stream.failure is None and (stream.pending or not stream.is_ending):
             await stream.wake.wait()
             stream.wake.clear()
-            if not stream.pending and not stream.load_is_stale:
+            if not stream.has_news:
                 continue
             await context.write(self._encoder.encode(self._next_frame(stream)))
 
-    def _next_frame(self, stream: _RouterStream) -> Frame:
+    def _next_frame(self, stream: RouterStream) -> Frame:
         """All that happened since the router's last frame."""
         updates, stream.pending = stream.pending, []
         moved, stream.moved = stream.moved, set()
+        moved_orphans, stream.moved_orphans = stream.moved_orphans, set()
         stream.load_is_stale = False
         residency = ResidencyChange(sorted(moved & self._resident), sorted(moved - self._resident))
-        return Frame(updates, self._load, residency)
+        orphans = None
+        if moved_orphans:
+            came = moved_orphans.intersection(self._journal.orphans)
+            orphans = OrphanChange(sorted(came), sorted(moved_orphans - came))
+        return Frame(updates, self._load, residency, orphans, stream.last_submitted)
 
-    async def _read(self, requests: AsyncIterator[bytes], stream: _RouterStream) -> None:
+    async def _read(self, requests: AsyncIterator[bytes], stream: RouterStream) -> None:
         """Obeys the router until it ends the stream or says something that cannot be understood."""
         failure = "the router ended the stream"
         try:
@@ -265,19 +284,50 @@ class FrameServer:
         finally:
             stream.fail(failure)
 
-    def _submit(self, stream: _RouterStream, request: SequenceRequest) -> None:
-        if not 0 <= request.sequence_id <= _ID_MASK:
-            raise ValueError(f"sequence_id = {request.sequence_id}: 0 to 2^{_ID_BITS} - 1 is accepted")
-        if request.sequence_id in stream.live:
-            raise ValueError(f"sequence_id = {request.sequence_id}: still in use by an unfinished sequence")
-        stream.live.add(request.sequence_id)
-        engine_id = stream.engine_id(request.sequence_id)
+    def _submit(self, stream: RouterStream, request: SequenceRequest) -> None:
+        sequence_id = request.sequence_id
+        if not 0 <= sequence_id <= _MAX_ID:
+            raise ValueError(f"sequence_id = {sequence_id}: 0 to {_MAX_ID} is accepted")
+        if sequence_id in stream.live:
+            raise ValueError(f"sequence_id = {sequence_id}: still in use by an unfinished sequence")
+        stream.last_submitted = sequence_id
+        stream.refresh()  # a router that hears no more of this gang must know what had reached it
+        if request.key and self._attach(stream, request):
+            return
+        self._last_engine_id += 1
+        engine_id = self._last_engine_id
+        if request.key:
+            for unreachable in self._journal.begin(engine_id, request, stream.number):
+                self._engine.cancel(unreachable)
+            self._tell_orphans()
+        stream.live[sequence_id] = engine_id
+        self._listeners[engine_id] = stream, sequence_id
         self._engine.submit(msgspec.structs.replace(request, sequence_id=engine_id))
 
-    def _cancel(self, stream: _RouterStream, sequence_id: int) -> None:
-        if sequence_id in stream.live:
-            stream.live.discard(sequence_id)
-            self._engine.cancel(stream.engine_id(sequence_id))
+    def _attach(self, stream: RouterStream, request: SequenceRequest) -> bool:
+        """Goes on with the request's sequence if it is here already. Who had it is told."""
+        found = self._journal.attach(request, stream.number, asyncio.get_running_loop().time())
+        if found is None:
+            return False
+        self._tell_orphans()
+        had = self._listeners.pop(found.engine_id, None)
+        if had is not None:
+            old_stream, old_id = had
+            del old_stream.live[old_id]
+            old_stream.tell(SequenceUpdate(old_id, error=_TAKEN_OVER))
+        if not found.is_finished:
+            stream.live[request.sequence_id] = found.engine_id
+            self._listeners[found.engine_id] = stream, request.sequence_id
+        if found.update.token_ids or found.is_finished:
+            stream.tell(found.update)
+        return True
+
+    def _cancel(self, stream: RouterStream, sequence_id: int) -> None:
+        engine_id = stream.live.pop(sequence_id, None)
+        if engine_id is not None:
+            del self._listeners[engine_id]
+            self._journal.forget(engine_id)
+            self._engine.cancel(engine_id)
 
 
 async def _until(condition: Callable[[], bool], timeout_s: float) -> None:

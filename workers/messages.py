@@ -18,8 +18,11 @@ MAX_MESSAGE_BYTES = 64 << 20
 
 FinishReason = Literal["stop", "length"]
 # A leader says "gang_lost" of a sequence when its engine has failed, and "handed_over" when it leaves before the
-# sequence has ended. A router continues both elsewhere; when that cannot be, its client hears "gang_lost".
-ErrorKind = Literal["invalid_request", "adapter_failed", "overloaded", "gang_lost", "handed_over", "internal"]
+# sequence has ended. A router continues both elsewhere; when that cannot be, its client hears "gang_lost". A sequence
+# is "taken_over" when it was submitted again, by another router or for another of the client's connections.
+ErrorKind = Literal[
+    "invalid_request", "adapter_failed", "overloaded", "gang_lost", "handed_over", "taken_over", "internal"
+]
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
@@ -55,6 +58,10 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `generated_token_ids` came from another gang already: the sequence goes on after them as if they had been generated
     here, and only what is new comes in updates. With the same seed, or greedily, it goes on as it would have there.
+
+    A sequence with a `key` survives the stream that it was submitted on: for a while it goes on as an orphan, and a
+    request of the same tenant with the same key, adapter, prompt and sampling is answered with what it has and will
+    have (`sequence_journal.py`).
     """
 
     sequence_id: int
@@ -63,6 +70,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     adapter: AdapterRef | None = None  # None: the base
     generated_token_ids: list[int] = []
+    key: str = ""  # names it among its tenant's sequences, on all gangs; empty: nobody will ask for it again
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -142,6 +150,13 @@ class ResidencyChange(msgspec.Struct, frozen=True):
     went: list[str] = []
 
 
+class OrphanChange(msgspec.Struct, frozen=True):
+    """Keys of sequences that a gang has begun to hold for any router that asks, and of those that it no longer does."""
+
+    came: list[str] = []
+    went: list[str] = []
+
+
 class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a leader tells a router when it connects."""
 
@@ -160,12 +175,15 @@ class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     info: GangInfo
     resident: list[str] = []  # digests of adapters that are in the pool or on their way into it
+    orphans: list[str] = []  # keys of the sequences that it holds for whoever asks
 
 
 class Frame(msgspec.Struct, frozen=True, tag="frame"):
     updates: list[SequenceUpdate]
     load: EngineLoad
     residency: ResidencyChange = ResidencyChange()  # since the last frame on this stream
+    orphans: OrphanChange | None = None  # since the last frame on this stream
+    last_submitted: int = 0  # id of this router's newest sequence that has reached the leader; 0: none has
 
 
 FromLeader = Hello | Frame
