@@ -27,6 +27,7 @@ MAX_MESSAGES_ON_LOOP: Final = 64  # of a chat
 NUM_THREADS: Final = 2
 # A decoder must see what came just before, or a completion of SentencePiece tokens would lose its first space.
 NUM_CONTEXT_TOKENS: Final = 6
+MAX_CONTINUATION_BYTES: Final = 3  # of a character in UTF-8
 # Arguments of the template's renderer that are ours to set.
 RESERVED_TEMPLATE_ARGUMENTS: Final = frozenset(
     {
@@ -103,7 +104,15 @@ class TextService:
 
     def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
         """A new one for a sequence that continues this prompt."""
-        return Detokenizer(self._backend, prompt_token_ids[-NUM_CONTEXT_TOKENS:])
+        start = max(len(prompt_token_ids) - NUM_CONTEXT_TOKENS, 0)
+        for _ in range(MAX_CONTINUATION_BYTES):  # not inside of a character, which would spoil the bytes after it
+            if start > 0 and self._continues_a_character(prompt_token_ids[start]):
+                start -= 1
+        return Detokenizer(self._backend, prompt_token_ids[start:])
+
+    def _continues_a_character(self, token_id: int) -> bool:
+        raw = self.token_bytes(token_id)
+        return bool(raw) and raw[0] & 0xC0 == 0x80
 
     async def render_chat(
         self,
@@ -161,15 +170,18 @@ class Detokenizer:
     """Text of one growing sequence. The pieces and the flush joined are the text of all tokens."""
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
+        """`context`: the last tokens before it. A character that they begin comes whole, with the first piece."""
         self._tokenizer = tokenizer
-        # Context that ends inside of a character would show up in the first piece.
-        whole = not str(tokenizer.decode(context, skip_special_tokens=True)).endswith("�")
-        self._stream = DecodeStream(list(context) if whole else [], skip_special_tokens=True)
+        self._stream = DecodeStream(list(context), skip_special_tokens=True)
         self._pending: list[int] = []  # tokens since the last piece
+        # Context that may end inside of a character, as long as it is not clear what becomes of that.
+        self._cut_context = list(context) if self._decode(context).endswith("�") else None
 
     def step(self, token_id: int) -> str:
         """The text that this token completes; empty for a special token or in the middle of a character."""
         self._pending.append(token_id)
+        if self._cut_context is not None:
+            return self._complete(self._cut_context)
         try:
             piece = self._stream.step(self._tokenizer, token_id)
         except Exception as error:  # the library raises nothing narrower
@@ -180,6 +192,33 @@ class Detokenizer:
             return ""
         self._pending.clear()
         return piece
+
+    def _complete(self, context: list[int]) -> str:
+        """The first piece after context that ends inside of a character, once the pending tokens end at one's end."""
+        text = self._decode([*context, *self._pending])
+        if text.endswith("�"):
+            return ""
+        self._stream = DecodeStream([*context, *self._pending], skip_special_tokens=True)
+        self._cut_context = None
+        self._pending.clear()
+        return text[self._num_chars_of(context, text) :]
+
+    def _num_chars_of(self, context: list[int], text: str) -> int:
+        """How many characters at the start of `text`, which goes on after the context, are whole in the context.
+
+        Its bytes that were � alone may be a character now: that one is not the context's. And where one � made all of
+        a run of byte tokens so, those before it tell what they are once it is left out.
+        """
+        longest = 0
+        for end in range(len(context), max(len(context) - MAX_CONTINUATION_BYTES, 0) - 1, -1):
+            known = self._decode(context[:end])
+            while not text.startswith(known):
+                known = known[:-1]
+            longest = max(longest, len(known))
+        return longest
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _restart(self) -> str | None:
         """The text of the pending tokens.
@@ -195,4 +234,7 @@ class Detokenizer:
         """What is left of a character that will not be completed. The detokenizer is used up after it."""
         if not self._pending:
             return ""
-        return str(self._tokenizer.decode(self._pending, skip_special_tokens=True))
+        if self._cut_context is not None:
+            text = self._decode([*self._cut_context, *self._pending])
+            return text[self._num_chars_of(self._cut_context, text) :]
+        return self._decode(self._pending)

@@ -104,14 +104,25 @@ async def test_the_first_space_after_a_prompt_is_kept(text: TextService) -> None
     assert "".join(pieces_of(text, whole[len(prompt) :], prompt)) == " fox"
 
 
-async def test_a_prompt_that_ends_inside_of_a_character(text: TextService, request: pytest.FixtureRequest) -> None:
-    if "byte_fallback" in request.node.name:
-        reason = "with some merges the letter after a prompt that ends inside of a character is lost"
-        request.applymarker(pytest.mark.xfail(strict=False, reason=reason))
-    token_ids = await text.encode("🎉fox", add_special_tokens=False)
-    party = await text.encode("🎉", add_special_tokens=False)
-    cut = len(party) - 1
-    assert "".join(pieces_of(text, token_ids[cut:], token_ids[:cut])).endswith("fox")
+@pytest.mark.parametrize("before", ["", "fox ", "🎉", "你🎉"])
+@pytest.mark.parametrize("letters", ["fox", "zebra ", "猫"])
+async def test_a_prompt_that_ends_inside_of_a_character(text: TextService, before: str, letters: str) -> None:
+    """The character comes whole, and nothing after it is lost: not even what is a byte token itself."""
+    for character in ("🎉", "é", "你"):
+        token_ids = await text.encode(before + character + letters, add_special_tokens=False)
+        for cut in range(1, len(token_ids)):
+            of_prompt = b"".join(map(text.token_bytes, token_ids[:cut])).decode(errors="ignore")  # whole characters
+            pieces = pieces_of(text, token_ids[cut:], token_ids[:cut])
+            assert "".join(pieces) == (before + character + letters)[len(of_prompt) :], cut
+
+
+async def test_a_character_that_the_prompt_begins_and_nothing_ends(text: TextService) -> None:
+    party = await text.encode("fox 🎉", add_special_tokens=False)
+    fox = await text.encode("fox", add_special_tokens=False)
+    assert "".join(pieces_of(text, fox, party[:-1])).endswith("ox")
+    assert "".join(pieces_of(text, [], party[:-1])) == ""
+    no_character = await text.encode("fox �", add_special_tokens=False)  # which ends as a broken one does
+    assert "".join(pieces_of(text, fox, no_character)) == "fox"
 
 
 async def test_bytes_of_tokens_join_to_the_bytes_of_the_text(text: TextService) -> None:
