@@ -104,13 +104,13 @@ class Load:
 
     def _upload(self, name: str) -> None:
         def ask() -> None:
-            answer = self._motet.upload("another", DEMO / "adapters" / "shout")
+            answer = self._motet.upload("another", DEMO / "adapters" / "spanish")
             assert answer.status_code in (200, 201), answer.text
 
         self._repeat(name, ask)
 
     def _upload_kept_alive(self, name: str) -> None:
-        files = [DEMO / "adapters" / "pirate" / file for file in ("adapter_config.json", "adapter_model.safetensors")]
+        files = [DEMO / "adapters" / "json" / file for file in ("adapter_config.json", "adapter_model.safetensors")]
         form = {file.name: (file.name, file.read_bytes()) for file in files}
 
         def ask() -> None:
@@ -145,7 +145,7 @@ def test_no_request_fails_while_routers_and_gangs_are_replaced(motet: RunningMot
     processes = {*motet.gang_processes(), *motet.router_processes()}
 
     def change() -> None:
-        settings.write_text(SETTINGS.format(pool="16MiB", places=16, upload="1MiB"))
+        settings.write_text(SETTINGS.format(pool="16MiB", places=16, upload="2MiB"))
         hang_up(motet, "updated\n")
 
     load = Load(motet)
@@ -159,6 +159,19 @@ def test_no_request_fails_while_routers_and_gangs_are_replaced(motet: RunningMot
     assert len(before) == len(after) == 2
     assert {2 * gang["num_pages"] for gang in after} == {gang["num_pages"] for gang in before}
     assert not {gang["gang_id"] for gang in before} & {gang["gang_id"] for gang in after}
+
+
+def test_only_what_differs_is_replaced(motet: RunningMotet, settings: Path) -> None:
+    gangs, routers = motet.gang_processes(), motet.router_processes()
+    settings.write_text(settings.read_text().replace("max-num-sequences = 16", "max-num-sequences = 15"))
+    hang_up(motet, "updated\n")
+    assert not any(process.is_running() for process in gangs)
+    assert motet.router_processes() == routers
+    gangs = motet.gang_processes()
+    settings.write_text(settings.read_text().replace("2MiB", "3MiB"))
+    hang_up(motet, "updated\n")
+    eventually(lambda: not any(process.is_running() for process in routers))
+    assert set(motet.gang_processes()) == set(gangs)
 
 
 def hang_up(motet: RunningMotet, expected: str) -> None:
