@@ -128,6 +128,7 @@ def tenant_keys(
 @click.pass_context
 def serve(
     context: click.Context,
+    /,
     path_or_id: str,
     config_path: Path | None,
     data_dir: Path,
