@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ def build_application(
 ) -> Any:
     """What `serve.run` takes. `token`: a secret that routers and gangs share; `progress_path`: see GangReplica.
 
-    `is_update`: it replaces a running one, and keeps its number of gangs where that goes with the load.
+    `is_update`: it replaces a running one, which must have had the same token, and keeps its number of gangs where that
+    goes with the load. Replicas whose version is the same stay.
     """
     gangs: Any = serve.deployment(
         GangReplica,
@@ -39,6 +41,7 @@ def build_application(
     routers: Any = serve.deployment(
         serve.ingress()(RouterReplica),
         name="router",
+        max_surge_percent=100,  # an update starts new ones first, so that there is always one to connect to
         num_replicas=config.num_routers,
         ray_actor_options=Resources(
             custom=config.router_resources
@@ -49,8 +52,26 @@ def build_application(
         graceful_shutdown_timeout_s=config.router_drain_s,
         max_constructor_retry_count=3,
     )
+    gangs = _with_version(gangs, config.engine, config.drain_s, config.orphan_s, _place_of_a_gang(config))
+    routers = _with_version(routers, *_settings_of_a_router(config))
     gang = gangs.bind(config.engine, token, config.drain_s, config.orphan_s, progress_path)
     return routers.bind(config, token, gang)
+
+
+def _settings_of_a_router(config: MotetConfig) -> tuple[object, ...]:
+    """All that a RouterReplica reads of the config."""
+    packing = (config.tensor_parallel, config.block_size, config.dtype, config.expert_sharding)
+    waiting = (config.sequence_wait_s, config.min_gangs == 0)
+    return (config.router, config.redis_url, config.model_path, config.store_path, config.name, packing, waiting)
+
+
+def _with_version(deployment: Any, *settings: object) -> Any:
+    """The deployment, whose replicas an update replaces only if these settings have changed.
+
+    Serve replaces all replicas at each `serve.run` unless it is told a version, which only its own code may tell.
+    """
+    version = hashlib.sha256(repr(settings).encode()).hexdigest()
+    return deployment.options(version=version, _internal=True)
 
 
 def _number_of_gangs(scaling: ScalingConfig, is_update: bool) -> dict[str, Any]:

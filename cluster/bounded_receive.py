@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ray.serve._private.direct_ingress_http_util import ASGIDIReceiveProxy
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 MAX_MESSAGES = 16  # of a body, read and not yet consumed; each holds some 64 KiB to 256 KiB
@@ -15,13 +16,16 @@ class BoundedReceive:
     To notice a client that leaves, a Serve replica reads every request ahead into a queue without a limit: an upload
     that arrives faster than the disk takes it would fill the memory. This gives the queue a limit; a full queue makes
     the replica stop reading, and TCP then slows the client down.
+
+    A request that comes through Serve's fallback proxy, as some do while routers come and go, has another queue: what
+    fills that one does not wait, and would lose the rest of the body at a limit. It has none.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        queue: Any = getattr(receive, "queue", None)  # of Serve's ASGIDIReceiveProxy; other servers need no limit
-        if queue is not None:
+        if isinstance(receive, ASGIDIReceiveProxy):
+            queue: Any = receive.queue
             queue._maxsize = MAX_MESSAGES  # asyncio.Queue has no public way to set it after construction
         await self._app(scope, receive, send)

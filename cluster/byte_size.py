@@ -39,3 +39,8 @@ def byte_size_value(context: click.Context, parameter: click.Parameter, value: s
         return parse_byte_size(value)
     except ValueError as error:
         raise click.BadParameter(str(error), context, parameter) from error
+
+
+def byte_size_or_none_value(context: click.Context, parameter: click.Parameter, value: str) -> int:
+    """The same, and 0 for nothing at all."""
+    return 0 if value.strip() == "0" else byte_size_value(context, parameter, value)

@@ -49,6 +49,8 @@ class MotetConfig:
     dtype: Dtype = "bfloat16"
     pool_bytes: int = 1 << 30
     host_bytes: int = 4 << 30
+    kv_host_bytes: int = 1 << 30  # 0: no KV in host memory
+    kv_disk_bytes: int = 0  # 0: no KV on disk
     block_size: int = 16
     max_tokens_per_step: int = 512
     max_num_sequences: int = 128
@@ -145,6 +147,9 @@ class MotetConfig:
             dtype=self.dtype,
             pool_bytes=self.pool_bytes,
             host_bytes=self.host_bytes,
+            kv_host_bytes=self.kv_host_bytes,
+            kv_disk_bytes=self.kv_disk_bytes,
+            kv_disk_path=self.data_dir / "kv",
             block_size=self.block_size,
             max_tokens_per_step=self.max_tokens_per_step,
             max_num_sequences=self.max_num_sequences,

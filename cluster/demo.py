@@ -62,6 +62,7 @@ def main(once: bool, port: int | None, data_dir: Path) -> None:
             keys=tuple(KEYS.items()),
             pool_bytes=64 << 20,
             host_bytes=64 << 20,
+            kv_host_bytes=64 << 20,
         )
     except ValueError as error:
         raise click.ClickException(str(error)) from error

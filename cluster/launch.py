@@ -10,7 +10,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -35,6 +35,7 @@ from .local_serve import (
 from .progress_log import OnEvent, ProgressReader
 from .redis_server import RedisServer
 from .registration import forget_launch_keys, register_launch
+from .rolling_update import updated
 
 STAGE = "starting"  # name of the launcher's own events
 NUM_STAGES = 4
@@ -59,6 +60,10 @@ class Deployment:
     def __init__(self) -> None:
         self._config: MotetConfig | None = None  # of what runs
         self._url = ""
+        self._token = secrets.token_hex(32)  # that routers and gangs share
+        self._max_gangs: int | None = None  # that there is room for; None: as many as the cluster can get
+        self._on_hangup: Callable[[], None] | None = None
+        self._has_hung_up = False
         self._parts = ExitStack()  # ends what was started, the last first, and all of it even if some of it fails
         self._session_path = Path()
         self._joined: JoinedCluster | None = None
@@ -99,20 +104,41 @@ class Deployment:
                 _log.exception("not everything could be stopped")
             raise
 
-    def wait(self) -> None:
+    def wait(self, on_hangup: Callable[[], None] | None = None) -> None:
         """Does not return: a signal raises as the class says, and a server of Ray that has gone raises LaunchError.
 
-        On a running cluster it is the application that must not go.
+        On a running cluster it is the application that must not go. `on_hangup` is called at SIGHUP, which then ends
+        nothing.
         """
-        while self._joined is not None:
-            if (problem := self._joined.problem()) is not None:
-                raise LaunchError(problem)
-            time.sleep(CLUSTER_POLL_S)
+        self._on_hangup = on_hangup
+        checked_at = 0.0
         while True:
+            if self._has_hung_up and on_hangup is not None:
+                self._has_hung_up = False
+                on_hangup()
             _, alive = psutil.wait_procs(self._servers, timeout=POLL_S)
             if len(alive) < len(self._servers):
                 raise LaunchError("a server of Ray has died: motet must be started again")
+            if self._joined is not None and time.monotonic() - checked_at > CLUSTER_POLL_S:
+                if (problem := self._joined.problem()) is not None:
+                    raise LaunchError(problem)
+                checked_at = time.monotonic()
             time.sleep(POLL_S)
+
+    def update(self, config: MotetConfig) -> None:
+        """Replaces routers and gangs by such with another config, in turn, while they serve. Returns when it is done.
+
+        Raises ConfigError for what only a restart changes, and LaunchError when the new ones do not start: those before
+        are brought back then.
+        """
+        assert self._config is not None, "it runs"
+        running, wanted = self._config, updated(self._config, config, self._max_gangs)
+        try:
+            _run_application(wanted, self._token, None, is_update=True)
+        except LaunchError:
+            _run_application(running, self._token, None, is_update=True)
+            raise
+        self._config = wanted
 
     def stop(self) -> None:
         """Ends every process and removes the session's folder; what is acknowledged is on the disk. Idempotent.
@@ -139,7 +165,7 @@ class Deployment:
         progress_path = self._session_path / "progress"
         try:
             with _followed(progress_path, on_event):
-                _run_application(config, progress_path)
+                _run_application(config, self._token, progress_path)
             on_event(STAGE, 3, NUM_STAGES)
             self._url = config.url
             _wait_until_ready(self._url)
@@ -173,7 +199,7 @@ class Deployment:
             self._parts.callback(progress_path.unlink, missing_ok=True)
             joined.deployed(APP)
             with _followed(progress_path, on_event):
-                _run_application(config, progress_path)
+                _run_application(config, self._token, progress_path)
             on_event(STAGE, 3, NUM_STAGES)
             self._url = joined.url(front)
             _wait_until_ready(self._url)
@@ -203,6 +229,7 @@ class Deployment:
         self._parts.callback(restore_environment, set_environment(variables))
         children = set(psutil.Process().children())
         self._parts.callback(_shut_ray_down)
+        self._max_gangs = config.scaling.max_gangs
         start_serve(self._session_path, config.port, config.scaling.max_gangs * config.num_cpus_of_a_gang)
         # Ray put a handler before Python's that aborts the process three seconds after a SIGTERM: too soon to stop.
         self._catch_signals()
@@ -224,6 +251,9 @@ class Deployment:
             return
 
         def exit_by_signal(number: int, _frame: FrameType | None) -> None:
+            if number == signal.SIGHUP and self._on_hangup is not None:
+                self._has_hung_up = True
+                return
             raise SystemExit(128 + number)
 
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -241,14 +271,15 @@ def _shut_ray_down() -> None:
     ray.shutdown()
 
 
-def _run_application(config: MotetConfig, progress_path: Path) -> None:
+def _run_application(config: MotetConfig, token: str, progress_path: Path | None, *, is_update: bool = False) -> None:
     """Returns when all replicas are up, however long a model takes to load."""
     from ray import serve
 
     from .application import APP, build_application
 
     try:
-        serve.run(build_application(config, secrets.token_hex(32), progress_path), name=APP, route_prefix="/")
+        application = build_application(config, token, progress_path, is_update=is_update)
+        serve.run(application, name=APP, route_prefix="/")
     except RuntimeError as error:
         deployments = serve.status().applications[APP].deployments.items()
         reasons = [

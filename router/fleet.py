@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ..workers.messages import AdapterRef
 from ..workers.page_keys import first_link, next_keys, short_key
 from .affinity import GangView, RoutingConfig, RoutingRequest, choose_gang
-from .leader_connection import LeaderConnection
+from .leader_connection import FaultKind, LeaderConnection
 from .open_sequence import OpenSequence
 
 _MAX_ROUTED_PAGES = 2048  # of a prompt: what is beyond decides nothing
@@ -40,6 +41,7 @@ class Fleet:
         self._on_connect = on_connect
         self._on_lost = on_lost
         self._on_orphans = on_orphans
+        self.num_faults: Counter[FaultKind] = Counter()  # gangs that were lost without having been told to go
         self._connections: dict[str, LeaderConnection] = {}
 
     def update(self, addresses: Mapping[str, str]) -> None:
@@ -51,7 +53,13 @@ class Fleet:
             self._connections.pop(key).retire()
         for key in addresses.keys() - self._connections.keys():
             connection = LeaderConnection(
-                addresses[key], self._token, self._routing, self._on_connect, self._on_lost, self._on_orphans
+                addresses[key],
+                self._token,
+                self._routing,
+                self._on_connect,
+                self._on_lost,
+                self._on_orphans,
+                lambda kind: self.num_faults.update([kind]),
             )
             self._connections[key] = connection
             connection.start()

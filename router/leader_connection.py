@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import msgspec
@@ -58,8 +58,17 @@ HELLO_TIMEOUT_S = 10.0
 _log = logging.getLogger(__name__)
 
 
+FaultKind = Literal[
+    "connection", "engine"
+]  # how a gang was lost: its process or the way to it, or what it computes with
+
+
 class _HandedOverError(Exception):
     """The leader leaves, and its sequences must go on elsewhere."""
+
+
+class _EngineFailedError(ConnectionError):
+    """The leader is there, but cannot compute any more."""
 
 
 class _EncodedToLeader(msgspec.Struct, frozen=True):
@@ -79,10 +88,12 @@ class LeaderConnection:
         on_connect: Callable[[], None],
         on_lost: Callable[[list[OpenSequence], str], None],
         on_orphans: Callable[[], None] = lambda: None,
+        on_fault: Callable[[FaultKind], None] = lambda kind: None,
     ) -> None:
         """`on_lost` gets the unfinished sequences of a connection that ended, and the reason.
 
-        `on_orphans`: the leader has begun to hold sequences for whoever asks.
+        `on_orphans`: the leader has begun to hold sequences for whoever asks. `on_fault`: a connected gang was lost
+        that had not been told to go.
         """
         self.address = address
         self.info: GangInfo | None = None  # None: not connected
@@ -93,6 +104,7 @@ class LeaderConnection:
         self._on_connect = on_connect
         self._on_lost = on_lost
         self._on_orphans = on_orphans
+        self._on_fault = on_fault
         self._adrift = Adrift(self._lose)
         self._last_gang_id = ""
         self._last_arrived = 0  # id of the newest sequence that the leader is known to have got
@@ -177,6 +189,7 @@ class LeaderConnection:
         pause_s = FIRST_PAUSE_S
         while not self.retired:
             reason, is_fault = "the connection was closed", True
+            fault_kind: FaultKind = "connection"
             try:
                 async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
                     call: Any = channel.stream_stream(f"/{STREAM_SERVICE}/{STREAM_METHOD}")(
@@ -189,12 +202,16 @@ class LeaderConnection:
                 reason = f"{error.code().name}: {error.details()}"
             except _HandedOverError as farewell:
                 reason, is_fault = str(farewell), False
+            except _EngineFailedError as error:
+                reason, fault_kind = str(error), "engine"
             except (TimeoutError, msgspec.DecodeError, ConnectionError) as error:
                 reason = str(error)
             except Exception as error:  # a defect of ours must not leave the router without its gang for good
                 _log.exception("the connection to %s broke unexpectedly", self.address)
                 reason = repr(error)
             finally:
+                if is_fault and self.info is not None and (self._sequences or not self.retired):
+                    self._on_fault(fault_kind)
                 self._disconnected(reason, is_fault=is_fault)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -254,7 +271,7 @@ class LeaderConnection:
                 self._forget(update.sequence_id)
         if given_back is not None:  # the others, which may not have reached the leader, must go elsewhere too
             is_farewell = given_back.kind == "handed_over"
-            raise (_HandedOverError if is_farewell else ConnectionError)(given_back.message)
+            raise (_HandedOverError if is_farewell else _EngineFailedError)(given_back.message)
         if frame.orphans is not None and frame.orphans.came:
             self._go_on(frame.orphans.came)
             self._on_orphans()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import get_args
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -13,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from ..workers.messages import EngineLoad
 from .histogram import Histogram
+from .leader_connection import FaultKind
 
 FIRST_TOKEN_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 INTER_TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -51,21 +53,33 @@ class Metrics:
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)  # between updates of a sequence
         self.last_token_at: float | None = None  # time.perf_counter()
 
-    def exposition(self, load: EngineLoad | None, num_resumed: int, is_registry_connected: bool) -> bytes:
-        """Prometheus' text format. `load`: of the engine; None: no gang is connected. `num_resumed`: see Dispatcher."""
+    def exposition(
+        self,
+        load: EngineLoad | None,
+        num_resumed: int,
+        num_gang_faults: Mapping[FaultKind, int],
+        is_registry_connected: bool,
+    ) -> bytes:
+        """Prometheus' text format. `load`: of the engine; None: no gang is connected. The others: see Dispatcher."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families(self, load, num_resumed, is_registry_connected))
+        registry.register(_Families(self, load, num_resumed, num_gang_faults, is_registry_connected))
         return generate_latest(registry)
 
 
 class _Families(Collector):
     def __init__(
-        self, metrics: Metrics, load: EngineLoad | None, num_resumed: int, is_registry_connected: bool
+        self,
+        metrics: Metrics,
+        load: EngineLoad | None,
+        num_resumed: int,
+        num_gang_faults: Mapping[FaultKind, int],
+        is_registry_connected: bool,
     ) -> None:
         self._metrics = metrics
         self._is_registry_connected = is_registry_connected
         self._load = load
         self._num_resumed = num_resumed
+        self._num_gang_faults = num_gang_faults
 
     def collect(self) -> Iterator[Metric]:
         metrics = self._metrics
@@ -94,6 +108,12 @@ class _Families(Collector):
         ):
             yield HistogramMetricFamily(name, help_text, histogram.buckets(), histogram.sum)
         yield CounterMetricFamily("motet_resumed_sequences", "Went on after they lost their gang.", self._num_resumed)
+        faults = CounterMetricFamily(
+            "motet_gang_faults", "Gangs that were lost without having been told to go.", labels=("kind",)
+        )
+        for kind in get_args(FaultKind):  # at 0 too, so that the first one is an increase
+            faults.add_metric((kind,), self._num_gang_faults.get(kind, 0))
+        yield faults
         yield GaugeMetricFamily("motet_gang_connected", "1 if a gang is connected.", float(self._load is not None))
         if self._load is not None:
             yield from _engine_families(self._load)

@@ -42,7 +42,12 @@ class OperationsApi:
 
     async def metrics(self, request: Request) -> Response:
         return Response(
-            self._metrics.exposition(self._dispatcher.load(), self._dispatcher.num_resumed, self._view.connected),
+            self._metrics.exposition(
+                self._dispatcher.load(),
+                self._dispatcher.num_resumed,
+                self._dispatcher.num_gang_faults,
+                self._view.connected,
+            ),
             headers={"Content-Type": CONTENT_TYPE_LATEST},
         )
 

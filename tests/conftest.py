@@ -13,6 +13,12 @@ from motet.adapters.registry import connect
 from motet.cluster.redis_server import RedisServer
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("motet")
+    group.addoption("--kill-rounds", type=int, default=1, help="Kills of each kind of process in test_kills.py.")
+    group.addoption("--kill-seed", type=int, default=0, help="Draws the victims and the moments.")
+
+
 @pytest.fixture(scope="session")
 def redis_url() -> Iterator[str]:
     """A real server for the whole session."""

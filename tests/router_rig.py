@@ -7,7 +7,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from motet.adapters.adapter import AdapterVersion
 from motet.adapters.registry_view import RegistryView
 from motet.adapters.upload import UploadService
 from motet.router.config import RouterConfig
+from motet.router.leader_connection import FaultKind
 from motet.router.rest_server import create_app
 from motet.router.text import TextService
 from motet.workers.messages import (
@@ -154,6 +155,7 @@ class FakeDispatcher:
     hangs: bool = False  # after the script
     is_connected: bool = True
     num_resumed: int = 0
+    num_gang_faults: Mapping[FaultKind, int] = field(default_factory=dict)
     num_gangs: int = 1
     submitted: list[Submitted] = field(default_factory=list)
     streams: list[FakeStream] = field(default_factory=list)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import psutil
@@ -28,13 +28,14 @@ class RunningMotet:
     url: str
     data_dir: Path
     process: psutil.Process
+    stdout: IO[str]  # after "ready"
 
     def openai(self, tenant: str = "acme") -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=KEYS[tenant], max_retries=0, timeout=60)
 
-    def http(self, tenant: str = "acme") -> httpx.Client:
+    def http(self, tenant: str = "acme", timeout_s: float = 60.0) -> httpx.Client:
         headers = {"Authorization": f"Bearer {KEYS[tenant]}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False)
 
     def upload(self, name: str, folder: Path, tenant: str = "acme") -> httpx.Response:
         config, tensors = folder / "adapter_config.json", folder / "adapter_model.safetensors"
@@ -48,7 +49,18 @@ class RunningMotet:
         return found
 
     def gang_processes(self) -> list[psutil.Process]:
-        return [p for p in self.processes() if "ServeReplica:motet:gang" in _title(p)]
+        """The leaders'; of a gang of one worker that is all."""
+        return self._titled("ServeReplica:motet:gang")
+
+    def worker_processes(self) -> list[psutil.Process]:
+        """Of gangs of several workers."""
+        return self._titled("WorkerActor")
+
+    def router_processes(self) -> list[psutil.Process]:
+        return self._titled("ServeReplica:motet:router")
+
+    def controller_processes(self) -> list[psutil.Process]:
+        return self._titled("ServeController")
 
     def redis_process(self) -> psutil.Process:
         (found,) = [p for p in self.processes() if "redis" in _executable(p) or "valkey" in _executable(p)]
@@ -57,12 +69,16 @@ class RunningMotet:
     def processes(self) -> list[psutil.Process]:
         return self.process.children(recursive=True)
 
+    def _titled(self, part: str) -> list[psutil.Process]:
+        return [process for process in self.processes() if part in _title(process)]
+
 
 @contextmanager
-def running_motet(data_dir: Path, port: int, *options: str, pool_bytes: str = "32MiB") -> Iterator[RunningMotet]:
+def running_motet(data_dir: Path, port: int, *options: str, pool_bytes: str | None = "32MiB") -> Iterator[RunningMotet]:
     """`motet serve` of the demo model, ready; ended by Ctrl-C, after which none of its processes may be left."""
     command = [str(Path(sys.executable).parent / "motet"), "serve", str(DEMO / "base"), "--name", BASE]
-    command += ["--port", str(port), "--data-dir", str(data_dir), "--pool-bytes", pool_bytes, *options]
+    command += ["--port", str(port), "--data-dir", str(data_dir), *options]
+    command += [] if pool_bytes is None else ["--pool-bytes", pool_bytes]
     for tenant, key in KEYS.items():
         command += ["--key", f"{tenant}={key}"]
     log_path = data_dir.parent / f"{data_dir.name}.log"
@@ -72,7 +88,7 @@ def running_motet(data_dir: Path, port: int, *options: str, pool_bytes: str = "3
         assert server.stdout is not None
         ready = next((line for line in server.stdout if line.startswith("ready ")), None)
         assert ready == f"ready http://127.0.0.1:{port}\n", log_path.read_text()
-        motet = RunningMotet(ready.split()[1], data_dir, psutil.Process(server.pid))
+        motet = RunningMotet(ready.split()[1], data_dir, psutil.Process(server.pid), server.stdout)
         yield motet
         processes = motet.processes()
         os.kill(server.pid, signal.SIGINT)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from typing import Any
 
 from ray.serve._private.direct_ingress_http_util import ASGIDIReceiveProxy
+from ray.serve._private.http_util import ASGIReceiveProxy
 from starlette.types import Message, Receive, Scope, Send
 
 from motet.cluster.bounded_receive import MAX_MESSAGES, BoundedReceive
@@ -51,6 +53,34 @@ async def test_a_body_is_read_no_faster_than_it_is_consumed() -> None:
     await asyncio.wait_for(task, 20)
     assert body == b"x" * NUM_MESSAGES
     assert max(num_ahead) <= MAX_MESSAGES + 2  # one in hand on either side of the queue
+
+
+async def test_a_long_body_through_the_fallback_proxy_arrives_whole() -> None:
+    """What reads that one ahead does not wait, and breaks at a limit."""
+    client = Client()
+    may_read = asyncio.Event()
+
+    async def receive_messages(metadata: Any) -> bytes:
+        """As many at once as the proxy has at the time."""
+        await may_read.wait()
+        return pickle.dumps([await client.receive() for _ in range(NUM_MESSAGES // 2)])
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal body
+        may_read.set()
+        is_whole = False
+        while not is_whole:
+            message = await receive()
+            body += message["body"]
+            is_whole = not message["more_body"]
+
+    scope: Any = {"type": "http"}
+    receive = ASGIReceiveProxy(scope, None, receive_messages)  # type: ignore[arg-type]  # only handed on
+    task = asyncio.create_task(receive.fetch_until_disconnect())
+    body = b""
+    await asyncio.wait_for(BoundedReceive(app)(scope, receive, send_nothing), 20)
+    assert body == b"x" * NUM_MESSAGES
+    task.cancel()
 
 
 async def test_other_servers_are_left_alone() -> None:

@@ -35,7 +35,7 @@ class Parts:
         monkeypatch.setattr(launch, "serve_environment", lambda *args: {VARIABLE: "set"})
         monkeypatch.setattr(launch, "register_launch", nothing)
         monkeypatch.setattr(launch, "start_serve", start_serve)
-        monkeypatch.setattr(launch, "_run_application", lambda config, progress_path: None)
+        monkeypatch.setattr(launch, "_run_application", ignore)
         monkeypatch.setattr(launch, "_wait_until_ready", lambda url: None)
         monkeypatch.setattr(launch, "_shut_ray_down", lambda: self.end("ray"))
 
@@ -64,7 +64,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MotetConfig:
     return MotetConfig(model_path=DEMO_BASE, data_dir=tmp_path / "data", port=free_ports(1)[0])
 
 
-def ignore(*args: Any) -> None:
+def ignore(*args: Any, **options: Any) -> None:
     return None
 
 
@@ -106,7 +106,7 @@ def test_what_kept_it_from_starting_is_told_though_nothing_can_be_ended(
 
 
 def test_logs_that_cannot_be_kept_do_not_hide_the_error(config: MotetConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_application(config: MotetConfig, progress_path: Path) -> None:
+    def run_application(config: MotetConfig, token: str, progress_path: Path) -> None:
         raise LaunchError("the model is ill")
 
     Parts(monkeypatch, ignore)  # which makes no logs

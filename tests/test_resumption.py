@@ -164,6 +164,8 @@ async def test_a_stream_goes_on_elsewhere(cluster: Cluster, end: str, num_spares
     assert resumed.sampling.seed is not None  # drawn by the router, so that both gangs draw alike
     assert resumed.adapter == asked.adapter == ref
     assert resumed.prompt_token_ids == asked.prompt_token_ids == [1, 7]
+    faults = {"kill": {"connection"}, "drain": set(), "fail": {"engine"}}
+    assert set(cluster.dispatcher.num_gang_faults) == faults[end]
 
 
 async def test_a_given_seed_is_kept_and_others_differ(cluster: Cluster) -> None:
