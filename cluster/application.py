@@ -43,9 +43,8 @@ def build_application(
         name="router",
         max_surge_percent=100,  # an update starts new ones first, so that there is always one to connect to
         num_replicas=config.num_routers,
-        ray_actor_options=Resources(
-            custom=config.router_resources
-        ).actor_options,  # no CPUs: it waits more than it works; the machine's share is the gangs'
+        # No CPUs: it waits more than it works; the machine's share is the gangs'.
+        ray_actor_options=Resources(custom=config.router_resources).actor_options,
         max_ongoing_requests=100_000,  # admission is the router's own business
         health_check_period_s=5.0,
         health_check_timeout_s=30.0,

@@ -14,12 +14,9 @@ from typing import Any
 
 from .cluster_nodes import CannotJoin, addresses_of_nodes
 from .config import ALL_ADDRESSES
+from .local_serve import LASTING_STREAMS
 
 SERVE_FLAGS = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
-NEW_SERVE_VARIABLES = {
-    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(24 * 3600),  # of a client that sends nothing
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-}
 CALL_TIMEOUT_S = 30.0
 ENOUGH_MISSED = 3  # once may be Serve's controller that is just starting again
 
@@ -52,7 +49,7 @@ class JoinedCluster:
                 address=address,
                 log_to_driver=False,
                 logging_level="error",
-                runtime_env={"env_vars": SERVE_FLAGS | NEW_SERVE_VARIABLES},
+                runtime_env={"env_vars": SERVE_FLAGS | LASTING_STREAMS},
             )
         except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
             raise CannotJoin(

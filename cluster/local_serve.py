@@ -24,6 +24,15 @@ OBJECT_STORE_BYTES = 100 << 20  # nothing of ours passes through it
 LONGEST_STREAM_S = 24 * 3600
 DEREGISTRATION_S = 5  # in which HAProxy, on a busy machine too, hears that a router goes
 PORT_REST_S = 150  # before another router gets the port of one that is gone
+# Variables of Serve on which streams depend that outlast changes of routers.
+LASTING_STREAMS = {
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(LONGEST_STREAM_S),  # of a client that sends nothing
+    # Whenever routers come or go, another HAProxy takes over; the one before ends with its last stream, and must not be
+    # ended sooner. Serve would do so after two minutes.
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_STREAM_S),
+    "RAY_SERVE_PORT_QUARANTINE_S": str(PORT_REST_S),
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(DEREGISTRATION_S),
+}
 
 
 def check_port_is_free(host: str, port: int) -> None:
@@ -72,14 +81,9 @@ def serve_environment(session: str, session_path: Path, host: str, port: int) ->
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # the routers count requests themselves
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
-        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(LONGEST_STREAM_S),  # of a client that sends nothing
-        # Whenever routers come or go, another HAProxy takes over; the one before ends with its last stream, and must
-        # not be ended sooner. Serve would do so after two minutes.
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_STREAM_S),
-        "RAY_SERVE_PORT_QUARANTINE_S": str(PORT_REST_S),
+        **LASTING_STREAMS,
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(http_fallback_port),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc_fallback_port),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(DEREGISTRATION_S),
         "RAY_AUTH_MODE": "token",  # of Ray's and Serve's own servers, some of which listen on all interfaces
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_worker_niceness": "0",  # workers are niced by default and starve beside other jobs
