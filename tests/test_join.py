@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from motet.cluster.joined_cluster import NEW_SERVE_VARIABLES, SERVE_FLAGS
-from motet.cluster.local_serve import free_ports
+from motet.cluster.joined_cluster import SERVE_FLAGS
+from motet.cluster.local_serve import LASTING_STREAMS, free_ports
 from motet.tests.ray_nodes import KEY, RayNodes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 for loopback")
@@ -52,7 +52,7 @@ def test_a_gang_without_a_place_is_refused_and_told_why(nodes: RayNodes) -> None
 def test_it_comes_and_goes_beside_the_applications_of_others(nodes: RayNodes) -> None:
     port = free_ports(1)[0]
     flags = [f"{name}={value}" for name, value in SERVE_FLAGS.items()]
-    others = ["python", "-c", OTHERS, nodes.address, str(port), json.dumps(SERVE_FLAGS | NEW_SERVE_VARIABLES)]
+    others = ["python", "-c", OTHERS, nodes.address, str(port), json.dumps(SERVE_FLAGS | LASTING_STREAMS)]
     status, said = nodes.output(0, ["env", *flags, *others])
     assert status == 0, said
     # A gang with a worker on each node.
