@@ -7,6 +7,7 @@ from typing import Any
 
 from ray import serve
 
+from ..workers.device import resolve_device
 from .autoscaler import autoscaling_config
 from .config import LEADER_NUM_CPUS, MotetConfig
 from .gang import GangReplica
@@ -58,9 +59,10 @@ def _number_of_gangs(scaling: ScalingConfig, is_update: bool) -> dict[str, Any]:
 
 def _place_of_a_gang(config: MotetConfig) -> dict[str, Any]:
     """Options of the gangs' deployment: the replica itself, or with it a bundle for each worker, all on one node."""
+    has_gpu = resolve_device(config.device).type == "cuda"  # each worker has one of its own
     if config.tensor_parallel == 1:
-        return {"ray_actor_options": {"num_cpus": config.gang_num_cpus}}
-    workers = [{"CPU": config.gang_num_cpus}] * config.tensor_parallel
+        return {"ray_actor_options": {"num_cpus": config.gang_num_cpus} | ({"num_gpus": 1} if has_gpu else {})}
+    workers = [{"CPU": config.gang_num_cpus} | ({"GPU": 1} if has_gpu else {})] * config.tensor_parallel
     return {
         "ray_actor_options": {"num_cpus": LEADER_NUM_CPUS},
         "placement_group_bundles": [{"CPU": LEADER_NUM_CPUS}, *workers],

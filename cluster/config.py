@@ -14,7 +14,7 @@ from ..adapters.errors import AdapterInvalid
 from ..adapters.layout import Dtype
 from ..adapters.names import check_name, check_tenant
 from ..router.config import RouterConfig
-from ..workers.config import EngineConfig, ExpertSharding
+from ..workers.config import Device, EngineConfig, ExpertSharding
 from .scaling import ScalingConfig
 
 REDIS_URL_VARIABLE = "REDIS_URL"
@@ -43,6 +43,7 @@ class MotetConfig:
     keys: tuple[tuple[str, str], ...] = ()  # (tenant, API key), registered at the start; for trials
     redis_url: str | None = None  # None: an embedded server
 
+    device: Device = "auto"  # auto: an NVIDIA GPU for each worker where there is one
     dtype: Dtype = "bfloat16"
     pool_bytes: int = 1 << 30
     host_bytes: int = 4 << 30
@@ -127,6 +128,7 @@ class MotetConfig:
         return EngineConfig(
             model_path=self.model_path,
             store_path=self.store_path,
+            device=self.device,
             dtype=self.dtype,
             pool_bytes=self.pool_bytes,
             host_bytes=self.host_bytes,

@@ -33,7 +33,8 @@ class RayWorkers:
     def spawn(self, settings: WorkerSettings) -> None:
         """Returns at once; the worker reports to the leader when it is up."""
         place = PlacementGroupSchedulingStrategy(self._placement_group, settings.rank + 1)
-        num_cpus = self._placement_group.bundle_specs[settings.rank + 1]["CPU"]
-        actor = ray.remote(WorkerActor).options(num_cpus=num_cpus, scheduling_strategy=place).remote()
+        bundle = self._placement_group.bundle_specs[settings.rank + 1]
+        options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": place}
+        actor = ray.remote(WorkerActor).options(**options).remote()
         self._actors.append(actor)
         actor.run.remote(settings)

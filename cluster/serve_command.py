@@ -32,6 +32,13 @@ def tenant_keys(
 @click.option("--name", default="", help="The base's name in requests. Default: the name of its folder.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; 0.0.0.0 is all.")
 @click.option("--port", default=8000, show_default=True)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="What gangs compute on. auto: an NVIDIA GPU for each worker where there is one.",
+)
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
 @click.option(
     "--data-dir",

@@ -23,6 +23,7 @@ class _Launch:
     """A batch's rows by kind, worked out once for all layers. Nothing here for a batch of decodes alone."""
 
     of: AttentionBatch
+    shape: tuple[int, int]  # heads of a group, head size
     num_decodes: int
     decode_rows: torch.Tensor | None  # [num_decodes] int32; None: row i is sequence i
     decode_sequences: torch.Tensor | None
@@ -34,7 +35,7 @@ class _Launch:
         starts = batch.query_starts
         counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
         if all(count == 1 for count in counts):
-            return _Launch(batch, len(counts), None, None, None, 0)
+            return _Launch(batch, (group, head_dim), len(counts), None, None, None, 0)
         decodes = [sequence for sequence, count in enumerate(counts) if count == 1]
         widest = 128 if head_dim <= 128 else 64
         block_rows = max(min(widest, triton.next_power_of_2(max(counts) * group)), 32, triton.next_power_of_2(group))
@@ -54,8 +55,9 @@ class _Launch:
         staged = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda")
         staged = staged.to(device, non_blocking=True)
         num = len(decodes)
+        blocks_on_device = staged[2 * num :].view(-1, 3)
         return _Launch(
-            batch, num, staged[:num], staged[num : 2 * num], staged[2 * num :].view(-1, 3), block_rows
+            batch, (group, head_dim), num, staged[:num], staged[num : 2 * num], blocks_on_device, block_rows
         )
 
 
@@ -149,7 +151,7 @@ class TritonAttention:
                 **shared,
                 BLOCK_ROWS=launch.block_rows,
                 BLOCK=64 if head_dim <= 128 else 32,
-                num_warps=8 if launch.block_rows >= 128 else 4,
+                num_warps=8 if launch.block_rows * shared["DIM"] >= 128 * 128 else 4,  # what its sums take in registers
                 num_stages=2,
             )
         return out
@@ -208,8 +210,9 @@ class TritonAttention:
             )
 
     def _of(self, batch: AttentionBatch, q: torch.Tensor, kv: torch.Tensor) -> _Launch:
-        if self._launch is None or self._launch.of is not batch:
-            self._launch = _Launch.make(batch, q.shape[1] // kv.shape[3], q.shape[2], q.device)
+        shape = (q.shape[1] // kv.shape[3], q.shape[2])
+        if self._launch is None or self._launch.of is not batch or self._launch.shape != shape:
+            self._launch = _Launch.make(batch, *shape, q.device)
         return self._launch
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from ..adapters.layout import Dtype
 
 ExpertSharding = Literal["tensor", "expert"]
+Device = Literal["cpu", "cuda", "auto"]
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class EngineConfig:
 
     model_path: Path  # folder in Hugging Face format
     store_path: Path  # content-addressed store of adapters
+    device: Device = "auto"  # auto: an NVIDIA GPU where there is one
     dtype: Dtype = "bfloat16"
     pool_bytes: int = 1 << 30  # device pages, for KV and adapters alike
     host_bytes: int = 4 << 30  # packed adapters kept in host memory
@@ -43,6 +45,8 @@ class EngineConfig:
             value = getattr(self, key)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{key} = {value!r}: a positive integer is needed")
+        if self.device not in get_args(Device):
+            raise ValueError(f"device = {self.device!r}: {', '.join(get_args(Device))} are accepted")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype = {self.dtype!r}: float32 or bfloat16 is accepted")
         if self.expert_sharding not in ("tensor", "expert"):

@@ -7,6 +7,7 @@ import torch
 from ..adapters.store import AdapterStore
 from ..kernels.backend import choose_kernels
 from .config import EngineConfig
+from .device import resolve_device
 from .execution.adapter_loader import AdapterLoader
 from .execution.executor import LocalExecutor
 from .execution.runner import Runner
@@ -23,7 +24,7 @@ from .parallel import Parallel
 def build_executor(config: EngineConfig, parallel: Parallel, on_progress: Progress | None) -> LocalExecutor:
     """What executes plans in this process. Raises ValueError if the model cannot be served with these settings."""
     torch.set_num_threads(config.num_threads)
-    device, dtype = torch.device("cpu"), getattr(torch, config.dtype)
+    device, dtype = resolve_device(config.device), getattr(torch, config.dtype)
     model = ModelConfig.from_folder(config.model_path)
     sharding = ModelSharding(model, parallel.degree, parallel.rank, config.expert_sharding)
     geometry = plan_pool(sharding, config.block_size, dtype, config.pool_bytes)
@@ -33,5 +34,6 @@ def build_executor(config: EngineConfig, parallel: Parallel, on_progress: Progre
     decoder = load_decoder(sharding, Checkpoint(config.model_path, dtype, device, on_progress), kernels.pack_linear)
     rotary = rotary_tables(model.rotaries, model.head_dim, config.context_of(model.max_model_len), device)
     runner = Runner(decoder, kernels, parallel, pool, geometry, layout, rotary)
-    host = HostTier(AdapterStore(config.store_path), layout, config.host_bytes, pinned=False)
-    return LocalExecutor(runner, AdapterLoader(host, pool, kernels), kernels.name)
+    pinned = device.type == "cuda"  # a copy from other memory would not run beside the steps
+    host = HostTier(AdapterStore(config.store_path), layout, config.host_bytes, pinned)
+    return LocalExecutor(runner, AdapterLoader(host, pool, kernels), kernels.name, device)

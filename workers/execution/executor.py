@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 from ..scheduling.plan import StepPlan, StepResult
 from .adapter_loader import AdapterLoader
 from .runner import Runner
@@ -29,10 +31,11 @@ class Executor(Protocol):
 class LocalExecutor:
     """A gang of one worker, in this process."""
 
-    def __init__(self, runner: Runner, loader: AdapterLoader, kernels_name: str) -> None:
+    def __init__(self, runner: Runner, loader: AdapterLoader, kernels_name: str, device: torch.device) -> None:
         self.runner = runner
         self.loader = loader
         self.kernels_name = kernels_name
+        self.device = device
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Starts the plan's loads, computes its tokens, and tells which loads have ended."""
