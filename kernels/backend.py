@@ -15,7 +15,7 @@ from .attention_flash import FlashAttention, FlashPackage, find_flash_attention
 from .attention_native import NativeAttention
 from .experts import ExpertKernels
 from .experts_torch import TorchExperts
-from .lora import LoraKernels
+from .lora import CapturableLora, LoraKernels
 from .lora_native import NativeLora
 from .lora_torch import TorchLora
 from .native_build import NativeUnavailable, load_library
@@ -42,7 +42,8 @@ class Kernels:
     lora: LoraKernels
     experts: ExpertKernels
     write_pages: Callable[[torch.Tensor, Sequence[int], torch.Tensor], None]
-    capturable: bool = False  # a batch of decodes can be recorded in a CUDA graph, launched from tensors alone
+    capturable_lora: CapturableLora | None = None  # there: batches of decodes are launched from tensors alone, so that
+    # they can be recorded in CUDA graphs, with `lora` too, which it is
 
 
 def torch_kernels() -> Kernels:
@@ -95,7 +96,7 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
     from .experts_triton import TritonExperts
     from .lora_triton import TritonLora
 
-    attention = TritonAttention()
+    attention, lora = TritonAttention(), TritonLora()
     attend: PagedAttention = attention.paged_attention
     if flash is not None:
         attend = FlashAttention(flash, attend).paged_attention
@@ -109,10 +110,10 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         gelu_tanh_mul=rows_triton.gelu_tanh_mul,
         write_kv=attention.write_kv,
         paged_attention=attend,
-        lora=TritonLora(),
+        lora=lora,
         experts=TritonExperts(),
         write_pages=pages.copy_runs if device.type == "cuda" else pages.write_pages,
-        capturable=device.type == "cuda",
+        capturable_lora=lora,
     )
 
 

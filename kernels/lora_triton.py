@@ -17,6 +17,7 @@ _LEAST_TILE = 16  # elements of a row that a matrix instruction takes at once
 _WIDEST_TILE = 128
 _PROGRAMS = 528  # of a shrink's launch, aimed at: four for each of an H200's 132 multiprocessors
 _MOST_SPLITS = 8
+_ROWS_OF_SHORT_TILES = 256  # of one adapter: with more, wider tiles read its matrices less often
 _LEAST_STEPS = 2  # tiles of x's columns in a split
 
 
@@ -49,7 +50,7 @@ class TritonLora:
         if _tile_width(geometry) < _LEAST_TILE:
             return self._twin.prepare(segments, geometry, device)
         longest = max((segment.end - segment.start for segment in segments), default=0)
-        tile_rows = 64 if longest > 16 else 16
+        tile_rows = _tile_rows(longest)
         tiles = [
             (row, min(tile_rows, segment.end - row), index)
             for index, segment in enumerate(segments)
@@ -92,7 +93,7 @@ class TritonLora:
 
         modules = len(geometry.sides)
         tables = zeros(num_rows, 3), zeros(num_rows, modules, 4), zeros(num_rows), zeros(num_pages)
-        return TritonLoraBatch(geometry, *tables, tile_rows=16, ranks=_rounded(ranks))
+        return TritonLoraBatch(geometry, *tables, tile_rows=_tile_rows(num_rows), ranks=_rounded(ranks))
 
     def refill(self, reserved: TritonLoraBatch, batch: TritonLoraBatch | TorchLoraBatch | None) -> bool:
         """Makes `reserved` compute `batch` (None: nothing). False: it has no room for it, and is as it was."""
@@ -187,6 +188,11 @@ class TritonLora:
             num_warps=4,
             num_stages=2,
         )
+
+
+def _tile_rows(longest: int) -> int:
+    """Rows of a tile where the longest segment has so many."""
+    return 64 if longest > _ROWS_OF_SHORT_TILES else 16
 
 
 def _tile_width(geometry: LoraGeometry) -> int:

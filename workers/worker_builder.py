@@ -10,6 +10,7 @@ from .config import EngineConfig
 from .device import resolve_device
 from .execution.adapter_loader import AdapterLoader
 from .execution.executor import LocalExecutor
+from .execution.graphs import CudaRecorder
 from .execution.runner import Runner
 from .memory.pool import make_pool, plan_pool
 from .memory.tiers import HostTier
@@ -34,6 +35,8 @@ def build_executor(config: EngineConfig, parallel: Parallel, on_progress: Progre
     decoder = load_decoder(sharding, Checkpoint(config.model_path, dtype, device, on_progress), kernels.pack_linear)
     rotary = rotary_tables(model.rotaries, model.head_dim, config.context_of(model.max_model_len), device)
     runner = Runner(decoder, kernels, parallel, pool, geometry, layout, rotary)
+    if device.type == "cuda":
+        runner.record_decodes(config.max_num_sequences, config.context_of(model.max_model_len), CudaRecorder())
     pinned = device.type == "cuda"  # a copy from other memory would not run beside the steps
     host = HostTier(AdapterStore(config.store_path), layout, config.host_bytes, pinned)
     return LocalExecutor(runner, AdapterLoader(host, pool, kernels), kernels.name, device)

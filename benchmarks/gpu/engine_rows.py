@@ -15,6 +15,7 @@ from motet.kernels.backend import choose_kernels, triton_kernels
 from motet.workers.engine import Engine
 from motet.workers.execution.adapter_loader import AdapterLoader
 from motet.workers.execution.executor import LocalExecutor
+from motet.workers.execution.graphs import CudaRecorder
 from motet.workers.execution.runner import Runner
 from motet.workers.memory.pool import make_pool, plan_pool
 from motet.workers.memory.tiers import HostTier
@@ -123,6 +124,8 @@ class Bench:
         decoder = load_decoder(sharding, RandomWeights(machine), kernels.pack_linear)
         rotary = rotary_tables(model.rotaries, model.head_dim, model.max_model_len, machine.device)
         self.runner = Runner(decoder, kernels, Alone(), pool, geometry, layout, rotary)
+        if not machine.is_dry:
+            self.runner.record_decodes(size.num_sequences, model.max_model_len, CudaRecorder())
         host = HostTier(RandomStore(layout, machine.dtype), layout, 1 << 40, pinned=not machine.is_dry)
         loader = AdapterLoader(host, pool, kernels)
         executor = LocalExecutor(self.runner, loader, kernels.name, machine.device)

@@ -168,7 +168,7 @@ def adapters_in_pool(
 @settings(deadline=None, max_examples=25)
 @given(
     batch=st.lists(
-        st.tuples(st.one_of(st.none(), ranks_of_adapter), st.sampled_from([1, 1, 5, 16, 17, 70])), min_size=1, max_size=5
+        st.tuples(st.one_of(st.none(), ranks_of_adapter), st.sampled_from([1, 1, 5, 16, 17, 300])), min_size=1, max_size=5
     ),
     slab=st.sampled_from([96, 256, 6144, 100]),  # 100: no runs of 16 elements, so that the twin computes
     seed=st.integers(0, 2**20),
@@ -223,13 +223,13 @@ def test_a_reserved_batch_becomes_any_that_fits(batches: list[list[dict[str, int
 
 def test_a_reserved_batch_refuses_what_has_no_room() -> None:
     generator = torch.Generator().manual_seed(3)
-    _, segments, geometry, _ = adapters_in_pool([({"q_proj": 64}, 1), ({"q_proj": 8}, 20)], 256, generator)
+    _, segments, geometry, _ = adapters_in_pool([({"q_proj": 64}, 1), ({"q_proj": 8}, 300)], 256, generator)
     lora = KERNELS.lora
     for rows, pages, ranks, given_segments in (
         (1, 4000, 64, segments[:1] * 2),  # rows
         (8, 3, 64, segments[:1]),  # pages
         (8, 4000, 32, segments[:1]),  # ranks
-        (64, 4000, 64, segments[1:]),  # more rows of one adapter than a tile of decodes has
+        (256, 4000, 64, segments[1:]),  # so many rows of one adapter that it wants wider tiles
     ):
         reserved = lora.reserve(rows, pages, ranks, geometry, CPU)
         assert not lora.refill(reserved, lora.prepare(given_segments, geometry, CPU))
