@@ -50,7 +50,7 @@ def paged(
     return pool, make_inputs(StepPlan(1, tuple(plans), (), ()), {}, block_size, CPU).attention
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     sequences=st.lists(
         st.tuples(st.sampled_from([0, 1, 15, 16, 17, 100, 300]), st.sampled_from([1, 1, 1, 2, 7, 20])),
@@ -165,7 +165,7 @@ def adapters_in_pool(
     return pool, segments, geometry, start
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(
     batch=st.lists(
         st.tuples(st.one_of(st.none(), ranks_of_adapter), st.sampled_from([1, 1, 5, 16, 17, 300])), min_size=1, max_size=5
@@ -191,7 +191,7 @@ def test_lora(batch: list[tuple[dict[str, int] | None, int]], slab: int, seed: i
         close(y, expected)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=5)
 @given(
     batches=st.lists(st.lists(st.one_of(st.none(), ranks_of_adapter), min_size=1, max_size=6), min_size=2, max_size=3),
     seed=st.integers(0, 2**20),
