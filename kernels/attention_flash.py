@@ -7,6 +7,7 @@ stand-alone one (`vllm_flash_attn`) has the same interface. Both want the table 
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,7 +43,11 @@ def find_flash_attention(capability: tuple[int, int]) -> FlashPackage | None:
     for package in PACKAGES:
         try:
             attend = importlib.import_module(package).flash_attn_varlen_func
-        except (ImportError, AttributeError, OSError):  # absent, another package of that name, or built for another torch
+        except (
+            ImportError,
+            AttributeError,
+            OSError,
+        ):  # absent, another package of that name, or built for another torch
             continue
         return FlashPackage(f"{package} (FA{version})", attend, version)
     return None
@@ -91,12 +96,12 @@ class FlashAttention:
 def _lengths(batch: AttentionBatch) -> _Lengths:
     """For decodes alone from the tensors, so that a captured launch follows them; the lists tell the rest."""
     device, starts = batch.positions.device, batch.query_starts
-    most_queries = max((end - start for start, end in zip(starts, starts[1:], strict=False)), default=0)
+    most_queries = max((end - start for start, end in itertools.pairwise(starts)), default=0)
     num_sequences = len(starts) - 1
     if starts == tuple(range(num_sequences + 1)):
         query_starts = torch.arange(num_sequences + 1, dtype=torch.int32, device=device)
         context_lens = (batch.positions + 1).to(torch.int32)
     else:
         staged = torch.tensor([*starts, *batch.context_lens], dtype=torch.int32, pin_memory=device.type == "cuda")
-        query_starts, context_lens = staged.to(device, non_blocking=True).split([len(starts), num_sequences])
+        query_starts, context_lens = torch.split(staged.to(device, non_blocking=True), [len(starts), num_sequences])
     return _Lengths(batch, query_starts, context_lens, batch.page_table.to(torch.int32), most_queries)

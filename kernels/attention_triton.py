@@ -1,7 +1,8 @@
-"""Paged attention in Triton, the host's side: what is launched for a batch. The device code is `triton_attention.py`."""
+"""Paged attention in Triton, the host's side: what is launched for a batch. Device code: `triton_attention.py`."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,7 @@ class _Launch:
     @staticmethod
     def make(batch: AttentionBatch, group: int, head_dim: int, device: torch.device) -> _Launch:
         starts = batch.query_starts
-        counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+        counts = [end - start for start, end in itertools.pairwise(starts)]
         if all(count == 1 for count in counts):
             return _Launch(batch, (group, head_dim), len(counts), None, None, None, 0)
         decodes = [sequence for sequence, count in enumerate(counts) if count == 1]
@@ -43,7 +44,12 @@ class _Launch:
         # The blocks with the most keys come first: those that end last are short.
         blocks = sorted(
             (
-                (batch.context_lens[sequence] - count + first, sequence, starts[sequence] + first, min(tokens, count - first))
+                (
+                    batch.context_lens[sequence] - count + first,
+                    sequence,
+                    starts[sequence] + first,
+                    min(tokens, count - first),
+                )
                 for sequence, count in enumerate(counts)
                 if count > 1
                 for first in range(0, count, tokens)
@@ -56,16 +62,14 @@ class _Launch:
         staged = staged.to(device, non_blocking=True)
         num = len(decodes)
         blocks_on_device = staged[2 * num :].view(-1, 3)
-        return _Launch(
-            batch, (group, head_dim), num, staged[:num], staged[num : 2 * num], blocks_on_device, block_rows
-        )
+        return _Launch(batch, (group, head_dim), num, staged[:num], staged[num : 2 * num], blocks_on_device, block_rows)
 
 
 class TritonAttention:
     """`attention.WriteKV` and `attention.PagedAttention`.
 
     A row with a negative position is padding: nothing is written for it and zeros come out, in a batch of decodes.
-    A batch of decodes alone is launched from its tensors and their shapes, not from its lists, so that it can be captured.
+    A batch of decodes alone is launched from its tensors and their shapes, not from its lists: it can be captured.
     """
 
     def __init__(self) -> None:
@@ -126,15 +130,15 @@ class TritonAttention:
         if softcap is not None:  # softcap * tanh(s / softcap), tanh by an exponential
             scale_in, scale_out = 2 * _LOG2_E * scale / softcap, softcap * _LOG2_E
         head_dim = q.shape[2]
-        shared: dict[str, Any] = dict(
-            WINDOW=window is not None,
-            SOFTCAP=softcap is not None,
-            GROUP=q.shape[1] // kv.shape[3],
-            HEAD_DIM=head_dim,
-            DIM=max(16, triton.next_power_of_2(head_dim)),
-            PAGE=kv.shape[2],
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        )
+        shared: dict[str, Any] = {
+            "WINDOW": window is not None,
+            "SOFTCAP": softcap is not None,
+            "GROUP": q.shape[1] // kv.shape[3],
+            "HEAD_DIM": head_dim,
+            "DIM": max(16, triton.next_power_of_2(head_dim)),
+            "PAGE": kv.shape[2],
+            "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        }
         numbers = (scale_in, scale_out, window or 0, *q.stride()[:2], out.stride(0), *kv.stride()[:3])
         if launch.num_decodes:
             self._decode(q, kv, batch, launch, out, numbers, shared)
@@ -173,7 +177,7 @@ class TritonAttention:
             shape = (launch.num_decodes, num_kv_heads, splits, group)
             partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
             stats = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
-        tiles = dict(BLOCK=64 if head_dim <= 128 else 32, SPLITS=splits, LEAST=_LEAST_KEYS)
+        tiles = {"BLOCK": 64 if head_dim <= 128 else 32, "SPLITS": splits, "LEAST": _LEAST_KEYS}
         decode_kernel[(launch.num_decodes, num_kv_heads, splits)](
             q,
             kv,
@@ -220,7 +224,7 @@ def _num_splits(num_programs: int, most_keys: int) -> int:
     """A power of two that fills the chip with programs, unless their keys would be too few."""
     wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS, num_programs))
     useful = triton.next_power_of_2(triton.cdiv(most_keys, _LEAST_KEYS))
-    return min(wanted, useful, _MOST_SPLITS)
+    return int(min(wanted, useful, _MOST_SPLITS))
 
 
 def _check(*tensors: torch.Tensor) -> None:

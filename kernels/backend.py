@@ -86,7 +86,7 @@ def native_kernels(dtype: torch.dtype, num_threads: int) -> Kernels:
 
 
 def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage | None = None) -> Kernels:
-    """Those in Triton, for an NVIDIA GPU; the rest are the twins, and linears are cuBLAS. Raises ImportError without it.
+    """Those in Triton, for an NVIDIA GPU; the rest are the twins, and linears cuBLAS. Raises ImportError without it.
 
     `flash`: computes attention instead, where it can.
     """

@@ -20,7 +20,7 @@ class TritonExperts(TorchExperts):
             return out
         assert x.stride(1) == 1 and weight.stride(2) == 1, "rows are contiguous"
         rows = 64 if num_pairs > 16 * num_experts else 16
-        # Each expert's last tile may be short: so many tiles are enough for any groups. Those without pairs end at once.
+        # Each expert's last tile may be short: so many tiles are enough for any groups. Those left over end at once.
         num_tiles = triton.cdiv(num_pairs, rows) + min(num_experts, num_pairs)
         columns = 128 if rows == 16 else 64
         grouped_linear_kernel[(triton.cdiv(num_out, columns), num_tiles)](

@@ -67,13 +67,14 @@ class TritonLora:
         flat = torch.tensor(
             [number for table in tables for number in table], dtype=torch.int64, pin_memory=device.type == "cuda"
         ).to(device, non_blocking=True)
-        on_device = flat.split([len(table) for table in tables])
+        on_tiles, on_parts, on_first_pages, on_pages = torch.split(flat, [len(table) for table in tables])
         ranks = _rounded(max((at.a_rows for at in slices), default=0))
         return TritonLoraBatch(
             geometry,
-            on_device[0].view(-1, 3),
-            on_device[1].view(-1, len(geometry.sides), 4),
-            *on_device[2:],
+            on_tiles.view(-1, 3),
+            on_parts.view(-1, len(geometry.sides), 4),
+            on_first_pages,
+            on_pages,
             tile_rows=tile_rows,
             ranks=ranks,
         )
@@ -93,7 +94,7 @@ class TritonLora:
 
         modules = len(geometry.sides)
         tables = zeros(num_rows, 3), zeros(num_rows, modules, 4), zeros(num_rows), zeros(num_pages)
-        return TritonLoraBatch(geometry, *tables, tile_rows=_tile_rows(num_rows), ranks=_rounded(ranks))
+        return TritonLoraBatch(geometry, *tables, _tile_rows(num_rows), _rounded(ranks))
 
     def refill(self, reserved: TritonLoraBatch, batch: TritonLoraBatch | TorchLoraBatch | None) -> bool:
         """Makes `reserved` compute `batch` (None: nothing). False: it has no room for it, and is as it was."""
@@ -203,7 +204,7 @@ def _tile_width(geometry: LoraGeometry) -> int:
 def _num_splits(batch: TritonLoraBatch, num_modules: int, num_steps: int) -> int:
     """Splits of a shrink: a power of two that fills the chip, but leaves each something to do."""
     wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS, max(len(batch.tiles) * num_modules, 1)))
-    splits = min(wanted, _MOST_SPLITS)
+    splits = min(int(wanted), _MOST_SPLITS)
     while splits > 1 and splits * _LEAST_STEPS > num_steps:
         splits //= 2
     return splits

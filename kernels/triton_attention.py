@@ -1,8 +1,8 @@
 """Paged attention in Triton, the device code: one pass over the keys with a running maximum and sum.
 
-Online softmax is FlashAttention's (arXiv 2205.14135); splitting a decode over its keys is Flash-Decoding's (Dao et al.,
-2023). A tile of keys is gathered from the pages where they lie; the heads of a group are rows of one tile of queries, so
-each key is read once for all of them. Scores are powers of two: the host folds log2(e) into `scale_in`.
+Online softmax is FlashAttention's (arXiv 2205.14135); splitting a decode over its keys is Flash-Decoding's (Dao et
+al., 2023). A tile of keys is gathered from the pages where they lie; the heads of a group are rows of one tile of
+queries, so each key is read once for all of them. Scores are powers of two: the host folds log2(e) into `scale_in`.
 """
 
 from __future__ import annotations

@@ -38,10 +38,16 @@ def grouped_linear_kernel(
     own = tl.sum(tl.where(mine, expert, 0), 0)
     first = tl.sum(tl.where(mine, starts + (tile - (ends - tiles)) * ROWS, 0), 0)
     end = tl.sum(tl.where(mine, starts + counts, 0), 0)
-    row, column, depth = first + tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
+    row, column, depth = (
+        first + tl.arange(0, ROWS),
+        tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS),
+        tl.arange(0, DEPTH),
+    )
     here, wanted = row < end, column < num_out
     x_place = x + row[:, None] * x_row + depth[None, :]
-    weight_place = weight + own.to(tl.int64) * weight_expert + column[:, None].to(tl.int64) * weight_row + depth[None, :]
+    weight_place = (
+        weight + own.to(tl.int64) * weight_expert + column[:, None].to(tl.int64) * weight_row + depth[None, :]
+    )
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, num_in, DEPTH):
         inside = (start + depth < num_in)[None, :]

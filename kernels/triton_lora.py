@@ -17,7 +17,7 @@ _RANKS = tl.constexpr(16)  # rows of A or B at a time: the least that a matrix i
 
 @triton.jit
 def _page_rows(pool, pages, start, live, width, page_stride, SLAB: tl.constexpr, WIDTH: tl.constexpr):
-    """`[16, WIDTH]` of rows that start at `start + row * width` in an adapter's virtual array; no run straddles a slab."""
+    """`[16, WIDTH]`: row i starts at `start + i * width` of an adapter's virtual array; no run straddles a slab."""
     rank = tl.arange(0, _RANKS)
     flat = start + rank * width
     page = tl.load(pages + flat // SLAB, mask=live, other=0)
@@ -78,9 +78,7 @@ def shrink_kernel(
         acc = tl.zeros((ROWS, _RANKS), tl.float32)
         for step in range(first_step, last_step):
             inputs = tl.load(x_place + step * WIDTH, mask=here[:, None], other=0.0)
-            weights = _page_rows(
-                pool, pages, a + first * NUM_IN + step * WIDTH, live, NUM_IN, page_stride, SLAB, WIDTH
-            )
+            weights = _page_rows(pool, pages, a + first * NUM_IN + step * WIDTH, live, NUM_IN, page_stride, SLAB, WIDTH)
             acc = tl.dot(inputs, tl.trans(weights), acc, input_precision=PRECISION)
         tl.store(place + first, acc, mask=here[:, None] & live[None, :])
 

@@ -104,7 +104,7 @@ CASES: dict[str, tuple[Callable[[], None], set[str]]] = {
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("case", CASES)
 def test_compiles_for_the_chip(case: str, capability: int) -> None:
-    """No spilled registers, no stack, shared memory that the chip has, and matrix instructions where there are products."""
+    """No spills, no stack, no more shared memory than the chip has; matrix instructions where there are products."""
     launch_all, names = CASES[case]
     with recorded() as launches:
         launch_all()

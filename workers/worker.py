@@ -78,7 +78,9 @@ def _build(settings: WorkerSettings, leader: _Leader) -> LocalExecutor:
     """Meets the other workers and loads the model; the leader hears of it, and of every load that ends later."""
     config = settings.config
     store = TCPStore(settings.leader_host, settings.store_port, is_master=False)
-    group = ProcessGroup(settings.rank, config.tensor_parallel, store, config.step_deadline_s, resolve_device(config.device))
+    group = ProcessGroup(
+        settings.rank, config.tensor_parallel, store, config.step_deadline_s, resolve_device(config.device)
+    )
     on_progress = (lambda *progress: leader.tell(Progress(*progress))) if settings.rank == 0 else None
     executor = build_executor(config, group, on_progress)
 

@@ -1,4 +1,4 @@
-"""Paged attention and the write of KV: checked against float64, timed against their floors and torch's own attention."""
+"""Paged attention and the write of KV: checked against float64, timed against floors and torch's own attention."""
 
 from __future__ import annotations
 
@@ -39,13 +39,17 @@ class PagedCase:
         shape = (self.num_pages, num_layers, 2, BLOCK, kv_heads, head_dim)
         self.pool = torch.full(shape, torch.nan, dtype=machine.dtype, device=machine.device)
         for (context, _), pages in zip(sequences, owned, strict=True):
-            content = torch.randn((len(pages), *shape[1:]), dtype=machine.dtype, device=machine.device, generator=generator)
+            content = torch.randn(
+                (len(pages), *shape[1:]), dtype=machine.dtype, device=machine.device, generator=generator
+            )
             if context % BLOCK:
                 content[-1, :, :, context % BLOCK :] = torch.nan
             self.pool[torch.tensor(pages, device=machine.device)] = content
         self.batch = _batch(sequences, owned, machine.device)
         num_rows = self.batch.query_starts[-1]
-        rows = torch.randn((num_rows, heads + 2 * kv_heads, head_dim), dtype=machine.dtype, device=machine.device, generator=generator)
+        rows = torch.randn(
+            (num_rows, heads + 2 * kv_heads, head_dim), dtype=machine.dtype, device=machine.device, generator=generator
+        )
         self.q, self.k, self.v = rows.split([heads, kv_heads, kv_heads], dim=1)
 
     def reference(self, layer: int, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
@@ -171,7 +175,12 @@ def time_write_kv(machine: Machine, kernels: Kernels) -> Iterator[Row]:
         )
         num_bytes = 2 * (case.q.numel() + case.k.numel() + case.v.numel()) * case.q.element_size()
         yield Row(
-            "rope + KV write", f"{rows * count} rows", error, TOLERANCE[machine.dtype], time_s, machine.floor_s(num_bytes)
+            "rope + KV write",
+            f"{rows * count} rows",
+            error,
+            TOLERANCE[machine.dtype],
+            time_s,
+            machine.floor_s(num_bytes),
         )
 
 
@@ -183,13 +192,16 @@ def _sdpa_time_s(machine: Machine, case: PagedCase, layers: int) -> float | None
     shape = (count, 8, context, 128)
     q = case.q.unsqueeze(2)
     held = [
-        [torch.randn(shape, dtype=machine.dtype, device=machine.device) for _ in range(2)] for _ in range(min(layers, 2))
+        [torch.randn(shape, dtype=machine.dtype, device=machine.device) for _ in range(2)]
+        for _ in range(min(layers, 2))
     ]
     calls = [lambda k=k, v=v: scaled_dot_product_attention(q, k, v, enable_gqa=True) for k, v in held]
     return machine.time_s(calls)
 
 
-def _batch(sequences: Sequence[tuple[int, int]], owned: Sequence[Sequence[int]], device: torch.device) -> AttentionBatch:
+def _batch(
+    sequences: Sequence[tuple[int, int]], owned: Sequence[Sequence[int]], device: torch.device
+) -> AttentionBatch:
     width = max(len(pages) for pages in owned)
     table = torch.tensor([[*pages, *[pages[-1]] * (width - len(pages))] for pages in owned])
     starts = [0]

@@ -1,4 +1,4 @@
-"""The whole engine on random weights of Llama-3-8B's shape: scheduler, runner, sampling, adapters brought from the host."""
+"""The whole engine on random weights of Llama-3-8B's shape: scheduler, runner, sampling, adapters from the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from motet.workers.execution.runner import Runner
 from motet.workers.memory.pool import make_pool, plan_pool
 from motet.workers.memory.tiers import HostTier
 from motet.workers.messages import AdapterRef, GangInfo, SamplingParams, SequenceRequest
-from motet.workers.models.config import ModelConfig, _parse
+from motet.workers.models.config import _parse
 from motet.workers.models.decoder import load_decoder
 from motet.workers.models.rotary import rotary_tables
 from motet.workers.models.sharding import ModelSharding

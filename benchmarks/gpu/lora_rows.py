@@ -27,7 +27,12 @@ class LoraCase:
     ) -> None:
         hidden, kv, wide, slab = sizes
         sides = dict.fromkeys(MODULES, (hidden, hidden))
-        sides |= {"k_proj": (hidden, kv), "v_proj": (hidden, kv), "gate_proj": (hidden, wide), "up_proj": (hidden, wide)}
+        sides |= {
+            "k_proj": (hidden, kv),
+            "v_proj": (hidden, kv),
+            "gate_proj": (hidden, wide),
+            "up_proj": (hidden, wide),
+        }
         sides["down_proj"] = (wide, hidden)
         layout = AdapterLayout(BaseShape(num_layers, sides), slab, "bfloat16")
         self.sides = tuple(sides[module] for module in MODULES)
@@ -40,7 +45,9 @@ class LoraCase:
         self.adapters = []
         for rank, count in zip(ranks, counts, strict=True):
             pages = tuple(free.pop() for _ in range(count))
-            content = torch.randn((count, num_layers, slab), dtype=machine.dtype, device=machine.device, generator=generator)
+            content = torch.randn(
+                (count, num_layers, slab), dtype=machine.dtype, device=machine.device, generator=generator
+            )
             self.pool[torch.tensor(pages, device=machine.device)] = content * 0.05
             at = layout.offsets(dict.fromkeys(MODULES, rank))
             slices = tuple(ModuleSlice(at[m].rank, at[m].a_rows, at[m].a, at[m].b) for m in MODULES)
@@ -140,7 +147,7 @@ def _error(
 def _bmm_time_s(
     machine: Machine, case: LoraCase, modules: tuple[int, ...], x: torch.Tensor, y: torch.Tensor, count: int
 ) -> float | None:
-    """The usual way without special kernels: each row's matrices from stacked slots of one rank, two batched products."""
+    """The usual way without special kernels: each row's matrices out of stacked slots, two batched products."""
     if machine.is_dry:
         return None
     slots = torch.arange(count, device=x.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import inspect
 import sys
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -18,7 +19,7 @@ class Struct:
     """A base class whose subclasses are dataclasses; of msgspec's options it keeps `frozen` and `kw_only`."""
 
     def __init_subclass__(cls, frozen: bool = False, kw_only: bool = False, **_: Any) -> None:
-        for name in cls.__dict__.get("__annotations__", {}):
+        for name in inspect.get_annotations(cls):
             value = cls.__dict__.get(name)
             if isinstance(value, list | dict) or (value is not None and type(value).__hash__ is None):
                 setattr(cls, name, field(default_factory=lambda value=value: copy.copy(value)))

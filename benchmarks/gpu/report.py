@@ -24,7 +24,8 @@ class Report:
         if machine.copied_bytes_per_s is not None and machine.matrix_flops_per_s is not None:
             self._facts["copied_tb_per_s"] = round(machine.copied_bytes_per_s / 1e12, 3)
             self._facts["matrix_tflop_per_s"] = round(machine.matrix_flops_per_s / 1e12, 1)
-            print(f"ceilings: copy {self._facts['copied_tb_per_s']} TB/s, bf16 {self._facts['matrix_tflop_per_s']} TFLOP/s")
+            copied, products = self._facts["copied_tb_per_s"], self._facts["matrix_tflop_per_s"]
+            print(f"ceilings: copy {copied} TB/s, bf16 {products} TFLOP/s")
         print(f"{'kernel':18} {'case':38} {'error':>9} {'µs':>9} {'floor µs':>9} {'of floor':>8}  others")
 
     def add(self, row: Row) -> None:
@@ -35,7 +36,10 @@ class Report:
         others = [f"{name} {_micros(seconds)}" for name, seconds in row.others.items()]
         ratio = "" if row.of_floor is None else f"{row.of_floor:.2f}"
         numbers = f"{error:>9} {_micros(row.time_s):>9} {_micros(row.floor_s):>9} {ratio:>8}"
-        print(f"{row.kernel:18} {row.case:38} {numbers}  {', '.join([*others, row.note] if row.note else others)}", flush=True)
+        print(
+            f"{row.kernel:18} {row.case:38} {numbers}  {', '.join([*others, row.note] if row.note else others)}",
+            flush=True,
+        )
 
     def failed(self, section: str, error: Exception) -> None:
         self._problems.append(f"{section}: {type(error).__name__}: {error}")

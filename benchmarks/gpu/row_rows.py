@@ -1,7 +1,8 @@
-"""Norms, activations, grouped expert products and page copies: checked against float64 and timed against their floors."""
+"""Norms, activations, grouped expert products and page copies: checked against float64, timed against floors."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -60,7 +61,7 @@ def time_experts(machine: Machine, kernels: Kernels) -> Iterator[Row]:
         bounds = groups.offsets.tolist()
         errors = [
             relative_error(out[start:end][:64], x[start:end][:64].double() @ weight[expert].double().t())
-            for expert, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False))
+            for expert, (start, end) in enumerate(itertools.pairwise(bounds))
             if end > start
         ]
         time_s = machine.time_s([lambda x=x, groups=groups: kernels.experts.linear(x, weight, groups)] * 2)

@@ -1,8 +1,8 @@
 """Every GPU kernel checked against float64 and timed against the machine's limits; then the whole engine.
 
 Needs an NVIDIA GPU, torch, Triton and this checkout, nothing else; what else is importable is compared with. Prints a
-table, and last one line of JSON. Inputs are random and new in each run. `--dry` runs all of it on a CPU, interpreted and
-tiny, without times: that the script works can so be tested anywhere.
+table, and last one line of JSON. Inputs are random and new in each run. `--dry` runs all of it on a CPU, interpreted
+and tiny, without times: that the script works can so be tested anywhere.
 """
 
 from __future__ import annotations

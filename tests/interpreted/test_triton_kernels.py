@@ -36,7 +36,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def paged(
     sequences: list[tuple[int, int]], block_size: int, num_kv_heads: int, head_dim: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, AttentionBatch]:
-    """A pool of two layers whose second one holds old KV in pages of any order, NaN elsewhere; the batch of new rows."""
+    """A pool whose second layer holds old KV in pages of any order, NaN elsewhere; and the batch of new rows."""
     num_pages = sum(-(-(old + new) // block_size) for old, new in sequences) + 3
     free = torch.randperm(num_pages, generator=generator).tolist()
     pool = torch.full((num_pages, 2, 2, block_size, num_kv_heads, head_dim), torch.nan)
@@ -168,7 +168,9 @@ def adapters_in_pool(
 @settings(deadline=None, max_examples=15)
 @given(
     batch=st.lists(
-        st.tuples(st.one_of(st.none(), ranks_of_adapter), st.sampled_from([1, 1, 5, 16, 17, 300])), min_size=1, max_size=5
+        st.tuples(st.one_of(st.none(), ranks_of_adapter), st.sampled_from([1, 1, 5, 16, 17, 300])),
+        min_size=1,
+        max_size=5,
     ),
     slab=st.sampled_from([96, 256, 6144, 100]),  # 100: no runs of 16 elements, so that the twin computes
     seed=st.integers(0, 2**20),
@@ -203,7 +205,7 @@ def test_a_reserved_batch_becomes_any_that_fits(batches: list[list[dict[str, int
     longest = max(len(batch) for batch in batches)
     reserved = None
     for batch in batches:
-        pool, segments, geometry, num_rows = adapters_in_pool([(ranks, 1) for ranks in batch], 256, generator)
+        pool, segments, geometry, _num_rows = adapters_in_pool([(ranks, 1) for ranks in batch], 256, generator)
         if reserved is None:
             reserved = lora.reserve(longest, 4000, 256, geometry, CPU)
             assert reserved is not None
@@ -292,7 +294,10 @@ def test_norm_of_heads_side_by_side() -> None:
 
 @settings(deadline=None, max_examples=20)
 @given(
-    num_rows=st.sampled_from([0, 1, 5, 40]), num_experts=st.integers(1, 6), top_k=st.integers(1, 3), seed=st.integers(0, 2**20)
+    num_rows=st.sampled_from([0, 1, 5, 40]),
+    num_experts=st.integers(1, 6),
+    top_k=st.integers(1, 3),
+    seed=st.integers(0, 2**20),
 )
 def test_experts(num_rows: int, num_experts: int, top_k: int, seed: int) -> None:
     """Some experts get most rows and others none; some are another worker's."""

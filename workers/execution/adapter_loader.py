@@ -25,7 +25,9 @@ class AdapterLoader:
 
     def __init__(self, host: HostTier, pool: torch.Tensor, kernels: Kernels) -> None:
         self._host, self._pool, self._kernels = host, pool, kernels
-        self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if pool.device.type == "cuda":
+            self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-loader")
         self._ended: SimpleQueue[str | AdapterFailure] = SimpleQueue()
         self.on_end: Callable[[], None] = lambda: None  # called from the loader's thread after each load

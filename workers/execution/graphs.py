@@ -22,7 +22,7 @@ Forward = Callable[[torch.Tensor, AttentionBatch, LoraBatch | None], torch.Tenso
 
 class Recording(Protocol):
     def replay(self) -> torch.Tensor:
-        """Computes again what was recorded, on what its inputs hold now; gives its output, the same memory each time."""
+        """Computes again what was recorded, on what its inputs hold now; the output is the same memory each time."""
 
 
 Record = Callable[[Callable[[], torch.Tensor]], Recording]
@@ -61,7 +61,9 @@ class DecodeGraphs:
         self._row_pages, self._row_slots, self._page_table = ints(max_rows), ints(max_rows), ints(max_rows, max_pages)
         # The largest first: the smaller ones then find room in its memory.
         sizes = sorted(bucket_sizes(max_rows), reverse=True)
-        self._buckets = {(size, adapters): self._recorded(size, adapters) for size in sizes for adapters in (False, True)}
+        self._buckets = {
+            (size, adapters): self._recorded(size, adapters) for size in sizes for adapters in (False, True)
+        }
         self._sizes = sizes[::-1]
 
     def logits(self, inputs: StepInputs, lora: LoraBatch | None) -> torch.Tensor | None:
@@ -134,7 +136,7 @@ class CudaRecorder:
 
     def __call__(self, compute: Callable[[], torch.Tensor]) -> Recording:
         """`compute` is called to compile and to warm up, and once more to be recorded."""
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             compute()

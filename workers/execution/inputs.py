@@ -50,7 +50,7 @@ def _moved(device: torch.device, *tensors: torch.Tensor) -> tuple[torch.Tensor, 
     staged = torch.cat([x.flatten() for x in tensors])
     if device.type == "cuda":
         staged = staged.pin_memory()
-    pieces = staged.to(device, non_blocking=True).split([x.numel() for x in tensors])
+    pieces = torch.split(staged.to(device, non_blocking=True), [x.numel() for x in tensors])
     return tuple(piece.view(x.shape) for piece, x in zip(pieces, tensors, strict=True))
 
 
