@@ -16,7 +16,7 @@ from .triton_lora import expand_kernel, shrink_kernel
 _LEAST_TILE = 16  # elements of a row that a matrix instruction takes at once
 _WIDEST_TILE = 128
 _PROGRAMS = 528  # of a shrink's launch, aimed at: four for each of an H200's 132 multiprocessors
-_MOST_SPLITS = 8
+_MOST_SPLITS = {16: 8, 64: 4}  # by rows of a tile; the expand reads all of them
 _ROWS_OF_SHORT_TILES = 256  # of one adapter: with more, wider tiles read its matrices less often
 _LEAST_STEPS = 2  # tiles of x's columns in a split
 
@@ -204,7 +204,7 @@ def _tile_width(geometry: LoraGeometry) -> int:
 def _num_splits(batch: TritonLoraBatch, num_modules: int, num_steps: int) -> int:
     """Splits of a shrink: a power of two that fills the chip, but leaves each something to do."""
     wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS, max(len(batch.tiles) * num_modules, 1)))
-    splits = min(int(wanted), _MOST_SPLITS)
+    splits = min(int(wanted), _MOST_SPLITS[batch.tile_rows])
     while splits > 1 and splits * _LEAST_STEPS > num_steps:
         splits //= 2
     return splits

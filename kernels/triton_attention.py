@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# What changes from step to step is not specialised on, or each of its kinds would be compiled while requests wait.
 _FLOOR = tl.constexpr(-1.0e30)  # below every score, and finite: a difference of two is no NaN
 
 
@@ -86,7 +87,10 @@ def _share(length, window, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl
     return first, tl.maximum(share, LEAST)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["window", "table_row"],
+    do_not_specialize_on_alignment=["page_table", "positions", "rows", "sequences"],
+)
 def decode_kernel(
     q,  # [num_rows, num_heads, HEAD_DIM]
     kv,  # [num_pages, 2, PAGE, num_kv_heads, HEAD_DIM]
@@ -177,7 +181,10 @@ def decode_kernel(
         tl.store(stats + at * 2 + 1, total, mask=member < GROUP)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["window"],
+    do_not_specialize_on_alignment=["positions", "rows"],
+)
 def combine_kernel(
     partial,
     stats,
@@ -217,7 +224,10 @@ def combine_kernel(
     tl.store(place, attended.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["window", "table_row"],
+    do_not_specialize_on_alignment=["page_table", "positions", "blocks"],
+)
 def chunk_kernel(
     q,
     kv,
@@ -333,7 +343,9 @@ def _rotated(x, head, num_heads, x_head, cos, sin, HEAD_DIM: tl.constexpr, HALF:
     return first * cos - second * sin, second * cos + first * sin, offset, live
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["positions", "row_pages", "row_slots"],
+)
 def write_kv_kernel(
     q,
     k,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# What changes from step to step is not specialised on, or each of its kinds would be compiled while requests wait.
 _RANKS = tl.constexpr(16)  # rows of A or B at a time: the least that a matrix instruction takes
 
 
@@ -25,7 +26,10 @@ def _page_rows(pool, pages, start, live, width, page_stride, SLAB: tl.constexpr,
     return tl.load(place, mask=live[:, None], other=0.0)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["tiles", "parts", "first_pages", "pages"],
+)
 def shrink_kernel(
     x,  # [num_rows, NUM_IN]
     pool,  # [num_pages, ...], moved to the layer
@@ -83,7 +87,10 @@ def shrink_kernel(
         tl.store(place + first, acc, mask=here[:, None] & live[None, :])
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_rows", "num_workers"],
+    do_not_specialize_on_alignment=["tiles", "parts", "first_pages", "pages"],
+)
 def expand_kernel(
     y,  # [num_rows, sum of outputs]
     shrunk,  # [num_workers, num_modules here, SPLITS, num_rows, ranks] float32

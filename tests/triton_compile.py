@@ -76,15 +76,17 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for index, (parameter, value) in enumerate(zip(launch.kernel.params, launch.args.values(), strict=True)):
         kind = "constexpr"
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        is_plain = parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and not is_plain):
             constants[(index,)] = value
         elif isinstance(value, torch.Tensor):
             kind = f"*{_TYPES[value.dtype]}"
-            if value.storage_offset() * value.element_size() % 16 == 0:
+            is_aligned = value.storage_offset() * value.element_size() % 16 == 0
+            if is_aligned and not parameter.do_not_specialize_on_alignment:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             kind = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and not is_plain:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             kind = "fp32"
