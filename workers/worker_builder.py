@@ -36,6 +36,7 @@ def build_executor(config: EngineConfig, parallel: Parallel, on_progress: Progre
     rotary = rotary_tables(model.rotaries, model.head_dim, config.context_of(model.max_model_len), device)
     runner = Runner(decoder, kernels, parallel, pool, geometry, layout, rotary)
     if device.type == "cuda":
+        runner.warm_up()
         runner.record_decodes(config.max_num_sequences, config.context_of(model.max_model_len), CudaRecorder())
     pinned = device.type == "cuda"  # a copy from other memory would not run beside the steps
     host = HostTier(AdapterStore(config.store_path), layout, config.host_bytes, pinned)

@@ -125,6 +125,7 @@ class Bench:
         rotary = rotary_tables(model.rotaries, model.head_dim, model.max_model_len, machine.device)
         self.runner = Runner(decoder, kernels, Alone(), pool, geometry, layout, rotary)
         if not machine.is_dry:
+            self.runner.warm_up()
             self.runner.record_decodes(size.num_sequences, model.max_model_len, CudaRecorder())
         host = HostTier(RandomStore(layout, machine.dtype), layout, 1 << 40, pinned=not machine.is_dry)
         loader = AdapterLoader(host, pool, kernels)

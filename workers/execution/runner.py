@@ -16,7 +16,7 @@ from ..memory.pool import PoolGeometry, kv_view
 from ..models.context import ForwardContext
 from ..models.decoder import Decoder
 from ..parallel import Parallel
-from ..scheduling.plan import Residence, SampledToken, StepPlan
+from ..scheduling.plan import Residence, SampledToken, SequencePlan, StepPlan
 from .graphs import DecodeGraphs, Record
 from .inputs import StepInputs, make_inputs
 
@@ -69,6 +69,19 @@ class Runner:
             self._pool.device,
             record,
         )
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Computes prompt chunks of a few lengths for nobody, so that no request waits for a compiler.
+
+        Only before the first plan: the pages that it writes to are free then.
+        """
+        block_size = self._geometry.block_size
+        for num_tokens in (2, 16, 128):  # those for which kernels choose other tiles
+            pages = tuple(range(-(-num_tokens // block_size)))
+            if len(pages) <= self._geometry.num_pages:
+                chunk = SequencePlan(0, (0,) * num_tokens, 0, pages, None, None)
+                self._logits(self._inputs(StepPlan(0, (chunk,), (), ())))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> dict[int, SampledToken | None]:
