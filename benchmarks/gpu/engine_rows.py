@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from machine import Machine, Row
@@ -20,7 +23,7 @@ from motet.workers.execution.runner import Runner
 from motet.workers.memory.pool import make_pool, plan_pool
 from motet.workers.memory.tiers import HostTier
 from motet.workers.messages import AdapterRef, GangInfo, SamplingParams, SequenceRequest
-from motet.workers.models.config import _parse
+from motet.workers.models.config import ModelConfig
 from motet.workers.models.decoder import load_decoder
 from motet.workers.models.rotary import rotary_tables
 from motet.workers.models.sharding import ModelSharding
@@ -111,7 +114,7 @@ class Bench:
     """An engine, and what its decode step must at least read."""
 
     def __init__(self, machine: Machine, size: Size) -> None:
-        model = _parse(size.config, None)
+        model = _model(size)
         sharding = ModelSharding(model)
         dtype_name = str(machine.dtype).removeprefix("torch.")
         layout = sharding.layout(BLOCK, dtype_name)
@@ -190,6 +193,13 @@ class Bench:
             raise RuntimeError(f"sequences ended with {sorted(set(tokens.values()))} tokens, not {size.num_steps + 1}")
         self.engine.check_integrity()
         return sorted(times)[len(times) // 2] if times else float("nan")
+
+
+def _model(size: Size) -> ModelConfig:
+    """As it is read from a folder."""
+    with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(size.config))
+        return ModelConfig.from_folder(Path(folder))
 
 
 def time_engine(machine: Machine) -> Iterator[Row]:

@@ -76,6 +76,7 @@ def _sections(machine: object, only: str | None) -> Iterator[tuple[str, Callable
     import attention_rows
     import engine_rows
     import lora_rows
+    import peft_rows
     import row_rows
 
     from motet.kernels.backend import choose_kernels, triton_kernels
@@ -101,6 +102,7 @@ def _sections(machine: object, only: str | None) -> Iterator[tuple[str, Callable
                 yield f"time_decode by {best.name}", lambda: attention_rows.time_decode(machine, best)
     if only != "kernels":
         yield "engine", lambda: engine_rows.time_engine(machine)
+        yield "transformers + PEFT", lambda: peft_rows.time_peft(machine)
 
 
 if __name__ == "__main__":
