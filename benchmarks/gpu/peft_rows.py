@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import torch
-from engine_rows import DRY_SIZE, FULL_SIZE, RANK
+from engine_bench import DRY_SIZE, FULL_SIZE, RANK
 from machine import Machine, Row
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -101,7 +101,8 @@ def _sections(machine: object, only: str | None) -> Iterator[tuple[str, Callable
             if best.name != chosen.name:
                 yield f"time_decode by {best.name}", lambda: attention_rows.time_decode(machine, best)
     if only != "kernels":
-        yield "engine", lambda: engine_rows.time_engine(machine)
+        yield "check_engine", lambda: engine_rows.check_engine(machine)
+        yield "time_engine", lambda: engine_rows.time_engine(machine)
         yield "transformers + PEFT", lambda: peft_rows.time_peft(machine)
 
 
