@@ -1,4 +1,6 @@
-"""Paged attention in Triton, the host's side: what is launched for a batch. Device code: `triton_attention.py`."""
+"""Paged attention in Triton, the host's side: what is launched for a batch. Device code: `triton_attention.py`,
+`triton_kv.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import torch
 import triton
 
 from .attention import AttentionBatch
-from .triton_attention import chunk_kernel, combine_kernel, decode_kernel, write_kv_kernel
+from .triton_attention import chunk_kernel, combine_kernel, decode_kernel
+from .triton_kv import write_kv_kernel
 
 _LOG2_E = math.log2(math.e)
 _PROGRAMS = 1056  # of a decode's launch, aimed at: eight for each of an H200's 132 multiprocessors
