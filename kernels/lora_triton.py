@@ -186,7 +186,7 @@ class TritonLora:
             WIDTH=step,
             SPLITS=_num_splits(batch, len(modules), sides[0][0] // step),
             PRECISION=_precision(y),
-            num_warps=4,
+            num_warps=8 if batch.tile_rows == 64 else 4,
             num_stages=2,
         )
 

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,7 +41,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Compiled:
-    ptx: str
+    ptx: str = field(repr=False)
     shared_bytes: int
     registers: int
     stack_bytes: int  # spilled registers are here
