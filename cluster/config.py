@@ -14,7 +14,8 @@ from ..adapters.errors import AdapterInvalid
 from ..adapters.layout import Dtype
 from ..adapters.names import check_name, check_tenant
 from ..router.config import RouterConfig
-from ..workers.config import EngineConfig, ExpertSharding
+from ..workers.config import Device, EngineConfig, ExpertSharding
+from ..workers.device import resolve_device
 from .resources import PLACEMENTS, Placement, Resources, why_not_custom, why_not_labels, why_not_num_gpus
 from .scaling import ScalingConfig
 
@@ -46,6 +47,7 @@ class MotetConfig:
     redis_url: str | None = None  # None: an embedded server
     address: str | None = None  # of a running Ray cluster to serve on; None: a private one on this machine
 
+    device: Device = "auto"  # auto: an NVIDIA GPU for each worker where there is one
     dtype: Dtype = "bfloat16"
     pool_bytes: int = 1 << 30
     host_bytes: int = 4 << 30
@@ -144,6 +146,7 @@ class MotetConfig:
         return EngineConfig(
             model_path=self.model_path,
             store_path=self.store_path,
+            device=self.device,
             dtype=self.dtype,
             pool_bytes=self.pool_bytes,
             host_bytes=self.host_bytes,
@@ -170,7 +173,11 @@ class MotetConfig:
 
     @property
     def worker_resources(self) -> Resources:
-        return Resources(num_cpus=self.gang_num_cpus, num_gpus=self.gang_num_gpus, custom=self.gang_resources)
+        """What each worker takes: a GPU where this machine serves alone and has some, unless told otherwise."""
+        num_gpus, has_custom = self.gang_num_gpus, bool(self.gang_resources)
+        if not num_gpus and not has_custom and self.address is None and resolve_device(self.device).type == "cuda":
+            num_gpus = 1.0
+        return Resources(num_cpus=self.gang_num_cpus, num_gpus=num_gpus, custom=self.gang_resources)
 
     @property
     def num_cpus_of_a_gang(self) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from ..workers.device import resolve_device
 from ..workers.models.config import ModelConfig
 from ..workers.models.weights import Checkpoint
 from .byte_size import format_byte_size
@@ -39,11 +40,15 @@ def check_sizes(config: MotetConfig) -> list[str]:
     page_bytes = model.num_layers * model.slab(config.block_size) * dtype.itemsize
     if config.pool_bytes < page_bytes:
         raise ConfigError("--pool-bytes", config.pool_bytes, f"one page of this model takes {page_bytes} bytes")
-    memory_bytes = psutil.virtual_memory().total
-    pools_bytes = config.pool_bytes * config.scaling.max_gangs * config.tensor_parallel
-    if config.address is None and pools_bytes > memory_bytes:  # nodes of a cluster look for themselves
-        has = format_byte_size(memory_bytes)
-        raise ConfigError("--pool-bytes", config.pool_bytes, f"this machine has {has} of memory: give less")
+    if config.address is None:  # nodes of a cluster look for themselves
+        device = resolve_device(config.device)
+        if device.type == "cuda":
+            memory_bytes, num_pools = torch.cuda.get_device_properties(device).total_memory, 1  # a GPU for each worker
+        else:
+            memory_bytes, num_pools = psutil.virtual_memory().total, config.scaling.max_gangs * config.tensor_parallel
+        if config.pool_bytes * num_pools > memory_bytes:
+            has, what = format_byte_size(memory_bytes), "this machine" if device.type == "cpu" else "a GPU here"
+            raise ConfigError("--pool-bytes", config.pool_bytes, f"{what} has {has} of memory: give less")
     Checkpoint(config.model_path, dtype, torch.device("cpu"))  # reads the headers only
     warnings = []
     length = min(config.max_model_len or model.max_model_len, model.max_model_len)

@@ -67,6 +67,13 @@ def labels(context: click.Context, parameter: click.Parameter, values: tuple[str
 @click.option("--name", default="", help="The base's name in requests. Default: the name of its folder.")
 @click.option("--host", help="Address to listen at; 0.0.0.0 is all. Default: 127.0.0.1, and with --address 0.0.0.0.")
 @click.option("--port", default=8000, show_default=True)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="What gangs compute on. auto: an NVIDIA GPU for each worker where there is one.",
+)
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
 @click.option(
     "--data-dir",

@@ -11,10 +11,11 @@ from torch.nn.functional import linear
 
 from . import attention_torch, linear_native, norms, pages
 from .attention import PagedAttention, WriteKV
+from .attention_flash import FlashAttention, FlashPackage, find_flash_attention
 from .attention_native import NativeAttention
 from .experts import ExpertKernels
 from .experts_torch import TorchExperts
-from .lora import LoraKernels
+from .lora import CapturableLora, LoraKernels
 from .lora_native import NativeLora
 from .lora_torch import TorchLora
 from .native_build import NativeUnavailable, load_library
@@ -42,6 +43,8 @@ class Kernels:
     experts: ExpertKernels
     read_pages: Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
     write_pages: Callable[[torch.Tensor, Sequence[int], torch.Tensor], None]
+    capturable_lora: CapturableLora | None = None  # there: batches of decodes are launched from tensors alone, so that
+    # they can be recorded in CUDA graphs, with `lora` too, which it is
 
 
 def torch_kernels() -> Kernels:
@@ -85,8 +88,46 @@ def native_kernels(dtype: torch.dtype, num_threads: int) -> Kernels:
     )
 
 
+def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage | None = None) -> Kernels:
+    """Those in Triton, for an NVIDIA GPU; the rest are the twins, and linears cuBLAS. Raises ImportError without it.
+
+    `flash`: computes attention instead, where it can.
+    """
+    # Here, because Triton is not everywhere, and decides when it is imported whether it interprets or compiles.
+    from . import rows_triton
+    from .attention_triton import TritonAttention
+    from .experts_triton import TritonExperts
+    from .lora_triton import TritonLora
+
+    attention, lora = TritonAttention(), TritonLora()
+    attend: PagedAttention = attention.paged_attention
+    if flash is not None:
+        attend = FlashAttention(flash, attend).paged_attention
+    return Kernels(
+        name="triton" if flash is None else f"triton, attention by {flash.name}",
+        pack_linear=as_it_is,
+        linear=linear,
+        rms_norm=rows_triton.rms_norm,
+        add_rms_norm=rows_triton.add_rms_norm,
+        silu_mul=rows_triton.silu_mul,
+        gelu_tanh_mul=rows_triton.gelu_tanh_mul,
+        write_kv=attention.write_kv,
+        paged_attention=attend,
+        lora=lora,
+        experts=TritonExperts(),
+        write_pages=pages.copy_runs if device.type == "cuda" else pages.write_pages,
+        capturable_lora=lora,
+    )
+
+
 def choose_kernels(device: torch.device, dtype: torch.dtype, num_threads: int) -> Kernels:
     """The fastest kernels that this machine can have. One warning says what is lost where those cannot be built."""
+    if device.type == "cuda":
+        try:
+            return triton_kernels(device, dtype, find_flash_attention(torch.cuda.get_device_capability(device)))
+        except ImportError as problem:
+            log.warning("plain torch kernels serve, several times slower: Triton cannot be imported: %s", problem)
+            return torch_kernels()
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return torch_kernels()
     try:

@@ -89,3 +89,15 @@ class LoraKernels(Protocol):
         `shrunk` `[num_parts, length]`: what the workers' `shrink` gave, in the order of their ranks; or, where A's rows
         are not cut, one part, which is their sum.
         """
+
+
+class CapturableLora(LoraKernels, Protocol):
+    """LoRA whose launches can be recorded once and replayed on other batches."""
+
+    def reserve(
+        self, num_rows: int, num_pages: int, ranks: int, geometry: LoraGeometry, device: torch.device
+    ) -> LoraBatch | None:
+        """A batch of nothing, with room for any of so many rows, pages and ranks; None: not with this geometry."""
+
+    def refill(self, reserved: LoraBatch, batch: LoraBatch | None) -> bool:
+        """Makes `reserved` compute `batch` (None: nothing). False: it has no room for it, and is as it was."""

@@ -12,6 +12,16 @@ def write_pages(pool: torch.Tensor, pages: Sequence[int], content: torch.Tensor)
     pool.index_copy_(0, torch.tensor(pages, device=pool.device), content.to(pool.device, non_blocking=True))
 
 
+def copy_runs(pool: torch.Tensor, pages: Sequence[int], content: torch.Tensor) -> None:
+    """As `write_pages`, one copy for each run of neighbouring pages: from pinned memory the copy engine does it alone,
+    and kernels that run beside it lose nothing."""
+    start = 0
+    for end in range(1, len(pages) + 1):
+        if end == len(pages) or pages[end] != pages[end - 1] + 1:
+            pool[pages[start] : pages[end - 1] + 1].copy_(content[start:end], non_blocking=True)
+            start = end
+
+
 def read_pages(pool: torch.Tensor, pages: Sequence[int]) -> torch.Tensor:
     """A copy of those pages, `[len(pages), num_layers, slab]`, on the pool's device."""
     return pool.index_select(0, torch.tensor(pages, device=pool.device))

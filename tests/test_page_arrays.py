@@ -78,7 +78,7 @@ def test_a_full_disk_is_an_error_and_the_page_is_not_there() -> None:
 
 def test_the_mover_copies_in_order_and_says_what_failed(tmp_path: Path) -> None:
     tiers = arrays(tmp_path)
-    mover = PageMover(tiers)  # type: ignore[arg-type]
+    mover = PageMover(tiers, torch.device("cpu"))  # type: ignore[arg-type]
     first = content(2)
     tiers["device"].write([1, 2], first)
     mover.begin(PageMove(1, "device", (1, 2), "host", (7, 3)))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from ..adapters.layout import Dtype
 
 ExpertSharding = Literal["tensor", "expert"]
+Device = Literal["cpu", "cuda", "auto"]
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class EngineConfig:
 
     model_path: Path  # folder in Hugging Face format
     store_path: Path  # content-addressed store of adapters
+    device: Device = "auto"  # auto: an NVIDIA GPU where there is one
     dtype: Dtype = "bfloat16"
     pool_bytes: int = 1 << 30  # device pages, for KV and adapters alike
     host_bytes: int = 4 << 30  # packed adapters kept in host memory
@@ -55,6 +57,8 @@ class EngineConfig:
             raise ValueError(f"kv_disk_bytes = {self.kv_disk_bytes}: pages come to the disk by way of kv_host_bytes, 0")
         if self.kv_disk_bytes and self.kv_disk_path is None:
             raise ValueError(f"kv_disk_bytes = {self.kv_disk_bytes}: kv_disk_path, a folder for them, is needed")
+        if self.device not in get_args(Device):
+            raise ValueError(f"device = {self.device!r}: {', '.join(get_args(Device))} are accepted")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype = {self.dtype!r}: float32 or bfloat16 is accepted")
         if self.expert_sharding not in ("tensor", "expert"):

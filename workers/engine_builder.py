@@ -54,11 +54,11 @@ def build_engine(
     executor: Executor
     if config.tensor_parallel == 1:
         executor = build_executor(config, Alone(), on_progress)
-        kernels = executor.kernels_name
+        kernels, device = executor.kernels_name, executor.device.type
     else:
         if spawn is None:
             raise ValueError(f"tensor_parallel = {config.tensor_parallel}: a way to start workers is needed, or 1")
-        executor, kernels = _start_gang(config, on_progress, spawn, host)
+        executor, kernels, device = _start_gang(config, on_progress, spawn, host)
     layout = sharding.layout(config.block_size, config.dtype)
     scheduler = Scheduler(
         _limits(config, geometry, model),
@@ -67,21 +67,21 @@ def build_engine(
         config.prefix_cache,
         tier_sizes(config, geometry),
     )
-    return Engine(scheduler, executor, _info(config, geometry, kernels, model))
+    return Engine(scheduler, executor, _info(config, geometry, kernels, device, model))
 
 
 def _start_gang(
     config: EngineConfig, on_progress: Progress | None, spawn: Spawn, host: str
-) -> tuple[GangExecutor, str]:
-    """Workers that have loaded their parts, and the name of their kernels."""
+) -> tuple[GangExecutor, str, str]:
+    """Workers that have loaded their parts, and the names of their kernels and of their device."""
     secret = secrets.token_hex(16)
     with socket.create_server((host, 0)) as listener:
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         for rank in range(config.tensor_parallel):
             spawn(WorkerSettings(config, rank, host, listener.getsockname()[1], store.port, secret))
         connections = _accept(listener, config, secret)
-    kernels = [_await_ready(rank, connection, on_progress) for rank, connection in enumerate(connections)]
-    return GangExecutor(connections, store, config.step_deadline_s), kernels[0]
+    ready = [_await_ready(rank, connection, on_progress) for rank, connection in enumerate(connections)]
+    return GangExecutor(connections, store, config.step_deadline_s), ready[0].kernels, ready[0].device
 
 
 def _accept(listener: socket.socket, config: EngineConfig, secret: str) -> list[Connection]:
@@ -110,7 +110,7 @@ def _accept(listener: socket.socket, config: EngineConfig, secret: str) -> list[
     return [found[rank] for rank in range(config.tensor_parallel)]
 
 
-def _await_ready(rank: int, connection: Connection, on_progress: Progress | None) -> str:
+def _await_ready(rank: int, connection: Connection, on_progress: Progress | None) -> Ready:
     decoder = msgspec.msgpack.Decoder(FromWorker)
     while True:
         try:
@@ -118,7 +118,7 @@ def _await_ready(rank: int, connection: Connection, on_progress: Progress | None
         except ConnectionLostError as error:
             raise WorkerLostError(f"worker {rank} was lost while it loaded the model: {error}") from error
         if isinstance(message, Ready):
-            return message.kernels
+            return message
         if isinstance(message, Failed):
             raise WorkerLostError(f"worker {rank} could not load the model: {message.problem}")
         if isinstance(message, ProgressMessage) and on_progress is not None:
@@ -136,11 +136,11 @@ def _limits(config: EngineConfig, geometry: PoolGeometry, model: ModelConfig) ->
     )
 
 
-def _info(config: EngineConfig, geometry: PoolGeometry, kernels: str, model: ModelConfig) -> GangInfo:
+def _info(config: EngineConfig, geometry: PoolGeometry, kernels: str, device: str, model: ModelConfig) -> GangInfo:
     return GangInfo(
         gang_id="",  # the leader's replica names itself
         model=str(config.model_path),
-        device="cpu",
+        device=device,
         dtype=config.dtype,
         kernels=kernels,
         max_model_len=config.context_of(model.max_model_len),

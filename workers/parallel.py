@@ -56,16 +56,17 @@ class Alone:
 class ProcessGroup:
     """Workers in processes of their own, over torch.distributed: NCCL on GPUs, gloo on CPUs."""
 
-    def __init__(self, rank: int, degree: int, store: TCPStore, timeout_s: float, device: str) -> None:
+    def __init__(self, rank: int, degree: int, store: TCPStore, timeout_s: float, device: torch.device) -> None:
         """Returns when all workers have come. A worker that dies or hangs later makes a collective raise."""
         self.rank, self.degree = rank, degree
         self.traffic = Traffic()
         torch.distributed.init_process_group(
-            "nccl" if device == "cuda" else "gloo",
+            "nccl" if device.type == "cuda" else "gloo",
             rank=rank,
             world_size=degree,
             store=store,
             timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,  # NCCL connects now, not in the first step
         )
 
     def all_reduce(self, x: torch.Tensor, kind: str) -> torch.Tensor:

@@ -10,6 +10,7 @@ import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from .config import EngineConfig
+from .device import resolve_device
 from .execution.connection import Connection, ConnectionLostError
 from .execution.executor import LocalExecutor
 from .execution.gang_messages import (
@@ -87,7 +88,9 @@ def _build(settings: WorkerSettings, leader: _Leader) -> LocalExecutor:
     """Meets the other workers and loads the model; the leader hears of it, and of every load that ends later."""
     config = settings.config
     store = TCPStore(settings.leader_host, settings.store_port, is_master=False)
-    group = ProcessGroup(settings.rank, config.tensor_parallel, store, config.step_deadline_s, device="cpu")
+    group = ProcessGroup(
+        settings.rank, config.tensor_parallel, store, config.step_deadline_s, resolve_device(config.device)
+    )
     on_progress = (lambda *progress: leader.tell(Progress(*progress))) if settings.rank == 0 else None
     executor = build_executor(config, group, on_progress)
 
@@ -101,5 +104,5 @@ def _build(settings: WorkerSettings, leader: _Leader) -> LocalExecutor:
             leader.tell(MoveEnded(end))
 
     executor.on_load_end(tell_loads)
-    leader.tell(Ready(executor.kernels_name))
+    leader.tell(Ready(executor.kernels_name, executor.device.type))
     return executor

@@ -7,8 +7,10 @@ import torch
 from ..adapters.store import AdapterStore
 from ..kernels.backend import Kernels, choose_kernels
 from .config import EngineConfig
+from .device import resolve_device
 from .execution.adapter_loader import AdapterLoader
 from .execution.executor import LocalExecutor
+from .execution.graphs import CudaRecorder
 from .execution.page_mover import PageMover
 from .execution.runner import Runner
 from .memory.page_arrays import DevicePages, DiskPages, HostPages, PageArray
@@ -27,7 +29,7 @@ from .scheduling.tier_traffic import TierSizes
 def build_executor(config: EngineConfig, parallel: Parallel, on_progress: Progress | None) -> LocalExecutor:
     """What executes plans in this process. Raises ValueError if the model cannot be served with these settings."""
     torch.set_num_threads(config.num_threads)
-    device, dtype = torch.device("cpu"), getattr(torch, config.dtype)
+    device, dtype = resolve_device(config.device), getattr(torch, config.dtype)
     model = ModelConfig.from_folder(config.model_path)
     sharding = ModelSharding(model, parallel.degree, parallel.rank, config.expert_sharding)
     geometry = plan_pool(sharding, config.block_size, dtype, config.pool_bytes)
@@ -37,9 +39,13 @@ def build_executor(config: EngineConfig, parallel: Parallel, on_progress: Progre
     decoder = load_decoder(sharding, Checkpoint(config.model_path, dtype, device, on_progress), kernels.pack_linear)
     rotary = rotary_tables(model.rotaries, model.head_dim, config.context_of(model.max_model_len), device)
     runner = Runner(decoder, kernels, parallel, pool, geometry, layout, rotary)
-    host = HostTier(AdapterStore(config.store_path), layout, config.host_bytes, pinned=False)
-    mover = PageMover(_page_arrays(config, geometry, pool, kernels))
-    return LocalExecutor(runner, AdapterLoader(host, pool, kernels), mover, kernels.name)
+    pinned = device.type == "cuda"  # a copy from other memory would not run beside the steps
+    host = HostTier(AdapterStore(config.store_path), layout, config.host_bytes, pinned)
+    mover = PageMover(_page_arrays(config, geometry, pool, kernels), device)
+    if device.type == "cuda":
+        runner.warm_up()
+        runner.record_decodes(config.max_num_sequences, config.context_of(model.max_model_len), CudaRecorder())
+    return LocalExecutor(runner, AdapterLoader(host, pool, kernels), mover, kernels.name, device)
 
 
 def tier_sizes(config: EngineConfig, geometry: PoolGeometry) -> TierSizes:
@@ -55,7 +61,7 @@ def _page_arrays(
     sizes = tier_sizes(config, geometry)
     arrays: dict[Tier, PageArray] = {"device": DevicePages(pool, kernels.read_pages, kernels.write_pages)}
     if sizes.host:
-        arrays["host"] = HostPages(sizes.host, geometry, pinned=False)
+        arrays["host"] = HostPages(sizes.host, geometry, pinned=pool.device.type == "cuda")
     if sizes.disk:
         assert config.kv_disk_path is not None
         arrays["disk"] = DiskPages(config.kv_disk_path, geometry)

@@ -13,21 +13,26 @@ from ...adapters.errors import AdapterError
 from ...kernels.backend import Kernels
 from ..memory.tiers import HostTier
 from ..scheduling.plan import AdapterFailure, AdapterLoad
+from .side_stream import Mark, SideStream
 
 _log = logging.getLogger(__name__)
 
 
 class AdapterLoader:
-    """One thread that copies. Pages under a load belong to nobody else until the load has ended."""
+    """One thread that copies. Pages under a load belong to nobody else until the load has ended.
+
+    On a GPU it copies on a stream of its own, beside the kernels of the steps.
+    """
 
     def __init__(self, host: HostTier, pool: torch.Tensor, kernels: Kernels) -> None:
         self._host, self._pool, self._kernels = host, pool, kernels
+        self._beside = SideStream(pool.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-loader")
         self._ended: SimpleQueue[str | AdapterFailure] = SimpleQueue()
         self.on_end: Callable[[], None] = lambda: None  # called from the loader's thread after each load
 
     def begin(self, load: AdapterLoad) -> None:
-        self._thread.submit(self._load, load)
+        self._thread.submit(self._load, load, self._beside.mark())
 
     def take_ended(self) -> tuple[tuple[str, ...], tuple[AdapterFailure, ...]]:
         """Digests of the loads that ended well since the last call, and those that failed."""
@@ -45,13 +50,14 @@ class AdapterLoader:
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def _load(self, load: AdapterLoad) -> None:
+    def _load(self, load: AdapterLoad, mark: Mark) -> None:
         residence = load.residence
         try:
             packed = self._host.get(residence.digest)
             if len(packed) != len(residence.pages):
                 raise ValueError(f"{len(packed)} pages are packed, and {len(residence.pages)} follow from its ranks")
-            self._kernels.write_pages(self._pool, residence.pages, packed)
+            with self._beside.after(mark):
+                self._kernels.write_pages(self._pool, residence.pages, packed)
             self._ended.put(residence.digest)
         except AdapterError as error:
             self._ended.put(AdapterFailure(residence.digest, str(error)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 from ..scheduling.plan import StepPlan, StepResult
 from .adapter_loader import AdapterLoader
 from .page_mover import PageMover
@@ -30,11 +32,14 @@ class Executor(Protocol):
 class LocalExecutor:
     """A gang of one worker, in this process."""
 
-    def __init__(self, runner: Runner, loader: AdapterLoader, mover: PageMover, kernels_name: str) -> None:
+    def __init__(
+        self, runner: Runner, loader: AdapterLoader, mover: PageMover, kernels_name: str, device: torch.device
+    ) -> None:
         self.runner = runner
         self.loader = loader
         self.mover = mover
         self.kernels_name = kernels_name
+        self.device = device
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Starts the plan's copies, computes its tokens, and tells which copies have ended."""

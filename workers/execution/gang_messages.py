@@ -24,6 +24,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The worker's part of the base is loaded."""
 
     kernels: str
+    device: str
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

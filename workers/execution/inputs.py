@@ -26,21 +26,38 @@ def make_inputs(plan: StepPlan, adapters: dict[str, PagedAdapter], block_size: i
     """Lays out a plan with at least one sequence; neighbours share an adapter where they can."""
     sequences = sorted(plan.sequences, key=lambda sequence: sequence.adapter or "")
     query_starts = tuple(accumulate((len(s.token_ids) for s in sequences), initial=0))
-    token_ids = torch.tensor(list(chain.from_iterable(s.token_ids for s in sequences)))
     sampled = [(row_end - 1, s) for s, row_end in zip(sequences, query_starts[1:], strict=True) if s.sample is not None]
+    token_ids, sample_rows, *places = _moved(
+        device,
+        torch.tensor(list(chain.from_iterable(s.token_ids for s in sequences))),
+        torch.tensor([row for row, _ in sampled], dtype=torch.int64),
+        *_places(sequences, query_starts, block_size),
+    )
     return StepInputs(
-        token_ids.to(device),
-        _attention_batch(sequences, query_starts, block_size, device),
+        token_ids,
+        AttentionBatch(query_starts, tuple(s.start + len(s.token_ids) for s in sequences), *places),
         _segments(sequences, query_starts, adapters),
-        torch.tensor([row for row, _ in sampled], dtype=torch.int64, device=device),
+        sample_rows,
         tuple(s.sequence_id for _, s in sampled),
         tuple(s.sample for _, s in sampled if s.sample is not None),
     )
 
 
-def _attention_batch(
-    sequences: list[SequencePlan], query_starts: tuple[int, ...], block_size: int, device: torch.device
-) -> AttentionBatch:
+def _moved(device: torch.device, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The int64 tensors on the device, in one copy that the host does not wait for."""
+    if device.type == "cpu":
+        return tensors
+    staged = torch.cat([x.flatten() for x in tensors])
+    if device.type == "cuda":
+        staged = staged.pin_memory()
+    pieces = torch.split(staged.to(device, non_blocking=True), [x.numel() for x in tensors])
+    return tuple(piece.view(x.shape) for piece, x in zip(pieces, tensors, strict=True))
+
+
+def _places(
+    sequences: list[SequencePlan], query_starts: tuple[int, ...], block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The page table, and each row's position, page and token of that page."""
     width = max(len(s.pages) for s in sequences)
     table = torch.tensor([s.pages + s.pages[-1:] * (width - len(s.pages)) for s in sequences])
     lengths = torch.tensor([len(s.token_ids) for s in sequences])
@@ -48,14 +65,7 @@ def _attention_batch(
     first_rows = torch.tensor(query_starts[:-1])
     starts = torch.tensor([s.start for s in sequences])
     positions = torch.arange(query_starts[-1]) + (starts - first_rows)[row_sequences]
-    return AttentionBatch(
-        query_starts,
-        tuple(s.start + len(s.token_ids) for s in sequences),
-        table.to(device),
-        positions.to(device),
-        table[row_sequences, positions // block_size].to(device),
-        (positions % block_size).to(device),
-    )
+    return table, positions, table[row_sequences, positions // block_size], positions % block_size
 
 
 def _segments(

@@ -8,6 +8,7 @@ import torch
 
 from ...adapters.adapter import EXPERT_MODULES, MODULES
 from ...adapters.layout import AdapterLayout
+from ...kernels.attention import AttentionBatch
 from ...kernels.backend import Kernels
 from ...kernels.lora import ABSENT, LoraBatch, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from ..decoding.sampling import sample
@@ -15,7 +16,8 @@ from ..memory.pool import PoolGeometry, kv_view
 from ..models.context import ForwardContext
 from ..models.decoder import Decoder
 from ..parallel import Parallel
-from ..scheduling.plan import Residence, SampledToken, StepPlan
+from ..scheduling.plan import Residence, SampledToken, SequencePlan, StepPlan
+from .graphs import DecodeGraphs, Record
 from .inputs import StepInputs, make_inputs
 
 
@@ -45,6 +47,41 @@ class Runner:
             self._expert_geometry = LoraGeometry(geometry.num_layers, geometry.slab, layout.tile, sides)
         self._known: dict[str, tuple[Residence, PagedAdapter]] = {}  # of the last plan, by digest
         self._lora_batch: tuple[tuple[LoraSegment, ...], LoraBatch] = ((), None)
+        self._graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def record_decodes(self, max_rows: int, max_model_len: int, record: Record) -> None:
+        """Records the decodes of up to so many sequences; see `graphs.DecodeGraphs`.
+
+        Nothing where recording is of no use: kernels that need the host, workers that exchange, and experts, whose
+        adapters are brought together on the host.
+        """
+        lora = self._kernels.capturable_lora
+        if lora is None or self._parallel.degree > 1 or self._expert_geometry is not None:
+            return
+        self._graphs = DecodeGraphs(
+            lambda token_ids, attention, batch: self._forward(token_ids, attention, batch, (), None),
+            lora,
+            self._lora_geometry,
+            self._geometry.num_pages,
+            max_rows,
+            -(-max_model_len // self._geometry.block_size),
+            self._pool.device,
+            record,
+        )
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Computes prompt chunks of a few lengths for nobody, so that no request waits for a compiler.
+
+        Only before the first plan: the pages that it writes to are free then.
+        """
+        block_size = self._geometry.block_size
+        for num_tokens in (2, 16, 128):  # those for which kernels choose other tiles
+            pages = tuple(range(-(-num_tokens // block_size)))
+            if len(pages) <= self._geometry.num_pages:
+                chunk = SequencePlan(0, (0,) * num_tokens, 0, pages, None, None)
+                self._logits(self._inputs(StepPlan(0, (chunk,), (), ())))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> dict[int, SampledToken | None]:
@@ -68,19 +105,35 @@ class Runner:
         return make_inputs(plan, adapters, self._geometry.block_size, self._pool.device)
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor:
+        lora = self._lora(inputs.segments)
+        if self._graphs is not None:
+            recorded = self._graphs.logits(inputs, lora)
+            if recorded is not None:
+                return recorded
+        return self._forward(inputs.token_ids, inputs.attention, lora, inputs.segments, inputs.sample_rows)
+
+    def _forward(
+        self,
+        token_ids: torch.Tensor,
+        attention: AttentionBatch,
+        lora: LoraBatch | None,
+        segments: tuple[LoraSegment, ...],
+        sample_rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The logits of `sample_rows`; None: of all rows."""
         context = ForwardContext(
             self._kernels,
             self._parallel,
             self._pool,
-            inputs.attention,
-            self._lora(inputs.segments),
-            inputs.segments,
+            attention,
+            lora,
+            segments,
             self._expert_geometry,
             self._rotary,
             self._kv,
         )
-        hidden = self._decoder.hidden_states(inputs.token_ids, context)
-        return self._decoder.logits(hidden[inputs.sample_rows], context)
+        hidden = self._decoder.hidden_states(token_ids, context)
+        return self._decoder.logits(hidden if sample_rows is None else hidden[sample_rows], context)
 
     def _lora(self, segments: tuple[LoraSegment, ...]) -> LoraBatch | None:
         """What the kernels need of the segments; that of the last step if nothing has changed, as in steady decode."""

@@ -11,7 +11,7 @@ from .context import ForwardContext
 from .layer_loader import load_layer, load_norm
 from .layers import BASE, DecoderLayer
 from .sharding import ModelSharding, Range
-from .weights import Checkpoint
+from .weight_source import WeightSource
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Decoder:
         return context.parallel.all_reduce(found, BASE)
 
 
-def load_decoder(sharding: ModelSharding, checkpoint: Checkpoint, pack_linear: PackLinear = as_it_is) -> Decoder:
+def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, pack_linear: PackLinear = as_it_is) -> Decoder:
     """Reads this worker's part of every weight. Raises ValueError for missing, misshapen or left-over tensors."""
     config = sharding.config
     hidden, vocab, own = config.hidden_size, config.vocab_size, sharding.vocabulary

@@ -9,10 +9,10 @@ from .context import DOWN, GATE_UP, OUTPUT, QKV
 from .experts import ExpertMlp, SharedExpert
 from .layers import Attention, ColumnLinear, DecoderLayer, GatedMlp, HeadNorm, RowLinear
 from .sharding import ModelSharding, Range
-from .weights import Checkpoint
+from .weight_source import WeightSource
 
 
-def load_layer(index: int, sharding: ModelSharding, checkpoint: Checkpoint, pack_linear: PackLinear) -> DecoderLayer:
+def load_layer(index: int, sharding: ModelSharding, checkpoint: WeightSource, pack_linear: PackLinear) -> DecoderLayer:
     """The layer. Raises ValueError for missing and misshapen tensors."""
     loader, config = _LayerLoader(index, sharding, checkpoint, pack_linear), sharding.config
     has_experts = config.experts is not None and config.experts.layers[index]
@@ -29,14 +29,14 @@ def load_layer(index: int, sharding: ModelSharding, checkpoint: Checkpoint, pack
     )
 
 
-def load_norm(name: str, width: int, sharding: ModelSharding, checkpoint: Checkpoint) -> torch.Tensor:
+def load_norm(name: str, width: int, sharding: ModelSharding, checkpoint: WeightSource) -> torch.Tensor:
     """A norm's weights; in float32 where they are stored as distances, as those families compute them."""
     weight, offset = checkpoint.take(f"{name}.weight", (width,)), sharding.config.family.norm_offset
     return weight.float() + offset if offset else weight
 
 
 class _LayerLoader:
-    def __init__(self, index: int, sharding: ModelSharding, checkpoint: Checkpoint, pack_linear: PackLinear) -> None:
+    def __init__(self, index: int, sharding: ModelSharding, checkpoint: WeightSource, pack_linear: PackLinear) -> None:
         self.prefix = f"model.layers.{index}."
         self._index, self._sharding, self._checkpoint = index, sharding, checkpoint
         self._config, self._pack = sharding.config, pack_linear

@@ -1,0 +1,212 @@
+"""A whole engine on random weights: scheduler, runner, sampling, adapters from the host."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from machine import Machine
+
+from motet.adapters.layout import AdapterLayout
+from motet.adapters.store import AdapterStore
+from motet.kernels.backend import Kernels
+from motet.workers.engine import Engine
+from motet.workers.execution.adapter_loader import AdapterLoader
+from motet.workers.execution.executor import LocalExecutor
+from motet.workers.execution.graphs import CudaRecorder
+from motet.workers.execution.runner import Runner
+from motet.workers.memory.pool import make_pool, plan_pool
+from motet.workers.memory.tiers import HostTier
+from motet.workers.messages import AdapterRef, GangInfo, SamplingParams, SequenceRequest, SequenceUpdate
+from motet.workers.models.config import ModelConfig
+from motet.workers.models.decoder import load_decoder
+from motet.workers.models.rotary import rotary_tables
+from motet.workers.models.sharding import ModelSharding
+from motet.workers.parallel import Alone
+from motet.workers.scheduling.admission import Limits
+from motet.workers.scheduling.scheduler import Scheduler
+
+RANK = 16
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Size:
+    """`context`: tokens of each sequence when decodes are timed."""
+
+    config: dict[str, object]
+    num_sequences: int
+    context: int
+    num_steps: int
+    adapters: tuple[int, ...]
+    pool_bytes: int
+    num_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Served:
+    step_s: float  # median of the steps in which every sequence decodes
+    token_ids: list[list[int]]  # by sequence
+    logprobs: torch.Tensor  # of all tokens, if asked for
+
+
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+TINY = LLAMA_3_8B | {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+FULL_SIZE = Size(LLAMA_3_8B, 64, 1024, 96, (0, 1, 8, 64), 40 << 30)
+CHECK_SIZE = Size(TINY, 9, 40, 24, (0, 3), 8 << 20, num_logprobs=0)
+DRY_SIZE = Size(TINY, 3, 10, 2, (0, 2), 4 << 20, num_logprobs=0)
+
+
+class RandomWeights:
+    """`WeightSource` that makes each tensor up when it is asked for, on the device."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._generator = torch.Generator(machine.device).manual_seed(0)
+
+    def take(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
+        assert (rows or (0, shape[0])) == (0, shape[0]) and columns in (None, (0, shape[-1])), "one worker has all"
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=self._machine.dtype, device=self._machine.device)
+        values = torch.randn(shape, dtype=self._machine.dtype, device=self._machine.device, generator=self._generator)
+        return values.mul_(shape[1] ** -0.5)
+
+    def drop(self, suffix: str) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class RandomStore(AdapterStore):
+    """Packed adapters made up from their digests, in place of files."""
+
+    def __init__(self, layout: AdapterLayout, dtype: torch.dtype) -> None:
+        ranks = dict.fromkeys(layout.shape.modules, RANK)
+        shape = (layout.num_pages(ranks), layout.shape.num_layers, layout.slab)
+        self._pages = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 0.02).to(dtype)
+
+    def load_packed(self, digest: str, layout: AdapterLayout) -> torch.Tensor:
+        return self._pages.roll(int(digest), 0)
+
+
+class Bench:
+    """An engine, and what its decode step must at least read. The same weights and adapters for each of a size."""
+
+    def __init__(self, machine: Machine, size: Size, kernels: Kernels) -> None:
+        model = _model(size)
+        sharding = ModelSharding(model)
+        dtype_name = str(machine.dtype).removeprefix("torch.")
+        layout = sharding.layout(BLOCK, dtype_name)
+        geometry = plan_pool(sharding, BLOCK, machine.dtype, size.pool_bytes)
+        pool = make_pool(geometry, machine.device)
+        decoder = load_decoder(sharding, RandomWeights(machine), kernels.pack_linear)
+        rotary = rotary_tables(model.rotaries, model.head_dim, model.max_model_len, machine.device)
+        self.runner = Runner(decoder, kernels, Alone(), pool, geometry, layout, rotary)
+        if not machine.is_dry:
+            self.runner.warm_up()
+            self.runner.record_decodes(size.num_sequences, model.max_model_len, CudaRecorder())
+        host = HostTier(RandomStore(layout, machine.dtype), layout, 1 << 40, pinned=not machine.is_dry)
+        loader = AdapterLoader(host, pool, kernels)
+        executor = LocalExecutor(self.runner, loader, kernels.name, machine.device)
+        limits = Limits(model.max_model_len, model.vocab_size, BLOCK, geometry.num_pages, 2048, size.num_sequences)
+        scheduler = Scheduler(limits, frozenset(), lambda ref: layout.num_pages(ref.module_ranks))
+        info = GangInfo(
+            gang_id="",
+            model="random",
+            device=machine.device.type,
+            dtype=dtype_name,
+            kernels=kernels.name,
+            max_model_len=model.max_model_len,
+            block_size=BLOCK,
+            num_pages=geometry.num_pages,
+            page_bytes=geometry.page_bytes,
+            vocab_size=model.vocab_size,
+        )
+        self.engine = Engine(scheduler, executor, info)
+        self._model, self._layout, self._next_id = model, layout, 0
+        self._size = size
+
+    def decode_bytes(self, num_adapters: int) -> int:
+        """Weights, KV and adapters that a decode step of all sequences reads."""
+        model, size = self._model, self._size
+        linears = sum(num_in * num_out for num_in, num_out in model.shape.modules.values()) * model.num_layers
+        weights = linears + model.vocab_size * model.hidden_size
+        kv = size.num_sequences * (size.context + size.num_steps // 2) * 2 * model.num_kv_heads * model.head_dim
+        ranks = dict.fromkeys(self._layout.shape.modules, RANK)
+        adapters = num_adapters * self._layout.num_elements(ranks) * model.num_layers
+        return (weights + kv * model.num_layers + adapters) * (2 if self._layout.dtype == "bfloat16" else 4)
+
+    def serve(self, num_adapters: int) -> Served:
+        """All sequences at once, each on one of `num_adapters` in turn, or on the base. Always the same prompts."""
+        size, modules = self._size, dict.fromkeys(self._layout.shape.modules, RANK)
+        generator = torch.Generator().manual_seed(num_adapters)
+        told: dict[int, list[SequenceUpdate]] = {}
+        for index in range(size.num_sequences):
+            ref = AdapterRef(str(index % num_adapters), modules) if num_adapters else None
+            prompt = torch.randint(0, self._model.vocab_size, (size.context,), generator=generator).tolist()
+            sampling = SamplingParams(
+                max_tokens=size.num_steps + 1, temperature=0.0, ignore_eos=True, num_logprobs=size.num_logprobs
+            )
+            self._next_id += 1
+            told[self._next_id] = []
+            self.engine.submit(
+                SequenceRequest(
+                    sequence_id=self._next_id, prompt_token_ids=prompt, sampling=sampling, tenant="bench", adapter=ref
+                )
+            )
+        times = []
+        while self.engine.has_work():
+            started = time.perf_counter()
+            updates = self.engine.step()
+            took = time.perf_counter() - started
+            for update in updates:
+                if update.error is not None:
+                    raise RuntimeError(update.error.message)
+                told[update.sequence_id].append(update)
+            if len(updates) == size.num_sequences and all(len(heard) > 1 for heard in told.values()):
+                times.append(took)
+            if self.engine.waits:
+                time.sleep(0.001)
+        self.engine.check_integrity()
+        token_ids = [[token for update in heard for token in update.token_ids] for heard in told.values()]
+        if {len(tokens) for tokens in token_ids} != {size.num_steps + 1}:
+            raise RuntimeError(f"a sequence ended with other than {size.num_steps + 1} tokens")
+        logprobs = [said.chosen for heard in told.values() for update in heard for said in update.logprobs or ()]
+        step_s = sorted(times)[len(times) // 2] if times else float("nan")
+        return Served(step_s, token_ids, torch.tensor(logprobs))
+
+
+def _model(size: Size) -> ModelConfig:
+    """As it is read from a folder."""
+    with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(size.config))
+        return ModelConfig.from_folder(Path(folder))

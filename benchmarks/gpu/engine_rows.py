@@ -1,0 +1,46 @@
+"""The whole engine: right on a tiny model in float32, and timed on Llama-3-8B's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from engine_bench import CHECK_SIZE, DRY_SIZE, FULL_SIZE, Bench
+from machine import Machine, Row, relative_error
+
+from motet.kernels.backend import choose_kernels, torch_kernels, triton_kernels
+
+_TOLERANCE = 1e-3  # of log-probabilities in float32
+
+
+def check_engine(machine: Machine) -> Iterator[Row]:
+    """Greedy tokens and their log-probabilities, decodes recorded, against those of the plain twins."""
+    exact, size = replace(machine, dtype=torch.float32), DRY_SIZE if machine.is_dry else CHECK_SIZE
+    fast, plain = (
+        Bench(exact, size, kernels) for kernels in (triton_kernels(exact.device, exact.dtype), torch_kernels())
+    )
+    for num_adapters in size.adapters:
+        ours, theirs = fast.serve(num_adapters), plain.serve(num_adapters)
+        error = relative_error(ours.logprobs, theirs.logprobs)
+        if ours.token_ids != theirs.token_ids:
+            error = float("nan")
+        what = f"tokens of {size.num_sequences} sequences, {num_adapters} adapters"
+        yield Row("engine", what, error, _TOLERANCE)
+    fast.engine.close()
+    plain.engine.close()
+
+
+def time_engine(machine: Machine) -> Iterator[Row]:
+    """A decode step of all sequences: on the base, on one adapter, on eight, on 64. Random weights."""
+    if machine.is_dry:
+        return
+    bench, base_s = Bench(machine, FULL_SIZE, choose_kernels(machine.device, machine.dtype, 1)), None
+    for num_adapters in FULL_SIZE.adapters:
+        step_s = bench.serve(num_adapters).step_s
+        base_s = step_s if base_s is None else base_s
+        what = f"B {FULL_SIZE.num_sequences}, context {FULL_SIZE.context}, {num_adapters} adapters"
+        note = f"{FULL_SIZE.num_sequences / step_s:.0f} tokens/s, {base_s / step_s:.2f} of the base's"
+        floor_s = machine.floor_s(bench.decode_bytes(num_adapters))
+        yield Row("engine decode step", what, None, None, step_s, floor_s, note=f"{note} ({bench.engine.info.kernels})")
+    bench.engine.close()

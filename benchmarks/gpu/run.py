@@ -1,0 +1,110 @@
+"""Every GPU kernel checked against float64 and timed against the machine's limits; then the whole engine.
+
+Needs an NVIDIA GPU, torch, Triton and this checkout, nothing else; what else is importable is compared with. Prints a
+table, and last one line of JSON. Inputs are random and new in each run. `--dry` runs all of it on a CPU, interpreted
+and tiny, without times: that the script works can so be tested anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dry", action="store_true", help="on the CPU, interpreted, tiny, without times")
+    parser.add_argument("--only", choices=("kernels", "engine"), help="half of it")
+    parser.add_argument("--deadline-s", type=float, default=450.0, help="what has not begun by then is left out")
+    arguments = parser.parse_args()
+    if arguments.dry:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+    with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder:
+        _make_importable(Path(folder))
+        sys.exit(_run(arguments))
+
+
+def _make_importable(folder: Path) -> None:
+    """The checkout itself is the package: where it is not installed, a link of that name makes it one."""
+    (folder / "motet").symlink_to(ROOT)
+    sys.path.insert(0, str(folder))
+    from plain_messages import stand_in_for_msgspec
+
+    if stand_in_for_msgspec():
+        print("msgspec is not installed: the engine's messages are plain dataclasses here")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    import torch
+    import triton
+
+    if not arguments.dry and not torch.cuda.is_available():
+        print("no NVIDIA GPU is visible to torch: --dry runs on the CPU", file=sys.stderr)
+        return 2
+    from machine import Machine
+    from report import Report
+
+    started = time.perf_counter()
+    machine = Machine.find(arguments.dry)
+    report = Report(machine, torch.__version__, triton.__version__)
+    for name, section in _sections(machine, arguments.only):
+        if time.perf_counter() - started > arguments.deadline_s:
+            report.left_out(name, f"{arguments.deadline_s:g} s were over")
+            continue
+        try:
+            for row in section():
+                report.add(row)
+        except Exception as error:  # the others still tell something
+            traceback.print_exc()
+            report.failed(name, error)
+        if not arguments.dry:
+            torch.cuda.empty_cache()
+    print(json.dumps(report.summary(time.perf_counter() - started)))
+    return 1 if report.is_bad else 0
+
+
+def _sections(machine: object, only: str | None) -> Iterator[tuple[str, Callable[[], Iterator[object]]]]:
+    import attention_rows
+    import engine_rows
+    import lora_rows
+    import peft_rows
+    import row_rows
+
+    from motet.kernels.backend import choose_kernels, triton_kernels
+
+    chosen = triton_kernels(machine.device, machine.dtype)  # type: ignore[attr-defined]
+    if only != "engine":
+        for section in (
+            attention_rows.check_attention,
+            lora_rows.check_lora,
+            attention_rows.time_decode,
+            attention_rows.time_chunks,
+            attention_rows.time_write_kv,
+            lora_rows.time_lora,
+            row_rows.time_norm,
+            row_rows.time_activations,
+            row_rows.time_experts,
+            row_rows.time_page_copies,
+        ):
+            yield section.__name__, lambda section=section: section(machine, chosen)
+        if not machine.is_dry:  # type: ignore[attr-defined]
+            best = choose_kernels(machine.device, machine.dtype, 1)  # type: ignore[attr-defined]
+            if best.name != chosen.name:
+                yield f"time_decode by {best.name}", lambda: attention_rows.time_decode(machine, best)
+    if only != "kernels":
+        yield "check_engine", lambda: engine_rows.check_engine(machine)
+        yield "time_engine", lambda: engine_rows.time_engine(machine)
+        yield "transformers + PEFT", lambda: peft_rows.time_peft(machine)
+
+
+if __name__ == "__main__":
+    main()

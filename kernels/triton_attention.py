@@ -1,0 +1,331 @@
+"""Paged attention in Triton, the device code: one pass over the keys with a running maximum and sum.
+
+Online softmax is FlashAttention's (arXiv 2205.14135); splitting a decode over its keys is Flash-Decoding's (Dao et
+al., 2023). A tile of keys is gathered from the pages where they lie; the heads of a group are rows of one tile of
+queries, so each key is read once for all of them. Scores are powers of two: the host folds log2(e) into `scale_in`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# What changes from step to step is not specialised on, or each of its kinds would be compiled while requests wait.
+_FLOOR = tl.constexpr(-1.0e30)  # below every score, and finite: a difference of two is no NaN
+
+
+@triton.jit
+def _add_keys(
+    q,
+    acc,
+    largest,
+    total,
+    kv,
+    table,
+    start,
+    low,
+    high,
+    scale_in,
+    scale_out,
+    kv_page,
+    kv_side,
+    kv_slot,
+    MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of keys `start : start + BLOCK`; query row i sees keys `low[i] : high[i]`. Not MASKED: all of the tile.
+
+    q `[rows, DIM]`, acc `[rows, DIM]`, largest and total `[rows]`; kv and table are moved to the head and the sequence.
+    """
+    key = start + tl.arange(0, BLOCK)
+    dim = tl.arange(0, DIM)
+    inside = key < tl.max(high, 0)
+    if MASKED:
+        page = tl.load(table + key // PAGE, mask=inside, other=0).to(tl.int64)
+    else:
+        page = tl.load(table + key // PAGE).to(tl.int64)
+    place = kv + page[:, None] * kv_page + (key % PAGE)[:, None] * kv_slot + dim[None, :]
+    if MASKED:
+        # What lies beyond the context may be NaN, and a weight of zero would not hide it.
+        there = inside[:, None] & (dim < HEAD_DIM)[None, :]
+        k = tl.load(place, mask=there, other=0.0)
+        v = tl.load(place + kv_side, mask=there, other=0.0)
+    elif HEAD_DIM == DIM:
+        k = tl.load(place)
+        v = tl.load(place + kv_side)
+    else:
+        k = tl.load(place, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+        v = tl.load(place + kv_side, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_in
+    if SOFTCAP:
+        scores = scale_out * (1.0 - 2.0 / (1.0 + tl.exp2(scores)))  # tanh
+    if MASKED:
+        seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
+        scores = tl.where(seen, scores, _FLOOR)
+    risen = tl.maximum(largest, tl.max(scores, 1))
+    weights = tl.exp2(scores - risen[:, None])
+    if MASKED:
+        weights = tl.where(seen, weights, 0.0)
+    shrink = tl.exp2(largest - risen)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, risen, total
+
+
+@triton.jit
+def _share(length, window, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr):
+    """First key that a decode sees, and how many keys each of its splits takes."""
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - window, 0)
+    share = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
+    return first, tl.maximum(share, LEAST)
+
+
+@triton.jit(
+    do_not_specialize=["window", "table_row"],
+    do_not_specialize_on_alignment=["page_table", "positions", "rows", "sequences"],
+)
+def decode_kernel(
+    q,  # [num_rows, num_heads, HEAD_DIM]
+    kv,  # [num_pages, 2, PAGE, num_kv_heads, HEAD_DIM]
+    page_table,  # [num_sequences, max_pages] int64
+    positions,  # [num_rows] int64; negative: the row is padding
+    rows,  # [num_decodes] int32, their rows; None: row i is decode i and its sequence i
+    sequences,  # [num_decodes] int32
+    out,  # [num_rows, num_heads, HEAD_DIM]
+    partial,  # [num_decodes, num_kv_heads, SPLITS, GROUP, HEAD_DIM] float32
+    stats,  # [num_decodes, num_kv_heads, SPLITS, GROUP, 2] float32: largest score, sum of weights
+    scale_in,
+    scale_out,
+    window,
+    q_row,
+    q_head,
+    out_row,
+    kv_page,
+    kv_side,
+    kv_slot,
+    table_row,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One split of one decode and KV head."""
+    index, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_kv_heads = tl.num_programs(1)
+    row, sequence = index, index
+    if rows is not None:
+        row, sequence = tl.load(rows + index), tl.load(sequences + index)
+    length = (tl.load(positions + row) + 1).to(tl.int32)
+    first, share = _share(length, window, WINDOW, SPLITS, BLOCK, LEAST)
+    start = first + split * share
+    end = tl.minimum(start + share, length)
+    if (SPLITS > 1) & (start >= end):
+        return
+    member, dim = tl.arange(0, GROUP_ROWS), tl.arange(0, DIM)
+    live = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    q_place = q + row.to(tl.int64) * q_row + (head * GROUP + member)[:, None] * q_head + dim[None, :]
+    queries = tl.load(q_place, mask=live, other=0.0)
+    acc = tl.zeros((GROUP_ROWS, DIM), tl.float32)
+    largest = tl.full((GROUP_ROWS,), _FLOOR, tl.float32)
+    total = tl.zeros((GROUP_ROWS,), tl.float32)
+    low = tl.zeros((GROUP_ROWS,), tl.int32) + start
+    high = tl.zeros((GROUP_ROWS,), tl.int32) + end
+    table = page_table + sequence.to(tl.int64) * table_row
+    kv += head * HEAD_DIM
+    for block in range(start, end, BLOCK):
+        acc, largest, total = _add_keys(
+            q=queries,
+            acc=acc,
+            largest=largest,
+            total=total,
+            kv=kv,
+            table=table,
+            start=block,
+            low=low,
+            high=high,
+            scale_in=scale_in,
+            scale_out=scale_out,
+            kv_page=kv_page,
+            kv_side=kv_side,
+            kv_slot=kv_slot,
+            MASKED=True,
+            SOFTCAP=SOFTCAP,
+            HEAD_DIM=HEAD_DIM,
+            DIM=DIM,
+            BLOCK=BLOCK,
+            PAGE=PAGE,
+            PRECISION=PRECISION,
+        )
+    if SPLITS == 1:
+        attended = acc / tl.where(total > 0, total, 1.0)[:, None]
+        out_place = out + row.to(tl.int64) * out_row + (head * GROUP + member)[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(out_place, attended.to(out.dtype.element_ty), mask=live)
+    else:
+        at = ((index * num_kv_heads + head).to(tl.int64) * SPLITS + split) * GROUP + member
+        tl.store(partial + at[:, None] * HEAD_DIM + dim[None, :], acc, mask=live)
+        tl.store(stats + at * 2, largest, mask=member < GROUP)
+        tl.store(stats + at * 2 + 1, total, mask=member < GROUP)
+
+
+@triton.jit(
+    do_not_specialize=["window"],
+    do_not_specialize_on_alignment=["positions", "rows"],
+)
+def combine_kernel(
+    partial,
+    stats,
+    positions,
+    rows,
+    out,
+    window,
+    out_row,
+    WINDOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    """Brings the splits of one decode and head together, always in the same order."""
+    index, head = tl.program_id(0), tl.program_id(1)
+    num_kv_heads = tl.num_programs(1) // GROUP
+    row = index
+    if rows is not None:
+        row = tl.load(rows + index)
+    length = (tl.load(positions + row) + 1).to(tl.int32)
+    first, share = _share(length, window, WINDOW, SPLITS, BLOCK, LEAST)
+    num_used = tl.cdiv(length - first, share)
+    split, dim = tl.arange(0, SPLITS), tl.arange(0, DIM)
+    used = split < num_used
+    at = ((index * num_kv_heads + head // GROUP).to(tl.int64) * SPLITS + split) * GROUP + head % GROUP
+    largest = tl.load(stats + at * 2, mask=used, other=_FLOOR)
+    total = tl.load(stats + at * 2 + 1, mask=used, other=0.0)
+    there = used[:, None] & (dim < HEAD_DIM)[None, :]
+    acc = tl.load(partial + at[:, None] * HEAD_DIM + dim[None, :], mask=there, other=0.0)
+    weights = tl.where(used, tl.exp2(largest - tl.max(largest, 0)), 0.0)
+    weight = tl.sum(weights * total, 0)
+    attended = tl.sum(acc * weights[:, None], 0) / tl.where(weight > 0, weight, 1.0)
+    place = out + row.to(tl.int64) * out_row + head * HEAD_DIM + dim
+    tl.store(place, attended.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+@triton.jit(
+    do_not_specialize=["window", "table_row"],
+    do_not_specialize_on_alignment=["page_table", "positions", "blocks"],
+)
+def chunk_kernel(
+    q,
+    kv,
+    page_table,
+    positions,
+    blocks,  # [num_blocks, 3] int32: sequence, first row, number of rows
+    out,
+    scale_in,
+    scale_out,
+    window,
+    q_row,
+    q_head,
+    out_row,
+    kv_page,
+    kv_side,
+    kv_slot,
+    table_row,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Some neighbouring rows of one sequence, with all heads of one group."""
+    index, head = tl.program_id(0), tl.program_id(1)
+    sequence = tl.load(blocks + index * 3)
+    first_row, num_rows = tl.load(blocks + index * 3 + 1), tl.load(blocks + index * 3 + 2)
+    position = tl.load(positions + first_row).to(tl.int32)
+    member, dim = tl.arange(0, BLOCK_ROWS), tl.arange(0, DIM)
+    token, query_head = member // GROUP, head * GROUP + member % GROUP
+    live = (token < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    row = (first_row + token).to(tl.int64)
+    queries = tl.load(q + row[:, None] * q_row + query_head[:, None] * q_head + dim[None, :], mask=live, other=0.0)
+    acc = tl.zeros((BLOCK_ROWS, DIM), tl.float32)
+    largest = tl.full((BLOCK_ROWS,), _FLOOR, tl.float32)
+    total = tl.zeros((BLOCK_ROWS,), tl.float32)
+    high = position + tl.minimum(token, num_rows - 1) + 1
+    low = tl.zeros((BLOCK_ROWS,), tl.int32)
+    end, begin = position + num_rows, 0
+    if WINDOW:
+        low = tl.maximum(high - window, 0)
+        begin = tl.maximum(position + 1 - window, 0) // BLOCK * BLOCK
+    table = page_table + sequence.to(tl.int64) * table_row
+    kv += head * HEAD_DIM
+    clear = begin
+    if not WINDOW:
+        clear = (position + 1) // BLOCK * BLOCK  # every row sees these keys
+        for block in range(0, clear, BLOCK):
+            acc, largest, total = _add_keys(
+                q=queries,
+                acc=acc,
+                largest=largest,
+                total=total,
+                kv=kv,
+                table=table,
+                start=block,
+                low=low,
+                high=high,
+                scale_in=scale_in,
+                scale_out=scale_out,
+                kv_page=kv_page,
+                kv_side=kv_side,
+                kv_slot=kv_slot,
+                MASKED=False,
+                SOFTCAP=SOFTCAP,
+                HEAD_DIM=HEAD_DIM,
+                DIM=DIM,
+                BLOCK=BLOCK,
+                PAGE=PAGE,
+                PRECISION=PRECISION,
+            )
+    for block in range(clear, end, BLOCK):
+        acc, largest, total = _add_keys(
+            q=queries,
+            acc=acc,
+            largest=largest,
+            total=total,
+            kv=kv,
+            table=table,
+            start=block,
+            low=low,
+            high=high,
+            scale_in=scale_in,
+            scale_out=scale_out,
+            kv_page=kv_page,
+            kv_side=kv_side,
+            kv_slot=kv_slot,
+            MASKED=True,
+            SOFTCAP=SOFTCAP,
+            HEAD_DIM=HEAD_DIM,
+            DIM=DIM,
+            BLOCK=BLOCK,
+            PAGE=PAGE,
+            PRECISION=PRECISION,
+        )
+    attended = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + row[:, None] * out_row + query_head[:, None] * HEAD_DIM + dim[None, :], attended, mask=live)

@@ -1,0 +1,74 @@
+"""Rotary embedding and the write of KV in Triton, the device code."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rotated(x, head, num_heads, x_head, cos, sin, HEAD_DIM: tl.constexpr, HALF: tl.constexpr):
+    """The two halves of some heads of a row, rotated, in float32; and where they are within the row's heads."""
+    dim = tl.arange(0, HALF)
+    live = (head < num_heads)[:, None] & (dim < HEAD_DIM // 2)[None, :]
+    place = x + head[:, None] * x_head + dim[None, :]
+    first = tl.load(place, mask=live, other=0.0).to(tl.float32)
+    second = tl.load(place + HEAD_DIM // 2, mask=live, other=0.0).to(tl.float32)
+    offset = head[:, None] * HEAD_DIM + dim[None, :]
+    return first * cos - second * sin, second * cos + first * sin, offset, live
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["positions", "row_pages", "row_slots"],
+)
+def write_kv_kernel(
+    q,
+    k,
+    v,
+    rotary,  # [num_positions, 2, HEAD_DIM // 2] float32
+    kv,
+    positions,
+    row_pages,
+    row_slots,
+    out,  # [num_rows, HEADS, HEAD_DIM]
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    kv_page,
+    kv_side,
+    kv_slot,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+):
+    """Some heads of one row: rotated q, or k and v into their page."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(positions + row)
+    if position < 0:
+        return
+    dim = tl.arange(0, HALF)
+    angle = rotary + position * HEAD_DIM + dim
+    cos = tl.load(angle, mask=dim < HEAD_DIM // 2, other=0.0)[None, :]
+    sin = tl.load(angle + HEAD_DIM // 2, mask=dim < HEAD_DIM // 2, other=0.0)[None, :]
+    NUM_Q_PARTS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    if part < NUM_Q_PARTS:
+        head = part * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        first, second, offset, live = _rotated(q + row * q_row, head, HEADS, q_head, cos, sin, HEAD_DIM, HALF)
+        place = out + row * HEADS * HEAD_DIM + offset
+        tl.store(place, first.to(out.dtype.element_ty), mask=live)
+        tl.store(place + HEAD_DIM // 2, second.to(out.dtype.element_ty), mask=live)
+    else:
+        head = (part - NUM_Q_PARTS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        first, second, offset, live = _rotated(k + row * k_row, head, KV_HEADS, k_head, cos, sin, HEAD_DIM, HALF)
+        place = kv + tl.load(row_pages + row) * kv_page + tl.load(row_slots + row) * kv_slot + offset
+        tl.store(place, first.to(kv.dtype.element_ty), mask=live)
+        tl.store(place + HEAD_DIM // 2, second.to(kv.dtype.element_ty), mask=live)
+        value = v + row * v_row + head[:, None] * v_head + dim[None, :]
+        for half in tl.static_range(2):
+            content = tl.load(value + half * (HEAD_DIM // 2), mask=live, other=0.0)
+            tl.store(place + kv_side + half * (HEAD_DIM // 2), content, mask=live)

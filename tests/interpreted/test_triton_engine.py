@@ -1,0 +1,78 @@
+"""The engine on the Triton kernels, interpreted, against transformers + PEFT; its decodes recorded and replayed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from motet.kernels.backend import triton_kernels
+from motet.tests.engine_rig import Stock
+from motet.tests.oracle import RECIPES, VOCAB_SIZE, Oracle, write_adapters, write_model
+from motet.workers import worker_builder
+from motet.workers.execution.graphs import bucket_sizes
+from motet.workers.messages import SamplingParams
+
+TOLERANCE = 1e-3  # of logits in float32
+NUM_TOKENS = 4
+ADAPTERS = (None, RECIPES[0].name, "patterns")  # mixed ranks, by module and by layer
+LENGTHS = (9, 3, 6)  # of prompts, in tokens: the interpreter is slow
+
+
+@dataclass
+class Rerun:
+    """Stands in for a CUDA graph: computes again on the same memory, and counts."""
+
+    compute: Callable[[], torch.Tensor]
+    replays: list[int]
+
+    def replay(self) -> torch.Tensor:
+        out = self.compute()
+        self.replays.append(len(out))
+        return out
+
+
+@dataclass(frozen=True)
+class Bench:
+    oracle: Oracle
+    stock: Stock
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", "mixtral"])
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    folder = tmp_path_factory.mktemp(request.param)
+    model_path = write_model(request.param, folder / "model")
+    adapters = write_adapters(model_path, folder / "adapters")
+    return Bench(Oracle(model_path, adapters), Stock.make(model_path, adapters, folder / "store"))
+
+
+def test_exact(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base and adapters at once, prompts in chunks beside decodes, against what the oracle says of each alone."""
+    kernels, replays = triton_kernels(torch.device("cpu"), torch.float32), list[int]()
+    monkeypatch.setattr(worker_builder, "choose_kernels", lambda *_: kernels)
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, num_logprobs=VOCAB_SIZE)
+    with bench.stock.engine(num_pages=100, max_tokens_per_step=10) as rig:
+        assert rig.engine.info.kernels == "triton"
+        runner = rig.engine.executor.runner
+        runner.record_decodes(4, 40, lambda compute: Rerun(compute, replays))
+        generator = random.Random(5)
+        prompts = [[generator.randrange(VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+        for sequence_id, (prompt, adapter) in enumerate(zip(prompts, ADAPTERS, strict=True)):
+            rig.submit(sequence_id, prompt, adapter, sampling)
+        rig.finish()
+        rig.assert_idle()
+    for sequence_id, (prompt, adapter) in enumerate(zip(prompts, ADAPTERS, strict=True)):
+        told = rig.told[sequence_id]
+        assert (told.error, len(told.token_ids)) == (None, NUM_TOKENS)
+        logits = bench.oracle.logits(prompt + told.token_ids[:-1], adapter)[len(prompt) - 1 :]
+        for row, said, token_id in zip(logits.log_softmax(-1), told.logprobs, told.token_ids, strict=True):
+            heard = torch.tensor(said.top_logprobs)[torch.tensor(said.top_ids).argsort()]
+            torch.testing.assert_close(heard, row, atol=TOLERANCE, rtol=0)
+            assert row.max() - row[token_id] < TOLERANCE
+    if bench.stock.layout.shape.experts is None:
+        assert replays and set(replays) <= set(bucket_sizes(4))
+    else:
+        assert not replays, "the host brings the adapters of experts together"

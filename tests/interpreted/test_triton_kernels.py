@@ -1,0 +1,313 @@
+"""The Triton kernels against their plain twins, interpreted on the CPU.
+
+In float32 alone: the interpreter multiplies bfloat16 wrongly. `benchmarks/gpu` checks bfloat16 on a GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.adapters.adapter import MODULES, BaseShape
+from motet.adapters.layout import AdapterLayout
+from motet.kernels import attention_torch, norms
+from motet.kernels.attention import AttentionBatch
+from motet.kernels.backend import triton_kernels
+from motet.kernels.experts_torch import TorchExperts
+from motet.kernels.lora import ABSENT, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
+from motet.kernels.lora_torch import TorchLora
+from motet.workers.execution.inputs import make_inputs
+from motet.workers.models.experts import choose_experts
+from motet.workers.models.rotary import RotaryConfig, rotary_table
+from motet.workers.scheduling.plan import SequencePlan, StepPlan
+
+CPU = torch.device("cpu")
+KERNELS = triton_kernels(CPU, torch.float32)
+TOLERANCE = 2e-4  # sums run in another order
+GROUPS = ((0, 1, 2), (3,), (4, 5), (6,))  # of modules that share an input
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE, equal_nan=True)
+
+
+def paged(
+    sequences: list[tuple[int, int]], block_size: int, num_kv_heads: int, head_dim: int, generator: torch.Generator
+) -> tuple[torch.Tensor, AttentionBatch]:
+    """A pool whose second layer holds old KV in pages of any order, NaN elsewhere; and the batch of new rows."""
+    num_pages = sum(-(-(old + new) // block_size) for old, new in sequences) + 3
+    free = torch.randperm(num_pages, generator=generator).tolist()
+    pool = torch.full((num_pages, 2, 2, block_size, num_kv_heads, head_dim), torch.nan)
+    plans = []
+    for i, (old, new) in enumerate(sequences):
+        pages = tuple(free.pop() for _ in range(-(-(old + new) // block_size)))
+        plans.append(SequencePlan(i, (0,) * new, old, pages, None, None))
+        content = torch.randn(old, 2, num_kv_heads, head_dim, generator=generator)
+        for position in range(old):
+            pool[pages[position // block_size], 1, :, position % block_size] = content[position]
+    return pool, make_inputs(StepPlan(1, tuple(plans), (), ()), {}, block_size, CPU).attention
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    sequences=st.lists(
+        st.tuples(st.sampled_from([0, 1, 15, 16, 17, 100, 300]), st.sampled_from([1, 1, 1, 2, 7, 20])),
+        min_size=1,
+        max_size=4,
+    ),
+    head_dim=st.sampled_from([16, 32, 64, 80, 96, 128, 256]),
+    group=st.integers(1, 8),
+    num_kv_heads=st.integers(1, 3),
+    block_size=st.sampled_from([4, 16, 32]),
+    window=st.one_of(st.none(), st.integers(1, 60)),
+    softcap=st.one_of(st.none(), st.just(30.0)),
+    seed=st.integers(0, 2**20),
+)
+def test_attention(
+    sequences: list[tuple[int, int]],
+    head_dim: int,
+    group: int,
+    num_kv_heads: int,
+    block_size: int,
+    window: int | None,
+    softcap: float | None,
+    seed: int,
+) -> None:
+    """Old KV of any length and new rows of any number, in pages of any order; what lies beyond a context is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    pool, batch = paged(sequences, block_size, num_kv_heads, head_dim, generator)
+    # One tensor of heads side by side, as a layer's linear gives them: q, k and v are strided.
+    heads = torch.randn(batch.query_starts[-1], num_kv_heads * (group + 2), head_dim, generator=generator)
+    q, k, v = heads.split([num_kv_heads * group, num_kv_heads, num_kv_heads], dim=1)
+    rotary = rotary_table(RotaryConfig(10000.0, "default", {}), head_dim, 400)
+    kv, twin_kv = pool[:, 1], pool.clone()[:, 1]
+    turned = KERNELS.write_kv(q, k, v, rotary, kv, batch)
+    expected_turned = attention_torch.write_kv(q, k, v, rotary, twin_kv, batch)
+    close(turned, expected_turned)
+    close(kv, twin_kv)
+    actual = KERNELS.paged_attention(expected_turned, twin_kv, batch, head_dim**-0.5, window, softcap)
+    close(actual, attention_torch.paged_attention(expected_turned, twin_kv, batch, head_dim**-0.5, window, softcap))
+    assert pool[:, 0].isnan().all(), "another layer was written"
+
+
+def test_long_context() -> None:
+    """All splits of a decode are used, and a chunk passes over many tiles."""
+    generator = torch.Generator().manual_seed(1)
+    pool, batch = paged([(8191, 1), (2047, 2)], 16, 1, 16, generator)
+    q = torch.randn(3, 2, 16, generator=generator)
+    kv = pool[:, 1]
+    kv[batch.row_pages, :, batch.row_slots] = torch.randn(3, 2, 1, 16, generator=generator)
+    for window in (None, 3000):
+        actual = KERNELS.paged_attention(q, kv, batch, 0.25, window)
+        close(actual, attention_torch.paged_attention(q, kv, batch, 0.25, window))
+
+
+def test_padding_rows_write_nothing_and_give_zeros() -> None:
+    """A captured launch has more rows than its batch: those at a negative position."""
+    generator = torch.Generator().manual_seed(2)
+    pool, batch = paged([(40, 1), (200, 1)], 16, 2, 16, generator)
+    padded = AttentionBatch(
+        query_starts=(0, 1, 2, 3, 4),
+        context_lens=(),
+        page_table=torch.cat((batch.page_table, torch.zeros(2, batch.page_table.shape[1], dtype=torch.int64))),
+        positions=torch.cat((batch.positions, torch.tensor([-1, -1]))),
+        row_pages=torch.cat((batch.row_pages, torch.tensor([0, 0]))),
+        row_slots=torch.cat((batch.row_slots, torch.tensor([0, 0]))),
+    )
+    heads = torch.randn(4, 8, 16, generator=generator)
+    q, k, v = heads.split([4, 2, 2], dim=1)
+    rotary = rotary_table(RotaryConfig(10000.0, "default", {}), 16, 400)
+    kv, twin_kv = pool[:, 1], pool.clone()[:, 1]
+    turned = KERNELS.write_kv(q, k, v, rotary, kv, padded)
+    expected = attention_torch.write_kv(q[:2], k[:2], v[:2], rotary, twin_kv, batch)
+    close(turned[:2], expected)
+    close(kv, twin_kv)
+    out = KERNELS.paged_attention(turned, kv, padded, 0.25, None)
+    close(out[:2], attention_torch.paged_attention(expected, kv, batch, 0.25, None))
+    assert (out[2:] == 0).all()
+
+
+ranks_of_adapter = st.dictionaries(st.sampled_from(MODULES), st.sampled_from([1, 2, 3, 8, 17, 64, 256]), min_size=1)
+SIDES = {
+    "q_proj": (48, 48),
+    "k_proj": (48, 16),
+    "v_proj": (48, 16),
+    "o_proj": (48, 48),
+    "gate_proj": (48, 80),
+    "up_proj": (48, 80),
+    "down_proj": (80, 48),
+}
+
+
+def adapters_in_pool(
+    batch: list[tuple[dict[str, int] | None, int]], slab: int, generator: torch.Generator
+) -> tuple[torch.Tensor, list[LoraSegment], LoraGeometry, int]:
+    """A pool that is NaN wherever the adapters are not, the segments, their geometry, and how many rows there are."""
+    layout = AdapterLayout(BaseShape(2, SIDES), slab, "float32")
+    geometry = LoraGeometry(2, slab, layout.tile, tuple(SIDES[module] for module in MODULES))
+    num_pages = sum(layout.num_pages(ranks) for ranks, _ in batch if ranks) + 3
+    free = torch.randperm(num_pages, generator=generator).tolist()
+    pool = torch.full((num_pages, 2, slab), torch.nan)
+    segments, start = [], 0
+    for ranks, num_rows in batch:
+        if ranks:
+            pages = tuple(free.pop() for _ in range(layout.num_pages(ranks)))
+            content = torch.full((len(pages) * slab,), torch.nan)  # a page's tail may be anything
+            size = layout.num_elements(ranks)
+            content[:size] = torch.randn(size, generator=generator) * 0.1
+            pool[list(pages), 1] = content.view(-1, slab)
+            at = layout.offsets(ranks)
+            places = (ModuleSlice(at[m].rank, at[m].a_rows, at[m].a, at[m].b) if m in at else ABSENT for m in MODULES)
+            segments.append(LoraSegment(start, start + num_rows, PagedAdapter(pages, tuple(places))))
+        start += num_rows
+    return pool, segments, geometry, start
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    batch=st.lists(
+        st.tuples(st.one_of(st.none(), ranks_of_adapter), st.sampled_from([1, 1, 5, 16, 17, 300])),
+        min_size=1,
+        max_size=5,
+    ),
+    slab=st.sampled_from([96, 256, 6144, 100]),  # 100: no runs of 16 elements, so that the twin computes
+    seed=st.integers(0, 2**20),
+)
+def test_lora(batch: list[tuple[dict[str, int] | None, int]], slab: int, seed: int) -> None:
+    """Mixed ranks, absent modules, rows of the base between; NaN lies wherever the adapters do not."""
+    generator = torch.Generator().manual_seed(seed)
+    pool, segments, geometry, num_rows = adapters_in_pool(batch, slab, generator)
+    twin = TorchLora()
+    prepared, twin_prepared = KERNELS.lora.prepare(segments, geometry, CPU), twin.prepare(segments, geometry, CPU)
+    for modules in GROUPS:
+        x = torch.randn(num_rows, geometry.sides[modules[0]][0], generator=generator)
+        y = torch.randn(num_rows, sum(geometry.sides[m][1] for m in modules), generator=generator)
+        expected = y.clone()
+        twin.expand(
+            expected, twin.shrink(x, pool, 1, twin_prepared, modules).unsqueeze(0), pool, 1, twin_prepared, modules
+        )
+        shrunk = KERNELS.lora.shrink(x, pool, 1, prepared, modules).unsqueeze(0)
+        KERNELS.lora.expand(y, shrunk, pool, 1, prepared, modules)
+        close(y, expected)
+
+
+@settings(deadline=None, max_examples=5)
+@given(
+    batches=st.lists(st.lists(st.one_of(st.none(), ranks_of_adapter), min_size=1, max_size=6), min_size=2, max_size=3),
+    seed=st.integers(0, 2**20),
+)
+def test_a_reserved_batch_becomes_any_that_fits(batches: list[list[dict[str, int] | None]], seed: int) -> None:
+    """One after the other, as a captured launch sees them: nothing of the one before is left."""
+    generator = torch.Generator().manual_seed(seed)
+    lora = KERNELS.lora
+    longest = max(len(batch) for batch in batches)
+    reserved = None
+    for batch in batches:
+        pool, segments, geometry, _num_rows = adapters_in_pool([(ranks, 1) for ranks in batch], 256, generator)
+        if reserved is None:
+            reserved = lora.reserve(longest, 4000, 256, geometry, CPU)
+            assert reserved is not None
+        prepared = lora.prepare(segments, geometry, CPU)
+        assert lora.refill(reserved, prepared)
+        x = torch.randn(longest, 48, generator=generator)
+        y = torch.randn(longest, 80, generator=generator)
+        expected = y.clone()
+        lora.expand(expected, lora.shrink(x, pool, 1, prepared, (0, 1, 2)).unsqueeze(0), pool, 1, prepared, (0, 1, 2))
+        lora.expand(y, lora.shrink(x, pool, 1, reserved, (0, 1, 2)).unsqueeze(0), pool, 1, reserved, (0, 1, 2))
+        close(y, expected)
+        assert lora.refill(reserved, None)
+        before = y.clone()
+        lora.expand(y, lora.shrink(x, pool, 1, reserved, (0, 1, 2)).unsqueeze(0), pool, 1, reserved, (0, 1, 2))
+        torch.testing.assert_close(y, before, atol=0, rtol=0)
+
+
+def test_a_reserved_batch_refuses_what_has_no_room() -> None:
+    generator = torch.Generator().manual_seed(3)
+    _, segments, geometry, _ = adapters_in_pool([({"q_proj": 64}, 1), ({"q_proj": 8}, 300)], 256, generator)
+    lora = KERNELS.lora
+    for rows, pages, ranks, given_segments in (
+        (1, 4000, 64, segments[:1] * 2),  # rows
+        (8, 3, 64, segments[:1]),  # pages
+        (8, 4000, 32, segments[:1]),  # ranks
+        (256, 4000, 64, segments[1:]),  # so many rows of one adapter that it wants wider tiles
+    ):
+        reserved = lora.reserve(rows, pages, ranks, geometry, CPU)
+        assert not lora.refill(reserved, lora.prepare(given_segments, geometry, CPU))
+        assert not reserved.tiles.any()
+    assert lora.reserve(1, 1, 16, LoraGeometry(1, 100, 4, geometry.sides), CPU) is None
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_lora_in_a_gang(degree: int) -> None:
+    """Each worker has its rows of A; the vectors of all are gathered."""
+    generator = torch.Generator().manual_seed(degree)
+    rank, num_in, num_out, slab = 8, 64, 32, 256
+    a, b = torch.randn(rank, num_in, generator=generator), torch.randn(rank, num_out, generator=generator)
+    x, y = torch.randn(3, num_in, generator=generator), torch.randn(3, num_out, generator=generator)
+    geometry = LoraGeometry(1, slab, 32, ((num_in, num_out),))
+    share, shrunk, pools, prepared = rank // degree, [], [], []
+    for worker in range(degree):
+        content = torch.cat((a[worker * share : (worker + 1) * share].flatten(), b.flatten()))
+        pool = torch.full((8, 1, slab), torch.nan)
+        pages = (5, 2, 7)[: -(-len(content) // slab)]
+        padded = torch.cat((content, torch.full((len(pages) * slab - len(content),), torch.nan)))
+        pool[list(pages), 0] = padded.view(-1, slab)
+        adapter = PagedAdapter(pages, (ModuleSlice(rank, share, 0, share * num_in),))
+        prepared.append(KERNELS.lora.prepare([LoraSegment(0, 3, adapter)], geometry, CPU))
+        shrunk.append(KERNELS.lora.shrink(x, pool, 0, prepared[-1], (0,)))
+        pools.append(pool)
+    expected = y + x @ a.t() @ b
+    for pool, batch in zip(pools, prepared, strict=True):
+        own = y.clone()
+        KERNELS.lora.expand(own, torch.stack(shrunk), pool, 0, batch, (0,))
+        close(own, expected)
+
+
+@settings(deadline=None, max_examples=20)
+@given(rows=st.integers(0, 5), width=st.integers(1, 1500), has_residual=st.booleans(), seed=st.integers(0, 2**20))
+def test_rows(rows: int, width: int, has_residual: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, residual = (torch.randn(rows, width, generator=generator) for _ in range(2))
+    weight = torch.randn(width, generator=generator)
+    given_residual = residual if has_residual else None
+    for actual, expected in zip(
+        KERNELS.add_rms_norm(x, given_residual, weight, 1e-5),
+        norms.add_rms_norm(x, given_residual, weight, 1e-5),
+        strict=True,
+    ):
+        close(actual, expected)
+    close(KERNELS.rms_norm(x, weight, 1e-5), norms.rms_norm(x, weight, 1e-5))
+    gate_up = torch.randn(rows, 2 * width, generator=generator) * 4
+    close(KERNELS.silu_mul(gate_up), norms.silu_mul(gate_up))
+    close(KERNELS.gelu_tanh_mul(gate_up), norms.gelu_tanh_mul(gate_up))
+
+
+def test_norm_of_heads_side_by_side() -> None:
+    heads = torch.randn(5, 6, 80, generator=torch.Generator().manual_seed(4))
+    weight = torch.linspace(0.5, 1.5, 80)
+    q, k = heads.split([4, 2], dim=1)
+    for x in (q, k):
+        close(KERNELS.rms_norm(x, weight, 1e-6), norms.rms_norm(x, weight, 1e-6))
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    num_rows=st.sampled_from([0, 1, 5, 40]),
+    num_experts=st.integers(1, 6),
+    top_k=st.integers(1, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_experts(num_rows: int, num_experts: int, top_k: int, seed: int) -> None:
+    """Some experts get most rows and others none; some are another worker's."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(num_rows, num_experts, generator=generator) * 4
+    chosen, weights = choose_experts(logits, min(top_k, num_experts), False)
+    first = num_experts // 3
+    x = torch.randn(num_rows, 72, generator=generator)
+    weight = torch.randn(num_experts - first, 150, 72, generator=generator) * 0.1
+    twin = TorchExperts()
+    groups = KERNELS.experts.group(chosen, weights, first, num_experts - first)
+    expected = twin.linear(x[groups.rows], weight, groups)
+    close(KERNELS.experts.linear(x[groups.rows], weight, groups), expected)

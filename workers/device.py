@@ -1,0 +1,24 @@
+"""Which device a worker computes on."""
+
+from __future__ import annotations
+
+import torch
+
+from .config import Device
+
+
+def resolve_device(name: Device) -> torch.device:
+    """The device of that name; "auto" is an NVIDIA GPU where torch sees one, and the CPU elsewhere.
+
+    A worker's GPU is the first that its process sees: Ray shows each worker its own. Raises ValueError if a GPU is
+    asked for and there is none.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        built = "is built without CUDA" if torch.version.cuda is None else f"is built for CUDA {torch.version.cuda}"
+        raise ValueError(
+            f"device = {name!r}: torch sees no NVIDIA GPU here (torch {torch.__version__} {built}); "
+            "a GPU, its driver and a CUDA build of torch are needed, or device cpu"
+        )
+    return torch.device("cuda", 0)

@@ -1,0 +1,158 @@
+"""Decode steps recorded as CUDA graphs: one launch in place of hundreds, for batches in which every row is a decode.
+
+A graph has a fixed number of rows, a bucket; a smaller batch is padded with rows at position -1, which write nothing.
+What a graph reads lies in buffers that never move; before a replay the step's inputs are copied into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ...adapters.adapter import MAX_RANK
+from ...kernels.attention import AttentionBatch
+from ...kernels.lora import CapturableLora, LoraBatch, LoraGeometry
+from .inputs import StepInputs
+
+Forward = Callable[[torch.Tensor, AttentionBatch, LoraBatch | None], torch.Tensor]  # logits of all rows
+
+
+class Recording(Protocol):
+    def replay(self) -> torch.Tensor:
+        """Computes again what was recorded, on what its inputs hold now; the output is the same memory each time."""
+
+
+Record = Callable[[Callable[[], torch.Tensor]], Recording]
+
+
+@dataclass
+class _Bucket:
+    num_rows: int
+    lora: LoraBatch | None  # None: no row has an adapter
+    recording: Recording
+    filled_with: LoraBatch | None = None
+
+
+class DecodeGraphs:
+    """Recordings for a device, by number of rows, without and with adapters."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        lora: CapturableLora,
+        geometry: LoraGeometry,
+        num_pages: int,
+        max_rows: int,
+        max_pages: int,
+        device: torch.device,
+        record: Record,
+    ) -> None:
+        """Records all of them. `num_pages`: of the pool; `max_pages`: of a sequence; `record`: see `CudaRecorder`."""
+        self._forward, self._lora, self._geometry = forward, lora, geometry
+        self._num_pages, self._device, self._record = num_pages, device, record
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        self._token_ids, self._positions = ints(max_rows), ints(max_rows) - 1
+        self._row_pages, self._row_slots, self._page_table = ints(max_rows), ints(max_rows), ints(max_rows, max_pages)
+        # The largest first: the smaller ones then find room in its memory.
+        sizes = sorted(bucket_sizes(max_rows), reverse=True)
+        self._buckets = {
+            (size, adapters): self._recorded(size, adapters) for size in sizes for adapters in (False, True)
+        }
+        self._sizes = sizes[::-1]
+
+    def logits(self, inputs: StepInputs, lora: LoraBatch | None) -> torch.Tensor | None:
+        """`[num_rows, vocab]`, valid until the next call; None: this step is not one that was recorded."""
+        num_rows = len(inputs.token_ids)
+        size = next((size for size in self._sizes if size >= num_rows), None)
+        attention, width = inputs.attention, inputs.attention.page_table.shape[1]
+        # As many starts as rows and one more, and as many samples: every sequence has one row and gets a token.
+        all_decode = len(attention.query_starts) - 1 == num_rows == len(inputs.sample_ids)
+        if size is None or not all_decode or width > self._page_table.shape[1]:
+            return None
+        bucket = self._buckets.get((size, lora is not None))
+        if bucket is None or not self._filled(bucket, lora):
+            return None
+        self._token_ids[:num_rows].copy_(inputs.token_ids)
+        self._positions[:num_rows].copy_(attention.positions)
+        self._positions[num_rows:size].fill_(-1)
+        self._row_pages[:num_rows].copy_(attention.row_pages)
+        self._row_slots[:num_rows].copy_(attention.row_slots)
+        self._page_table[:num_rows, :width].copy_(attention.page_table)
+        return bucket.recording.replay()[:num_rows]
+
+    def _recorded(self, size: int, adapters: bool) -> _Bucket | None:
+        lora = None
+        if adapters:
+            lora = self._lora.reserve(size, self._num_pages, MAX_RANK, self._geometry, self._device)
+            if lora is None:
+                return None
+
+        def compute() -> torch.Tensor:
+            # A batch of its own each time: backends keep what they worked out for one, and must work it out in here.
+            batch = AttentionBatch(
+                query_starts=tuple(range(size + 1)),
+                context_lens=(),
+                page_table=self._page_table[:size],
+                positions=self._positions[:size],
+                row_pages=self._row_pages[:size],
+                row_slots=self._row_slots[:size],
+            )
+            return self._forward(self._token_ids[:size], batch, lora)
+
+        return _Bucket(size, lora, self._record(compute))
+
+    def _filled(self, bucket: _Bucket, lora: LoraBatch | None) -> bool:
+        if lora is None or bucket.filled_with is lora:
+            return True
+        if not self._lora.refill(bucket.lora, lora):
+            return False
+        bucket.filled_with = lora
+        return True
+
+
+def bucket_sizes(max_rows: int) -> list[int]:
+    """Rows of each graph, ascending: powers of two and, from 16 on, one more between; padding stays under half."""
+    sizes = {max_rows}
+    size = 1
+    while size < max_rows:
+        sizes.add(size)
+        if size >= 16 and size * 3 // 2 < max_rows:
+            sizes.add(size * 3 // 2)
+        size *= 2
+    return sorted(sizes)
+
+
+class CudaRecorder:
+    """Records computations as CUDA graphs that share their memory: they never run at the same time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], torch.Tensor]) -> Recording:
+        """`compute` is called to compile and to warm up, and once more to be recorded."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as the one that brings adapters, may go on meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = compute()
+        return _CudaRecording(graph, output)
+
+
+@dataclass(frozen=True)
+class _CudaRecording:
+    graph: torch.cuda.CUDAGraph
+    output: torch.Tensor
+
+    def replay(self) -> torch.Tensor:
+        self.graph.replay()
+        return self.output
