@@ -86,7 +86,8 @@ def over_channel(degree: int, num_steps: int) -> list[float]:
     executor = GangExecutor([by_rank[rank] for rank in range(degree)], None, step_deadline_s=30.0)
 
     def execute(plan: StepPlan) -> StepResult:
-        return executor.execute(plan)
+        executor.begin(plan)
+        return executor.finish()
 
     times = measure(execute, num_steps)
     executor.close()

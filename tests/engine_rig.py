@@ -26,7 +26,7 @@ from motet.workers.messages import (
 )
 from motet.workers.models.config import ModelConfig
 from motet.workers.scheduling.measured_costs import MeasuredCosts
-from motet.workers.scheduling.plan import StepPlan, StepResult
+from motet.workers.scheduling.plan import StepPlan
 
 _DEADLINE_S = 120.0  # an engine that gets nowhere fails its test, it does not hang it
 
@@ -164,14 +164,14 @@ class EngineRig:
     def tap_logits(self) -> None:
         """From now on each step also computes its logits by themselves, for `Told.logits`. Recomputing is harmless."""
         executor = self.engine.executor
-        execute = executor.execute
+        begin = executor.begin
 
-        def tapped(plan: StepPlan) -> StepResult:
+        def tapped(plan: StepPlan) -> None:
             if plan.sequences:
                 batch = sorted(plan.sequences, key=lambda sequence: sequence.adapter or "")  # the order of its rows
                 sampling = [sequence for sequence in batch if sequence.sample is not None]
                 for sequence, row in zip(sampling, executor.runner.logits(plan), strict=True):
                     self.told[sequence.sequence_id].logits.append(row)
-            return execute(plan)
+            begin(plan)
 
-        executor.execute = tapped  # type: ignore[method-assign]
+        executor.begin = tapped  # type: ignore[method-assign]

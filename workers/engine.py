@@ -1,4 +1,4 @@
-"""The engine of a gang: schedule → execute → commit."""
+"""The engine of a gang: schedule → execute → commit, and the next plan is made while one is executed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from .execution.executor import Executor
 from .messages import EngineLoad, GangInfo, ResidencyChange, SequenceRequest, SequenceUpdate
+from .scheduling.plan import StepPlan
 from .scheduling.scheduler import Scheduler
 
 
@@ -15,9 +16,18 @@ class Engine:
     """Grows sequences step by step. Used from one thread."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, info: GangInfo, clock: Callable[[], float] = time.perf_counter
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        info: GangInfo,
+        overlaps: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`overlaps`: the next plan is made while a step runs."""
         self._scheduler, self.executor, self.info, self._clock = scheduler, executor, info, clock
+        self._overlaps = overlaps
+        self._under_way: StepPlan | None = None  # begun, and not yet finished
+        self._began_at = 0.0
         self._refused: list[SequenceUpdate] = []
         self._computed = True
 
@@ -34,22 +44,39 @@ class Engine:
         self._refused = [update for update in self._refused if update.sequence_id != sequence_id]
 
     def has_work(self) -> bool:
-        return bool(self._refused) or self._scheduler.has_work()
+        return bool(self._refused) or self._under_way is not None or self._scheduler.has_work()
 
     def step(self) -> list[SequenceUpdate]:
-        """One iteration; what each sequence's owner should hear of it."""
+        """One iteration; what each sequence's owner should hear of it.
+
+        The plan that follows is made while this one runs, so it is not known yet which tokens come and whether they end
+        their sequences: it is settled when they are there, and begins before anything else is done with them.
+        """
         refused, self._refused = self._refused, []
-        plan = self._scheduler.schedule()
-        began_at = self._clock()
-        result = self.executor.execute(plan)
-        self._scheduler.observe(plan, self._clock() - began_at)
+        plan, self._under_way = self._under_way, None
+        if plan is None:
+            plan = self._begin(self._scheduler.schedule())
+        following = self._scheduler.schedule() if self._overlaps and plan.sequences else None  # while the plan runs
+        result = self.executor.finish()
+        self._scheduler.observe(plan, self._clock() - self._began_at)
+        if following is not None:
+            following = self._scheduler.settle(following, result)
+            if following.sequences or following.loads or following.moves:
+                self._under_way = self._begin(following)
+            else:
+                self._scheduler.drop(following)
         self._computed = bool(plan.sequences or result.loaded or result.failed or result.moved)
         return refused + self._scheduler.commit(plan, result)
+
+    def _begin(self, plan: StepPlan) -> StepPlan:
+        self._began_at = self._clock()
+        self.executor.begin(plan)
+        return plan
 
     @property
     def waits(self) -> bool:
         """The last step found nothing to compute: its sequences wait for adapters or pages that are still coming."""
-        return not self._computed
+        return not self._computed and self._under_way is None
 
     def on_load_end(self, wake: Callable[[], None]) -> None:
         """`wake` is called, from another thread, whenever a copy that a step may wait for has ended or failed."""

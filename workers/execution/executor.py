@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -20,8 +21,11 @@ class WorkerLostError(Exception):
 class Executor(Protocol):
     """Carries a plan to every worker of the gang and brings the result back."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Raises WorkerLostError when a worker has died or hangs: nothing more can be executed."""
+    def begin(self, plan: StepPlan) -> None:
+        """Starts a plan; the one before it is finished. Raises WorkerLostError as `finish` does."""
+
+    def finish(self) -> StepResult:
+        """What came of the plan that was begun. Raises WorkerLostError when a worker has died or hangs."""
 
     def on_load_end(self, wake: Callable[[], None]) -> None:
         """`wake` is called, from another thread, whenever a copy has ended or failed, or a worker was lost."""
@@ -40,8 +44,20 @@ class LocalExecutor:
         self.mover = mover
         self.kernels_name = kernels_name
         self.device = device
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
+        self._result: Future[StepResult] | None = None
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def begin(self, plan: StepPlan) -> None:
+        assert self._result is None
+        self._result = self._thread.submit(self._execute, plan)
+
+    def finish(self) -> StepResult:
+        """Raises what the computation raised."""
+        assert self._result is not None
+        result, self._result = self._result, None
+        return result.result()
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         """Starts the plan's copies, computes its tokens, and tells which copies have ended."""
         self.begin_copies(plan)
         tokens = self.runner.run(plan)
@@ -59,5 +75,6 @@ class LocalExecutor:
         self.loader.on_end = self.mover.on_end = wake
 
     def close(self) -> None:
+        self._thread.shutdown()
         self.loader.close()
         self.mover.close()

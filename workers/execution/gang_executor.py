@@ -31,12 +31,13 @@ class GangExecutor:
         self._lock = threading.Lock()
         self._failure: WorkerLostError | None = None
         self._closing = False
+        self._step = 0  # the one that was begun last
         self._wake: Callable[[], None] = lambda: None
         self._encoder = msgspec.msgpack.Encoder()
         for rank in range(len(connections)):
             threading.Thread(target=self._listen, args=(rank,), name=f"worker-{rank}", daemon=True).start()
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def begin(self, plan: StepPlan) -> None:
         if self._failure is not None:
             raise self._failure
         message = self._encoder.encode(Execute(plan))
@@ -45,11 +46,14 @@ class GangExecutor:
                 connection.send(message)
             except ConnectionLostError as error:
                 raise WorkerLostError(f"worker {rank} is lost: {error}") from error
+        self._step = plan.step
+
+    def finish(self) -> StepResult:
         tokens: dict[int, SampledToken | None] = {}
         for rank in range(len(self._connections)):
-            tokens |= self._result(rank, plan.step).tokens
+            tokens |= self._result(rank, self._step).tokens
         loaded, failed = self._take_ended()
-        return StepResult(plan.step, tokens, loaded, failed, self._take_moved())
+        return StepResult(self._step, tokens, loaded, failed, self._take_moved())
 
     def on_load_end(self, wake: Callable[[], None]) -> None:
         self._wake = wake

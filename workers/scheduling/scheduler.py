@@ -9,17 +9,20 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterator
 
+import msgspec
+
 from ..memory.adapter_cache import AdapterState
 from ..memory.paged_memory import PagedMemory
 from ..messages import AdapterRef, EngineLoad, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 from ..page_keys import PageKey
 from .admission import Limits, pages_for, refusal
 from .measured_costs import MeasuredCosts
-from .plan import AdapterLoad, SampledToken, SequencePlan, StepPlan, StepResult
+from .plan import AdapterLoad, SampledToken, StepPlan, StepResult
 from .preemption import choose_victim
 from .prefix_reuse import PrefixReuse
 from .sequence import Sequence
-from .stopping import finish_reason
+from .share import Share
+from .stopping import finish_reason, is_long_enough, is_stop
 from .tier_traffic import TierSizes, TierTraffic
 
 _MAX_LOADS_UNDER_WAY = 8  # adapters that come into the pool at once: later ones wait for their turn
@@ -46,6 +49,7 @@ class Scheduler:
         self._prefixes = PrefixReuse(self._memory.prefixes, self._tiers, limits.block_size, prefix_cache)
         self._waiting: list[Sequence] = []  # by arrival
         self._running: dict[int, Sequence] = {}
+        self._under_way: dict[int, dict[int, Share]] = {}  # by step and sequence id; plans that are not committed
         self._step = self._arrivals = self._num_computed = self._num_generated = self._num_preemptions = 0
 
     def add(self, request: SequenceRequest, seed: int) -> SequenceError | None:
@@ -73,19 +77,39 @@ class Scheduler:
         num_preemptions = self._num_preemptions
         budget = self._limits.max_tokens_per_step
         planned: dict[int, int] = {}  # tokens to compute, by sequence id
-        for sequence in sorted(self._running.values(), key=lambda s: (s.num_uncomputed > 1, s.arrival)):
-            num_tokens = min(sequence.num_uncomputed, budget - sum(planned.values()))
-            if sequence.sequence_id not in self._running or num_tokens <= 0:
-                continue  # given way to an older one, or no budget is left
-            if self._grow(sequence, sequence.num_computed + num_tokens, planned):
+        for sequence in sorted(self._running.values(), key=lambda s: (s.num_unplanned > 1, s.arrival)):
+            num_tokens = min(sequence.num_unplanned, budget - sum(planned.values()))
+            if sequence.sequence_id not in self._running or num_tokens <= 0 or self._ends_soon(sequence):
+                continue  # given way to an older one, or no budget is left, or the token that comes is its last one
+            if self._grow(sequence, sequence.num_computed + sequence.num_planned + num_tokens, planned):
                 planned[sequence.sequence_id] = num_tokens
         loads: tuple[AdapterLoad, ...] = ()
         if self._num_preemptions == num_preemptions:  # who just gave way must not come back for the pages it freed
             loads = tuple(self._admit(budget - sum(planned.values()), planned))
-        sequences = tuple(self._plan(self._running[i], num_tokens) for i, num_tokens in planned.items())
+        self._under_way[self._step] = {i: Share(self._running[i], n) for i, n in planned.items()}
+        sequences = tuple(share.planned() for share in self._under_way[self._step].values())
         digests = dict.fromkeys(sequence.adapter for sequence in sequences if sequence.adapter is not None)
         residences = tuple(self._adapters.residence(d) for d in digests)
         return StepPlan(self._step, sequences, residences, loads, self._tiers.plan_moves())
+
+    def settle(self, plan: StepPlan, result: StepResult) -> StepPlan:
+        """A plan that was made while the one before it ran, now that its result is there; that is committed afterwards.
+
+        Tokens that were coming are filled in. Sequences that end with theirs, or were forgotten, drop out of it.
+        """
+        shares = self._under_way[plan.step]
+        ended = {i for i, share in shares.items() if share.is_void or self._ends(share, result.tokens.get(i))}
+        sequences = tuple(
+            shares[planned.sequence_id].settled(planned, result.tokens.get(planned.sequence_id))
+            for planned in plan.sequences
+            if planned.sequence_id not in ended
+        )
+        return msgspec.structs.replace(plan, sequences=sequences)
+
+    def drop(self, plan: StepPlan) -> None:
+        """Forgets a plan that nobody executes, since nothing is left in it."""
+        assert not (plan.sequences or plan.loads or plan.moves)
+        del self._under_way[plan.step]
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Takes a step's tokens and finished loads in; gives what each sequence's owner should hear."""
@@ -96,13 +120,16 @@ class Scheduler:
         for failure in result.failed:
             self._adapters.fail_load(failure.digest)
             updates.extend(self._fail_waiting(failure.digest, failure.message))
+        shares = self._under_way.pop(plan.step)
         for planned in plan.sequences:
-            sequence = self._running[planned.sequence_id]
-            sequence.num_computed += len(planned.token_ids)
             self._num_computed += len(planned.token_ids)
-            self._prefixes.keep_filled(sequence)
+            share = shares[planned.sequence_id]
+            if share.is_void:
+                continue  # cancelled meanwhile, or it gave way and will compute this again
+            share.take_in(planned)
+            self._prefixes.keep_filled(share.sequence)
             if planned.sample is not None:
-                updates.append(self._append(sequence, result.tokens[planned.sequence_id]))
+                updates.append(self._append(share.sequence, result.tokens[planned.sequence_id]))
         return updates
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
@@ -152,7 +179,8 @@ class Scheduler:
         assert all(not s.pages and s.num_computed == 0 for s in self._waiting), "a waiting sequence holds pages"
         users: dict[str, int] = {}
         for sequence in self._running.values():
-            assert len(sequence.pages) >= pages_for(sequence.num_computed, self._limits.block_size)
+            num_tokens = sequence.num_computed + sequence.num_planned
+            assert len(sequence.pages) >= pages_for(num_tokens, self._limits.block_size)
             if sequence.adapter_digest is not None:
                 users[sequence.adapter_digest] = users.get(sequence.adapter_digest, 0) + 1
         assert users == self._adapters.users(), "an adapter's running sequences are miscounted"
@@ -203,7 +231,7 @@ class Scheduler:
                 continue
             if not self._enter(sequence, found, wanted):
                 return
-            planned[sequence.sequence_id] = min(sequence.num_uncomputed, budget)
+            planned[sequence.sequence_id] = min(sequence.num_unplanned, budget)
             budget -= planned[sequence.sequence_id]
 
     def _begin_load(self, sequence: Sequence, wanted: set[str]) -> AdapterLoad | None:
@@ -229,20 +257,23 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         """Takes a sequence out of the running ones; it lets go of its pages, and its adapter has one user less."""
         del self._running[sequence.sequence_id]
+        sequence.run += 1
+        sequence.num_planned = sequence.num_coming = 0
         self._prefixes.leave(sequence)
         if sequence.adapter_digest is not None:
             self._adapters.release(sequence.adapter_digest)
 
-    def _plan(self, sequence: Sequence, num_tokens: int) -> SequencePlan:
-        start, end = sequence.num_computed, sequence.num_computed + num_tokens
-        return SequencePlan(
-            sequence.sequence_id,
-            tuple(sequence.token_ids[start:end]),
-            start,
-            tuple(sequence.pages),
-            sequence.adapter_digest,
-            sequence.sample_plan() if end == len(sequence.token_ids) else None,
-        )
+    def _ends_soon(self, sequence: Sequence) -> bool:
+        """It ends with the tokens that are coming, whatever they are."""
+        num_adapter_pages = self._num_adapter_pages(sequence.request.adapter)
+        num_coming = sequence.num_coming
+        return num_coming > 0 and is_long_enough(sequence, num_coming, num_adapter_pages, self._limits)
+
+    def _ends(self, share: Share, token: SampledToken | None) -> bool:
+        """The sequence ends with the token that this share of a plan lacks."""
+        if not share.lacks_token:
+            return False
+        return token is None or is_stop(token.token_id, share.sequence, self._eos_token_ids)
 
     def _append(self, sequence: Sequence, token: SampledToken | None) -> SequenceUpdate:
         if token is None:

@@ -16,6 +16,9 @@ class Sequence:
     seed: int
     token_ids: list[int]  # prompt, then generated, here or before
     num_computed: int = 0  # tokens whose KV is in `pages`
+    num_planned: int = 0  # tokens that plans under way compute
+    num_coming: int = 0  # tokens that plans under way choose
+    run: int = 0  # changes when the sequence stops running: plans under way from before are not about it any more
     pages: list[int] = field(default_factory=list)
     page_keys: list[PageKey] = field(default_factory=list)  # of its first full pages, as far as they were needed
     num_kept_pages: int = 0  # of its first pages, those that the prefix cache has been told of
@@ -45,15 +48,20 @@ class Sequence:
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
 
+    @property
+    def num_unplanned(self) -> int:
+        """Tokens that a plan could compute next; the last one may still be coming."""
+        return len(self.token_ids) + self.num_coming - self.num_computed - self.num_planned
+
     def sample_plan(self) -> SamplePlan:
-        """How its next token is chosen."""
+        """How the next token that no plan chooses yet is chosen. Penalties see the tokens that are known."""
         params = self.sampling
         has_penalty = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         split = self.num_prompt_tokens
         return SamplePlan(
             params,
             self.seed,
-            self.num_generated,
+            self.num_generated + self.num_coming,
             tuple(self.token_ids[:split]) if has_penalty else (),
             tuple(self.token_ids[split:]) if has_penalty else (),
         )

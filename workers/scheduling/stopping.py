@@ -13,13 +13,22 @@ def finish_reason(
     sequence: Sequence, eos_token_ids: AbstractSet[int], num_adapter_pages: int, limits: Limits
 ) -> FinishReason | None:
     """Why the sequence ends with its last token, or None if it goes on."""
-    token, params = sequence.token_ids[-1], sequence.sampling
-    if token in params.stop_token_ids or (token in eos_token_ids and not params.ignore_eos):
+    if is_stop(sequence.token_ids[-1], sequence, eos_token_ids):
         return "stop"
-    if params.max_tokens is not None and sequence.num_generated >= params.max_tokens:
-        return "length"
-    if len(sequence.token_ids) >= limits.max_model_len:
-        return "length"
+    return "length" if is_long_enough(sequence, 0, num_adapter_pages, limits) else None
+
+
+def is_stop(token_id: int, sequence: Sequence, eos_token_ids: AbstractSet[int]) -> bool:
+    """Whether the token ends the sequence by itself."""
+    params = sequence.sampling
+    return token_id in params.stop_token_ids or (token_id in eos_token_ids and not params.ignore_eos)
+
+
+def is_long_enough(sequence: Sequence, num_more: int, num_adapter_pages: int, limits: Limits) -> bool:
+    """Whether it ends with so many more tokens at the latest, whatever they are."""
+    params, num_tokens = sequence.sampling, len(sequence.token_ids) + num_more
+    if params.max_tokens is not None and sequence.num_generated + num_more >= params.max_tokens:
+        return True
     # Only without max_tokens can a sequence outgrow the pool: others are refused on arrival.
     room = (limits.num_pages - num_adapter_pages) * limits.block_size
-    return "length" if len(sequence.token_ids) > room else None
+    return num_tokens >= limits.max_model_len or num_tokens > room
