@@ -37,7 +37,7 @@ class KnownGang:
         self._resident.update(frame.residency.came)
         self._pages.difference_update(frame.residency.pages_went)
         self._pages.update(frame.residency.pages_came)
-        for page_key in frame.residency.pages_came:
+        for page_key in (*frame.residency.pages_came, *frame.residency.pages_went):
             self._hoped_pages.pop(page_key, None)
         if frame.orphans is not None:
             self._orphans.difference_update(frame.orphans.went)

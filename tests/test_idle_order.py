@@ -39,7 +39,7 @@ def test_the_least_worth_goes_first(seed: int) -> None:
                 assert order.take(wanted, keep) is None
             else:
                 assert order.take(wanted, keep) == going
-                floor = model[going[-1]][0]
+                floor = max(floor, model[going[-1]][0])
                 for gone in going:
                     del model[gone]
         assert order.num_pages == sum(entry[3] for entry in model.values())

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from motet.tests.scheduler_rig import Worker, asking, limits, run, scheduler
 from motet.workers.messages import SequenceRequest
-from motet.workers.scheduling.measured_costs import PageCosts, is_worth_bringing
+from motet.workers.page_keys import first_link, next_keys
+from motet.workers.scheduling.measured_costs import MeasuredCosts, PageCosts, is_worth_bringing
 from motet.workers.scheduling.plan import StepPlan
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
@@ -197,7 +198,7 @@ def test_a_tier_that_fails_is_given_up_and_nobody_notices(tier: str) -> None:
     first = ask(s, worker, asking(0, PROMPT))
     flood(s, worker, num_prompts=20)
     num_failures = s.load().num_move_failures
-    assert num_failures == 3
+    assert 3 <= num_failures <= 4  # two copies are under way at once
     flood(s, worker, num_prompts=10, first=80)
     assert s.load().num_move_failures == num_failures
     assert ask(s, worker, asking(1, PROMPT)) == first
@@ -220,7 +221,7 @@ def test_a_copy_that_costs_more_than_computing_is_not_made() -> None:
     ask(s, worker, asking(0, PROMPT))
     flood(s, worker)
     for _ in range(200):
-        s._costs.observe_copy(1, seconds=1.0)
+        s._costs.observe_copy("host", 1, seconds=1.0)
     before = worker.num_computed
     ask(s, worker, asking(1, PROMPT, max_tokens=1))
     assert worker.num_computed - before == 30
@@ -244,3 +245,55 @@ def test_who_gave_way_comes_back_by_copies() -> None:
     assert load.num_preemptions > 0
     assert load.num_pages_in > 0
     assert load.num_computed_tokens < 20 + 16 + 2 * 19 + 8
+
+
+def test_what_came_of_broken_weights_is_kept_in_no_tier() -> None:
+    s, worker = rig(num_pages=30, budget=8, tiers=TierSizes(host=100))
+    s.add(asking(0, PROMPT), 0)
+    while s.has_work():
+        plan: StepPlan = s.schedule()
+        result = worker.execute(plan)
+        result.tokens.update(dict.fromkeys(result.tokens))
+        s.commit(plan, result)
+        s.check_integrity()
+    load = s.load()
+    assert load.num_pages_out > 0
+    assert (load.num_prefix_pages, load.num_host_pages) == (0, 0)
+    ask(s, worker, asking(1, PROMPT))
+    assert s.load().num_cached_tokens == 0
+
+
+def test_a_full_disk_costs_no_page_that_host_memory_has() -> None:
+    s, worker = rig(num_pages=12, tiers=TierSizes(host=40, disk=100))
+    worker.failing_tiers = {"disk"}
+    for i in range(6):
+        ask(s, worker, asking(i, [i] * 30, max_tokens=1))
+    load = s.load()
+    assert load.num_move_failures > 0
+    assert load.num_host_pages == 40 or load.num_host_pages == load.num_pages_out
+
+
+def test_pages_that_are_in_the_pool_are_not_copied_into_it() -> None:
+    s, worker = rig(num_pages=12, tiers=TierSizes(host=100))
+    ask(s, worker, asking(0, PROMPT))
+    flood(s, worker, num_prompts=1)
+    num_missing = 7 - sum(s._memory.prefixes.page_of(key) is not None for key in keys_of(PROMPT))
+    ask(s, worker, asking(1, PROMPT, max_tokens=1))
+    assert s.load().num_pages_in <= num_missing
+
+
+def keys_of(prompt: list[int]) -> list[bytes]:
+    return next_keys(first_link(asking(0, prompt)), prompt, 0, 4, len(prompt) // 4)
+
+
+def test_one_slow_copy_does_not_switch_copies_off() -> None:
+    costs = MeasuredCosts(block_size=4)
+    for _ in range(10):
+        costs.observe_copy("host", 8, seconds=8e-4)
+        costs.observe_step(1, 100, seconds=0.1)
+    costs.observe_copy("host", 8, seconds=15.0)
+    assert is_worth_bringing(8, costs.costs("host"))
+    for _ in range(200):
+        costs.observe_copy("disk", 8, seconds=15.0)
+    assert is_worth_bringing(8, costs.costs("host"))
+    assert not is_worth_bringing(8, costs.costs("disk"))

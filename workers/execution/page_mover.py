@@ -17,18 +17,27 @@ from .side_stream import Mark, SideStream
 _log = logging.getLogger(__name__)
 
 
+class _Hand:
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.thread, self.beside = ThreadPoolExecutor(1, thread_name_prefix=name), SideStream(device)
+
+
 class PageMover:
-    """One thread that copies, in the order of the plans. Pages under a move change for nobody until it has ended."""
+    """Two threads that copy: one what comes from disk or goes there, one the rest, so that none waits for a disk.
+
+    Pages under a move change for nobody until it has ended, so the moves' order does not matter.
+    """
 
     def __init__(self, arrays: Mapping[Tier, PageArray], device: torch.device) -> None:
         """`arrays`: of the tiers that there are. `device`: of the pool."""
-        self._arrays, self._beside = arrays, SideStream(device)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="page-mover")
+        self._arrays = arrays
+        self._slow, self._fast = _Hand("disk-mover", device), _Hand("page-mover", device)
         self._ended: SimpleQueue[MoveEnd] = SimpleQueue()
         self.on_end: Callable[[], None] = lambda: None  # called from the mover's thread after each move
 
     def begin(self, move: PageMove) -> None:
-        self._thread.submit(self._move, move, self._beside.mark())
+        hand = self._slow if "disk" in (move.source, move.target) else self._fast
+        hand.thread.submit(self._move, move, hand.beside, hand.beside.mark())
 
     def take_ended(self) -> tuple[MoveEnd, ...]:
         """Moves that ended since the last call."""
@@ -40,13 +49,14 @@ class PageMover:
             return tuple(ended)
 
     def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        for hand in (self._slow, self._fast):
+            hand.thread.shutdown(cancel_futures=True)
 
-    def _move(self, move: PageMove, mark: Mark) -> None:
+    def _move(self, move: PageMove, beside: SideStream, mark: Mark) -> None:
         began_at = time.perf_counter()
         problem = None
         try:
-            with self._beside.after(mark):
+            with beside.after(mark):
                 content = self._arrays[move.source].read(move.source_pages)
                 self._arrays[move.target].write(move.target_pages, content)
         except Exception as error:  # its pages are computed again, nobody else is disturbed

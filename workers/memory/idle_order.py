@@ -34,6 +34,10 @@ class IdleOrder:
     def __contains__(self, item: Item) -> bool:
         return item in self._idle
 
+    def num_pages_of(self, items: AbstractSet[str]) -> int:
+        """Of those among them that are idle."""
+        return sum(self._idle[item].num_pages for item in items if item in self._idle)
+
     def add(self, item: Item, num_pages: int, num_uses: int, cost_s: float, depth: int = 0) -> None:
         """The item is idle now. `cost_s`: of its return, per page. Among equals the deepest goes first."""
         assert item not in self._idle
@@ -55,8 +59,7 @@ class IdleOrder:
 
         None, and nothing changed, if all that are not in `keep` would not be enough.
         """
-        num_kept = sum(self._idle[digest].num_pages for digest in keep if digest in self._idle)
-        if num_pages > self.num_pages - num_kept:
+        if num_pages > self.num_pages - self.num_pages_of(keep):
             return None
         going: list[Item] = []
         passed = []
@@ -69,7 +72,7 @@ class IdleOrder:
             if item in keep:
                 passed.append(entry)
                 continue
-            self._floor = worth
+            self._floor = max(self._floor, worth)
             going.append(item)
             num_pages -= idle.num_pages
             self.remove(item)

@@ -47,7 +47,10 @@ class DevicePages:
 
 
 class HostPages:
-    """Pages in host memory, which the system hands out as they are first written."""
+    """Pages in host memory, which the system hands out as they are first written.
+
+    Two threads may copy at once: never the same page.
+    """
 
     def __init__(self, num_pages: int, geometry: PoolGeometry, pinned: bool) -> None:
         shape = (num_pages, geometry.num_layers, geometry.slab)

@@ -26,6 +26,11 @@ class PagedMemory:
         self.adapters = AdapterCache(self.allocator, self._idle, adapter_page_s)
         self.prefixes = PrefixCache(self.allocator, self._idle, prefix_page_s)
 
+    def has_room(self, num_pages: int, keep: AbstractSet[str], found: Sequence[int] = ()) -> bool:
+        """Whether `make_room` would do, were the pages `found`, of which some are idle, held by somebody."""
+        num_evictable = self._idle.num_pages - self._idle.num_pages_of(keep) - sum(page in self._idle for page in found)
+        return num_pages <= self.allocator.num_free + num_evictable
+
     def make_room(self, num_pages: int, keep: AbstractSet[str]) -> bool:
         """Evicts what is idle and not in `keep`, least worth first, until so many pages are free.
 

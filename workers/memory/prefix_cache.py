@@ -20,8 +20,8 @@ class _Entry:
 class PrefixCache:
     """Holds every full page that was computed, until its room is wanted. Pages are never written once they are here.
 
-    A page is idle while no sequence holds it. One that is gone makes those after it unreachable; these are never worth
-    more and are deeper, so they go first.
+    A page is idle while no sequence holds it. One that is gone makes those after it unreachable; among pages of equal
+    worth the deeper ones go first.
     """
 
     def __init__(self, allocator: PageAllocator, idle: IdleOrder, page_cost_s: Callable[[PageKey], float]) -> None:
@@ -76,10 +76,11 @@ class PrefixCache:
             if entry is not None and self._allocator.num_holders(page) == 1:
                 self._idle.add(page, 1, entry.num_uses, self._page_cost_s(entry.key), entry.depth)
 
-    def forget(self, pages: Iterable[int]) -> None:
+    def forget(self, keys: Iterable[PageKey]) -> None:
         """Keeps these no more, because what they hold is no good: who holds them goes on, nobody else finds them."""
-        for page in pages:
-            if page in self._entries:
+        for key in keys:
+            page = self._pages.get(key)
+            if page is not None:
                 if page in self._idle:
                     self._idle.remove(page)
                 self._drop(page)

@@ -65,6 +65,12 @@ class TierSlots:
         self._readers.update(keys)
         return tuple(self._slots[key] for key in keys)
 
+    def touch(self, keys: Iterable[PageKey]) -> None:
+        """Those of them that are there were used just now."""
+        for key in keys:
+            if key in self._slots:
+                self._slots.move_to_end(key)
+
     def end_read(self, keys: Iterable[PageKey]) -> None:
         for key in keys:
             self._readers[key] -= 1

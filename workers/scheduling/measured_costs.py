@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .plan import Tier
+
 _FADE = 0.95  # of what was seen before, at each observation
+_MOST = 10.0  # times the mean, that one observation counts at most
 _MIN_TOKENS_PER_SEQUENCE = 4  # a step with fewer is about decoding, and says little of what a prompt's token costs
 
 
@@ -18,18 +21,18 @@ class PageCosts:
 
 
 class MeasuredCosts:
-    """Fading means, which begin with a belief."""
+    """Fading means, which begin with a belief. One observation far off the mean, a stall, does not decide."""
 
     def __init__(self, block_size: int) -> None:
         belief = PageCosts()
         self._block_size = block_size
         self._compute = _FadingMean(belief.compute_s)
-        self._copy = _FadingMean(belief.copy_s)
+        self._copies: dict[Tier, _FadingMean] = {tier: _FadingMean(belief.copy_s) for tier in ("host", "disk")}
         self._step = _FadingMean(belief.step_s)
 
-    @property
-    def costs(self) -> PageCosts:
-        return PageCosts(self._compute.value, self._copy.value, self._step.value)
+    def costs(self, tier: Tier) -> PageCosts:
+        """Where a page that comes back comes from this tier."""
+        return PageCosts(self._compute.value, self._copies[tier].value, self._step.value)
 
     def observe_step(self, num_sequences: int, num_tokens: int, seconds: float) -> None:
         if num_tokens == 0:
@@ -39,8 +42,9 @@ class MeasuredCosts:
         else:
             self._step.add(seconds, 1)
 
-    def observe_copy(self, num_pages: int, seconds: float) -> None:
-        self._copy.add(seconds, num_pages)
+    def observe_copy(self, tier: Tier, num_pages: int, seconds: float) -> None:
+        """Pages came from the tier or went there."""
+        self._copies[tier].add(seconds, num_pages)
 
 
 def is_worth_bringing(num_pages: int, costs: PageCosts) -> bool:
@@ -57,4 +61,5 @@ class _FadingMean:
         return self._sum / self._weight
 
     def add(self, amount: float, weight: float) -> None:
+        amount = min(amount, _MOST * self.value * weight)
         self._sum, self._weight = _FADE * self._sum + amount, _FADE * self._weight + weight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Pages
+from itertools import takewhile
 
 from ..memory.prefix_cache import PrefixCache
 from ..page_keys import PageKey, first_link, next_keys
@@ -38,17 +39,24 @@ class PrefixReuse:
         self._make_keys(sequence, len(sequence.token_ids) // self._block_size)
         keys = sequence.page_keys[:num_usable]
         found = self._cache.find(keys)
+        sequence.num_found = len(found) * self._block_size
         sequence.awaited_key = keys[len(found)] if len(found) < num_usable else None
         if sequence.awaited_key is None:
             return found
         if sequence.awaited_key not in self._coming:
-            self._coming |= dict.fromkeys(self._tiers.bring(found, keys[len(found) :], keep))
+            absent = list(takewhile(self._is_absent, keys[len(found) :]))
+            self._coming |= dict.fromkeys(self._tiers.bring(found, absent, keep))
         return None if sequence.awaited_key in self._coming else found
+
+    def is_being_copied(self, sequence: Sequence) -> bool:
+        """What it awaits comes from a tier behind the pool."""
+        return sequence.awaited_key is not None and self._coming.get(sequence.awaited_key, sequence) is None
 
     def stop_awaiting(self, keys: Iterable[PageKey]) -> None:
         """These were being copied into the pool, and are there now, or will not come."""
         for key in keys:
-            self._coming.pop(key, None)
+            if self._coming.get(key, self) is None:
+                del self._coming[key]
 
     def enter(self, sequence: Sequence, found: Pages[int]) -> None:
         """The sequence runs now, and holds these pages already."""
@@ -57,6 +65,7 @@ class PrefixReuse:
         sequence.num_computed = len(found) * self._block_size
         self.num_cached_tokens += sequence.num_computed
         self._cache.count_uses(found)
+        self._tiers.touch(sequence.page_keys[: len(found)])
         for key in sequence.page_keys[len(found) :]:
             self._coming.setdefault(key, sequence)
 
@@ -81,17 +90,26 @@ class PrefixReuse:
             self._stop_coming(sequence, key)
         self._cache.release(sequence.pages)
         sequence.pages.clear()
-        sequence.num_computed = sequence.num_kept_pages = 0
+        sequence.num_computed = sequence.num_kept_pages = sequence.num_found = 0
 
     def disown(self, sequence: Sequence) -> None:
-        """Nobody may find what this one computed: it came to no good."""
-        self._cache.forget(sequence.pages)
+        """Nobody may find what this one computed, in any tier: it came to no good."""
+        if self._enabled:
+            num_full = sequence.num_computed // self._block_size
+            self._make_keys(sequence, num_full)
+            keys = sequence.page_keys[:num_full]
+            self._cache.forget(keys)
+            self._tiers.forget(keys)
 
     def check_integrity(self, running: Pages[Sequence]) -> None:
         """Raises AssertionError if a page is awaited that nobody computes."""
         computing = {id(sequence) for sequence in self._coming.values() if sequence is not None}
         assert computing <= {id(sequence) for sequence in running}
         assert self._tiers.num_moves or None not in self._coming.values()
+
+    def _is_absent(self, key: PageKey) -> bool:
+        """Neither here nor coming."""
+        return self._cache.page_of(key) is None and key not in self._coming
 
     def _make_keys(self, sequence: Sequence, num_keys: int) -> None:
         keys = sequence.page_keys

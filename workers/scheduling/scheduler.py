@@ -43,7 +43,7 @@ class Scheduler:
         """`prefix_cache`: sequences of a tenant that begin alike share their pages. `tiers` keep more of these."""
         self._limits, self._eos_token_ids, self._pages_of_adapter = limits, eos_token_ids, pages_of_adapter
         self._costs = MeasuredCosts(limits.block_size)
-        self._memory = PagedMemory(limits.num_pages, lambda: self._costs.costs.copy_s, self._prefix_page_s)
+        self._memory = PagedMemory(limits.num_pages, lambda: self._costs.costs("host").copy_s, self._prefix_page_s)
         self._adapters = self._memory.adapters
         self._tiers = TierTraffic(self._memory, tiers or TierSizes(), self._costs)
         self._prefixes = PrefixReuse(self._memory.prefixes, self._tiers, limits.block_size, prefix_cache)
@@ -142,7 +142,8 @@ class Scheduler:
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_waiting_for_adapters=sum(not self._has_adapter(sequence) for sequence in self._waiting),
-            num_queued_tokens=sum(s.num_uncomputed for s in (*self._running.values(), *self._waiting)),
+            num_queued_tokens=sum(s.num_uncomputed for s in self._running.values())
+            + sum(s.num_uncomputed - s.num_found for s in self._waiting),
             num_pages=self._limits.num_pages,
             num_free_pages=self._memory.allocator.num_free,
             num_adapter_pages=self._adapters.num_pages,
@@ -188,6 +189,8 @@ class Scheduler:
     def _grow(self, sequence: Sequence, num_tokens: int, planned: dict[int, int]) -> bool:
         """Pages for so many tokens of a running sequence. False: none to be had now, it stays as it is."""
         short = pages_for(num_tokens, self._limits.block_size) - len(sequence.pages)
+        if short <= 0:
+            return True
         wanted = {w.adapter_digest for w in self._waiting if w.arrival < sequence.arrival and w.adapter_digest}
         while not self._memory.make_room(short, wanted):
             victim = choose_victim(self._running.values(), sequence)
@@ -198,8 +201,7 @@ class Scheduler:
                 break  # an adapter that an older one waits for, rather than both waiting for each other
             else:
                 return False
-        if short > 0:
-            sequence.pages.extend(self._memory.allocator.allocate(short) or ())
+        sequence.pages.extend(self._memory.allocator.allocate(short) or ())
         return True
 
     def _preempt(self, victim: Sequence) -> None:
@@ -211,6 +213,7 @@ class Scheduler:
     def _admit(self, budget: int, planned: dict[int, int]) -> Iterator[AdapterLoad]:
         """Starts waiting sequences, oldest first. One whose adapter or beginning still comes is passed over."""
         wanted: set[str] = set()  # adapters of older waiting sequences: not to be evicted for a newer one
+        reserved = 0  # pages that older ones need once their beginnings have come
         for sequence in tuple(self._waiting):
             if budget <= 0 or len(self._running) >= self._limits.max_num_sequences:
                 return
@@ -228,8 +231,10 @@ class Scheduler:
                 wanted.add(digest)
             found = self._prefixes.find(sequence, wanted)
             if found is None:
+                if self._prefixes.is_being_copied(sequence):  # what comes for it is not for newer ones to push out
+                    reserved += pages_for(sequence.num_unplanned, self._limits.block_size)
                 continue
-            if not self._enter(sequence, found, wanted):
+            if not self._enter(sequence, found, wanted, reserved):
                 return
             planned[sequence.sequence_id] = min(sequence.num_unplanned, budget)
             budget -= planned[sequence.sequence_id]
@@ -239,13 +244,16 @@ class Scheduler:
         assert ref is not None
         return self._memory.begin_load(ref, self._pages_of_adapter(ref), wanted)
 
-    def _enter(self, sequence: Sequence, found: list[int], wanted: set[str]) -> bool:
-        """Lets a sequence run, on these pages of its beginning and new ones for the rest. False: there is no room."""
+    def _enter(self, sequence: Sequence, found: list[int], wanted: set[str], reserved: int) -> bool:
+        """Lets a sequence run, on these pages of its beginning and new ones for the rest. False: there is no room.
+
+        Beside what it takes, `reserved` pages must be there.
+        """
         num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size) - len(found)
-        self._memory.prefixes.acquire(found)  # at once, so that they are not evicted for the others
-        if not self._memory.make_room(num_pages, wanted):
-            self._memory.prefixes.release(found)
+        if not self._memory.has_room(num_pages + reserved, wanted, found):
             return False
+        self._memory.prefixes.acquire(found)  # first, so that they are not evicted for the others
+        self._memory.make_room(num_pages, wanted)
         self._waiting.remove(sequence)
         self._running[sequence.sequence_id] = sequence
         self._prefixes.enter(sequence, found)
@@ -295,7 +303,7 @@ class Scheduler:
             yield SequenceUpdate(sequence.sequence_id, error=SequenceError("adapter_failed", message))
 
     def _prefix_page_s(self, key: PageKey) -> float:
-        costs = self._costs.costs
+        costs = self._costs.costs("host")
         return min(costs.copy_s, costs.compute_s) if self._tiers.holds(key) else costs.compute_s
 
     def _has_adapter(self, sequence: Sequence) -> bool:

@@ -22,6 +22,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     page_keys: list[PageKey] = field(default_factory=list)  # of its first full pages, as far as they were needed
     num_kept_pages: int = 0  # of its first pages, those that the prefix cache has been told of
+    num_found: int = 0  # tokens that need not be computed, as far as was known when it was last looked for them
     awaited_key: PageKey | None = None  # of the first page that was not there when it was last looked for
 
     @property

@@ -42,6 +42,7 @@ class _Move:
     keys: list[PageKey]
     depth: int = 0  # of the first page of an "in" move
     held: list[int] = field(default_factory=list)  # pages of the pool that stay as they are until the end
+    is_bad: bool = False  # what it copies was found to be no good meanwhile: nobody may have it from here
 
 
 class TierTraffic:
@@ -59,6 +60,7 @@ class TierTraffic:
         self._planned: list[PageMove] = []  # for the next plan
         self._number = 0
         self._failures_in_a_row: Counter[Tier] = Counter()
+        self._given_up: set[Tier] = set()
         self.num_pages_out = self.num_pages_in = self.num_failures = 0
 
     @property
@@ -71,21 +73,38 @@ class TierTraffic:
 
     def num_held(self, tier: Tier) -> int:
         """Pages that a tier holds."""
-        return self._tiers[tier].num_held if tier in self._tiers else 0
+        return self._tiers[tier].num_held if tier in self._tiers and self._works(tier) else 0
 
     def holds(self, key: PageKey) -> bool:
         """The page is in a tier behind the pool."""
-        return any(key in tier for tier in self._tiers.values())
+        return any(key in tier for tier in self._working())
+
+    def touch(self, keys: Sequence[PageKey]) -> None:
+        """Somebody goes on from these pages in the pool: behind it they are not the next to go either."""
+        for tier in self._working():
+            tier.touch(keys)
+
+    def forget(self, keys: Sequence[PageKey]) -> None:
+        """These hold what is no good: no tier keeps them, and no copy under way brings them anywhere."""
+        gone = set(keys)
+        for key in gone:
+            self._offered.pop(key, None)
+        for move in self._moves.values():
+            move.is_bad = move.is_bad or not gone.isdisjoint(move.keys)
+        for tier in self._tiers.values():
+            for key in gone:
+                tier.drop(key)
 
     def offer(self, page: int, key: PageKey) -> None:
         """A page was filled and is kept in the pool."""
-        if self._tiers and not any(key in tier or tier.is_coming(key) for tier in self._tiers.values()):
+        if self._tiers and not any(key in tier or tier.is_coming(key) for tier in self._working()):
             self._offered[key] = page
 
     def bring(self, found: Sequence[int], keys: Sequence[PageKey], keep: set[str]) -> list[PageKey]:
         """Begins to copy pages that follow on `found` into the pool; the keys that are coming now.
 
-        None are if none are in a tier, if computing them is cheaper, or if there is no room.
+        `keys`: absent from the pool. None come if none are in a tier, if computing them is cheaper, or if there is no
+        room.
         """
         source = next((name for name, tier in self._tiers.items() if keys[0] in tier and self._works(name)), None)
         if source is None or sum(move.kind == "in" for move in self._moves.values()) >= _MOVES_IN:
@@ -96,12 +115,12 @@ class TierTraffic:
             if key not in tier:
                 break
             coming.append(key)
-        if not is_worth_bringing(len(coming), self._costs.costs):
+        if not is_worth_bringing(len(coming), self._costs.costs(source)):
+            return []
+        if not self._memory.has_room(len(coming), keep, found):
             return []
         self._memory.prefixes.acquire(found)  # they must still be there when the others have come
-        if not self._memory.make_room(len(coming), keep):
-            self._memory.prefixes.release(found)
-            return []
+        self._memory.make_room(len(coming), keep)
         pages = self._memory.allocator.allocate(len(coming)) or ()
         move = self._begin("in", source, tier.begin_read(coming), "device", pages, coming)
         move.depth, move.held = len(found), [*found, *pages]
@@ -123,22 +142,24 @@ class TierTraffic:
             is_good = end.problem is None
             self.num_failures += not is_good
             slow = move.plan.source if move.kind == "in" else move.plan.target
-            self._failures_in_a_row[slow] = 0 if is_good else self._failures_in_a_row[slow] + 1
-            if not is_good and not self._works(slow):
-                _log.error("the %s tier failed %d times in a row and is not used any more", slow, _MAX_FAILURES)
+            self._judge(slow, is_good)
             if move.kind == "in":
                 yield from self._finish_in(move, is_good, end.seconds)
                 continue
+            if is_good:
+                self._costs.observe_copy(slow, len(move.keys), end.seconds)
             target = self._tiers[move.plan.target]
             (target.written if is_good else target.fail)(move.keys)
             if move.kind == "down":
                 host = self._tiers["host"]
                 host.end_read(move.keys)
-                for key in move.keys:
+                for key in move.keys if is_good else ():
                     host.drop(key)
             else:
                 self.num_pages_out += len(move.keys) if is_good else 0
                 self._memory.prefixes.release(move.held)
+            if move.is_bad:
+                self._drop_everywhere(move.keys)
 
     def holders(self) -> Iterator[list[int]]:
         """Pages of the pool that moves hold, for integrity checks."""
@@ -150,16 +171,34 @@ class TierTraffic:
             tier.check_integrity()
 
     def _works(self, tier: Tier) -> bool:
-        return self._failures_in_a_row[tier] < _MAX_FAILURES
+        return tier not in self._given_up
+
+    def _working(self) -> Iterator[TierSlots]:
+        return (tier for name, tier in self._tiers.items() if name not in self._given_up)
+
+    def _judge(self, tier: Tier, is_good: bool) -> None:
+        """Gives up a tier that fails again and again: nothing is read from it or written to it from then on."""
+        self._failures_in_a_row[tier] = 0 if is_good else self._failures_in_a_row[tier] + 1
+        if self._failures_in_a_row[tier] == _MAX_FAILURES and tier not in self._given_up:
+            self._given_up.add(tier)
+            _log.error("the %s tier failed %d times in a row and is not used any more", tier, _MAX_FAILURES)
+
+    def _drop_everywhere(self, keys: Iterable[PageKey]) -> None:
+        for key in keys:
+            for tier in self._tiers.values():
+                tier.drop(key)
 
     def _finish_in(self, move: _Move, is_good: bool, seconds: float) -> Iterator[PageKey]:
         tier = self._tiers[move.plan.source]
         tier.end_read(move.keys)
         if is_good:
-            self._costs.observe_copy(len(move.keys), seconds)
+            self._costs.observe_copy(move.plan.source, len(move.keys), seconds)
             self.num_pages_in += len(move.keys)
+        if is_good and not move.is_bad:
             for depth, (key, page) in enumerate(zip(move.keys, move.plan.target_pages, strict=True), move.depth):
                 self._memory.prefixes.insert(page, key, depth)
+        elif move.is_bad:
+            self._drop_everywhere(move.keys)
         else:
             for key in move.keys:
                 tier.drop(key)
@@ -170,18 +209,22 @@ class TierTraffic:
         name, tier = next(iter(self._tiers.items()))
         if not self._works(name):
             self._offered.clear()
+        most = min(
+            _PAGES_PER_MOVE, max(1, self._memory.allocator.num_pages // _LOW)
+        )  # they cannot be evicted meanwhile
         while self._offered and sum(move.kind == "out" for move in self._moves.values()) < _MOVES_OUT:
             keys: list[PageKey] = []
             slots: list[int] = []
             pages: list[int] = []
-            while self._offered and len(keys) < _PAGES_PER_MOVE:
-                key = next(iter(self._offered))
-                page = self._offered.pop(key)
+            while self._offered and len(keys) < most:
+                key, page = next(iter(self._offered.items()))
                 if self._memory.prefixes.page_of(key) != page or key in tier or tier.is_coming(key):
-                    continue  # it went before it was its turn
+                    del self._offered[key]  # it went before it was its turn
+                    continue
                 slot = tier.reserve(key)
                 if slot is None:
                     break
+                del self._offered[key]
                 keys.append(key)
                 slots.append(slot)
                 pages.append(page)
