@@ -1,8 +1,8 @@
 """What share of the wall time a worker computes, with and without making the next plan while a step runs.
 
-A gang of one worker on random weights of SmolLM2-135M's shape decodes 16 and 64 sequences at once, with 16 adapters; between
-steps the leader also encodes each step's frame, as the data plane would. Busy is the time inside of the worker's steps, by
-its own clock. The two ways take turns in one process, and the best round of each counts.
+A gang of one worker on random weights of SmolLM2-135M's shape decodes 16 and 64 sequences at once, on 16 adapters.
+Between steps the leader also encodes each step's frame, as the data plane would. Busy is the time inside of the
+worker's steps, by its own clock. The two ways take turns in one process, and the best round of each counts.
 """
 
 from __future__ import annotations

@@ -101,6 +101,12 @@ def running_motet(data_dir: Path, port: int, *options: str, pool_bytes: str | No
             server.wait()
 
 
+def holds_nothing(load: dict[str, Any]) -> bool:
+    """Of a gang, as its status tells: all pages are free but those kept for whoever comes."""
+    num_kept = load["num_adapter_pages"] + load["num_idle_prefix_pages"]
+    return bool(load["num_free_pages"] + num_kept == load["num_pages"])
+
+
 def eventually(check: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Returns once the check holds; fails after the timeout."""
     deadline = time.monotonic() + timeout_s

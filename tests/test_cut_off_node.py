@@ -16,6 +16,7 @@ import pytest
 
 from motet.tests.namespaces import Network, why_not
 from motet.tests.ray_nodes import KEY, RayNodes
+from motet.tests.running_motet import holds_nothing
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -62,7 +63,7 @@ class Cluster:
 
     def has_all_pages(self) -> bool:
         load = self.call("GET", "/status").json()["load"]
-        return bool(load["num_free_pages"] == load["num_pages"])
+        return holds_nothing(load)
 
     def pull_cable(self) -> None:
         """Of the second machine. The gangs stand still for that moment, or so small a model would be done."""

@@ -20,7 +20,7 @@ import pytest
 
 from motet.examples.demo.questions import held_out
 from motet.examples.demo.styles import ADAPTER_STYLES
-from motet.tests.running_motet import BASE, DEMO, RunningMotet, eventually, running_motet
+from motet.tests.running_motet import BASE, DEMO, RunningMotet, eventually, holds_nothing, running_motet
 
 OWNER = {"shout": "acme", "pirate": "acme", "json": "globex", "spanish": "globex"}
 CAPITAL = next((q, i) for i, (q, _) in enumerate(held_out("base")) if "capital" in q)
@@ -145,8 +145,7 @@ def test_a_client_that_leaves_frees_its_pages(motet: RunningMotet) -> None:
     eventually(lambda: motet.status()["load"]["num_running"] == 0)
     after = motet.status()["load"]
     assert after["num_generated_tokens"] - before["num_generated_tokens"] < 400
-    num_kept = after["num_adapter_pages"] + after["num_idle_prefix_pages"]
-    assert after["num_free_pages"] + num_kept == after["num_pages"]
+    assert holds_nothing(after)
 
 
 def test_an_upload_is_used_at_once_and_a_new_version_by_the_next_request(motet: RunningMotet) -> None:
@@ -262,8 +261,7 @@ def test_streams_outlive_their_gangs(motet: RunningMotet, undisturbed: list[Hear
     assert resumed(motet) > num_resumed
     eventually(lambda: len(motet.status()["gangs"]) == 2, timeout_s=90)
     load = motet.status()["load"]
-    num_kept = load["num_adapter_pages"] + load["num_idle_prefix_pages"]
-    assert load["num_free_pages"] + num_kept == load["num_pages"]
+    assert holds_nothing(load)
     assert ask(motet, "shout") == answer_of("shout")
 
 

@@ -15,7 +15,7 @@ import pytest
 from motet.cluster.local_serve import free_ports
 from motet.examples.demo.styles import ADAPTER_STYLES
 from motet.examples.resuming_client import resume_stream
-from motet.tests.running_motet import BASE, DEMO, RunningMotet, eventually, running_motet
+from motet.tests.running_motet import BASE, DEMO, RunningMotet, eventually, holds_nothing, running_motet
 from motet.tests.token_streams import Heard, Job, Meter, read_stream, stream_all
 
 # In float32, where rounding decides no token.
@@ -88,7 +88,7 @@ def _kill_in_the_midst(motet: RunningMotet, undisturbed: list[Heard], kind: str,
 
 
 def _wait_until_whole(motet: RunningMotet, gone: set[str]) -> None:
-    """Two gangs, not just those that are `gone` in part; nothing runs, waits or holds a page but adapters."""
+    """Two gangs, not just those that are `gone` in part; nothing runs, waits or holds a page."""
 
     def is_whole() -> bool:
         try:
@@ -100,7 +100,7 @@ def _wait_until_whole(motet: RunningMotet, gone: set[str]) -> None:
             len(loads) == 2
             and {gang["gang_id"] for gang in status["gangs"]} != gone
             and not any(load[key] for load in loads for key in ("num_running", "num_waiting", "num_coming_adapters"))
-            and all(load["num_free_pages"] + load["num_adapter_pages"] == load["num_pages"] for load in loads)
+            and all(map(holds_nothing, loads))
         )
 
     eventually(is_whole, BACK_TIMEOUT_S)
