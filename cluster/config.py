@@ -18,6 +18,7 @@ from ..workers.config import EngineConfig, ExpertSharding
 from .scaling import ScalingConfig
 
 REDIS_URL_VARIABLE = "REDIS_URL"
+CACHE_VARIABLE = "XDG_CACHE_HOME"
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 LEADER_NUM_CPUS = 0.1  # of Ray's: a leader without a worker of its own plans, and mostly waits
 STEPS_QUEUED_PER_GANG = 16  # a prompt that waits longer is worth another gang
@@ -51,6 +52,7 @@ class MotetConfig:
     max_num_sequences: int = 128
     max_model_len: int | None = None
     num_threads: int = 1  # of a gang's compute library
+    cache_path: Path | None = None  # keeps compiled kernels; None: .cache/motet in the user's home
 
     min_gangs: int = 1  # 0: none while nobody asks, and the first request waits for a start
     max_gangs: int | None = None  # None: as many as min_gangs, but at least one
@@ -100,11 +102,15 @@ class MotetConfig:
     def from_environment(cls, environ: Mapping[str, str] | None = None, **given: Any) -> MotetConfig:
         """The config with `given` fields; what is not given comes from the environment, then from the defaults.
 
-        REDIS_URL: `redis_url`. Raises ConfigError, or ValueError of a part's own config.
+        REDIS_URL: `redis_url`. XDG_CACHE_HOME: where `cache_path` lies (XDG base directory specification). Raises
+        ConfigError, or ValueError of a part's own config.
         """
         environ = os.environ if environ is None else environ
         if given.get("redis_url") is None and environ.get(REDIS_URL_VARIABLE):
             given["redis_url"] = environ[REDIS_URL_VARIABLE]
+        cache_home = Path(environ.get(CACHE_VARIABLE, ""))
+        if given.get("cache_path") is None and cache_home.is_absolute():  # the specification ignores relative ones
+            given["cache_path"] = cache_home / "motet"
         return cls(**given)
 
     @property
@@ -135,6 +141,7 @@ class MotetConfig:
             max_num_sequences=self.max_num_sequences,
             max_model_len=self.max_model_len,
             num_threads=self.num_threads,
+            cache_path=self.cache_path,
             tensor_parallel=self.tensor_parallel,
             expert_sharding=self.expert_sharding,
         )

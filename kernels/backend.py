@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.nn.functional import linear
@@ -61,9 +63,8 @@ def torch_kernels() -> Kernels:
     )
 
 
-def native_kernels(dtype: torch.dtype, num_threads: int) -> Kernels:
-    """Those in C++, for the CPU; the rest are the twins. Raises NativeUnavailable if they cannot be built here."""
-    library = load_library(num_threads)
+def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -> Kernels:
+    """Those in C++, for the CPU, from the `library` that `load_library` gave; the rest are the twins."""
     attention, rows = NativeAttention(library, dtype, num_threads), NativeRows(library, dtype)
     packs = linear_native.can_pack(dtype)
     return Kernels(
@@ -82,12 +83,15 @@ def native_kernels(dtype: torch.dtype, num_threads: int) -> Kernels:
     )
 
 
-def choose_kernels(device: torch.device, dtype: torch.dtype, num_threads: int) -> Kernels:
-    """The fastest kernels that this machine can have. One warning says what is lost where those cannot be built."""
+def choose_kernels(device: torch.device, dtype: torch.dtype, num_threads: int, cache: Path | None = None) -> Kernels:
+    """The fastest kernels that this machine can have. One warning says what is lost where those cannot be built.
+
+    `cache`: the folder that keeps compiled kernels; None: `.cache/motet` in the user's home.
+    """
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return torch_kernels()
     try:
-        return native_kernels(dtype, num_threads)
+        return native_kernels(dtype, num_threads, load_library(num_threads, cache))
     except NativeUnavailable as problem:
         log.warning("plain torch kernels serve, with several times fewer tokens per second: %s", problem)
         return torch_kernels()

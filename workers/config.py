@@ -25,6 +25,7 @@ class EngineConfig:
     max_num_sequences: int = 128  # sequences that run at once
     max_model_len: int | None = None  # None: what the model's config says
     num_threads: int = 1  # threads of the compute library
+    cache_path: Path | None = None  # keeps what was compiled for this machine; None: .cache/motet in the user's home
     tensor_parallel: int = 1  # workers of the gang
     expert_sharding: ExpertSharding = "tensor"  # workers share each expert's features, or ("expert") the experts
     step_deadline_s: float = 120.0  # a worker that takes longer over a step hangs
