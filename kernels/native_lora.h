@@ -5,6 +5,7 @@
 #include <omp.h>
 #endif
 
+#include <type_traits>
 #include <vector>
 
 #include "native_pages.h"
@@ -53,6 +54,8 @@ struct LoraScratch {
     std::vector<T> values;
     std::vector<float> totals;
     std::vector<typename RowPair<T>::Factors> factors;
+    std::vector<const T*> rows;
+    std::vector<RowPair<T>> pairs;
 };
 
 template <class V>
@@ -88,8 +91,9 @@ void shrink_part(const LoraPages<T>& pages, const LoraPart& part, int64_t start,
     }
 }
 
-constexpr int kPairs = 4;        // pairs of rows of B at once
-constexpr int64_t kTotals = 16;  // rows of y at once
+constexpr int kPairs = 4;       // pairs of rows of B at once, for few rows of y
+constexpr int64_t kTotals = 4;  // rows of y at once; from so many on, B is taken strip by strip instead
+constexpr int64_t kStrip = 2;   // spans of columns of a strip
 
 // What a row's vector gives to each pair of rows of B, where it is in parts of `a_rows`, one of each worker.
 template <class T>
@@ -101,44 +105,97 @@ inline void take_factors(const T* own, int64_t stride, const LoraPart& part, T* 
     for (int64_t j = 0; j < num_pairs; j++) to[j] = RowPair<T>::factors(values + 2 * j);
 }
 
+template <class T>
+inline void add_to(T* to, Sums sums, int64_t count) {
+    sums = RowPair<T>::in_order(sums);
+    store(to, load(to, count) + sums.first, count);
+    if (count > kLanes) store(to + kLanes, load(to + kLanes, count - kLanes) + sums.second, count - kLanes);
+}
+
+// Few rows of y: B is read row by row, as it lies in memory.
+template <class T, class Ahead>
+void expand_few(const LoraPages<T>& pages, const LoraPart& part, int64_t num_rows, T* y, int64_t y_stride,
+                const typename RowPair<T>::Factors* factors, int64_t num_pairs, LoraScratch<T>& scratch, Ahead& ahead) {
+    const int64_t width = part.num_out, padded = (width + kSpan - 1) / kSpan * kSpan;
+    T* spare = room(scratch.spare, 2 * kPairs * width);
+    const T* zeros = room(scratch.zeros, width);
+    float* totals = room(scratch.totals, kTotals * padded);
+    std::fill(totals, totals + num_rows * padded, 0.0f);
+    for (int64_t first = 0; first < num_pairs; first += kPairs) {
+        const T* rows[2 * kPairs];
+        for (int j = 0; j < 2 * kPairs; j++) {
+            const int64_t row = 2 * first + j;
+            rows[j] = row < part.rank ? pages.row(part, part.b + row * width, width, spare + j * width) : zeros;
+        }
+        add_weighted_rows<T, kPairs>(totals, padded, num_rows, factors + first, num_pairs, rows, width, &ahead);
+    }
+    for (int64_t m = 0; m < num_rows; m++)
+        for (int64_t column = 0; column < width; column += kSpan) {
+            const float* total = totals + m * padded + column;
+            add_to(y + m * y_stride + column, {load(total), load(total + kLanes)}, width - column);
+        }
+}
+
+// `kRows` rows of y, one span of columns, all pairs of rows of B; sums stay in registers.
+template <class T, int kRows>
+inline void expand_span(const RowPair<T>* pairs, int64_t pair_stride, int64_t num_pairs,
+                        const typename RowPair<T>::Factors* factors, T* y, int64_t y_stride, int64_t count) {
+    Sums sums[kRows] = {};
+    for (int64_t i = 0; i < num_pairs; i++, pairs += pair_stride)
+        for (int m = 0; m < kRows; m++) pairs->add_to(sums[m], factors[m * num_pairs + i]);
+    for (int m = 0; m < kRows; m++) add_to(y + m * y_stride, sums[m], count);
+}
+
+// Many rows of y: a strip of B is paired once and serves them all.
+template <class T, class Ahead>
+void expand_many(const LoraPages<T>& pages, const LoraPart& part, int64_t num_rows, T* y, int64_t y_stride,
+                 const typename RowPair<T>::Factors* factors, int64_t num_pairs, LoraScratch<T>& scratch, Ahead& ahead) {
+    const int64_t width = part.num_out;
+    ahead.lines(part.rank * width * int64_t(sizeof(T)) / 64);  // strips would reach for a bit of each row in turn
+    T* spare = room(scratch.spare, part.rank * width);
+    const T* zeros = room(scratch.zeros, width);
+    const T** rows = room(scratch.rows, 2 * num_pairs);
+    RowPair<T>* pairs = room(scratch.pairs, kStrip * num_pairs);
+    for (int64_t j = 0; j < 2 * num_pairs; j++)
+        rows[j] = j < part.rank ? pages.row(part, part.b + j * width, width, spare + j * width) : zeros;
+    for (int64_t first = 0; first < width; first += kStrip * kSpan) {
+        const int64_t num_spans = std::min(kStrip, (width - first + kSpan - 1) / kSpan);
+        for (int64_t i = 0; i < num_pairs; i++)
+            for (int64_t span = 0; span < num_spans; span++) {
+                const int64_t column = first + span * kSpan;
+                pairs[i * kStrip + span] =
+                    RowPair<T>(rows[2 * i] + column, rows[2 * i + 1] + column, width - column);
+            }
+        int64_t m = 0;
+        auto rows_of_y = [&](auto count) {
+            for (int64_t span = 0; span < num_spans; span++) {
+                const int64_t column = first + span * kSpan;
+                expand_span<T, decltype(count)::value>(pairs + span, kStrip, num_pairs, factors + m * num_pairs,
+                                                       y + m * y_stride + column, y_stride, width - column);
+            }
+            m += count;
+        };
+        while (m + 4 <= num_rows) rows_of_y(std::integral_constant<int, 4>());
+        while (m < num_rows) rows_of_y(std::integral_constant<int, 1>());
+    }
+}
+
 // Adds v B to rows `start` to `end` of the part's columns of y, where v is what all workers have shrunk.
 template <class T, class Ahead>
 void expand_part(const LoraPages<T>& pages, const LoraPart& part, int64_t start, int64_t end, const T* shrunk,
                  int64_t shrunk_stride, T* y, int64_t y_stride, LoraScratch<T>& scratch, Ahead& ahead) {
-    const int64_t width = part.num_out, padded = (width + kSpan - 1) / kSpan * kSpan;
-    const int64_t num_steps = (part.rank + 2 * kPairs - 1) / (2 * kPairs), num_pairs = num_steps * kPairs;
-    T *spare = room(scratch.spare, 2 * kPairs * width), *values = room(scratch.values, 2 * num_pairs);
-    const T* zeros = room(scratch.zeros, width);
-    float* totals = room(scratch.totals, kTotals * padded);
-    auto* factors = room(scratch.factors, kTotals * num_pairs);
-    Ahead* asking = &ahead;  // while the rows of B are read for the first time
-    for (; start < end; start += kTotals, asking = nullptr) {
-        const int64_t num_rows = std::min(kTotals, end - start);
-        std::fill(totals, totals + num_rows * padded, 0.0f);
-        for (int64_t m = 0; m < num_rows; m++) {
-            const T* own = shrunk + part.shrunk + (start + m - part.start) * part.a_rows;
-            take_factors(own, shrunk_stride, part, values, num_pairs, factors + m * num_pairs);
-        }
-        for (int64_t step = 0; step < num_steps; step++) {
-            const T* rows[2 * kPairs];
-            for (int j = 0; j < 2 * kPairs; j++) {
-                const int64_t row = step * 2 * kPairs + j;
-                rows[j] = row < part.rank ? pages.row(part, part.b + row * width, width, spare + j * width) : zeros;
-            }
-            add_weighted_rows<T, kPairs>(totals, padded, num_rows, factors + step * kPairs, num_pairs, rows, width,
-                                         asking);
-        }
-        for (int64_t m = 0; m < num_rows; m++)
-            for (int64_t column = 0; column < width; column += kSpan) {
-                const float* total = totals + m * padded + column;
-                Sums sums = RowPair<T>::in_order({load(total), load(total + kLanes)});
-                T* to = y + (start + m) * y_stride + part.column + column;
-                const int64_t count = width - column;
-                store(to, load(to, count) + sums.first, count);
-                if (count > kLanes)
-                    store(to + kLanes, load(to + kLanes, count - kLanes) + sums.second, count - kLanes);
-            }
+    const int64_t num_pairs = (part.rank + 2 * kPairs - 1) / (2 * kPairs) * kPairs, num_rows = end - start;
+    T* values = room(scratch.values, 2 * num_pairs);
+    auto* factors = room(scratch.factors, num_rows * num_pairs);
+    for (int64_t m = 0; m < num_rows; m++) {
+        const T* own = shrunk + part.shrunk + (start + m - part.start) * part.a_rows;
+        take_factors(own, shrunk_stride, part, values, num_pairs, factors + m * num_pairs);
     }
+    T* to = y + start * y_stride + part.column;
+    if (num_rows < kTotals)
+        expand_few(pages, part, num_rows, to, y_stride, factors, num_pairs, scratch, ahead);
+    else
+        expand_many(pages, part, num_rows, to, y_stride, factors, num_pairs, scratch, ahead);
 }
 
 // Shares parts out to threads so that all cost alike: `run(part, start row, end row, scratch, read-ahead)`. A part of many

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from motet.adapters.adapter import MODULES, BaseShape
 from motet.adapters.layout import AdapterLayout
 from motet.kernels import attention_torch, norms
+from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import Kernels, choose_kernels, native_kernels
 from motet.kernels.lora import ABSENT, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from motet.kernels.lora_torch import TorchLora
-from motet.kernels.attention import AttentionBatch
 from motet.kernels.native_build import NativeUnavailable, cpu_flags, load_library
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.models.rotary import RotaryConfig, rotary_table
