@@ -149,9 +149,9 @@ inline void weigh(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t 
     }
     const Floats weights = seen ? exponential(scores - s.highest[query]) : Floats{};
     s.weight_sum[query] += sum(weights);
-    alignas(64) float each[kLanes];
+    T each[kLanes];
     store(each, weights);
-    for (int i = 0; i < kLanes / 2; i++) s.weights[query][i] = RowPair<T>::factors(each[2 * i], each[2 * i + 1]);
+    for (int i = 0; i < kLanes / 2; i++) s.weights[query][i] = RowPair<T>::factors(each + 2 * i);
 }
 
 // Rows `first` to `end` of one sequence, for the heads that share one KV head.

@@ -93,7 +93,7 @@ void shrink_part(const LoraPages<T>& pages, const LoraPart& part, int64_t start,
 
 constexpr int kPairs = 4;       // pairs of rows of B at once, for few rows of y
 constexpr int64_t kTotals = 4;  // rows of y at once; from so many on, B is taken strip by strip instead
-constexpr int64_t kStrip = 2;   // spans of columns of a strip
+constexpr int64_t kStrip = 16;  // spans of columns of a strip, at most
 
 // What a row's vector gives to each pair of rows of B, where it is in parts of `a_rows`, one of each worker.
 template <class T>
@@ -138,11 +138,11 @@ void expand_few(const LoraPages<T>& pages, const LoraPart& part, int64_t num_row
 
 // `kRows` rows of y, one span of columns, all pairs of rows of B; sums stay in registers.
 template <class T, int kRows>
-inline void expand_span(const RowPair<T>* pairs, int64_t pair_stride, int64_t num_pairs,
-                        const typename RowPair<T>::Factors* factors, T* y, int64_t y_stride, int64_t count) {
+inline void expand_span(const RowPair<T>* pairs, int64_t num_pairs, const typename RowPair<T>::Factors* factors, T* y,
+                        int64_t y_stride, int64_t count) {
     Sums sums[kRows] = {};
-    for (int64_t i = 0; i < num_pairs; i++, pairs += pair_stride)
-        for (int m = 0; m < kRows; m++) pairs->add_to(sums[m], factors[m * num_pairs + i]);
+    for (int64_t i = 0; i < num_pairs; i++)
+        for (int m = 0; m < kRows; m++) pairs[i].add_to(sums[m], factors[m * num_pairs + i]);
     for (int m = 0; m < kRows; m++) add_to(y + m * y_stride, sums[m], count);
 }
 
@@ -155,22 +155,23 @@ void expand_many(const LoraPages<T>& pages, const LoraPart& part, int64_t num_ro
     T* spare = room(scratch.spare, part.rank * width);
     const T* zeros = room(scratch.zeros, width);
     const T** rows = room(scratch.rows, 2 * num_pairs);
-    RowPair<T>* pairs = room(scratch.pairs, kStrip * num_pairs);
+    // As wide as the first cache level holds: a narrow strip of y touches many places for little.
+    const int64_t strip = std::max<int64_t>(2, std::min(kStrip, 256 / num_pairs));
+    RowPair<T>* pairs = room(scratch.pairs, strip * num_pairs);
     for (int64_t j = 0; j < 2 * num_pairs; j++)
         rows[j] = j < part.rank ? pages.row(part, part.b + j * width, width, spare + j * width) : zeros;
-    for (int64_t first = 0; first < width; first += kStrip * kSpan) {
-        const int64_t num_spans = std::min(kStrip, (width - first + kSpan - 1) / kSpan);
+    for (int64_t first = 0; first < width; first += strip * kSpan) {
+        const int64_t num_spans = std::min(strip, (width - first + kSpan - 1) / kSpan);
         for (int64_t i = 0; i < num_pairs; i++)
             for (int64_t span = 0; span < num_spans; span++) {
-                const int64_t column = first + span * kSpan;
-                pairs[i * kStrip + span] =
-                    RowPair<T>(rows[2 * i] + column, rows[2 * i + 1] + column, width - column);
+                const int64_t at = first + span * kSpan;
+                pairs[span * num_pairs + i] = RowPair<T>(rows[2 * i] + at, rows[2 * i + 1] + at, width - at);
             }
         int64_t m = 0;
         auto rows_of_y = [&](auto count) {
             for (int64_t span = 0; span < num_spans; span++) {
                 const int64_t column = first + span * kSpan;
-                expand_span<T, decltype(count)::value>(pairs + span, kStrip, num_pairs, factors + m * num_pairs,
+                expand_span<T, decltype(count)::value>(pairs + span * num_pairs, num_pairs, factors + m * num_pairs,
                                                        y + m * y_stride + column, y_stride, width - column);
             }
             m += count;
@@ -198,8 +199,8 @@ void expand_part(const LoraPages<T>& pages, const LoraPart& part, int64_t start,
         expand_many(pages, part, num_rows, to, y_stride, factors, num_pairs, scratch, ahead);
 }
 
-// Shares parts out to threads so that all cost alike: `run(part, start row, end row, scratch, read-ahead)`. A part of many
-// rows is cut between them. `kRun` is what a part reads.
+// Shares parts out to threads so that all cost alike: `body(part, start row, end row, scratch, read-ahead)`. A part of
+// many rows is cut between them. `kRun` is what a part reads.
 template <class T, Run (*kRun)(const LoraPart&), class Body>
 void share_out(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, [[maybe_unused]] int num_threads,
                Body body) {

@@ -220,7 +220,6 @@ struct RowPair {
             rows[row][1] = count > kLanes ? load(from[row] + kLanes, count - kLanes) : Floats{};
         }
     }
-    static Factors factors(float first, float second) { return {first, second}; }
     static Factors factors(const T* both) { return {to_float(both[0]), to_float(both[1])}; }
     void add_to(Sums& sums, Factors by) const {
         sums.first += rows[0][0] * by.first + rows[1][0] * by.second;
@@ -241,12 +240,6 @@ struct RowPair<Bfloat16> {
         __m512i one = _mm512_maskz_loadu_epi16(mask, first), other = _mm512_maskz_loadu_epi16(mask, second);
         low = (__m512bh)_mm512_unpacklo_epi16(one, other);
         high = (__m512bh)_mm512_unpackhi_epi16(one, other);
-    }
-    static Factors factors(float first, float second) {
-        Bfloat16 one, other;
-        assign(one, first);
-        assign(other, second);
-        return uint32_t(one.bits) | uint32_t(other.bits) << 16;
     }
     static Factors factors(const Bfloat16* both) { return uint32_t(both[0].bits) | uint32_t(both[1].bits) << 16; }
     void add_to(Sums& sums, Factors by) const {
