@@ -21,6 +21,7 @@ from .scaling import ScalingConfig
 
 REDIS_URL_VARIABLE = "REDIS_URL"
 ALL_ADDRESSES = "0.0.0.0"
+CACHE_VARIABLE = "XDG_CACHE_HOME"
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 LEADER_NUM_CPUS = 0.1  # of Ray's: a leader without a worker of its own plans, and mostly waits
 STEPS_QUEUED_PER_GANG = 16  # a prompt that waits longer is worth another gang
@@ -59,6 +60,7 @@ class MotetConfig:
     max_model_len: int | None = None
     prefix_cache: bool = True
     num_threads: int = 1  # of a gang's compute library
+    cache_path: Path | None = None  # keeps compiled kernels; None: .cache/motet in the user's home
 
     min_gangs: int = 1  # 0: none while nobody asks, and the first request waits for a start
     max_gangs: int | None = None  # None: as many as min_gangs, but at least one
@@ -116,14 +118,17 @@ class MotetConfig:
     def from_environment(cls, environ: Mapping[str, str] | None = None, **given: Any) -> MotetConfig:
         """The config with `given` fields; what is not given comes from the environment, then from the defaults.
 
-        REDIS_URL: `redis_url`. `host` None: loopback, or on a running cluster all addresses. Raises ConfigError, or
-        ValueError of a part's own config.
+        REDIS_URL: `redis_url`. XDG_CACHE_HOME: where `cache_path` lies (XDG base directory specification). `host` None:
+        loopback, or on a running cluster all addresses. Raises ConfigError, or ValueError of a part's own config.
         """
         environ = os.environ if environ is None else environ
         if given.get("host") is None:
             given["host"] = "127.0.0.1" if given.get("address") is None else ALL_ADDRESSES
         if given.get("redis_url") is None and environ.get(REDIS_URL_VARIABLE):
             given["redis_url"] = environ[REDIS_URL_VARIABLE]
+        cache_home = Path(environ.get(CACHE_VARIABLE, ""))
+        if given.get("cache_path") is None and cache_home.is_absolute():  # the specification ignores relative ones
+            given["cache_path"] = cache_home / "motet"
         return cls(**given)
 
     @property
@@ -159,6 +164,7 @@ class MotetConfig:
             max_model_len=self.max_model_len,
             prefix_cache=self.prefix_cache,
             num_threads=self.num_threads,
+            cache_path=self.cache_path,
             tensor_parallel=self.tensor_parallel,
             expert_sharding=self.expert_sharding,
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.nn.functional import linear
@@ -66,9 +68,8 @@ def torch_kernels() -> Kernels:
     )
 
 
-def native_kernels(dtype: torch.dtype, num_threads: int) -> Kernels:
-    """Those in C++, for the CPU; the rest are the twins. Raises NativeUnavailable if they cannot be built here."""
-    library = load_library(num_threads)
+def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -> Kernels:
+    """Those in C++, for the CPU, from the `library` that `load_library` gave; the rest are the twins."""
     attention, rows = NativeAttention(library, dtype, num_threads), NativeRows(library, dtype)
     packs = linear_native.can_pack(dtype)
     return Kernels(
@@ -115,13 +116,17 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         paged_attention=attend,
         lora=lora,
         experts=TritonExperts(),
+        read_pages=pages.read_pages,
         write_pages=pages.copy_runs if device.type == "cuda" else pages.write_pages,
         capturable_lora=lora,
     )
 
 
-def choose_kernels(device: torch.device, dtype: torch.dtype, num_threads: int) -> Kernels:
-    """The fastest kernels that this machine can have. One warning says what is lost where those cannot be built."""
+def choose_kernels(device: torch.device, dtype: torch.dtype, num_threads: int, cache: Path | None = None) -> Kernels:
+    """The fastest kernels that this machine can have. One warning says what is lost where those cannot be built.
+
+    `cache`: the folder that keeps compiled kernels; None: `.cache/motet` in the user's home.
+    """
     if device.type == "cuda":
         try:
             return triton_kernels(device, dtype, find_flash_attention(torch.cuda.get_device_capability(device)))
@@ -131,7 +136,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, num_threads: int) -
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return torch_kernels()
     try:
-        return native_kernels(dtype, num_threads)
+        return native_kernels(dtype, num_threads, load_library(num_threads, cache))
     except NativeUnavailable as problem:
         log.warning("plain torch kernels serve, with several times fewer tokens per second: %s", problem)
         return torch_kernels()

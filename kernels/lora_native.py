@@ -85,11 +85,10 @@ class NativeLora:
     def _pages(
         self, pool: torch.Tensor, layer: int, batch: NativeLoraBatch, parts: _Parts
     ) -> tuple[int, int, int, int, int, int]:
-        assert pool.dtype == self._dtype and pool.is_contiguous(), "the pool is contiguous and of the kernels' dtype"
-        slab = batch.geometry.slab
-        layer_pointer = pool.data_ptr() + layer * slab * pool.element_size()
-        table = parts.table
-        return layer_pointer, pool.stride(0), slab, batch.pages.data_ptr(), table.data_ptr(), len(table)
+        assert pool.dtype == self._dtype and pool.stride(2) == 1, "slabs are contiguous and of the kernels' dtype"
+        layer_pointer = pool.data_ptr() + layer * pool.stride(1) * pool.element_size()
+        pages, table = batch.pages, parts.table
+        return layer_pointer, pool.stride(0), batch.geometry.slab, pages.data_ptr(), table.data_ptr(), len(table)
 
 
 def _parts(batch: NativeLoraBatch, modules: tuple[int, ...]) -> _Parts:

@@ -8,6 +8,7 @@
 namespace motet {
 
 constexpr int64_t kMostDims = 512;   // of a head
+constexpr int64_t kTilesAhead = 3;   // of 16 keys, that memory is asked for before they are needed
 constexpr int64_t kMostQueries = 32;  // query rows that share the keys of a tile: rows times heads of a group
 
 template <class T>
@@ -88,6 +89,19 @@ struct TokenWalk {
         : call(call), pages(call.page_table + sequence * call.table_width), token(first),
           page(first / call.block_size), slot(first % call.block_size) {}
 
+    // Asks memory for K and V of the next tokens below `end`.
+    void ask(int64_t end, int64_t head_offset, int64_t dim) {
+        const int64_t step = 64 / int64_t(sizeof(T));
+        for (int i = 0; i < kLanes && token < end; i++, token++) {
+            const T* k = call.kv + pages[page] * call.page_stride + slot * call.slot_stride + head_offset;
+            for (int64_t d = 0; d < dim; d += step) {
+                __builtin_prefetch(k + d, 0, 2);
+                __builtin_prefetch(k + call.v_offset + d, 0, 2);
+            }
+            if (++slot == call.block_size) slot = 0, page++;
+        }
+    }
+
     // K and V of the next tokens below `end`; `zeros` in place of those after it, so that nothing beyond is read.
     void next(int64_t end, int64_t head_offset, const T* zeros, const T** k, const T** v) {
         for (int i = 0; i < kLanes; i++, token++) {
@@ -135,9 +149,9 @@ inline void weigh(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t 
     }
     const Floats weights = seen ? exponential(scores - s.highest[query]) : Floats{};
     s.weight_sum[query] += sum(weights);
-    alignas(64) float each[kLanes];
+    T each[kLanes];
     store(each, weights);
-    for (int i = 0; i < kLanes / 2; i++) s.weights[query][i] = RowPair<T>::factors(each[2 * i], each[2 * i + 1]);
+    for (int i = 0; i < kLanes / 2; i++) s.weights[query][i] = RowPair<T>::factors(each + 2 * i);
 }
 
 // Rows `first` to `end` of one sequence, for the heads that share one KV head.
@@ -157,9 +171,11 @@ void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t sequen
     }
     std::fill(s.totals, s.totals + num_queries * padded, 0.0f);
     int64_t key = call.window > 0 ? std::max<int64_t>(0, first_position - call.window + 1) : 0;
-    TokenWalk<T> walk(call, sequence, key);
+    TokenWalk<T> walk(call, sequence, key), ahead(call, sequence, key);
+    for (int64_t i = 0; i < kTilesAhead; i++) ahead.ask(end_key, kv_head * dim, dim);
     for (; key < end_key; key += kLanes) {
         const T *k[kLanes], *v[kLanes];
+        ahead.ask(end_key, kv_head * dim, dim);
         walk.next(end_key, kv_head * dim, s.zeros, k, v);
         s.keys.take(k, dim);
         Floats scores[4];

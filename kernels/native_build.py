@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
@@ -22,33 +21,34 @@ class NativeUnavailable(Exception):  # noqa: N818
     """There is no library; the message says why, in one line."""
 
 
-def load_library(num_threads: int, cache: Path | None = None, compilers: Sequence[str] = COMPILERS) -> ctypes.CDLL:
+def load_library(
+    num_threads: int,
+    cache: Path | None = None,
+    compilers: Sequence[str] = COMPILERS,
+    flags: Sequence[str] | None = None,
+) -> ctypes.CDLL:
     """The compiled kernels, for this CPU. Raises NativeUnavailable without a compiler that can build them.
 
-    `cache`: the folder that keeps libraries, by their sources, compiler, flags and CPU; None: the user's cache folder.
+    `cache`: the folder that keeps libraries, by their sources, compiler, flags and CPU; None: `.cache/motet` in the
+    user's home. `flags`: the compiler's, of the CPU to compile for; None: this one, with all that it can do.
     """
     compiler = next((found for name in compilers if (found := shutil.which(name))), None)
     if compiler is None:
         raise NativeUnavailable(f"no C++ compiler was found ({', '.join(compilers)})")
-    flags = (*_FLAGS, *_cpu_flags(), *(("-fopenmp",) if num_threads > 1 else ()))
-    folder = cache if cache is not None else _user_cache()
-    library = folder / f"kernels-{_key(compiler, flags)}.so"
+    all_flags = (*_FLAGS, *(cpu_flags() if flags is None else flags), *(("-fopenmp",) if num_threads > 1 else ()))
+    folder = cache if cache is not None else Path.home() / ".cache" / "motet"
+    library = folder / f"kernels-{_key(compiler, all_flags)}.so"
     try:
         if not library.is_file():
-            _compile(compiler, flags, library)
+            _compile(compiler, all_flags, library)
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise NativeUnavailable(f"{library} cannot be made or loaded: {error}") from error
 
 
-def _cpu_flags() -> tuple[str, ...]:
+def cpu_flags() -> tuple[str, ...]:
+    """The compiler's flags for this very CPU."""
     return ("-march=native",) if platform.machine() in ("x86_64", "AMD64") else ("-mcpu=native",)
-
-
-def _user_cache() -> Path:
-    """By the XDG base directory specification."""
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "motet"
 
 
 def _key(compiler: str, flags: Sequence[str]) -> str:

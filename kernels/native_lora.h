@@ -1,165 +1,258 @@
 // LoRA over pages: each segment of rows with its own adapter, at the adapter's real rank.
 #pragma once
 
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include <type_traits>
 #include <vector>
 
-#include "native_vectors.h"
+#include "native_pages.h"
 
 namespace motet {
 
-// One module of one segment's adapter; the caller lays these out as rows of int64.
-struct LoraPart {
-    int64_t start, end;  // rows of x and y
-    int64_t first_page;  // where the adapter's pages begin in the list of pages
-    int64_t rank, a_rows;
-    int64_t a, b;          // offsets in the adapter's virtual array, in elements
-    int64_t shrunk;        // offset of `[rows, a_rows]` in what is shrunk
-    int64_t column;        // of y
-    int64_t num_in, num_out;
-};
+inline Run run_of_a(const LoraPart& part) { return {part.a, part.a + part.a_rows * part.num_in}; }
+inline Run run_of_b(const LoraPart& part) { return {part.b, part.b + part.rank * part.num_out}; }
 
-// One layer of the pool, and the adapters' pages in it.
-template <class T>
-struct LoraPages {
-    const T* layer;
-    int64_t page_stride, slab;  // elements
-    const int64_t* pages;
+constexpr int kDots = 4;     // rows of A for several rows of x at once
+constexpr int kOneDots = 8;  // and for a single one
 
-    const T* at(const LoraPart& part, int64_t offset) const {
-        return layer + pages[part.first_page + offset / slab] * page_stride + offset % slab;
-    }
-
-    // The row of `width` elements at `offset`: in its page, or copied to `spare` if it straddles pages.
-    const T* row(const LoraPart& part, int64_t offset, int64_t width, T* spare) const {
-        if (offset % slab + width <= slab) return at(part, offset);
-        for (int64_t done = 0; done < width;) {
-            int64_t run = std::min(width - done, slab - (offset + done) % slab);
-            std::memcpy(spare + done, at(part, offset + done), size_t(run) * sizeof(T));
-            done += run;
-        }
-        return spare;
-    }
-
-    // Adapters are read once a step and lie anywhere in memory: ask for them before they are needed.
-    void prefetch(const LoraPart& part, int64_t offset, int64_t end, int64_t width) const {
-        const int64_t line = 64 / int64_t(sizeof(T)), stop = std::min(offset + width, end);
-        while (offset < stop) {
-            const T* from = at(part, offset);
-            int64_t run = std::min(stop - offset, slab - offset % slab);
-            for (int64_t i = 0; i < run; i += line) __builtin_prefetch(from + i);
-            offset += run;
-        }
-    }
-};
-
-constexpr int kDots = 4;  // rows of A at once
-
-template <class T, int kRows>
-inline void dot(const T* x, int64_t x_stride, const T* const* a, int64_t width, T* to, int64_t to_stride, int count) {
+template <class T, int kRows, int kCount, class Ahead>
+inline void dot(const T* x, int64_t x_stride, const T* const* a, int64_t width, T* to, int64_t to_stride, int count,
+                Ahead* ahead) {
     constexpr int kStep = Operand<T>::kWidth;
-    Floats totals[kRows][kDots] = {};
-    int64_t k = 0;
-    for (; k + kStep <= width; k += kStep) {
-        Operand<T> rows[kDots] = {Operand<T>(a[0] + k), Operand<T>(a[1] + k), Operand<T>(a[2] + k), Operand<T>(a[3] + k)};
-        for (int m = 0; m < kRows; m++) {
-            Operand<T> own(x + m * x_stride + k);
-            for (int j = 0; j < kDots; j++) multiply_add(totals[m][j], own, rows[j]);
+    Floats totals[kRows][kCount] = {};
+    for (int64_t k = 0; k + kStep <= width; k += kStep) {
+        if (ahead) ahead->lines(kCount * kStep * int64_t(sizeof(T)) / 64);
+        Operand<T> own[kRows];
+        for (int m = 0; m < kRows; m++) own[m] = Operand<T>(x + m * x_stride + k);
+        for (int j = 0; j < kCount; j++) {
+            Operand<T> row(a[j] + k);
+            for (int m = 0; m < kRows; m++) multiply_add(totals[m][j], own[m], row);
         }
     }
-    if (k < width)
+    if (const int64_t k = width / kStep * kStep; k < width) {
+        if (ahead) ahead->lines(kCount * kStep * int64_t(sizeof(T)) / 64);
         for (int m = 0; m < kRows; m++) {
             Operand<T> own(x + m * x_stride + k, width - k);
-            for (int j = 0; j < kDots; j++) multiply_add(totals[m][j], own, Operand<T>(a[j] + k, width - k));
+            for (int j = 0; j < kCount; j++) multiply_add(totals[m][j], own, Operand<T>(a[j] + k, width - k));
         }
-    for (int m = 0; m < kRows; m++)
-        for (int j = 0; j < count; j++) assign(to[m * to_stride + j], sum(totals[m][j]));
-}
-
-// x Aᵀ of the part's rows, `[rows, a_rows]` at `part.shrunk` of `shrunk`.
-template <class T>
-void shrink_part(const LoraPages<T>& pages, const LoraPart& part, const T* x, int64_t x_stride, T* shrunk) {
-    const int64_t width = part.num_in, end = part.a + part.a_rows * width;
-    std::vector<T> spare(size_t(kDots * width));
-    T* out = shrunk + part.shrunk;
-    for (int64_t first = 0; first < part.a_rows; first += kDots) {
-        const int count = int(std::min<int64_t>(kDots, part.a_rows - first));
-        const int64_t offset = part.a + first * width;
-        const T* rows[kDots];
-        for (int j = 0; j < kDots; j++)
-            rows[j] = j < count ? pages.row(part, offset + j * width, width, spare.data() + j * width) : rows[0];
-        pages.prefetch(part, offset + kDots * width, end, kDots * width);
-        int64_t m = part.start;
-        for (; m + 4 <= part.end; m += 4)
-            dot<T, 4>(x + m * x_stride, x_stride, rows, width, out + (m - part.start) * part.a_rows + first,
-                      part.a_rows, count);
-        for (; m < part.end; m++)
-            dot<T, 1>(x + m * x_stride, x_stride, rows, width, out + (m - part.start) * part.a_rows + first,
-                      part.a_rows, count);
+    }
+    for (int m = 0; m < kRows; m++) {
+        float each[kCount];
+        sums<kCount>(totals[m], each);
+        for (int j = 0; j < count; j++) assign(to[m * to_stride + j], each[j]);
     }
 }
 
-constexpr int kPairs = 4;          // pairs of rows of B at once
-constexpr int64_t kTotals = 16;  // rows of y at once
-
-// Adds v B to the part's columns of y, where v is what all workers have shrunk, worker after worker.
+// What one thread keeps between parts.
 template <class T>
-void expand_part(const LoraPages<T>& pages, const LoraPart& part, const T* shrunk, int64_t shrunk_stride, T* y,
-                 int64_t y_stride) {
-    typedef typename RowPair<T>::Factors Factors;
+struct LoraScratch {
+    std::vector<T> spare;  // rows that straddle pages
+    std::vector<T> zeros;  // a row of B after an odd rank
+    std::vector<T> values;
+    std::vector<float> totals;
+    std::vector<typename RowPair<T>::Factors> factors;
+    std::vector<const T*> rows;
+    std::vector<RowPair<T>> pairs;
+};
+
+template <class V>
+inline typename V::value_type* room(V& values, int64_t count) {
+    if (int64_t(values.size()) < count) values.resize(size_t(count));
+    return values.data();
+}
+
+// x Aᵀ of rows `start` to `end` of the part, in its `[rows, a_rows]` at `part.shrunk` of `shrunk`.
+template <class T, class Ahead>
+void shrink_part(const LoraPages<T>& pages, const LoraPart& part, int64_t start, int64_t end, const T* x,
+                 int64_t x_stride, T* shrunk, LoraScratch<T>& scratch, Ahead& ahead) {
+    const int64_t width = part.num_in, most = end - start == 1 ? kOneDots : kDots;
+    T* spare = room(scratch.spare, kOneDots * width);
+    T* out = shrunk + part.shrunk + (start - part.start) * part.a_rows;
+    for (int64_t first = 0; first < part.a_rows; first += most) {
+        const int count = int(std::min(most, part.a_rows - first));
+        const T* rows[kOneDots];
+        for (int j = 0; j < kOneDots; j++)
+            rows[j] = j < count ? pages.row(part, part.a + (first + j) * width, width, spare + j * width) : rows[0];
+        const T* own = x + start * x_stride;
+        T* to = out + first;
+        Ahead* asking = &ahead;  // while the rows of A are read for the first time
+        if (most == kOneDots) {
+            dot<T, 1, kOneDots>(own, x_stride, rows, width, to, part.a_rows, count, asking);
+            continue;
+        }
+        int64_t m = end - start;
+        for (; m >= 4; m -= 4, own += 4 * x_stride, to += 4 * part.a_rows, asking = nullptr)
+            dot<T, 4, kDots>(own, x_stride, rows, width, to, part.a_rows, count, asking);
+        for (; m > 0; m--, own += x_stride, to += part.a_rows, asking = nullptr)
+            dot<T, 1, kDots>(own, x_stride, rows, width, to, part.a_rows, count, asking);
+    }
+}
+
+constexpr int kPairs = 4;       // pairs of rows of B at once, for few rows of y
+constexpr int64_t kTotals = 4;  // rows of y at once; from so many on, B is taken strip by strip instead
+constexpr int64_t kStrip = 16;  // spans of columns of a strip, at most
+
+// What a row's vector gives to each pair of rows of B, where it is in parts of `a_rows`, one of each worker.
+template <class T>
+inline void take_factors(const T* own, int64_t stride, const LoraPart& part, T* values, int64_t num_pairs,
+                         typename RowPair<T>::Factors* to) {
+    for (int64_t j = 0; j < part.rank; j += part.a_rows, own += stride)
+        std::memcpy(values + j, own, size_t(std::min(part.a_rows, part.rank - j)) * sizeof(T));
+    std::memset(values + part.rank, 0, size_t(2 * num_pairs - part.rank) * sizeof(T));
+    for (int64_t j = 0; j < num_pairs; j++) to[j] = RowPair<T>::factors(values + 2 * j);
+}
+
+template <class T>
+inline void add_to(T* to, Sums sums, int64_t count) {
+    sums = RowPair<T>::in_order(sums);
+    store(to, load(to, count) + sums.first, count);
+    if (count > kLanes) store(to + kLanes, load(to + kLanes, count - kLanes) + sums.second, count - kLanes);
+}
+
+// Few rows of y: B is read row by row, as it lies in memory.
+template <class T, class Ahead>
+void expand_few(const LoraPages<T>& pages, const LoraPart& part, int64_t num_rows, T* y, int64_t y_stride,
+                const typename RowPair<T>::Factors* factors, int64_t num_pairs, LoraScratch<T>& scratch, Ahead& ahead) {
     const int64_t width = part.num_out, padded = (width + kSpan - 1) / kSpan * kSpan;
-    const int64_t end = part.b + part.rank * width, num_steps = (part.rank + 2 * kPairs - 1) / (2 * kPairs);
-    const int64_t most = std::min(kTotals, part.end - part.start);
-    std::vector<T> spare(size_t((2 * kPairs + 1) * width));  // the last row stays zero, for an odd rank
-    std::vector<float> totals(size_t(most * padded));
-    std::vector<Factors> factors(size_t(most * num_steps * kPairs));
-    for (int64_t start = part.start; start < part.end; start += most) {
-        const int64_t num_rows = std::min(most, part.end - start);
-        std::fill(totals.begin(), totals.end(), 0.0f);
-        for (int64_t m = 0; m < num_rows; m++) {
-            const T* own = shrunk + part.shrunk + (start + m - part.start) * part.a_rows;
-            auto value = [&](int64_t j) {
-                return j < part.rank ? to_float(own[j / part.a_rows * shrunk_stride + j % part.a_rows]) : 0.0f;
+    T* spare = room(scratch.spare, 2 * kPairs * width);
+    const T* zeros = room(scratch.zeros, width);
+    float* totals = room(scratch.totals, kTotals * padded);
+    std::fill(totals, totals + num_rows * padded, 0.0f);
+    for (int64_t first = 0; first < num_pairs; first += kPairs) {
+        const T* rows[2 * kPairs];
+        for (int j = 0; j < 2 * kPairs; j++) {
+            const int64_t row = 2 * first + j;
+            rows[j] = row < part.rank ? pages.row(part, part.b + row * width, width, spare + j * width) : zeros;
+        }
+        add_weighted_rows<T, kPairs>(totals, padded, num_rows, factors + first, num_pairs, rows, width, &ahead);
+    }
+    for (int64_t m = 0; m < num_rows; m++)
+        for (int64_t column = 0; column < width; column += kSpan) {
+            const float* total = totals + m * padded + column;
+            add_to(y + m * y_stride + column, {load(total), load(total + kLanes)}, width - column);
+        }
+}
+
+// `kRows` rows of y, one span of columns, all pairs of rows of B; sums stay in registers.
+template <class T, int kRows>
+inline void expand_span(const RowPair<T>* pairs, int64_t num_pairs, const typename RowPair<T>::Factors* factors, T* y,
+                        int64_t y_stride, int64_t count) {
+    Sums sums[kRows] = {};
+    for (int64_t i = 0; i < num_pairs; i++)
+        for (int m = 0; m < kRows; m++) pairs[i].add_to(sums[m], factors[m * num_pairs + i]);
+    for (int m = 0; m < kRows; m++) add_to(y + m * y_stride, sums[m], count);
+}
+
+// Many rows of y: a strip of B is paired once and serves them all.
+template <class T, class Ahead>
+void expand_many(const LoraPages<T>& pages, const LoraPart& part, int64_t num_rows, T* y, int64_t y_stride,
+                 const typename RowPair<T>::Factors* factors, int64_t num_pairs, LoraScratch<T>& scratch, Ahead& ahead) {
+    const int64_t width = part.num_out;
+    ahead.lines(part.rank * width * int64_t(sizeof(T)) / 64);  // strips would reach for a bit of each row in turn
+    T* spare = room(scratch.spare, part.rank * width);
+    const T* zeros = room(scratch.zeros, width);
+    const T** rows = room(scratch.rows, 2 * num_pairs);
+    // As wide as the first cache level holds: a narrow strip of y touches many places for little.
+    const int64_t strip = std::max<int64_t>(2, std::min(kStrip, 256 / num_pairs));
+    RowPair<T>* pairs = room(scratch.pairs, strip * num_pairs);
+    for (int64_t j = 0; j < 2 * num_pairs; j++)
+        rows[j] = j < part.rank ? pages.row(part, part.b + j * width, width, spare + j * width) : zeros;
+    for (int64_t first = 0; first < width; first += strip * kSpan) {
+        const int64_t num_spans = std::min(strip, (width - first + kSpan - 1) / kSpan);
+        for (int64_t i = 0; i < num_pairs; i++)
+            for (int64_t span = 0; span < num_spans; span++) {
+                const int64_t at = first + span * kSpan;
+                pairs[span * num_pairs + i] = RowPair<T>(rows[2 * i] + at, rows[2 * i + 1] + at, width - at);
+            }
+        int64_t m = 0;
+        auto rows_of_y = [&](auto count) {
+            for (int64_t span = 0; span < num_spans; span++) {
+                const int64_t column = first + span * kSpan;
+                expand_span<T, decltype(count)::value>(pairs + span * num_pairs, num_pairs, factors + m * num_pairs,
+                                                       y + m * y_stride + column, y_stride, width - column);
+            }
+            m += count;
+        };
+        while (m + 4 <= num_rows) rows_of_y(std::integral_constant<int, 4>());
+        while (m < num_rows) rows_of_y(std::integral_constant<int, 1>());
+    }
+}
+
+// Adds v B to rows `start` to `end` of the part's columns of y, where v is what all workers have shrunk.
+template <class T, class Ahead>
+void expand_part(const LoraPages<T>& pages, const LoraPart& part, int64_t start, int64_t end, const T* shrunk,
+                 int64_t shrunk_stride, T* y, int64_t y_stride, LoraScratch<T>& scratch, Ahead& ahead) {
+    const int64_t num_pairs = (part.rank + 2 * kPairs - 1) / (2 * kPairs) * kPairs, num_rows = end - start;
+    T* values = room(scratch.values, 2 * num_pairs);
+    auto* factors = room(scratch.factors, num_rows * num_pairs);
+    for (int64_t m = 0; m < num_rows; m++) {
+        const T* own = shrunk + part.shrunk + (start + m - part.start) * part.a_rows;
+        take_factors(own, shrunk_stride, part, values, num_pairs, factors + m * num_pairs);
+    }
+    T* to = y + start * y_stride + part.column;
+    if (num_rows < kTotals)
+        expand_few(pages, part, num_rows, to, y_stride, factors, num_pairs, scratch, ahead);
+    else
+        expand_many(pages, part, num_rows, to, y_stride, factors, num_pairs, scratch, ahead);
+}
+
+// Shares parts out to threads so that all cost alike: `body(part, start row, end row, scratch, read-ahead)`. A part of
+// many rows is cut between them. `kRun` is what a part reads.
+template <class T, Run (*kRun)(const LoraPart&), class Body>
+void share_out(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, [[maybe_unused]] int num_threads,
+               Body body) {
+    constexpr double kReading = 4;  // reading a matrix costs about as much as so many rows' products with it
+    auto cost = [](const LoraPart& part) {
+        const Run run = kRun(part);
+        return double(run.end - run.start) * (double(part.end - part.start) + kReading);
+    };
+    double total = 0;
+    for (int64_t i = 0; i < num_parts; i++) total += cost(parts[i]);
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    {
+        int64_t thread = 0, count = 1;
+#ifdef _OPENMP
+        thread = omp_get_thread_num(), count = omp_get_num_threads();
+#endif
+        const double low = total * double(thread) / double(count), high = total * double(thread + 1) / double(count);
+        double before = 0;
+        int64_t first = 0;
+        while (first < num_parts && before + cost(parts[first]) <= low) before += cost(parts[first++]);
+        LoraScratch<T> scratch;
+        ReadAhead<T, kRun> ahead(pages, parts + first, num_parts - first);
+        for (int64_t i = first; i < num_parts && (before < high || thread + 1 == count); i++) {
+            const LoraPart& part = parts[i];
+            const double own = cost(part), num_rows = double(part.end - part.start);
+            auto row_at = [&](double at) {
+                return part.start + int64_t(std::clamp((at - before) / own, 0.0, 1.0) * num_rows + 0.5);
             };
-            for (int64_t j = 0; j < num_steps * kPairs; j++)
-                factors[size_t(m * num_steps * kPairs + j)] = RowPair<T>::factors(value(2 * j), value(2 * j + 1));
+            const int64_t start = thread == 0 ? part.start : row_at(low);
+            const int64_t end = thread + 1 == count ? part.end : row_at(high);
+            if (start < end) body(part, start, end, scratch, ahead);
+            before += own;
         }
-        for (int64_t step = 0; step < num_steps; step++) {
-            const T* rows[2 * kPairs];
-            for (int j = 0; j < 2 * kPairs; j++) {
-                const int64_t row = step * 2 * kPairs + j;
-                rows[j] = row < part.rank
-                              ? pages.row(part, part.b + row * width, width, spare.data() + j * width)
-                              : spare.data() + 2 * kPairs * width;
-            }
-            pages.prefetch(part, part.b + (step + 1) * 2 * kPairs * width, end, 2 * kPairs * width);
-            add_weighted_rows<T, kPairs>(totals.data(), padded, num_rows, factors.data() + step * kPairs,
-                                         num_steps * kPairs, rows, width);
-        }
-        for (int64_t m = 0; m < num_rows; m++)
-            for (int64_t column = 0; column < width; column += kSpan) {
-                const float* total = totals.data() + m * padded + column;
-                Sums sums = RowPair<T>::in_order({load(total), load(total + kLanes)});
-                T* to = y + (start + m) * y_stride + part.column + column;
-                const int64_t count = width - column;
-                store(to, load(to, count) + sums.first, count);
-                if (count > kLanes)
-                    store(to + kLanes, load(to + kLanes, count - kLanes) + sums.second, count - kLanes);
-            }
     }
 }
 
 template <class T>
 void shrink(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, const T* x, int64_t x_stride,
-            T* shrunk, [[maybe_unused]] int num_threads) {
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
-    for (int64_t i = 0; i < num_parts; i++) shrink_part(pages, parts[i], x, x_stride, shrunk);
+            T* shrunk, int num_threads) {
+    share_out<T, run_of_a>(pages, parts, num_parts, num_threads,
+                           [&](const LoraPart& part, int64_t start, int64_t end, auto& scratch, auto& ahead) {
+                               shrink_part(pages, part, start, end, x, x_stride, shrunk, scratch, ahead);
+                           });
 }
 
 template <class T>
 void expand(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, const T* shrunk,
-            int64_t shrunk_stride, T* y, int64_t y_stride, [[maybe_unused]] int num_threads) {
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
-    for (int64_t i = 0; i < num_parts; i++) expand_part(pages, parts[i], shrunk, shrunk_stride, y, y_stride);
+            int64_t shrunk_stride, T* y, int64_t y_stride, int num_threads) {
+    share_out<T, run_of_b>(pages, parts, num_parts, num_threads,
+                           [&](const LoraPart& part, int64_t start, int64_t end, auto& scratch, auto& ahead) {
+                               expand_part(pages, part, start, end, shrunk, shrunk_stride, y, y_stride, scratch, ahead);
+                           });
 }
 
 }  // namespace motet

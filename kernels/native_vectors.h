@@ -109,6 +109,27 @@ inline float sum(Floats x) {
 #endif
 }
 
+// The sum of each of `kCount` vectors. In one order whatever the count, so that a row's result never depends on how many
+// others are computed with it.
+template <int kCount>
+inline void sums(const Floats* x, float* to) {
+#ifdef __AVX512F__
+    static_assert(kCount % 4 == 0);
+    for (int i = 0; i < kCount; i += 4) {
+        __m512 a = (__m512)x[i], b = (__m512)x[i + 1], c = (__m512)x[i + 2], d = (__m512)x[i + 3];
+        __m512d ab = (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        __m512d cd = (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+        // Each quarter of the register holds a quarter of all four sums.
+        __m512 all = _mm512_add_ps((__m512)_mm512_unpacklo_pd(ab, cd), (__m512)_mm512_unpackhi_pd(ab, cd));
+        all = _mm512_add_ps(all, _mm512_shuffle_f32x4(all, all, 0xb1));
+        all = _mm512_add_ps(all, _mm512_shuffle_f32x4(all, all, 0x4e));
+        _mm_storeu_ps(to + i, _mm512_castps512_ps128(all));
+    }
+#else
+    for (int i = 0; i < kCount; i++) to[i] = sum(x[i]);
+#endif
+}
+
 inline float largest(Floats x) {
 #ifdef __AVX512F__
     return _mm512_reduce_max_ps((__m512)x);
@@ -148,6 +169,7 @@ template <class T>
 struct Operand {
     static constexpr int kWidth = kLanes;
     Floats value;
+    Operand() = default;
     explicit Operand(const T* from) : value(load(from)) {}
     Operand(const T* from, int64_t count) : value(load(from, count)) {}
 };
@@ -162,6 +184,7 @@ template <>
 struct Operand<Bfloat16> {
     static constexpr int kWidth = 2 * kLanes;
     __m512bh value;
+    Operand() = default;
     explicit Operand(const Bfloat16* from) : value((__m512bh)_mm512_loadu_si512(from)) {}
     Operand(const Bfloat16* from, int64_t count)
         : value((__m512bh)_mm512_maskz_loadu_epi16(count >= kWidth ? ~0u : (1u << count) - 1, from)) {}
@@ -197,7 +220,7 @@ struct RowPair {
             rows[row][1] = count > kLanes ? load(from[row] + kLanes, count - kLanes) : Floats{};
         }
     }
-    static Factors factors(float first, float second) { return {first, second}; }
+    static Factors factors(const T* both) { return {to_float(both[0]), to_float(both[1])}; }
     void add_to(Sums& sums, Factors by) const {
         sums.first += rows[0][0] * by.first + rows[1][0] * by.second;
         sums.second += rows[0][1] * by.first + rows[1][1] * by.second;
@@ -218,12 +241,7 @@ struct RowPair<Bfloat16> {
         low = (__m512bh)_mm512_unpacklo_epi16(one, other);
         high = (__m512bh)_mm512_unpackhi_epi16(one, other);
     }
-    static Factors factors(float first, float second) {
-        Bfloat16 one, other;
-        assign(one, first);
-        assign(other, second);
-        return uint32_t(one.bits) | uint32_t(other.bits) << 16;
-    }
+    static Factors factors(const Bfloat16* both) { return uint32_t(both[0].bits) | uint32_t(both[1].bits) << 16; }
     void add_to(Sums& sums, Factors by) const {
         __m512bh both = (__m512bh)_mm512_set1_epi32(int(by));
         sums.first = (Floats)_mm512_dpbf16_ps((__m512)sums.first, both, low);
@@ -239,12 +257,18 @@ struct RowPair<Bfloat16> {
 };
 #endif
 
+struct NothingAhead {
+    void lines(int64_t) {}
+};
+
 // totals[i] += the sum over `kPairs` pairs of rows, each times factors[i][pair]; totals in the order of the products.
-template <class T, int kPairs>
+// `ahead`, if any, hears how many cache lines of the rows are about to be read.
+template <class T, int kPairs, class Ahead = NothingAhead>
 inline void add_weighted_rows(float* totals, int64_t total_stride, int64_t num_totals,
                               const typename RowPair<T>::Factors* factors, int64_t factor_stride,
-                              const T* const* rows, int64_t width) {
+                              const T* const* rows, int64_t width, Ahead* ahead = nullptr) {
     for (int64_t column = 0; column < width; column += kSpan) {
+        if (ahead) ahead->lines(2 * kPairs * kSpan * int64_t(sizeof(T)) / 64);
         RowPair<T> pairs[kPairs];
         for (int i = 0; i < kPairs; i++)
             pairs[i] = RowPair<T>(rows[2 * i] + column, rows[2 * i + 1] + column, width - column);

@@ -58,9 +58,13 @@ class NativeRows:
         return self._gated(self._gelu_tanh_mul, gate_up)
 
     def _gated(self, kernel: ctypes._NamedFuncPointer, gate_up: torch.Tensor) -> torch.Tensor:
+        stride, unit = gate_up.stride()
         assert gate_up.dtype == self._dtype, "of the kernels' dtype"
-        gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
-        num_rows, width = len(gate_up), gate_up.shape[1] // 2
-        product = torch.empty((num_rows, width), dtype=gate_up.dtype)
-        kernel(gate_up.data_ptr(), gate_up.stride(0), product.data_ptr(), num_rows, width)
+        if unit != 1:
+            gate_up = gate_up.contiguous()
+            stride = gate_up.stride(0)
+        num_rows, width = gate_up.shape
+        width //= 2
+        product = gate_up.new_empty((num_rows, width))
+        kernel(gate_up.data_ptr(), stride, product.data_ptr(), num_rows, width)
         return product

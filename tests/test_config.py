@@ -58,6 +58,13 @@ def test_an_empty_variable_is_no_value(paths: dict[str, Any]) -> None:
     assert MotetConfig.from_environment({"REDIS_URL": ""}, **paths).redis_url is None
 
 
+def test_where_compiled_kernels_are_kept(paths: dict[str, Any], tmp_path: Path) -> None:
+    config = MotetConfig.from_environment({"XDG_CACHE_HOME": str(tmp_path)}, **paths)
+    assert config.engine.cache_path == tmp_path / "motet"
+    for ignored in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "relative"}):
+        assert MotetConfig.from_environment(ignored, **paths).engine.cache_path is None
+
+
 @pytest.mark.parametrize(
     ("host", "url"),
     [("0.0.0.0", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000"), ("10.0.0.7", "http://10.0.0.7:8000")],

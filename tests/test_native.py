@@ -1,8 +1,13 @@
-"""The native CPU kernels against their plain twins."""
+"""The native CPU kernels against their plain twins, compiled for this CPU and for lesser ones.
+
+`tests/test_sanitizers.py` runs this file once more, with sanitizers compiled in.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import platform
 from pathlib import Path
 
 import pytest
@@ -13,10 +18,11 @@ from hypothesis import strategies as st
 from motet.adapters.adapter import MODULES, BaseShape
 from motet.adapters.layout import AdapterLayout
 from motet.kernels import attention_torch, norms
+from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import Kernels, choose_kernels, native_kernels
 from motet.kernels.lora import ABSENT, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from motet.kernels.lora_torch import TorchLora
-from motet.kernels.native_build import NativeUnavailable, load_library
+from motet.kernels.native_build import NativeUnavailable, cpu_flags, load_library
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.models.rotary import RotaryConfig, rotary_table
 from motet.workers.scheduling.plan import SequencePlan, StepPlan
@@ -25,15 +31,25 @@ DTYPES = [torch.float32, torch.bfloat16]
 # Sums run in another order; bfloat16 results have 8 bits, and the twin rounds between its steps where these do not.
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2}
 CPU = torch.device("cpu")
+SANITIZERS = os.environ.get("MOTET_TEST_SANITIZERS", "").split()  # compiler flags
+EXAMPLES = 4 if SANITIZERS else 12  # for each build
+# What the kernels are compiled for: this CPU; one with AVX2; one with neither AVX nor fused products.
+HERE, AVX2, PLAIN = cpu_flags(), ("-march=x86-64-v3",), ("-march=x86-64",)
+BUILDS = [(dtype, threads, HERE) for dtype in DTYPES for threads in (1, 2)]
+if platform.machine() in ("x86_64", "AMD64"):
+    BUILDS += [(dtype, 1, flags) for dtype in DTYPES for flags in ((PLAIN,) if SANITIZERS else (AVX2, PLAIN))]
 
 
-@pytest.fixture(scope="module", params=[(dtype, threads) for dtype in DTYPES for threads in (1, 2)], ids=str)
+@pytest.fixture(scope="module", params=BUILDS, ids=str)
 def native(request: pytest.FixtureRequest) -> tuple[Kernels, torch.dtype]:
-    dtype, num_threads = request.param
+    dtype, num_threads, flags = request.param
+    if flags == AVX2 and "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this CPU has no AVX2")
     try:
-        return native_kernels(dtype, num_threads), dtype
+        library = load_library(num_threads, flags=[*flags, *SANITIZERS])
     except NativeUnavailable as problem:
         pytest.skip(str(problem))
+    return native_kernels(dtype, num_threads, library), dtype
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -41,7 +57,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=EXAMPLES)
 @given(
     sequences=st.lists(
         st.tuples(st.sampled_from([0, 1, 15, 16, 17, 100, 300]), st.integers(1, 20)), min_size=1, max_size=6
@@ -66,6 +82,45 @@ def test_attention(
     seed: int,
 ) -> None:
     """Old KV of any length and new rows of any number, in pages of any order; what lies beyond a context is NaN."""
+    check_attention(native, sequences, head_dim, group, num_kv_heads, block_size, window, softcap, seed)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_attention_of_each_shape(native: tuple[Kernels, torch.dtype], head_dim: int) -> None:
+    """One token, page edges, and a prompt chunk after a context, for each number of heads that share K and V."""
+    for group in range(1, 9):
+        check_attention(native, [(0, 1), (15, 1), (16, 1), (14, 18)], head_dim, group, 1, 16, None, None, seed=group)
+
+
+def test_attention_over_a_long_context(native: tuple[Kernels, torch.dtype]) -> None:
+    check_attention(native, [(8191, 1), (8189, 3)], 64, 3, 1, 16, None, None, seed=0)
+    check_attention(native, [(8191, 1)], 64, 3, 1, 16, 1000, None, seed=0)
+
+
+def test_attention_of_nothing(native: tuple[Kernels, torch.dtype]) -> None:
+    kernels, dtype = native
+    rows = torch.zeros(0, dtype=torch.int64)
+    batch = AttentionBatch((0,), (), torch.zeros(0, 1, dtype=torch.int64), rows, rows, rows)
+    q, k = torch.zeros(0, 6, 64, dtype=dtype), torch.zeros(0, 2, 64, dtype=dtype)
+    kv = torch.full((3, 2, 16, 2, 64), torch.nan, dtype=dtype)
+    rotary = rotary_table(RotaryConfig(10000.0, "default", {}), 64, 8)
+    assert kernels.write_kv(q, k, k, rotary, kv, batch).shape == (0, 6, 64)
+    assert kernels.paged_attention(q, kv, batch, 0.125, None, None).shape == (0, 6, 64)
+    assert kv.isnan().all()
+
+
+def check_attention(
+    native: tuple[Kernels, torch.dtype],
+    sequences: list[tuple[int, int]],
+    head_dim: int,
+    group: int,
+    num_kv_heads: int,
+    block_size: int,
+    window: int | None,
+    softcap: float | None,
+    seed: int,
+) -> None:
+    """`sequences`: (tokens of old KV, new rows) of each."""
     kernels, dtype = native
     generator = torch.Generator().manual_seed(seed)
     num_pages = sum(-(-(old + new) // block_size) for old, new in sequences) + 3
@@ -76,15 +131,15 @@ def test_attention(
     for i, (old, new) in enumerate(sequences):
         pages = tuple(free.pop() for _ in range(-(-(old + new) // block_size)))
         plans.append(SequencePlan(i, (0,) * new, old, pages, None, None))
-        for position in range(old):
-            content = torch.randn(2, num_kv_heads, head_dim, generator=generator).to(dtype)
-            pool[pages[position // block_size], 1, :, position % block_size] = content
+        at = torch.arange(old)
+        content = torch.randn(old, 2, num_kv_heads, head_dim, generator=generator).to(dtype)
+        pool[torch.tensor(pages)[at // block_size], 1, :, at % block_size] = content
     batch = make_inputs(StepPlan(1, tuple(plans), (), ()), {}, block_size, CPU).attention
     num_rows = batch.query_starts[-1]
     # One tensor of heads side by side, as a layer's linear gives them: q, k and v are strided.
     heads = torch.randn(num_rows, num_kv_heads * (group + 2), head_dim, generator=generator).to(dtype)
     q, k, v = heads.split([num_kv_heads * group, num_kv_heads, num_kv_heads], dim=1)
-    rotary = rotary_table(RotaryConfig(10000.0, "default", {}), head_dim, 400)
+    rotary = rotary_table(RotaryConfig(10000.0, "default", {}), head_dim, max(old + new for old, new in sequences))
     kv, twin_kv = pool[:, 1], pool.clone()[:, 1]
     turned = kernels.write_kv(q, k, v, rotary, kv, batch)
     expected_turned = attention_torch.write_kv(q, k, v, rotary, twin_kv, batch)
@@ -98,7 +153,7 @@ def test_attention(
 ranks_of_adapter = st.dictionaries(st.sampled_from(MODULES), st.sampled_from([1, 2, 3, 8, 17, 64, 256]), min_size=1)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=EXAMPLES)
 @given(
     batch=st.lists(st.tuples(st.one_of(st.none(), ranks_of_adapter), st.integers(1, 40)), min_size=1, max_size=6),
     slab=st.sampled_from([96, 256, 6144]),
@@ -141,7 +196,7 @@ def test_lora(
         close(y, expected)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=EXAMPLES)
 @given(rows=st.integers(0, 9), width=st.integers(1, 200), has_residual=st.booleans(), seed=st.integers(0, 2**20))
 def test_rows(native: tuple[Kernels, torch.dtype], rows: int, width: int, has_residual: bool, seed: int) -> None:
     kernels, dtype = native
@@ -170,6 +225,42 @@ def test_linear(native: tuple[Kernels, torch.dtype], rows: int, has_bias: bool) 
     bias = torch.randn(40, generator=generator).to(dtype) if has_bias else None
     actual = kernels.linear(x.to(dtype), kernels.pack_linear(weight.to(dtype)), bias)
     close(actual, torch.nn.functional.linear(x.to(dtype), weight.to(dtype), bias))
+
+
+def test_lora_of_nothing(native: tuple[Kernels, torch.dtype]) -> None:
+    kernels, dtype = native
+    geometry, pool = LoraGeometry(1, 96, 16, ((48, 48),)), torch.full((2, 1, 96), torch.nan, dtype=dtype)
+    y = torch.ones(3, 48, dtype=dtype)
+    for segments in ([], [LoraSegment(0, 3, PagedAdapter((1,), (ABSENT,)))]):
+        prepared = kernels.lora.prepare(segments, geometry, CPU)
+        shrunk = kernels.lora.shrink(torch.ones(3, 48, dtype=dtype), pool, 0, prepared, (0,))
+        assert shrunk.shape == (0,)
+        kernels.lora.expand(y, shrunk.unsqueeze(0), pool, 0, prepared, (0,))
+    assert (y == 1).all()
+
+
+def test_a_rows_lora_does_not_depend_on_who_else_is_there(native: tuple[Kernels, torch.dtype]) -> None:
+    """To the last bit: alone, among rows of the same adapter however many, and beside another adapter."""
+    kernels, dtype = native
+    generator = torch.Generator().manual_seed(0)
+    rank, width = 37, 80
+    pool = torch.randn(8, 1, 2 * rank * width // 4, generator=generator).to(dtype)
+    place = ModuleSlice(rank, rank, 0, rank * width)
+    mine, other = PagedAdapter((5, 2, 7, 0), (place,)), PagedAdapter((1, 3, 4, 6), (place,))
+    geometry = LoraGeometry(1, pool.shape[2], 1, ((width, width),))
+    x = torch.randn(1, width, generator=generator).to(dtype)
+    found = []
+    for before, rows in ((0, 1), (0, 2), (0, 4), (0, 7), (0, 40), (3, 1), (30, 9)):
+        segments = [LoraSegment(before, before + rows, mine)]
+        if before:
+            segments.insert(0, LoraSegment(0, before, other))
+        prepared, inputs = kernels.lora.prepare(segments, geometry, CPU), x.expand(before + rows, width).contiguous()
+        y = torch.zeros(before + rows, width, dtype=dtype)
+        shrunk = kernels.lora.shrink(inputs, pool, 0, prepared, (0,))
+        kernels.lora.expand(y, shrunk.unsqueeze(0), pool, 0, prepared, (0,))
+        found.append(y[before:])
+    for y in found:
+        assert (y == found[0][0]).all()
 
 
 def test_without_a_compiler_the_twins_serve_and_one_line_says_what_is_lost(

@@ -31,6 +31,7 @@ class EngineConfig:
     prefix_cache: bool = True  # sequences of a tenant that begin alike share their KV
     max_model_len: int | None = None  # None: what the model's config says
     num_threads: int = 1  # threads of the compute library
+    cache_path: Path | None = None  # keeps what was compiled for this machine; None: .cache/motet in the user's home
     tensor_parallel: int = 1  # workers of the gang
     expert_sharding: ExpertSharding = "tensor"  # workers share each expert's features, or ("expert") the experts
     step_deadline_s: float = 120.0  # a worker that takes longer over a step hangs

@@ -34,7 +34,7 @@ def build_executor(config: EngineConfig, parallel: Parallel, on_progress: Progre
     sharding = ModelSharding(model, parallel.degree, parallel.rank, config.expert_sharding)
     geometry = plan_pool(sharding, config.block_size, dtype, config.pool_bytes)
     layout = sharding.layout(config.block_size, config.dtype)
-    kernels = choose_kernels(device, dtype, config.num_threads)
+    kernels = choose_kernels(device, dtype, config.num_threads, config.cache_path)
     pool = make_pool(geometry, device)
     decoder = load_decoder(sharding, Checkpoint(config.model_path, dtype, device, on_progress), kernels.pack_linear)
     rotary = rotary_tables(model.rotaries, model.head_dim, config.context_of(model.max_model_len), device)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from ..models.sharding import ModelSharding
+from .huge_pages import zeros_in_huge_pages
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,10 @@ def plan_pool(sharding: ModelSharding, block_size: int, dtype: torch.dtype, pool
 
 def make_pool(geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
     """`[num_pages, num_layers, slab]`. Zeroed, because masked attention still multiplies what it does not see."""
-    return torch.zeros((geometry.num_pages, geometry.num_layers, geometry.slab), dtype=geometry.dtype, device=device)
+    shape = (geometry.num_pages, geometry.num_layers, geometry.slab)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=geometry.dtype, device=device)
+    return zeros_in_huge_pages(math.prod(shape), geometry.dtype).view(shape)
 
 
 def kv_view(pool: torch.Tensor, geometry: PoolGeometry) -> torch.Tensor:

@@ -1,0 +1,261 @@
+"""The native CPU kernels against what they replace: bfloat16, one thread, shapes of SmolLM2-135M and Llama-3.2-1B.
+
+Each pair is timed in turn, call by call, and the best time of each counts, so that what disturbs the machine disturbs
+both. Pages lie in random order, and calls go through the layers of a pool, larger than a cache in all, as steps do. One
+last line of JSON: LoRA on qkv with 64 rows of 64 adapters (ranks 8 to 32) over the base's product, adapters streamed
+from memory, and from cache where one layer's fit; decode attention of 64 sequences with 512 tokens against
+index_select + SDPA; the least ratio of a twin's time over its kernel's, and those below 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
+
+import torch
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from motet.adapters.adapter import MODULES, BaseShape
+from motet.adapters.layout import AdapterLayout
+from motet.kernels.attention import AttentionBatch
+from motet.kernels.backend import Kernels, native_kernels, torch_kernels
+from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
+from motet.kernels.native_build import load_library
+from motet.workers.execution.inputs import make_inputs
+from motet.workers.memory.pool import PoolGeometry, kv_view, make_pool
+from motet.workers.models.rotary import RotaryConfig, rotary_table
+from motet.workers.scheduling.plan import SequencePlan, StepPlan
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A base's layer; the pool has as many layers as make it larger than the caches."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 64
+    num_layers: int = 4
+
+    @property
+    def sides(self) -> dict[str, tuple[int, int]]:
+        kv = self.num_kv_heads * self.head_dim
+        sides = [(self.hidden, self.hidden), (self.hidden, kv), (self.hidden, kv), (self.hidden, self.hidden)]
+        wide = [(self.hidden, self.intermediate)] * 2 + [(self.intermediate, self.hidden)]
+        return dict(zip(MODULES, sides + wide, strict=True))
+
+    def geometry(self, num_pages: int) -> PoolGeometry:
+        slab = BLOCK_SIZE * 2 * self.num_kv_heads * self.head_dim
+        kv = self.num_kv_heads, self.head_dim
+        return PoolGeometry(num_pages, self.num_layers, slab, BLOCK_SIZE, *kv, torch.bfloat16)
+
+
+SHAPES = (Shape("SmolLM2-135M", 576, 1536, 9, 3), Shape("Llama-3.2-1B", 2048, 8192, 32, 8, num_layers=2))
+
+
+def best_times(calls: dict[str, Call], repetitions: int) -> dict[str, float]:
+    """The shortest time of each in seconds, taken in turn; each is called once before."""
+    best = dict.fromkeys(calls, float("inf"))
+    for repetition in range(repetitions + 1):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if repetition:
+                best[name] = min(best[name], time.perf_counter() - started)
+    return best
+
+
+class Bench:
+    """Prints a line for each pair and keeps its ratio."""
+
+    def __init__(self, repetitions: int) -> None:
+        self._repetitions = repetitions
+        self.over_twin: dict[str, float] = {}
+        self.native, self.twin = native_kernels(torch.bfloat16, 1, load_library(1)), torch_kernels()
+        self.both = (self.native, self.twin)
+
+    def against(self, what: str, kernel: Call, other: Call, name: str = "twin") -> float:
+        """The other's time over the kernel's."""
+        best = best_times({"kernel": kernel, "other": other}, self._repetitions)
+        ratio = best["other"] / best["kernel"]
+        times = f"{best['kernel'] * 1e6:10.1f} {best['other'] * 1e6:10.1f}"
+        print(f"{what:56} {times} {ratio:8.2f}  {name}", flush=True)
+        if name == "twin":
+            self.over_twin[what] = round(ratio, 2)
+        return ratio
+
+
+ATTENTION_CASES = {  # (tokens of old KV, new rows) of each sequence
+    "decode 64 x 512": [(511, 1)] * 64,
+    "decode 16 x 128": [(127, 1)] * 16,
+    "decode 1 x 2048": [(2047, 1)],
+    "prefill 8 x 60": [(0, 60)] * 8,
+    "prefill 1 x 512": [(0, 512)],
+    "prefill 256 after 768": [(768, 256)],
+}
+
+
+def attention(bench: Bench, shape: Shape, name: str, generator: torch.Generator) -> float:
+    """One of ATTENTION_CASES against its twin; gives what index_select + SDPA takes over it, where all decode alike."""
+    batch, kv = _paged(shape, ATTENTION_CASES[name], generator)
+    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    qkv = torch.randn(batch.query_starts[-1], sum(heads), shape.head_dim, generator=generator).bfloat16()
+    q, k, v = qkv.split(heads, dim=1)
+    rotary = rotary_table(RotaryConfig(10000.0, "default", {}), shape.head_dim, 4096)
+    layers, scale = cycle(range(shape.num_layers)), shape.head_dim**-0.5
+
+    def attend(kernels: Kernels) -> torch.Tensor:
+        return kernels.paged_attention(q, kv[:, next(layers)], batch, scale, None)
+
+    def write(kernels: Kernels) -> torch.Tensor:
+        return kernels.write_kv(q, k, v, rotary, kv[:, next(layers)], batch)
+
+    def gathered() -> torch.Tensor:
+        table = batch.page_table
+        pages = kv[:, next(layers)].index_select(0, table.flatten()).view(len(table), -1, *kv.shape[2:])
+        keys, values = (pages[:, :, i].flatten(1, 2).transpose(1, 2) for i in (0, 1))
+        return scaled_dot_product_attention(q.unsqueeze(2), keys, values, enable_gqa=True)
+
+    what = f"{shape.name} attention {name}"
+    bench.against(what, lambda: attend(bench.native), lambda: attend(bench.twin))
+    bench.against(f"{shape.name} write KV {name}", lambda: write(bench.native), lambda: write(bench.twin))
+    if not name.startswith("decode"):
+        return 0.0
+    return bench.against(what, lambda: attend(bench.native), gathered, "index_select + SDPA")
+
+
+def _paged(
+    shape: Shape, sequences: list[tuple[int, int]], generator: torch.Generator
+) -> tuple[AttentionBatch, torch.Tensor]:
+    """A batch, and its KV in pages of random order."""
+    counts = [-(-(old + new) // BLOCK_SIZE) for old, new in sequences]
+    geometry = shape.geometry(sum(counts))
+    pool = make_pool(geometry, CPU)
+    pool.normal_(generator=generator)
+    free = torch.randperm(sum(counts), generator=generator).tolist()
+    pages = [tuple(free.pop() for _ in range(count)) for count in counts]
+    plans = [
+        SequencePlan(i, (0,) * new, old, own, None, None)
+        for i, ((old, new), own) in enumerate(zip(sequences, pages, strict=True))
+    ]
+    batch = make_inputs(StepPlan(1, tuple(plans), (), ()), {}, BLOCK_SIZE, CPU).attention
+    return batch, kv_view(pool, geometry)
+
+
+LORA_GROUPS = {"qkv": (0, 1, 2), "o": (3,), "gate_up": (4, 5), "down": (6,)}
+LORA_CASES = ((64, 1), (16, 4), (1, 64), (1, 1), (1, 512))  # adapters, rows of each
+LORA_RANKS = (8, 16, 24, 32)
+
+
+class LoraBench:
+    """64 adapters in pages of random order."""
+
+    def __init__(self, bench: Bench, shape: Shape, generator: torch.Generator) -> None:
+        self._bench, self._shape, self._generator = bench, shape, generator
+        layout = AdapterLayout(BaseShape(shape.num_layers, shape.sides), shape.geometry(1).slab, "bfloat16")
+        self._sides = tuple(shape.sides[module] for module in MODULES)
+        self._geometry = LoraGeometry(shape.num_layers, layout.slab, layout.tile, self._sides)
+        ranks = [dict.fromkeys(MODULES, LORA_RANKS[i % 4]) for i in range(64)]
+        counts = [layout.num_pages(of) for of in ranks]
+        self._pool = make_pool(shape.geometry(sum(counts)), CPU)
+        self._pool.normal_(0, 0.05, generator=generator)
+        free = torch.randperm(sum(counts), generator=generator).tolist()
+        self._adapters = []
+        for of, count in zip(ranks, counts, strict=True):
+            at = layout.offsets(of)
+            slices = tuple(ModuleSlice(at[m].rank, at[m].a_rows, at[m].a, at[m].b) for m in MODULES)
+            self._adapters.append(PagedAdapter(tuple(free.pop() for _ in range(count)), slices))
+
+    def against_twin(self, num_adapters: int, rows: int, group: str) -> None:
+        what = f"{self._shape.name} LoRA {group}, {num_adapters} x {rows} rows"
+        layers = range(self._shape.num_layers)
+        self._bench.against(what, *(self._call(k, num_adapters, rows, group, layers) for k in self._bench.both))
+
+    def over_base(self, layers: range) -> float:
+        """What LoRA on qkv with 64 rows of 64 adapters takes over the base's product, whose weights it may find in
+        cache; so may LoRA the adapters, if `layers` is but one."""
+        num_out = sum(self._sides[m][1] for m in LORA_GROUPS["qkv"])
+        weight = torch.randn(num_out, self._shape.hidden, generator=self._generator).bfloat16()
+        x = torch.randn(64, self._shape.hidden, generator=self._generator).bfloat16()
+        native, packed = self._bench.native, self._bench.native.pack_linear(weight)
+        what = f"{self._shape.name} LoRA qkv, 64 x 1 rows, {len(layers)} layers in turn"
+        call = self._call(native, 64, 1, "qkv", layers)
+        return 1 / self._bench.against(what, call, lambda: native.linear(x, packed, None), "base")
+
+    def _call(self, kernels: Kernels, num_adapters: int, rows: int, group: str, layers: range) -> Call:
+        modules, pool = LORA_GROUPS[group], self._pool
+        num_in, num_out = self._sides[modules[0]][0], sum(self._sides[m][1] for m in modules)
+        x = torch.randn(num_adapters * rows, num_in, generator=self._generator).bfloat16()
+        y = torch.zeros(len(x), num_out, dtype=torch.bfloat16)
+        segments = [LoraSegment(i * rows, (i + 1) * rows, self._adapters[i]) for i in range(num_adapters)]
+        batch, turn = kernels.lora.prepare(segments, self._geometry, CPU), cycle(layers)
+
+        def call() -> None:
+            layer = next(turn)
+            shrunk = kernels.lora.shrink(x, pool, layer, batch, modules).unsqueeze(0)
+            kernels.lora.expand(y, shrunk, pool, layer, batch, modules)
+
+        return call
+
+
+def rows(bench: Bench, shape: Shape, num_rows: int, generator: torch.Generator) -> None:
+    """Norms, activations and linears."""
+    native, twin, weight = bench.native, bench.twin, torch.ones(shape.hidden, dtype=torch.bfloat16)
+    x = torch.randn(num_rows, shape.hidden, generator=generator).bfloat16()
+    gate_up = torch.randn(num_rows, 2 * shape.intermediate, generator=generator).bfloat16()
+    matrix = torch.randn(shape.hidden, shape.hidden, generator=generator).bfloat16()
+    packed = native.pack_linear(matrix)
+    pairs: dict[str, tuple[Call, Call]] = {
+        "norm": (lambda: native.rms_norm(x, weight, 1e-5), lambda: twin.rms_norm(x, weight, 1e-5)),
+        "add + norm": (lambda: native.add_rms_norm(x, x, weight, 1e-5), lambda: twin.add_rms_norm(x, x, weight, 1e-5)),
+        "silu * mul": (lambda: native.silu_mul(gate_up), lambda: twin.silu_mul(gate_up)),
+        "gelu * mul": (lambda: native.gelu_tanh_mul(gate_up), lambda: twin.gelu_tanh_mul(gate_up)),
+        "linear": (lambda: native.linear(x, packed, None), lambda: linear(x, matrix)),
+    }
+    for name, (kernel, other) in pairs.items():
+        bench.against(f"{shape.name} {name}, {num_rows} rows", kernel, other)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repetitions", type=int, default=30, help="of each call (default 30)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    bench, generator = Bench(arguments.repetitions), torch.Generator().manual_seed(0)
+    print(f"{'one thread, bfloat16':56} {'kernel us':>10} {'other us':>10} {'ratio':>8}")
+    streaming, cached, over_sdpa = {}, {}, {}
+    with torch.inference_mode():
+        for shape in SHAPES:
+            found = {name: attention(bench, shape, name, generator) for name in ATTENTION_CASES}
+            over_sdpa[shape.name] = round(found["decode 64 x 512"], 2)
+            loras = LoraBench(bench, shape, generator)
+            for num_adapters, rows_of_each in LORA_CASES:
+                for group in LORA_GROUPS:
+                    loras.against_twin(num_adapters, rows_of_each, group)
+            streaming[shape.name] = round(loras.over_base(range(shape.num_layers)), 2)
+            cached[shape.name] = round(loras.over_base(range(1)), 2)
+            for num_rows in (1, 16, 64, 512):
+                rows(bench, shape, num_rows, generator)
+    results = {
+        "benchmark": "kernels_cpu",
+        "lora_qkv_64_adapters_time_over_base": streaming,
+        "lora_qkv_64_adapters_in_cache_time_over_base": cached,
+        "decode_attention_over_index_select_sdpa": over_sdpa,
+        "least_over_twin": min(bench.over_twin.values()),
+        "slower_than_twin": {what: ratio for what, ratio in bench.over_twin.items() if ratio < 1},
+    }
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
