@@ -29,11 +29,11 @@ def main() -> None:
     if arguments.dry:
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder:
-        _make_importable(Path(folder))
+        make_importable(Path(folder))
         sys.exit(_run(arguments))
 
 
-def _make_importable(folder: Path) -> None:
+def make_importable(folder: Path) -> None:
     """The checkout itself is the package: where it is not installed, a link of that name makes it one."""
     (folder / "motet").symlink_to(ROOT)
     sys.path.insert(0, str(folder))
