@@ -8,6 +8,7 @@ and tiny, without times: that the script works can so be tested anywhere.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -67,6 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
             traceback.print_exc()
             report.failed(name, error)
         if not arguments.dry:
+            gc.collect()
             torch.cuda.empty_cache()
     print(json.dumps(report.summary(time.perf_counter() - started)))
     return 1 if report.is_bad else 0
