@@ -17,9 +17,20 @@ from .triton_attention import chunk_kernel, combine_kernel, decode_kernel
 from .triton_kv import write_kv_kernel
 
 _LOG2_E = math.log2(math.e)
-_PROGRAMS = 1056  # of a decode's launch, aimed at: eight for each of an H200's 132 multiprocessors
-_MOST_SPLITS = 32
 _LEAST_KEYS = 128  # of a split: less is not worth a partial result
+
+
+@dataclass(frozen=True)
+class AttentionTuning:
+    """What may be chosen freely. `benchmarks/gpu/sweep.py` times others."""
+
+    programs: int = 1056  # of a decode's launch, aimed at: eight for each of an H200's 132 multiprocessors
+    most_splits: int = 32
+    decode_keys: int = 64  # of a tile, for heads of up to 128; wider ones take half
+    decode_warps: int = 4
+    decode_stages: int = 3  # tiles under way
+    chunk_keys: int = 64
+    chunk_stages: int = 2
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,8 @@ class TritonAttention:
     A batch of decodes alone is launched from its tensors and their shapes, not from its lists: it can be captured.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: AttentionTuning | None = None) -> None:
+        self._tuning = tuning or AttentionTuning()
         self._launch: _Launch | None = None  # of the last batch, which all layers of a step share
 
     def write_kv(
@@ -157,9 +169,9 @@ class TritonAttention:
                 batch.page_table.stride(0),
                 **shared,
                 BLOCK_ROWS=launch.block_rows,
-                BLOCK=64 if head_dim <= 128 else 32,
+                BLOCK=_keys(self._tuning.chunk_keys, head_dim),
                 num_warps=8 if launch.block_rows * shared["DIM"] >= 128 * 128 else 4,  # what its sums take in registers
-                num_stages=2,
+                num_stages=self._tuning.chunk_stages,
             )
         return out
 
@@ -174,13 +186,14 @@ class TritonAttention:
         shared: dict[str, Any],
     ) -> None:
         num_kv_heads, group, head_dim = kv.shape[3], shared["GROUP"], shared["HEAD_DIM"]
-        splits = _num_splits(launch.num_decodes * num_kv_heads, batch.page_table.shape[1] * kv.shape[2])
+        tuning, most_keys = self._tuning, batch.page_table.shape[1] * kv.shape[2]
+        splits = _num_splits(launch.num_decodes * num_kv_heads, most_keys, tuning)
         partial = stats = out
         if splits > 1:
             shape = (launch.num_decodes, num_kv_heads, splits, group)
             partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
             stats = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
-        tiles = {"BLOCK": 64 if head_dim <= 128 else 32, "SPLITS": splits, "LEAST": _LEAST_KEYS}
+        tiles = {"BLOCK": _keys(tuning.decode_keys, head_dim), "SPLITS": splits, "LEAST": _LEAST_KEYS}
         decode_kernel[(launch.num_decodes, num_kv_heads, splits)](
             q,
             kv,
@@ -196,8 +209,8 @@ class TritonAttention:
             **shared,
             **tiles,
             GROUP_ROWS=max(16, triton.next_power_of_2(group)),
-            num_warps=4,
-            num_stages=3,
+            num_warps=tuning.decode_warps,
+            num_stages=tuning.decode_stages,
         )
         if splits > 1:
             combine_kernel[(launch.num_decodes, q.shape[1])](
@@ -223,11 +236,16 @@ class TritonAttention:
         return self._launch
 
 
-def _num_splits(num_programs: int, most_keys: int) -> int:
+def _keys(narrow: int, head_dim: int) -> int:
+    """Keys of a tile: half as many where heads are wide."""
+    return narrow if head_dim <= 128 else narrow // 2
+
+
+def _num_splits(num_programs: int, most_keys: int, tuning: AttentionTuning) -> int:
     """A power of two that fills the chip with programs, unless their keys would be too few."""
-    wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS, num_programs))
+    wanted = triton.next_power_of_2(triton.cdiv(tuning.programs, num_programs))
     useful = triton.next_power_of_2(triton.cdiv(most_keys, _LEAST_KEYS))
-    return int(min(wanted, useful, _MOST_SPLITS))
+    return int(min(wanted, useful, tuning.most_splits))
 
 
 def _check(*tensors: torch.Tensor) -> None:

@@ -14,11 +14,20 @@ from .lora_torch import TorchLora, TorchLoraBatch
 from .triton_lora import expand_kernel, shrink_kernel
 
 _LEAST_TILE = 16  # elements of a row that a matrix instruction takes at once
-_WIDEST_TILE = 128
-_PROGRAMS = 528  # of a shrink's launch, aimed at: four for each of an H200's 132 multiprocessors
-_MOST_SPLITS = {16: 8, 64: 4}  # by rows of a tile; the expand reads all of them
 _ROWS_OF_SHORT_TILES = 256  # of one adapter: with more, wider tiles read its matrices less often
 _LEAST_STEPS = 2  # tiles of x's columns in a split
+
+
+@dataclass(frozen=True)
+class LoraTuning:
+    """What may be chosen freely. `benchmarks/gpu/sweep.py` times others."""
+
+    programs: int = 528  # of a shrink's launch, aimed at: four for each of an H200's 132 multiprocessors
+    most_splits: int = 8  # of a shrink, whose sums the expand reads; half as many for long segments
+    shrink_width: int = 128  # columns of x at a time
+    shrink_stages: int = 4
+    expand_width: int = 128  # columns of y in a program
+    expand_stages: int = 2
 
 
 @dataclass(frozen=True)
@@ -41,8 +50,8 @@ class TritonLoraBatch:
 class TritonLora:
     """`lora.LoraKernels`. Where rows cannot be cut into runs of 16 elements, its torch twin computes."""
 
-    def __init__(self) -> None:
-        self._twin = TorchLora()
+    def __init__(self, tuning: LoraTuning | None = None) -> None:
+        self._tuning, self._twin = tuning or LoraTuning(), TorchLora()
 
     def prepare(
         self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device
@@ -122,8 +131,8 @@ class TritonLora:
         if isinstance(batch, TorchLoraBatch):
             return self._twin.shrink(x, pool, layer, batch, modules)
         x = x if x.stride(1) == 1 else x.contiguous()
-        num_in, width = batch.geometry.sides[modules[0]][0], min(_tile_width(batch.geometry), _WIDEST_TILE)
-        splits = _num_splits(batch, len(modules), num_in // width)
+        num_in, width = batch.geometry.sides[modules[0]][0], self._shrink_width(batch)
+        splits = self._num_splits(batch, modules)
         shape = (len(modules), splits, len(x), batch.ranks)
         shrunk = torch.empty(shape, dtype=torch.float32, device=x.device)
         if len(batch.tiles):
@@ -145,7 +154,7 @@ class TritonLora:
                 SPLITS=splits,
                 PRECISION=_precision(x),
                 num_warps=4,
-                num_stages=4,
+                num_stages=self._tuning.shrink_stages,
             )
         return shrunk.flatten()
 
@@ -163,11 +172,11 @@ class TritonLora:
             return
         assert y.stride(1) == 1 and shrunk.stride(1) == 1, "rows are contiguous"
         sides = [batch.geometry.sides[module] for module in modules]
-        step = min(_tile_width(batch.geometry), _WIDEST_TILE)
+        width = min(_tile_width(batch.geometry), self._tuning.expand_width)
         if len(batch.tiles) == 0:
             return
         outputs = [num_out for _, num_out in sides]
-        expand_kernel[(sum(outputs) // step, len(batch.tiles))](
+        expand_kernel[(sum(outputs) // width, len(batch.tiles))](
             y,
             shrunk,
             pool[:, layer],
@@ -183,12 +192,24 @@ class TritonLora:
             **{f"OUT_{slot}": outputs[slot] if slot < len(outputs) else 0 for slot in range(3)},
             SLAB=batch.geometry.slab,
             ROWS=batch.tile_rows,
-            WIDTH=step,
-            SPLITS=_num_splits(batch, len(modules), sides[0][0] // step),
+            WIDTH=width,
+            SPLITS=self._num_splits(batch, modules),
             PRECISION=_precision(y),
             num_warps=8 if batch.tile_rows == 64 else 4,
-            num_stages=2,
+            num_stages=self._tuning.expand_stages,
         )
+
+    def _shrink_width(self, batch: TritonLoraBatch) -> int:
+        return min(_tile_width(batch.geometry), self._tuning.shrink_width)
+
+    def _num_splits(self, batch: TritonLoraBatch, modules: tuple[int, ...]) -> int:
+        """Splits of a shrink: a power of two that fills the chip, but leaves each something to do."""
+        num_steps = batch.geometry.sides[modules[0]][0] // self._shrink_width(batch)
+        wanted = triton.next_power_of_2(triton.cdiv(self._tuning.programs, max(len(batch.tiles) * len(modules), 1)))
+        splits = min(int(wanted), self._tuning.most_splits if batch.tile_rows == 16 else self._tuning.most_splits // 2)
+        while splits > 1 and splits * _LEAST_STEPS > num_steps:
+            splits //= 2
+        return splits
 
 
 def _tile_rows(longest: int) -> int:
@@ -199,15 +220,6 @@ def _tile_rows(longest: int) -> int:
 def _tile_width(geometry: LoraGeometry) -> int:
     """The largest power of two that divides every run of a row."""
     return geometry.tile & -geometry.tile
-
-
-def _num_splits(batch: TritonLoraBatch, num_modules: int, num_steps: int) -> int:
-    """Splits of a shrink: a power of two that fills the chip, but leaves each something to do."""
-    wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS, max(len(batch.tiles) * num_modules, 1)))
-    splits = min(int(wanted), _MOST_SPLITS[batch.tile_rows])
-    while splits > 1 and splits * _LEAST_STEPS > num_steps:
-        splits //= 2
-    return splits
 
 
 def _modules(modules: tuple[int, ...]) -> dict[str, int]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from motet.cluster.config import ConfigError, MotetConfig
 from motet.cluster.local_serve import free_ports
@@ -29,6 +31,20 @@ def test_good_settings_need_no_words(tmp_path: Path) -> None:
 def test_a_pool_that_cannot_be(tmp_path: Path, pool_bytes: int, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"--pool-bytes.*{reason}"):
         check_settings(config(tmp_path, pool_bytes=pool_bytes))
+
+
+def test_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device = 'cuda': torch sees no NVIDIA GPU here"):
+        check_settings(config(tmp_path, device="cuda"))
+
+
+def test_the_pool_of_a_gpu_is_measured_by_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1 << 30))
+    assert check_settings(config(tmp_path, max_gangs=8, pool_bytes=900 << 20)) == []  # a GPU for each
+    with pytest.raises(ConfigError, match=r"--pool-bytes.*a GPU here has 1 GiB"):
+        check_settings(config(tmp_path, pool_bytes=2 << 30))
 
 
 def test_what_is_served_otherwise_than_asked_is_said(tmp_path: Path) -> None:

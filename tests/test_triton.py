@@ -146,3 +146,12 @@ def test_the_benchmark_for_gpus_runs_dry() -> None:
     summary = json.loads(run.stdout.splitlines()[-1])
     assert summary["wrong"] == []
     assert summary["num_checked"] > 20
+
+
+def test_the_sweep_for_gpus_runs_dry() -> None:
+    run = subprocess.run(
+        [sys.executable, "benchmarks/gpu/sweep.py", "--dry"], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
+    assert "failed" not in run.stdout
+    assert set(json.loads(run.stdout.splitlines()[-1])["fastest"]) == {"decode", "chunk", "LoRA"}

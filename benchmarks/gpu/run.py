@@ -8,6 +8,7 @@ and tiny, without times: that the script works can so be tested anywhere.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -29,11 +30,11 @@ def main() -> None:
     if arguments.dry:
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder:
-        _make_importable(Path(folder))
+        make_importable(Path(folder))
         sys.exit(_run(arguments))
 
 
-def _make_importable(folder: Path) -> None:
+def make_importable(folder: Path) -> None:
     """The checkout itself is the package: where it is not installed, a link of that name makes it one."""
     (folder / "motet").symlink_to(ROOT)
     sys.path.insert(0, str(folder))
@@ -67,6 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
             traceback.print_exc()
             report.failed(name, error)
         if not arguments.dry:
+            gc.collect()
             torch.cuda.empty_cache()
     print(json.dumps(report.summary(time.perf_counter() - started)))
     return 1 if report.is_bad else 0
