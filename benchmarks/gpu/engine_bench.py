@@ -18,6 +18,7 @@ from motet.workers.engine import Engine
 from motet.workers.execution.adapter_loader import AdapterLoader
 from motet.workers.execution.executor import LocalExecutor
 from motet.workers.execution.graphs import CudaRecorder
+from motet.workers.execution.page_mover import PageMover
 from motet.workers.execution.runner import Runner
 from motet.workers.memory.pool import make_pool, plan_pool
 from motet.workers.memory.tiers import HostTier
@@ -136,7 +137,8 @@ class Bench:
             self.runner.record_decodes(size.num_sequences, model.max_model_len, CudaRecorder())
         host = HostTier(RandomStore(layout, machine.dtype), layout, 1 << 40, pinned=not machine.is_dry)
         loader = AdapterLoader(host, pool, kernels)
-        executor = LocalExecutor(self.runner, loader, kernels.name, machine.device)
+        mover = PageMover({}, machine.device)  # KV stays where it is
+        executor = LocalExecutor(self.runner, loader, mover, kernels.name, machine.device)
         limits = Limits(model.max_model_len, model.vocab_size, BLOCK, geometry.num_pages, 2048, size.num_sequences)
         scheduler = Scheduler(limits, frozenset(), lambda ref: layout.num_pages(ref.module_ranks))
         info = GangInfo(
