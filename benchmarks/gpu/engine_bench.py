@@ -140,7 +140,12 @@ class Bench:
         mover = PageMover({}, machine.device)  # KV stays where it is
         executor = LocalExecutor(self.runner, loader, mover, kernels.name, machine.device)
         limits = Limits(model.max_model_len, model.vocab_size, BLOCK, geometry.num_pages, 2048, size.num_sequences)
-        scheduler = Scheduler(limits, frozenset(), lambda ref: layout.num_pages(ref.module_ranks))
+        scheduler = Scheduler(
+            limits,
+            frozenset(),
+            lambda ref: layout.num_pages(ref.module_ranks),
+            prefix_cache=False,  # rounds ask the same again
+        )
         info = GangInfo(
             gang_id="",
             model="random",
