@@ -10,7 +10,7 @@ import copy
 import importlib.util
 import inspect
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -32,5 +32,8 @@ def stand_in_for_msgspec() -> bool:
         return False
     module = ModuleType("msgspec", __doc__)
     module.Struct = Struct  # type: ignore[attr-defined]
-    sys.modules["msgspec"] = module
+    structs = ModuleType("msgspec.structs")
+    structs.replace = replace  # type: ignore[attr-defined]
+    module.structs = structs  # type: ignore[attr-defined]
+    sys.modules |= {"msgspec": module, "msgspec.structs": structs}
     return True
