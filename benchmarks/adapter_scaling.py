@@ -1,10 +1,10 @@
 """Speed with 5, 100, 1,000 and 2,000 adapters registered, under the same requests at the same times.
 
 Adapters of ranks 8 to 64 on the attention's projections, asked for by a power law (alpha 1) and uniformly. Poisson
-arrivals at `--overload` times the rate that 5 adapters can bear, measured first, on top of a full batch at the start, so
-that a queue is always there. Prompts, lengths and times are the same for all; only whose adapter a request asks for
-differs. Rounds alternate between the numbers of adapters; the ratios of speed are medians over rounds. Tokens count until
-the last arrival; requests without a token by then count with the time that they have waited.
+arrivals at `--overload` times the rate that 5 adapters can bear, measured first, on top of a full batch at the start,
+so that a queue is always there. Prompts, lengths and times are the same for all; only whose adapter a request asks for
+differs. Rounds alternate between the numbers of adapters; the ratios of speed are medians over rounds. Tokens count
+until the last arrival; requests without a token by then count with the time that they have waited.
 
 Wall time is what serving feels; tokens per CPU second of the thread that runs the steps are printed beside it, because
 others on the machine disturb these less.
