@@ -38,11 +38,15 @@ class IdleOrder:
         """Of those among them that are idle."""
         return sum(self._idle[item].num_pages for item in items if item in self._idle)
 
-    def add(self, item: Item, num_pages: int, num_uses: int, cost_s: float, depth: int = 0) -> None:
+    def worth(self, num_uses: float, cost_s: float) -> float:
+        """What an item is worth that becomes idle now."""
+        return self._floor + num_uses * cost_s
+
+    def add(self, item: Item, num_pages: int, num_uses: float, cost_s: float, depth: int = 0) -> None:
         """The item is idle now. `cost_s`: of its return, per page. Among equals the deepest goes first."""
         assert item not in self._idle
         self._number += 1
-        entry = _Idle(self._floor + num_uses * cost_s, depth, self._number, num_pages)
+        entry = _Idle(self.worth(num_uses, cost_s), depth, self._number, num_pages)
         self._idle[item] = entry
         self.num_pages += num_pages
         heappush(self._heap, (entry.worth, -entry.depth, entry.number, item))

@@ -18,11 +18,18 @@ class PagedMemory:
     """One allocator, one reference count, one eviction for KV, kept prefixes and adapters."""
 
     def __init__(
-        self, num_pages: int, adapter_page_s: Callable[[], float], prefix_page_s: Callable[[PageKey], float]
+        self,
+        num_pages: int,
+        adapter_page_s: Callable[[], float],
+        prefix_page_s: Callable[[PageKey], float],
+        idle: IdleOrder | None = None,
     ) -> None:
-        """What it costs to have an evicted page back, in seconds: one of an adapter, and one of KV."""
+        """What it costs to have an evicted page back, in seconds: one of an adapter, and one of KV.
+
+        `idle`: another order of eviction, to compare with.
+        """
         self.allocator = PageAllocator(num_pages)
-        self._idle = IdleOrder()
+        self._idle = IdleOrder() if idle is None else idle
         self.adapters = AdapterCache(self.allocator, self._idle, adapter_page_s)
         self.prefixes = PrefixCache(self.allocator, self._idle, prefix_page_s)
 

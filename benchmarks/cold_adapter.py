@@ -1,0 +1,173 @@
+"""Time between tokens of 16 steady streams while 50 requests a second ask for adapters that are not in the pool.
+
+Three kinds of window take turns: `alone`, the streams only; `warm`, 50 requests a second besides, all for one adapter
+that is there; `cold`, the same requests, each for another adapter out of more than the pool and host memory hold, so
+that each is read from its file, verified and copied into the pool. These requests have 4 tokens and get one, so what
+differs between warm and cold is the loading (and that each has LoRA weights of its own to read). The ratios are of the
+p99 over a window, the median of all windows of a kind; those of the least disturbed windows of each kind are printed as
+well, since others on the machine add to the tails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import random_model
+from engine_side import BLOCK_SIZE
+from many_adapters import StoredAdapter, write_store
+
+from motet.workers.config import EngineConfig
+from motet.workers.engine import Engine
+from motet.workers.engine_builder import build_engine
+from motet.workers.messages import SamplingParams, SequenceRequest
+
+NUM_STREAMS = 16
+NUM_STORED = 800  # 5.5 GB
+POOL_BYTES = 1 << 30  # 120 of them
+HOST_BYTES = 2 << 30
+KINDS = ("alone", "warm", "cold")
+
+
+@dataclass
+class Window:
+    gaps_s: list[float] = field(default_factory=list)  # between two tokens of a stream
+    answers_s: list[float] = field(default_factory=list)  # from asking to the token, of the other requests
+    num_asked: int = 0
+    num_loads: int = 0
+    wall_s: float = 0.0
+    step_cpu_s: float = 0.0  # mean, of the thread that runs the steps
+
+    @property
+    def p99_s(self) -> float:
+        return sorted(self.gaps_s)[int(0.99 * len(self.gaps_s))]
+
+
+class Bench:
+    """An engine and what asks it."""
+
+    def __init__(self, engine: Engine, adapters: Sequence[StoredAdapter], rate: float) -> None:
+        self._engine, self._adapters, self._rate = engine, adapters, rate
+        self._ids = itertools.count()
+        self._cold: Iterator[StoredAdapter] = itertools.cycle(adapters[NUM_STREAMS:])
+        self._rng = random.Random(1)
+
+    def run(self, kind: str, seconds: float) -> Window:
+        """New streams, so that each window begins with the same context; what is asked for besides is `kind`'s."""
+        engine, window = self._engine, Window()
+        streams = {self._submit(self._adapters[i], 32, 4096): 0.0 for i in range(NUM_STREAMS)}
+        while engine.load().num_running < NUM_STREAMS:
+            engine.step()
+        for _ in range(3):
+            engine.step()
+        loads_before, steps_before = engine.load().num_adapter_loads, engine.load().num_steps
+        asked: dict[int, float] = {}
+        started, cpu_started = time.perf_counter(), time.thread_time()
+        next_at = started + self._rng.expovariate(self._rate)
+        while (now := time.perf_counter()) - started < seconds:
+            while kind != "alone" and next_at <= now:
+                asked[self._submit(self._adapters[0] if kind == "warm" else next(self._cold), 4, 1)] = next_at
+                next_at += self._rng.expovariate(self._rate)
+                window.num_asked += 1
+            updates = engine.step()
+            now = time.perf_counter()
+            for update in updates:
+                if update.error is not None:
+                    raise RuntimeError(update.error.message)
+                if update.sequence_id not in streams:
+                    window.answers_s.append(now - asked.pop(update.sequence_id))
+                    continue
+                if streams[update.sequence_id]:
+                    window.gaps_s.append(now - streams[update.sequence_id])
+                streams[update.sequence_id] = now
+        window.wall_s = time.perf_counter() - started
+        load = engine.load()
+        window.step_cpu_s = (time.thread_time() - cpu_started) / (load.num_steps - steps_before)
+        window.num_loads = load.num_adapter_loads - loads_before
+        for sequence_id in (*streams, *asked):
+            engine.cancel(sequence_id)
+        while engine.has_work():
+            engine.step()
+        return window
+
+    def _submit(self, adapter: StoredAdapter, num_prompt: int, max_tokens: int) -> int:
+        sequence_id = next(self._ids)
+        self._engine.submit(
+            SequenceRequest(
+                sequence_id=sequence_id,
+                prompt_token_ids=[self._rng.randrange(1, random_model.VOCAB_SIZE) for _ in range(num_prompt)],
+                sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+                tenant="benchmark",
+                adapter=adapter.ref,
+            )
+        )
+        return sequence_id
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rate", type=float, default=50.0, help="cold adapters asked for a second (default 50)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a window (default 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="windows of each kind (default 5)")
+    parser.add_argument("--threads", type=int, default=1, help="of the engine (default 1)")
+    arguments = parser.parse_args()
+    windows: dict[str, list[Window]] = {kind: [] for kind in KINDS}
+    with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder:
+        model_path = random_model.write_model(Path(folder) / "model")
+        store_path = Path(folder) / "store"
+        adapters = write_store(store_path, model_path, NUM_STORED, BLOCK_SIZE)
+        engine = build_engine(
+            EngineConfig(
+                model_path=model_path,
+                store_path=store_path,
+                pool_bytes=POOL_BYTES,
+                host_bytes=HOST_BYTES,
+                block_size=BLOCK_SIZE,
+                num_threads=arguments.threads,
+            )
+        )
+        try:
+            bench = Bench(engine, adapters, arguments.rate)
+            bench.run("cold", 1.0)  # builds kernels, fills the pool
+            for _ in range(arguments.rounds):
+                for kind in KINDS:
+                    windows[kind].append(bench.run(kind, arguments.seconds))
+        finally:
+            engine.close()
+    _report(windows)
+
+
+def _report(windows: dict[str, list[Window]]) -> None:
+    print(
+        f"{'':6} {'gap p50 ms':>10} {'p99 ms':>7} {'least p99':>9} {'step CPU ms':>11} {'asked/s':>7} {'loads/s':>7} "
+        f"{'answer mean ms':>14}"
+    )
+    p99_s = {kind: statistics.median(w.p99_s for w in done) for kind, done in windows.items()}
+    least_s = {kind: min(w.p99_s for w in done) for kind, done in windows.items()}
+    for kind, done in windows.items():
+        wall_s = sum(w.wall_s for w in done)
+        answers_s = [seconds for w in done for seconds in w.answers_s]
+        print(
+            f"{kind:6} {1e3 * statistics.median(w_gap for w in done for w_gap in w.gaps_s):10.1f} "
+            f"{1e3 * p99_s[kind]:7.1f} {1e3 * least_s[kind]:9.1f} "
+            f"{1e3 * statistics.median(w.step_cpu_s for w in done):11.1f} "
+            f"{sum(w.num_asked for w in done) / wall_s:7.1f} {sum(w.num_loads for w in done) / wall_s:7.1f} "
+            f"{1e3 * statistics.mean(answers_s) if answers_s else 0:14.1f}"
+        )
+    summary: dict[str, str | float] = {"benchmark": "cold_adapter"}
+    for name, found in (("p99", p99_s), ("least_disturbed_p99", least_s)):
+        summary[f"{name}_gap_over_alone"] = round(found["cold"] / found["alone"], 2)
+        summary[f"{name}_gap_over_warm"] = round(found["cold"] / found["warm"], 2)
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()
