@@ -183,6 +183,7 @@ class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
     page_bytes: int
     vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
