@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from ..workers.messages import AdapterRef, SamplingParams, SequenceError, SequenceUpdate, TokenLogprobs
+from ..workers.messages import AdapterRef, FinishReason, SamplingParams, SequenceError, SequenceUpdate, TokenLogprobs
 from .beam_search import NEW_SEARCH, Beam, BeamRules, advanced
 from .dispatch import Dispatcher, SequenceStream
 from .stop_strings import StopStrings
@@ -63,6 +63,7 @@ class BeamRun:
         self._sampling = SamplingParams(
             max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=rules.num_candidates
         )
+        self._num_cached_tokens: int | None = None  # of the prompt, when it was first asked about
         self._open: list[SequenceStream] = []
         self._task = asyncio.create_task(self._found())
 
@@ -99,12 +100,16 @@ class BeamRun:
             )
             for beam in beams
         ]
-        return [await _only_token(stream) for stream in self._open]
+        told = [await _only_update(stream) for stream in self._open]
+        if beams == NEW_SEARCH.live:
+            self._num_cached_tokens = told[0].num_cached_tokens
+        return [_logprobs(update) for update in told]
 
     def _update(self, beam: Beam) -> SequenceUpdate:
         # One that a stop string has ended says "length" here: the text's reader finds the string, and says "stop".
         is_ended = beam.token_ids[-1] in self._rules.end_token_ids
-        return SequenceUpdate(0, [*beam.token_ids], [*beam.logprobs], "stop" if is_ended else "length")
+        reason: FinishReason = "stop" if is_ended else "length"
+        return SequenceUpdate(0, [*beam.token_ids], [*beam.logprobs], reason, None, self._num_cached_tokens)
 
 
 class BeamStream:
@@ -123,10 +128,15 @@ class BeamStream:
         self._task.cancel()
 
 
-async def _only_token(stream: SequenceStream) -> TokenLogprobs:
+async def _only_update(stream: SequenceStream) -> SequenceUpdate:
     async for update in stream:
         if update.error is not None:
             raise _BeamLostError(update.error)
         if update.logprobs:
-            return update.logprobs[0]
+            return update
     raise _BeamLostError(SequenceError("internal", "a beam's sequence ended without a token"))
+
+
+def _logprobs(update: SequenceUpdate) -> TokenLogprobs:
+    assert update.logprobs
+    return update.logprobs[0]

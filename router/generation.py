@@ -7,13 +7,15 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from msgspec import UNSET
+
 from ..workers.messages import AdapterRef, SamplingParams, SequenceError, SequenceUpdate
 from .beam_search import BeamRules
 from .beam_streams import BeamRun, stopped_by
 from .choice import Choice, Delta
 from .dispatch import Dispatcher, SequenceStream
 from .metrics import Metrics
-from .openai_answers import Usage
+from .openai_answers import PromptTokensDetails, Usage
 from .sampling import seeded
 from .stop_strings import StopStrings
 from .stream_position import wrong_position
@@ -86,6 +88,7 @@ class Generation:
         self._num_seen = request.num_seen or [0] * len(self.choices)
         self._updated_at = [started_at] * len(self.choices)
         self._num_unfinished = len(self.choices)
+        self._num_cached: list[int | None] = [None] * len(self.choices)  # tokens of the prompt, not computed
         self._total_logprobs = [0.0] * len(self.choices)  # as far as they are told
         self._streams: list[SequenceStream] = []
         self._pumps: list[asyncio.Task[None]] = []
@@ -101,6 +104,8 @@ class Generation:
             choice = self.choices[index]
             if choice.finish_reason is not None:
                 continue  # after a stop string
+            if self._num_cached[index] is None:  # another gang that goes on with it is not asked
+                self._num_cached[index] = update.num_cached_tokens
             if choice.num_tokens < self._num_seen[index]:
                 update = self._take_seen(index, update)
             if choice.finish_reason is None and (update.token_ids or update.finish_reason is not None):
@@ -170,7 +175,19 @@ class Generation:
     def usage(self) -> Usage:
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self.request.prompts)
         completion_tokens = sum(self.num_tokens)
-        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+        num_cached = self._num_cached_tokens()
+        details = UNSET if num_cached is None else PromptTokensDetails(num_cached)
+        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+
+    def _num_cached_tokens(self) -> int | None:
+        """Tokens of the prompts that no choice had to compute; None: not all have told yet."""
+        n, found = self.request.n, 0
+        for start, prompt in zip(range(0, len(self.choices), n), self.request.prompts, strict=True):
+            told = [num_cached for num_cached in self._num_cached[start : start + n] if num_cached is not None]
+            if len(told) < n:
+                return None
+            found += min(*told, len(prompt.token_ids))
+        return found
 
     def _mean_logprob(self, index: int) -> float:
         return self._total_logprobs[index] / max(self.choices[index].num_tokens, 1)

@@ -5,11 +5,36 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from itertools import count
+from typing import cast
 
+import httpx
+
+from motet.adapters.adapter import AdapterVersion
+from motet.adapters.registry_view import RegistryView
+from motet.adapters.upload import UploadService
+from motet.router.config import RouterConfig
 from motet.router.leader_connection import FaultKind
 from motet.router.open_sequence import OpenSequence
-from motet.tests.engine_rig import EngineRig
+from motet.router.rest_server import create_app
+from motet.tests.engine_rig import EngineRig, Stock
+from motet.tests.router_rig import BASE, HEADERS, FakeUploads, FakeView, text_service
 from motet.workers.messages import AdapterRef, EngineLoad, GangInfo, SamplingParams, SequenceRequest
+
+
+def client_of(dispatcher: EngineDispatcher, stock: Stock, *adapters: str) -> httpx.AsyncClient:
+    """Of a router whose requests go to this engine, as the tenant that has these adapters."""
+    view = FakeView()
+    for name in adapters:
+        ref = stock.refs[name]
+        view.adapters["acme", name] = AdapterVersion("acme", name, 1, ref.digest, ref.module_ranks, 1, 1.7e9)
+    app = create_app(
+        config=RouterConfig(model_name=BASE, spool_path=stock.store_path.parent / "spool"),
+        dispatcher=dispatcher,
+        view=cast(RegistryView, view),
+        uploads=cast(UploadService, FakeUploads(view)),
+        text=text_service(),
+    )
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://router", headers=HEADERS)
 
 
 class EngineDispatcher:

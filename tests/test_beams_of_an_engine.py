@@ -7,19 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from motet.adapters.adapter import AdapterVersion
-from motet.router.config import RouterConfig
-from motet.router.rest_server import create_app
-from motet.tests.engine_dispatcher import EngineDispatcher
+from motet.tests.engine_dispatcher import EngineDispatcher, client_of
 from motet.tests.engine_rig import Stock
 from motet.tests.oracle import RECIPES, VOCAB_SIZE, write_adapters, write_model
-from motet.tests.router_rig import BASE, HEADERS, FakeUploads, FakeView, text_service
+from motet.tests.router_rig import BASE
 
 TOLERANCE = 1e-3  # of scores in float32
 ADAPTER = RECIPES[2].name
@@ -77,24 +73,13 @@ def found_by_transformers(
     return found
 
 
-async def ask(bench: Bench, num_pages: int = 400, path: str = "/v1/completions", **fields: Any) -> Any:
+async def ask(bench: Bench, **fields: Any) -> tuple[Any, EngineDispatcher]:
     """The answer, and what came to the engine for it."""
-    text, view = text_service(), FakeView()
-    ref = bench.stock.refs[ADAPTER]
-    view.adapters["acme", ADAPTER] = AdapterVersion("acme", ADAPTER, 1, ref.digest, ref.module_ranks, 1, 1.7e9)
-    with bench.stock.engine(num_pages) as rig:
+    with bench.stock.engine(num_pages=400) as rig:
         dispatcher = EngineDispatcher(rig)
-        app = create_app(
-            config=RouterConfig(model_name=BASE, spool_path=bench.stock.store_path.parent / "spool"),
-            dispatcher=dispatcher,
-            view=view,  # type: ignore[arg-type]
-            uploads=FakeUploads(view),  # type: ignore[arg-type]
-            text=text,
-        )
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://router", headers=HEADERS) as client:
+        async with client_of(dispatcher, bench.stock, ADAPTER) as client:
             body = {"model": BASE, "prompt": PROMPT, "return_token_ids": True, **fields}
-            response = await client.post(path, json=body)
+            response = await client.post("/v1/completions", json=body)
         rig.finish()
         rig.assert_idle()
         return response.json(), dispatcher
