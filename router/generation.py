@@ -7,11 +7,15 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from msgspec import UNSET
+
 from ..workers.messages import AdapterRef, SamplingParams, SequenceError, SequenceUpdate
+from .beam_search import BeamRules
+from .beam_streams import BeamRun, stopped_by
 from .choice import Choice, Delta
 from .dispatch import Dispatcher, SequenceStream
 from .metrics import Metrics
-from .openai_answers import Usage
+from .openai_answers import PromptTokensDetails, Usage
 from .sampling import seeded
 from .stop_strings import StopStrings
 from .stream_position import wrong_position
@@ -36,7 +40,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What to generate: `n` sequences for each prompt. Choices are numbered prompt by prompt."""
+    """What to generate: `n` sequences for each prompt. Choices are numbered prompt by prompt.
+
+    Of each prompt's choices the `num_best` likeliest are the answer's. For less than `n` the sampling must ask for
+    log-probabilities.
+    """
 
     prompts: Sequence[Prompt]
     n: int
@@ -45,6 +53,8 @@ class GenerationRequest:
     stop: StopStrings
     keep_token_ids: bool
     keep_logprobs: bool
+    num_best: int | None = None  # None: all
+    beams: Sequence[BeamRules] = ()  # of each prompt, n wide: its choices are the beams found; empty: they are drawn
     key: str = ""  # of the answer; empty: nobody can come back for its sequences
     cache_salt: str = ""  # the tenant's sequences share KV only where it is the same
     num_seen: Sequence[int] = ()  # tokens of each choice that the client had before it came back; empty: it is new
@@ -73,10 +83,13 @@ class Generation:
             for _ in range(request.n)
         ]
         self._dispatcher = dispatcher
+        self._text = text
         self._metrics = metrics
         self._num_seen = request.num_seen or [0] * len(self.choices)
         self._updated_at = [started_at] * len(self.choices)
         self._num_unfinished = len(self.choices)
+        self._num_cached: list[int | None] = [None] * len(self.choices)  # tokens of the prompt, not computed
+        self._total_logprobs = [0.0] * len(self.choices)  # as far as they are told
         self._streams: list[SequenceStream] = []
         self._pumps: list[asyncio.Task[None]] = []
 
@@ -91,6 +104,8 @@ class Generation:
             choice = self.choices[index]
             if choice.finish_reason is not None:
                 continue  # after a stop string
+            if self._num_cached[index] is None:  # another gang that goes on with it is not asked
+                self._num_cached[index] = update.num_cached_tokens
             if choice.num_tokens < self._num_seen[index]:
                 update = self._take_seen(index, update)
             if choice.finish_reason is None and (update.token_ids or update.finish_reason is not None):
@@ -119,7 +134,11 @@ class Generation:
 
     def _fold(self, index: int, update: SequenceUpdate) -> Delta:
         choice = self.choices[index]
+        num_tokens = choice.num_tokens
         delta = choice.fold(update)
+        if update.logprobs is not None:  # those of tokens after a stop string do not count
+            shown = update.logprobs[: choice.num_tokens - num_tokens]
+            self._total_logprobs[index] += sum(token.chosen for token in shown)
         if choice.finish_reason is not None:
             self._num_unfinished -= 1
             if update.finish_reason is None:
@@ -139,15 +158,47 @@ class Generation:
         """Of each choice, up to which everything is the client's once it has all deltas so far."""
         return [max(c.num_tokens, num_seen) for c, num_seen in zip(self.choices, self._num_seen, strict=True)]
 
+    def answers(self) -> list[int]:
+        """Choices that are the answer's, prompt by prompt; the likeliest first where not all of them are.
+
+        Call it when all are finished. Likeliest: with the highest mean log-probability per token, as OpenAI ranks.
+        """
+        n, num_best = self.request.n, self.request.num_best
+        if num_best is None or num_best == n:
+            return list(range(len(self.choices)))
+        found: list[int] = []
+        for start in range(0, len(self.choices), n):
+            ranked = sorted(range(start, start + n), key=self._mean_logprob, reverse=True)  # ties: in their order
+            found += ranked[:num_best]
+        return found
+
     def usage(self) -> Usage:
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self.request.prompts)
         completion_tokens = sum(self.num_tokens)
-        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+        num_cached = self._num_cached_tokens()
+        details = UNSET if num_cached is None else PromptTokensDetails(num_cached)
+        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+
+    def _num_cached_tokens(self) -> int | None:
+        """Tokens of the prompts that no choice had to compute; None: not all have told yet."""
+        n, found = self.request.n, 0
+        for start, prompt in zip(range(0, len(self.choices), n), self.request.prompts, strict=True):
+            told = [num_cached for num_cached in self._num_cached[start : start + n] if num_cached is not None]
+            if len(told) < n:
+                return None
+            found += min(*told, len(prompt.token_ids))
+        return found
+
+    def _mean_logprob(self, index: int) -> float:
+        return self._total_logprobs[index] / max(self.choices[index].num_tokens, 1)
 
     def _submit(self) -> None:
         request = self.request
-        for prompt in request.prompts:
+        for position, prompt in enumerate(request.prompts):
             self._metrics.num_prompt_tokens += len(prompt.token_ids)
+            if request.beams:
+                self._streams += self._search(prompt.token_ids, request.beams[position])
+                continue
             for number in range(request.n):
                 sampling = seeded(prompt.sampling, number)
                 self._streams.append(
@@ -161,6 +212,20 @@ class Generation:
                         cache_salt=request.cache_salt,
                     )
                 )
+
+    def _search(self, prompt_token_ids: list[int], rules: BeamRules) -> Sequence[SequenceStream]:
+        request = self.request
+        is_stopped = stopped_by(request.stop, self._text, prompt_token_ids)
+        run = BeamRun(
+            self._dispatcher,
+            prompt_token_ids,
+            rules,
+            request.tenant,
+            request.adapter,
+            request.cache_salt,
+            is_stopped,
+        )
+        return run.streams()
 
     async def _merged(self) -> AsyncIterator[tuple[int, SequenceUpdate]]:
         queue: asyncio.Queue[tuple[int, SequenceUpdate]] = asyncio.Queue()

@@ -102,7 +102,7 @@ class GenerationResponse:
         async with aclosing(generation.updates()) as updates:
             async for index, update in updates:
                 deltas[index].append(generation.take(index, update))
-        answer = self._shape.whole([joined(parts) for parts in deltas], generation.usage())
+        answer = self._shape.whole([joined(deltas[index]) for index in generation.answers()], generation.usage())
         response = Response(_encode(answer), media_type="application/json")
         self.status_code = response.status_code
         self._has_started = True

@@ -13,6 +13,8 @@ from ..adapters.registry_view import RegistryView
 from ..workers.messages import AdapterRef
 from .answer_shape import AnswerHead, AnswerShape
 from .base_model import BaseModel
+from .beam_request import beam_rules, check_beams
+from .best_of import check_best_of, ranked
 from .chat_answer import ChatAnswer
 from .chat_prompt import chat_prompt
 from .completion_answer import CompletionAnswer
@@ -63,6 +65,8 @@ class GenerationsApi:
         adapter = self._admit(request, tenant)
         if request.echo and request.logprobs is not None:
             raise unsupported("echo", "the prompt's log probabilities are not computed; leave echo or logprobs out.")
+        check_best_of(request)
+        check_beams(request)
         self._check_num_sequences(count_prompts(request), request, "prompt")
         await self._base.meet_a_gang()
         token_lists = await completion_prompts(request, self._text, self._base.gang())
@@ -76,6 +80,8 @@ class GenerationsApi:
         echoes = await self._text.decode_all(token_lists) if request.echo else [""] * len(token_lists)
         n = request.n or 1
         generation = self._generation(request, prompts, tenant, adapter)
+        if request.best_of is not None and request.best_of > n:
+            generation = ranked(generation, request.best_of)
         head = self._head("cmpl-", request, generation, position)
         shape = CompletionAnswer(
             head,
@@ -97,6 +103,7 @@ class GenerationsApi:
             raise unsupported("echo", "a chat's prompt is not repeated; leave it out.")
         if request.top_logprobs is not None and not request.logprobs:
             raise invalid_value("top_logprobs", "it needs logprobs to be true.")
+        check_beams(request)
         self._check_num_sequences(1, request, "n")
         await self._base.meet_a_gang()
         token_ids = await chat_prompt(request, self._text, self._base.gang())
@@ -125,9 +132,11 @@ class GenerationsApi:
 
     def _check_num_sequences(self, num_prompts: int, request: GenerationFields, param: str) -> None:
         limit = self._config.max_sequences_per_request
-        if num_prompts * (request.n or 1) > limit:
-            message = f"prompts times n are {num_prompts * (request.n or 1)} sequences: at most {limit} are accepted."
-            raise invalid_value(param, message)
+        field = "best_of" if (request.best_of or 1) > (request.n or 1) else "n"
+        num_sequences = num_prompts * max(request.n or 1, request.best_of or 1)
+        if num_sequences > limit:
+            message = f"prompts times {field} are {num_sequences} sequences: at most {limit} are accepted."
+            raise invalid_value("best_of" if field == "best_of" else param, message)
 
     def _prompt(
         self,
@@ -155,6 +164,7 @@ class GenerationsApi:
             stop=stop_strings(request),
             keep_token_ids=bool(request.return_token_ids),
             keep_logprobs=prompts[0].sampling.num_logprobs is not None,
+            beams=beam_rules(request, prompts, self._base.gang()),
             cache_salt=request.cache_salt or "",
         )
 

@@ -110,5 +110,10 @@ def _merged(first: SequenceUpdate, second: SequenceUpdate) -> SequenceUpdate:
     if second.logprobs is not None:
         logprobs = [*(logprobs or ()), *second.logprobs]
     return SequenceUpdate(
-        first.sequence_id, [*first.token_ids, *second.token_ids], logprobs, second.finish_reason, second.error
+        first.sequence_id,
+        [*first.token_ids, *second.token_ids],
+        logprobs,
+        second.finish_reason,
+        second.error,
+        second.num_cached_tokens if first.num_cached_tokens is None else first.num_cached_tokens,
     )

@@ -10,10 +10,15 @@ from msgspec import UNSET, UnsetType
 from ..workers.messages import FinishReason
 
 
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int  # that were not computed
+
+
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET  # left out as long as it is not known
 
 
 ChunkUsage = Usage | None | UnsetType  # null in chunks before the last, if usage was asked for; else left out

@@ -47,7 +47,7 @@ class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
     prompt_embeds: Any = None
     prompt_logprobs: Any = None
     logits_processors: Any = None
-    use_beam_search: Any = None
+    early_stopping: Any = None
     min_tokens: Any = None
     bad_words: Any = None
     allowed_token_ids: Any = None
@@ -62,7 +62,7 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
 
     model: str
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    best_of: int | None = None
+    best_of: Annotated[int, Meta(ge=1)] | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -80,6 +80,8 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
+    use_beam_search: bool | None = None  # vLLM: n is the number of beams
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None  # vLLM: KV is shared only where it is the same
 
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from .openai_errors import unsupported
-from .openai_schema import GenerationFields, UnsupportedFields
+from .openai_schema import ChatRequest, GenerationFields, UnsupportedFields
 
 # Values that ask for what happens anyway.
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
@@ -21,7 +21,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         "documents": ([],),
         "suffix": ("",),
         "logits_processors": ([],),
-        "use_beam_search": (False,),
+        "early_stopping": (False, "never"),  # of beam search, which goes on until nothing better can come
         "min_tokens": (0,),
         "bad_words": ([],),
         "skip_special_tokens": (True,),
@@ -41,8 +41,8 @@ def refuse_unsupported(request: GenerationFields) -> None:
         # The type counts, because False == 0 in Python.
         if not any(type(value) is type(one) and value == one for one in NEUTRAL.get(field, ())):
             raise unsupported(field, _advice(field))
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise unsupported("best_of", "only a best_of equal to n is supported, as answers are not ranked.")
+    if isinstance(request, ChatRequest) and request.best_of is not None and request.best_of != (request.n or 1):
+        raise unsupported("best_of", "a chat has none but one equal to n; leave it out.")
 
 
 def _advice(field: str) -> str:

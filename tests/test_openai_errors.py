@@ -41,7 +41,7 @@ async def post(rig: RouterRig, path: str = "/v1/completions", **fields: Any) -> 
         ({"n": 0}, "n"),
         ({"n": True}, "n"),
         ({"n": 100, "prompt": ["a", "b"]}, "prompt"),
-        ({"best_of": 2}, "best_of"),
+        ({"n": 2, "best_of": 1}, "best_of"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"stop": ["a"] * 17}, "stop"),

@@ -148,4 +148,5 @@ def _info(config: EngineConfig, geometry: PoolGeometry, kernels: str, device: st
         num_pages=geometry.num_pages,
         page_bytes=geometry.page_bytes,
         vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
     )

@@ -187,7 +187,14 @@ class FrameServer:
             if update.finish_reason is not None or update.error is not None:
                 del self._listeners[update.sequence_id], stream.live[sequence_id]
             stream.tell(
-                SequenceUpdate(sequence_id, update.token_ids, update.logprobs, update.finish_reason, update.error)
+                SequenceUpdate(
+                    sequence_id,
+                    update.token_ids,
+                    update.logprobs,
+                    update.finish_reason,
+                    update.error,
+                    update.num_cached_tokens,
+                )
             )
         self._tell_orphans()
 

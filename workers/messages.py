@@ -115,6 +115,7 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] | None = None  # one for each of token_ids, if asked for
     finish_reason: FinishReason | None = None
     error: SequenceError | None = None
+    num_cached_tokens: int | None = None  # of its prompt, that were not computed; with its first token, else None
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,6 +184,7 @@ class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
     page_bytes: int
     vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

@@ -52,6 +52,7 @@ class _Entry:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of those that were generated here
     finish_reason: FinishReason | None = None
     error: SequenceError | None = None
+    num_cached_tokens: int | None = None
     expires_at: float | None = None  # None: it has an owner and goes on
 
     @property
@@ -80,7 +81,14 @@ class _Entry:
     def rest_for(self, request: SequenceRequest) -> SequenceUpdate:
         num_given, num_had = len(self.request.generated_token_ids), len(request.generated_token_ids)
         logprobs = None if self.request.sampling.num_logprobs is None else self.logprobs[num_had - num_given :]
-        return SequenceUpdate(request.sequence_id, self.token_ids[num_had:], logprobs, self.finish_reason, self.error)
+        return SequenceUpdate(
+            request.sequence_id,
+            self.token_ids[num_had:],
+            logprobs,
+            self.finish_reason,
+            self.error,
+            self.num_cached_tokens,
+        )
 
 
 class SequenceJournal:
@@ -146,6 +154,8 @@ class SequenceJournal:
         entry.token_ids += update.token_ids
         if update.logprobs is not None:
             entry.logprobs += update.logprobs
+        if update.num_cached_tokens is not None:
+            entry.num_cached_tokens = update.num_cached_tokens
         if update.finish_reason is None and update.error is None:
             return
         entry.finish_reason, entry.error = update.finish_reason, update.error

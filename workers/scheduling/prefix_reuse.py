@@ -64,6 +64,8 @@ class PrefixReuse:
         sequence.num_kept_pages = len(found)
         sequence.num_computed = len(found) * self._block_size
         self.num_cached_tokens += sequence.num_computed
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
         self._cache.count_uses(found)
         self._tiers.touch(sequence.page_keys[: len(found)])
         for key in sequence.page_keys[len(found) :]:

@@ -295,7 +295,9 @@ class Scheduler:
         if reason is not None:
             self._leave(sequence)
         logprobs = None if token.logprobs is None else [token.logprobs]
-        return SequenceUpdate(sequence.sequence_id, [token.token_id], logprobs, reason)
+        is_first = sequence.num_generated == len(sequence.request.generated_token_ids) + 1
+        num_cached_tokens = sequence.num_cached_tokens if is_first else None
+        return SequenceUpdate(sequence.sequence_id, [token.token_id], logprobs, reason, None, num_cached_tokens)
 
     def _fail_waiting(self, digest: str, message: str) -> Iterator[SequenceUpdate]:
         for sequence in [waiting for waiting in self._waiting if waiting.adapter_digest == digest]:

@@ -23,6 +23,7 @@ class Sequence:
     page_keys: list[PageKey] = field(default_factory=list)  # of its first full pages, as far as they were needed
     num_kept_pages: int = 0  # of its first pages, those that the prefix cache has been told of
     num_found: int = 0  # tokens that need not be computed, as far as was known when it was last looked for them
+    num_cached_tokens: int | None = None  # of its prompt, that were there when it first ran; None: it has not yet
     awaited_key: PageKey | None = None  # of the first page that was not there when it was last looked for
 
     @property
