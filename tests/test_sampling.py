@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from motet.workers.decoding.joint_draws import draw_together
 from motet.workers.decoding.sampling import sample, uniform
 from motet.workers.messages import SamplingParams
 from motet.workers.scheduling.plan import SamplePlan
@@ -69,6 +71,22 @@ def test_a_draw_depends_on_seed_and_index_alone() -> None:
     alone = [sample(rows[i : i + 1], plans[i : i + 1])[0].token_id for i in range(6)]
     assert together == alone
     assert together != [t.token_id for t in sample(rows, [plan(index=i, seed=6, top_p=0.9) for i in range(6)])]
+
+
+@pytest.mark.parametrize("vocab", [50, VOCAB])
+def test_rows_drawn_together_are_those_drawn_alone(vocab: int) -> None:
+    """On a GPU all rows of a batch are drawn at once, whatever each asks for."""
+    choices = product((0.3, 1.0, 2.0), (0, 1, 5, 1500), (1.0, 0.9, 0.5), (0.0, 0.05))
+    plans = [
+        plan(index=i, seed=i * i, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        for i, (temperature, top_k, top_p, min_p) in enumerate(choices)
+    ]
+    rows = torch.randn(len(plans), vocab, generator=torch.Generator().manual_seed(1)) * 2
+    alone = [said.token_id for said in sample(rows, plans)]
+    draws = [uniform(plan.seed, plan.index) for plan in plans]
+    assert draw_together(rows, [plan.params for plan in plans], draws).tolist() == alone
+    one_by_one = [int(draw_together(rows[i : i + 1], [plan.params], draws[i : i + 1])) for i, plan in enumerate(plans)]
+    assert one_by_one == alone
 
 
 @given(st.integers(-(2**63), 2**64), st.integers(0, 2**20))

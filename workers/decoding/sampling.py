@@ -6,14 +6,14 @@ in another batch or on another gang, gets the same text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ..messages import SamplingParams, TokenLogprobs
 from ..scheduling.plan import SampledToken, SamplePlan
+from .joint_draws import FIRST_LOOK, draw_together
 
-_FIRST_LOOK = 1024  # candidates tried before a whole vocabulary is sorted
 _MASK = (1 << 64) - 1
 
 
@@ -30,9 +30,13 @@ def sample(logits: torch.Tensor, plans: Sequence[SamplePlan]) -> list[SampledTok
             _apply_penalties(row, plan)
     largest, chosen = shaped.max(dim=-1)
     drawn = [i for i, plan in enumerate(plans) if plan.params.temperature > 0]
-    for some in _at_once(drawn, logits.device):
-        chosen[some] = _draw(shaped[some], [plans[i] for i in some])
+    if drawn and logits.device.type != "cpu":
+        draws = [uniform(plans[i].seed, plans[i].index) for i in drawn]
+        chosen[drawn] = draw_together(shaped[drawn], [plans[i].params for i in drawn], draws)
     tokens, finite = torch.stack((chosen, largest.isfinite().long())).tolist()
+    if logits.device.type == "cpu":  # one by one: a CPU's cache holds no more, and asking it costs nothing
+        for i in drawn:
+            tokens[i] = _draw(shaped[i], plans[i]) if finite[i] else 0
     logprobs = _logprobs(logits, tokens, plans)
     return [
         SampledToken(token, logprobs.get(i)) if is_finite else None
@@ -73,82 +77,38 @@ def _apply_penalties(row: torch.Tensor, plan: SamplePlan) -> None:
         row.index_add_(0, torch.tensor(list(params.logit_bias), device=row.device), biases)
 
 
-def _at_once(rows: list[int], device: torch.device) -> list[list[int]]:
-    """Rows that are drawn together: one by one on a CPU, whose cache holds no more; all on a GPU."""
-    return [[row] for row in rows] if device.type == "cpu" else [rows] if rows else []
-
-
-def _draw(rows: torch.Tensor, plans: Sequence[SamplePlan]) -> torch.Tensor:
-    """A token for each row `[num_rows, vocab]` by inverse transform over the candidates, most likely first.
-
-    What is computed of a row is the same whatever the others ask for.
-    """
-
-    def each(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64).to(rows.device, non_blocking=True).unsqueeze(1)
-
-    params = [plan.params for plan in plans]
+def _draw(row: torch.Tensor, plan: SamplePlan) -> int:
+    """A token by inverse transform over the candidates, most likely first."""
+    params = plan.params
     # In double and from the largest down, so that the smallest temperature is greedy instead of NaN.
-    scaled = (rows.double() - rows.amax(-1, keepdim=True)) / each([p.temperature for p in params])
-    probabilities = torch.softmax(scaled, dim=-1)
-    draws = each([uniform(plan.seed, plan.index) for plan in plans])
-    tokens = torch.empty(len(plans), dtype=torch.int64, device=rows.device)
-    whole = [i for i, p in enumerate(params) if p.top_k == 0 and p.top_p >= 1 and p.min_p == 0]
-    if whole:
-        tokens[whole] = _pick(probabilities[whole], draws[whole])
-    for some, sorted_, token_ids in _candidates(
-        probabilities, params, [i for i in range(len(plans)) if i not in whole]
-    ):
-        kept = _kept(sorted_, [params[i] for i in some])
-        tokens[some] = token_ids.gather(1, _pick(kept, draws[some]).unsqueeze(1)).squeeze(1)
-    return tokens
+    probabilities = torch.softmax((row.double() - row.max()) / params.temperature, dim=-1)
+    if params.top_k == 0 and params.top_p >= 1 and params.min_p == 0:
+        return _pick(probabilities, uniform(plan.seed, plan.index))
+    kept, token_ids = _candidates(probabilities, params)
+    return int(token_ids[_pick(kept, uniform(plan.seed, plan.index))])
 
 
-def _candidates(
-    probabilities: torch.Tensor, params: Sequence[SamplingParams], rows: list[int]
-) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
-    """The most likely tokens of those rows, as many as their parameters can leave: rows, probabilities, descending, and
-    tokens. A few do for most; the others get the whole vocabulary."""
-    if not rows:
-        return
-    vocab_size = probabilities.shape[1]
-    sorted_, token_ids = probabilities[rows].topk(min(_FIRST_LOOK, vocab_size))
-    more = [place for place, i in enumerate(rows) if sorted_.shape[1] < (params[i].top_k or vocab_size)]
-    if any(params[rows[place]].top_k == 0 and params[rows[place]].top_p < 1 for place in more):
-        mass = sorted_.sum(-1).tolist()
-        tops = {place: params[rows[place]] for place in more}
-        more = [place for place, p in tops.items() if p.top_k or p.top_p >= 1 or mass[place] < p.top_p]
-    enough = [place for place in range(len(rows)) if place not in more]
-    if enough:
-        yield [rows[place] for place in enough], sorted_[enough], token_ids[enough]
-    if more:
-        those = [rows[place] for place in more]
-        yield those, *probabilities[those].topk(vocab_size)
+def _candidates(probabilities: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities, descending, and ids of the tokens that top-k, top-p and min-p leave, in this order."""
+    vocab_size = len(probabilities)
+    count = min(params.top_k or vocab_size, vocab_size)
+    kept, token_ids = probabilities.topk(min(count, FIRST_LOOK))
+    if len(kept) < count and (params.top_p >= 1 or float(kept.sum()) < params.top_p or params.top_k):
+        kept, token_ids = probabilities.topk(count)
+    if params.top_p < 1:
+        total = kept.sum() if params.top_k else 1.0
+        before = kept.cumsum(0) - kept
+        kept = kept[before < params.top_p * total]
+    if params.min_p > 0:
+        kept = kept[kept >= params.min_p * kept[0]]
+    kept = kept[:1] if len(kept) == 0 else kept
+    return kept, token_ids[: len(kept)]
 
 
-def _kept(sorted_: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Probabilities `[num_rows, count]`, descending, zero where top-k, top-p and min-p, in this order, drop one."""
-
-    def each(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64).to(sorted_.device, non_blocking=True).unsqueeze(1)
-
-    count = sorted_.shape[1]
-    rank = torch.arange(count, device=sorted_.device)
-    kept = sorted_ * (rank < each([p.top_k or count for p in params]))
-    total = torch.where(each([p.top_k for p in params]) > 0, kept.sum(-1, keepdim=True), 1.0)
-    top_p = each([p.top_p for p in params])
-    inside = (kept.cumsum(-1) - kept < top_p * total) | (top_p >= 1)
-    likely = kept >= each([p.min_p for p in params]) * kept[:, :1]
-    return kept * ((inside & likely) | (rank == 0))
-
-
-def _pick(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """The place `[num_rows]` at which each row's running sum passes its draw `[num_rows, 1]` of the whole."""
-    cumulative = probabilities.cumsum(-1)
-    found = torch.searchsorted(cumulative, cumulative[:, -1:] * draws, right=True).squeeze(1)
-    place = torch.arange(probabilities.shape[1], device=probabilities.device)
-    last = (place * (probabilities > 0)).amax(-1)  # what has no weight is never chosen, however a sum was rounded
-    return torch.minimum(found, last)
+def _pick(probabilities: torch.Tensor, draw: float) -> int:
+    cumulative = probabilities.cumsum(0)
+    index = int(torch.searchsorted(cumulative, cumulative[-1:] * draw, right=True))
+    return min(index, len(probabilities) - 1)
 
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], plans: Sequence[SamplePlan]) -> dict[int, TokenLogprobs]:

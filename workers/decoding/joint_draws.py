@@ -1,0 +1,83 @@
+"""Draws for all rows of a batch at once, where logits lie on a GPU and every question to it costs a wait.
+
+A row's draw is the same whatever the others ask for, and the same as that of `sampling.py`, row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..messages import SamplingParams
+
+FIRST_LOOK = 1024  # candidates tried before a whole vocabulary is sorted
+
+
+def draw_together(rows: torch.Tensor, params: Sequence[SamplingParams], draws: Sequence[float]) -> torch.Tensor:
+    """A token `[num_rows]` for each row `[num_rows, vocab]` of logits: what `sampling.py` draws of each alone."""
+
+    def each(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64).to(rows.device, non_blocking=True).unsqueeze(1)
+
+    # In double and from the largest down, so that the smallest temperature is greedy instead of NaN.
+    scaled = (rows.double() - rows.amax(-1, keepdim=True)) / each([p.temperature for p in params])
+    probabilities = torch.softmax(scaled, dim=-1)
+    drawn = each(list(draws))
+    tokens = torch.empty(len(params), dtype=torch.int64, device=rows.device)
+    whole = [i for i, p in enumerate(params) if p.top_k == 0 and p.top_p >= 1 and p.min_p == 0]
+    if whole:
+        tokens[whole] = _pick(probabilities[whole], drawn[whole])
+    for some, sorted_, token_ids in _candidates(
+        probabilities, params, [i for i in range(len(params)) if i not in whole]
+    ):
+        kept = _kept(sorted_, [params[i] for i in some])
+        tokens[some] = token_ids.gather(1, _pick(kept, drawn[some]).unsqueeze(1)).squeeze(1)
+    return tokens
+
+
+def _candidates(
+    probabilities: torch.Tensor, params: Sequence[SamplingParams], rows: list[int]
+) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
+    """The most likely tokens of those rows, as many as their parameters can leave: rows, probabilities, descending, and
+    tokens. A few do for most; the others get the whole vocabulary."""
+    if not rows:
+        return
+    vocab_size = probabilities.shape[1]
+    sorted_, token_ids = probabilities[rows].topk(min(FIRST_LOOK, vocab_size))
+    more = [place for place, i in enumerate(rows) if sorted_.shape[1] < (params[i].top_k or vocab_size)]
+    if any(params[rows[place]].top_k == 0 and params[rows[place]].top_p < 1 for place in more):
+        mass = sorted_.sum(-1).tolist()
+        tops = {place: params[rows[place]] for place in more}
+        more = [place for place, p in tops.items() if p.top_k or p.top_p >= 1 or mass[place] < p.top_p]
+    enough = [place for place in range(len(rows)) if place not in more]
+    if enough:
+        yield [rows[place] for place in enough], sorted_[enough], token_ids[enough]
+    if more:
+        those = [rows[place] for place in more]
+        yield those, *probabilities[those].topk(vocab_size)
+
+
+def _kept(sorted_: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Probabilities `[num_rows, count]`, descending, zero where top-k, top-p and min-p, in this order, drop one."""
+
+    def each(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64).to(sorted_.device, non_blocking=True).unsqueeze(1)
+
+    count = sorted_.shape[1]
+    rank = torch.arange(count, device=sorted_.device)
+    kept = sorted_ * (rank < each([p.top_k or count for p in params]))
+    total = torch.where(each([p.top_k for p in params]) > 0, kept.sum(-1, keepdim=True), 1.0)
+    top_p = each([p.top_p for p in params])
+    inside = (kept.cumsum(-1) - kept < top_p * total) | (top_p >= 1)
+    likely = kept >= each([p.min_p for p in params]) * kept[:, :1]
+    return kept * ((inside & likely) | (rank == 0))
+
+
+def _pick(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """The place `[num_rows]` at which each row's running sum passes its draw `[num_rows, 1]` of the whole."""
+    cumulative = probabilities.cumsum(-1)
+    found = torch.searchsorted(cumulative, cumulative[:, -1:] * draws, right=True).squeeze(1)
+    place = torch.arange(probabilities.shape[1], device=probabilities.device)
+    last = (place * (probabilities > 0)).amax(-1)  # what has no weight is never chosen, however a sum was rounded
+    return torch.minimum(found, last)
