@@ -64,7 +64,7 @@ class Worker:
         self.limits, self.slow_loads = of, slow_loads
         self.coming: list[str] = []
         self.there: dict[str, tuple[int, ...]] = {}
-        self.num_computed = 0
+        self.num_computed = self.num_copies = 0
         self.sequence_of: Callable[[int], Sequence] | None = None  # to know whose KV a plan means
         self._kv: dict[tuple[int, int], object] = {}  # by page and place in it
         self._tiers: dict[tuple[str, int], list[object]] = {}  # what each page of a tier behind the pool holds
@@ -77,6 +77,14 @@ class Worker:
         for load in plan.loads:
             self._write_adapter(load.residence)
         self._moving += plan.moves
+        self.num_copies += len(plan.copies)
+        own = {page for s in plan.sequences for page in s.pages}
+        targets = {copy.target for copy in plan.copies}
+        assert len(targets) == len(plan.copies), "two copies into one page"
+        assert targets <= own, "a copy that no sequence needs"
+        assert not targets & {copy.source for copy in plan.copies}
+        for copy in plan.copies:
+            self._write_page("device", copy.target, self._read_page("device", copy.source))
         written = [self._compute(s) for s in plan.sequences]
         written += [{(page, 0) for page in a.pages} for a in plan.adapters]
         assert len(set().union(*written)) == sum(map(len, written)), "two write to the same place"

@@ -14,7 +14,7 @@ from motet.tests.router_rig import BASE, EOS, RouterRig, Submitted, text_service
 from motet.workers.messages import SequenceError, SequenceUpdate, TokenLogprobs
 
 ANSWER = "the quick brown fox"
-BEAMS = {"use_beam_search": True, "n": 2, "max_tokens": 3}
+BEAMS: dict[str, Any] = {"use_beam_search": True, "n": 2, "max_tokens": 3}
 
 
 @pytest.fixture(scope="module")

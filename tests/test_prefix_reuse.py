@@ -39,8 +39,8 @@ def test_what_was_computed_is_not_computed_again() -> None:
     ask(s, worker, asking(0, PROMPT, max_tokens=8))
     assert worker.num_computed == 37
     ask(s, worker, asking(1, PROMPT, max_tokens=8))
-    assert worker.num_computed == 37 + 9  # the two tokens of the page that is not full, and those generated
-    assert s.load().num_cached_tokens == 28
+    assert worker.num_computed == 37 + 8  # the prompt's last token, and those generated
+    assert s.load().num_cached_tokens == 29
 
 
 def test_the_next_turn_of_a_conversation_computes_only_what_is_new() -> None:
@@ -89,7 +89,7 @@ def test_a_prompt_that_is_there_in_full_still_computes_its_last_token() -> None:
     s, worker = rig()
     for i in range(2):
         assert len(ask(s, worker, asking(i, PROMPT[:28], max_tokens=3))) == 3
-    assert s.load().num_cached_tokens == 24
+    assert s.load().num_cached_tokens == 27
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_new_version_never_meets_the_old_ones_pages() -> None:
     ask(s, worker, asking(1, PROMPT, adapter="b1"))  # another digest, be its name the same
     assert s.load().num_cached_tokens == 0
     ask(s, worker, asking(2, PROMPT, adapter="a1"))
-    assert s.load().num_cached_tokens == 28
+    assert s.load().num_cached_tokens == 29
 
 
 def test_what_came_of_broken_weights_is_not_kept() -> None:

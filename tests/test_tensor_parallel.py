@@ -21,6 +21,8 @@ from motet.tests.engine_rig import EngineRig
 from motet.tests.gang_rig import gang
 from motet.tests.oracle import RECIPES, VARIANTS, VOCAB_SIZE, Oracle, write_adapters, write_model
 from motet.workers.config import EngineConfig
+from motet.workers.engine import Engine
+from motet.workers.engine_builder import build_engine
 from motet.workers.execution.executor import WorkerLostError
 from motet.workers.messages import AdapterRef, SamplingParams
 from motet.workers.models.config import ModelConfig
@@ -103,6 +105,27 @@ def test_mixed_batch_on_a_small_pool(case: Case, degree: int) -> None:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("llama")
     return Case(Oracle, write_model("llama", folder / "model"), folder / "store", {})  # type: ignore[arg-type]
+
+
+def test_every_worker_copies_the_pages_that_are_alike_in_part(llama: Case) -> None:
+    generator = random.Random(3)
+    first = [generator.randrange(VOCAB_SIZE) for _ in range(21)]
+    prompts = [first, [*first[:13], 5, 6, 7, 8], first]
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+
+    def answers(engine: Engine) -> list[list[int]]:
+        rig = EngineRig(engine, {})
+        for i, prompt in enumerate(prompts):
+            rig.submit(i, prompt, None, sampling)
+            rig.finish()
+        return [rig.told[i].token_ids for i in range(len(prompts))]
+
+    alone = build_engine(llama.config(1, num_pages=30, prefix_cache=False))
+    expected = answers(alone)
+    alone.close()
+    with gang(llama.config(2, num_pages=30)) as (engine, _):
+        assert answers(engine) == expected
+        assert engine.load().num_cached_tokens == 13 + 20  # of both, less than a page is a copy
 
 
 def _steps(rig: EngineRig, count: int) -> None:

@@ -100,6 +100,10 @@ class Runner:
         return self._logits(self._inputs(plan))
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
+        """What the step is computed from, once its pages are there."""
+        if plan.copies:
+            content = self._kernels.read_pages(self._pool, [copy.source for copy in plan.copies])
+            self._kernels.write_pages(self._pool, [copy.target for copy in plan.copies], content)
         self._known = {residence.digest: (residence, self._paged(residence)) for residence in plan.adapters}
         adapters = {digest: adapter for digest, (_, adapter) in self._known.items()}
         return make_inputs(plan, adapters, self._geometry.block_size, self._pool.device)

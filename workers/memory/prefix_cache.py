@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..page_keys import PageKey
 from .idle_order import IdleOrder
 from .page_allocator import PageAllocator
+from .page_beginnings import PageBeginnings
 
 
 @dataclass
@@ -29,6 +30,7 @@ class PrefixCache:
         self._allocator, self._idle, self._page_cost_s = allocator, idle, page_cost_s
         self._pages: dict[PageKey, int] = {}
         self._entries: dict[int, _Entry] = {}  # by page
+        self._beginnings = PageBeginnings()
         self._moved: dict[PageKey, None] = {}  # came or went since the last take_changes()
         self.num_evictions = 0
 
@@ -41,6 +43,11 @@ class PrefixCache:
                 break
             found.append(page)
         return found
+
+    def find_begun(self, link: PageKey, token_ids: Sequence[int], block_size: int) -> tuple[int, int] | None:
+        """A page after `link` that begins with some of these tokens, and with how many; None: too few to copy it."""
+        found = self._beginnings.find(link, token_ids, block_size)
+        return None if found is None else (self._pages[found[0]], found[1])
 
     def page_of(self, key: PageKey) -> int | None:
         return self._pages.get(key)
@@ -67,6 +74,11 @@ class PrefixCache:
         self._entries[page] = _Entry(key, depth)
         self._moved[key] = None
         return True
+
+    def tell_content(self, key: PageKey, link: PageKey, token_ids: Sequence[int]) -> None:
+        """What a page that is here holds, so that `find_begun` finds it: these tokens, after `link`."""
+        if key in self._pages:
+            self._beginnings.add(key, link, token_ids)
 
     def release(self, pages: Sequence[int]) -> None:
         """A sequence holds these no more. Those that are here stay, idle if it was the last one; others are free."""
@@ -106,11 +118,13 @@ class PrefixCache:
     def check_integrity(self) -> None:
         """Raises AssertionError if keys and pages do not match, or an idle page is not known as idle."""
         assert self._pages == {entry.key: page for page, entry in self._entries.items()}, "keys and pages differ"
+        assert self._beginnings.keys() <= self._pages.keys(), "a page is found by its beginning that is not here"
         for page in self._entries:
             assert (page in self._idle) == (self._allocator.num_holders(page) == 1), f"page {page}: idle or not?"
 
     def _drop(self, page: int) -> None:
         key = self._entries.pop(page).key
         del self._pages[key]
+        self._beginnings.remove(key)
         self._moved[key] = None
         self._allocator.release((page,))

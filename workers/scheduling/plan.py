@@ -40,6 +40,13 @@ class PageMove(msgspec.Struct, frozen=True, array_like=True):
     target_pages: tuple[int, ...]
 
 
+class PageCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Copy a page of the pool into another before the step's tokens are computed."""
+
+    source: int
+    target: int
+
+
 class SamplePlan(msgspec.Struct, frozen=True, array_like=True):
     """Choose one token after the sequence's last row."""
 
@@ -67,6 +74,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     adapters: tuple[Residence, ...]  # those that the sequences use
     loads: tuple[AdapterLoad, ...]
     moves: tuple[PageMove, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):

@@ -8,6 +8,7 @@ from itertools import takewhile
 
 from ..memory.prefix_cache import PrefixCache
 from ..page_keys import PageKey, first_link, next_keys
+from .plan import PageCopy
 from .sequence import Sequence
 from .tier_traffic import TierTraffic
 
@@ -23,6 +24,8 @@ class PrefixReuse:
         self._cache, self._tiers, self._block_size, self._enabled = cache, tiers, block_size, enabled
         # Full pages that running sequences are about to compute, or (None) that are being copied into the pool.
         self._coming: dict[PageKey, Sequence | None] = {}
+        self._copies: list[PageCopy] = []  # for the next plan
+        self._copied_from: list[int] = []  # pages that stay as they are until the plan's end
         self.num_cached_tokens = 0  # that were found, and not computed, since the start
 
     def find(self, sequence: Sequence, keep: set[str]) -> list[int] | None:
@@ -58,11 +61,14 @@ class PrefixReuse:
             if self._coming.get(key, self) is None:
                 del self._coming[key]
 
-    def enter(self, sequence: Sequence, found: Pages[int]) -> None:
-        """The sequence runs now, and holds these pages already."""
-        sequence.pages.extend(found)
+    def enter(self, sequence: Sequence, found: Pages[int], own: Pages[int]) -> None:
+        """The sequence runs now, and holds these pages: those found, and its own for what it has still to compute.
+
+        The first page of its own begins as a copy where a kept page goes along with the sequence for a part of it.
+        """
+        sequence.pages.extend((*found, *own))
         sequence.num_kept_pages = len(found)
-        sequence.num_computed = len(found) * self._block_size
+        sequence.num_computed = len(found) * self._block_size + self._copy_begun(sequence, found)
         self.num_cached_tokens += sequence.num_computed
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
@@ -70,6 +76,21 @@ class PrefixReuse:
         self._tiers.touch(sequence.page_keys[: len(found)])
         for key in sequence.page_keys[len(found) :]:
             self._coming.setdefault(key, sequence)
+
+    def take_copies(self) -> tuple[PageCopy, ...]:
+        """What the next plan should copy within the pool. `end_copies` must follow it."""
+        copies, self._copies = tuple(self._copies), []
+        return copies
+
+    def end_copies(self, copies: Iterable[PageCopy]) -> None:
+        """A plan's copies are made."""
+        for copy in copies:
+            self._copied_from.remove(copy.source)
+            self._cache.release((copy.source,))
+
+    def holders(self) -> Iterable[tuple[int]]:
+        """Pages that copies hold, for integrity checks."""
+        return ((page,) for page in self._copied_from)
 
     def keep_filled(self, sequence: Sequence) -> None:
         """Keeps the pages that the sequence has filled by now."""
@@ -83,6 +104,9 @@ class PrefixReuse:
             key = sequence.page_keys[depth]
             if self._cache.insert(sequence.pages[depth], key, depth):
                 self._tiers.offer(sequence.pages[depth], key)
+                start = depth * self._block_size
+                token_ids = sequence.token_ids[start : start + self._block_size]
+                self._cache.tell_content(key, self._link(sequence, depth), token_ids)
             self._stop_coming(sequence, key)
         sequence.num_kept_pages = num_full
 
@@ -112,6 +136,29 @@ class PrefixReuse:
     def _is_absent(self, key: PageKey) -> bool:
         """Neither here nor coming."""
         return self._cache.page_of(key) is None and key not in self._coming
+
+    def _copy_begun(self, sequence: Sequence, found: Pages[int]) -> int:
+        """Tokens after the pages found that need not be computed, because a copy of their page is on its way."""
+        start = len(found) * self._block_size
+        left = sequence.token_ids[start : start + self._block_size]
+        if len(left) == len(sequence.token_ids) - start:
+            left = left[:-1]  # the next token is chosen by what comes of the last one
+        if not self._enabled or not left:
+            return 0
+        begun = self._cache.find_begun(self._link(sequence, len(found)), left, self._block_size)
+        if begun is None:
+            return 0
+        page, num_tokens = begun
+        self._cache.acquire((page,))
+        self._cache.count_uses((page,))
+        self._copied_from.append(page)
+        self._copies.append(PageCopy(page, sequence.pages[len(found)]))
+        return num_tokens
+
+    @staticmethod
+    def _link(sequence: Sequence, depth: int) -> PageKey:
+        """The key before the page at this depth."""
+        return sequence.page_keys[depth - 1] if depth else first_link(sequence.request)
 
     def _make_keys(self, sequence: Sequence, num_keys: int) -> None:
         keys = sequence.page_keys

@@ -90,7 +90,8 @@ class Scheduler:
         sequences = tuple(share.planned() for share in self._under_way[self._step].values())
         digests = dict.fromkeys(sequence.adapter for sequence in sequences if sequence.adapter is not None)
         residences = tuple(self._adapters.residence(d) for d in digests)
-        return StepPlan(self._step, sequences, residences, loads, self._tiers.plan_moves())
+        moves, copies = self._tiers.plan_moves(), self._prefixes.take_copies()
+        return StepPlan(self._step, sequences, residences, loads, moves, copies)
 
     def settle(self, plan: StepPlan, result: StepResult) -> StepPlan:
         """A plan that was made while the one before it ran, now that its result is there; that is committed afterwards.
@@ -115,6 +116,7 @@ class Scheduler:
         """Takes a step's tokens and finished loads in; gives what each sequence's owner should hear."""
         updates: list[SequenceUpdate] = []
         self._prefixes.stop_awaiting(self._tiers.finish(result.moved))
+        self._prefixes.end_copies(plan.copies)
         for digest in result.loaded:
             self._adapters.finish_load(digest)
         for failure in result.failed:
@@ -174,7 +176,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a page leaked or is in two hands, or an adapter's users are miscounted."""
-        self._memory.check_integrity([*(s.pages for s in self._running.values()), *self._tiers.holders()])
+        held = [*(s.pages for s in self._running.values()), *self._tiers.holders(), *self._prefixes.holders()]
+        self._memory.check_integrity(held)
         self._tiers.check_integrity()
         self._prefixes.check_integrity([*self._running.values()])
         assert all(not s.pages and s.num_computed == 0 for s in self._waiting), "a waiting sequence holds pages"
@@ -256,8 +259,7 @@ class Scheduler:
         self._memory.make_room(num_pages, wanted)
         self._waiting.remove(sequence)
         self._running[sequence.sequence_id] = sequence
-        self._prefixes.enter(sequence, found)
-        sequence.pages.extend(self._memory.allocator.allocate(num_pages) or ())
+        self._prefixes.enter(sequence, found, self._memory.allocator.allocate(num_pages) or ())
         if sequence.adapter_digest is not None:
             self._adapters.acquire(sequence.adapter_digest)
         return True

@@ -1,0 +1,54 @@
+"""Kept pages by the tokens that they begin with, for sequences that go along with one for a part of it only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice, takewhile
+
+from ..page_keys import PageKey
+
+_MAX_LOOKED_AT = 32  # pages that begin alike, the newest first
+_Place = tuple[PageKey, tuple[int, ...]]  # the key before a page, and its first tokens
+
+
+def least_tokens(block_size: int) -> int:
+    """That a page must have in common with a sequence for copying it to be worth while."""
+    return max(block_size // 4, 1)
+
+
+class PageBeginnings:
+    """Which pages follow on a key, and with which tokens."""
+
+    def __init__(self) -> None:
+        self._places: dict[PageKey, _Place] = {}  # by the page's own key
+        self._pages: dict[_Place, dict[PageKey, tuple[int, ...]]] = {}  # with all of their tokens
+
+    def add(self, key: PageKey, link: PageKey, token_ids: Sequence[int]) -> None:
+        """A full page that comes after `link`."""
+        place = (link, tuple(token_ids[: least_tokens(len(token_ids))]))
+        self._places[key] = place
+        self._pages.setdefault(place, {})[key] = tuple(token_ids)
+
+    def remove(self, key: PageKey) -> None:
+        """No-op for one that was not added."""
+        place = self._places.pop(key, None)
+        if place is not None:
+            del self._pages[place][key]
+            if not self._pages[place]:
+                del self._pages[place]
+
+    def find(self, link: PageKey, token_ids: Sequence[int], block_size: int) -> tuple[PageKey, int] | None:
+        """The page after `link` that has most of its first tokens in common with these, and how many; None: too few."""
+        pages = self._pages.get((link, tuple(token_ids[: least_tokens(block_size)])), {})
+        counts = {key: _num_alike(pages[key], token_ids) for key in islice(reversed(pages), _MAX_LOOKED_AT)}
+        best = max(counts, key=counts.__getitem__, default=None)
+        return None if best is None else (best, counts[best])
+
+    def keys(self) -> set[PageKey]:
+        """For integrity checks."""
+        assert {key: place for place, pages in self._pages.items() for key in pages} == self._places
+        return set(self._places)
+
+
+def _num_alike(first: Sequence[int], second: Sequence[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
