@@ -137,6 +137,9 @@ class Worker:
             sequence = self.sequence_of(s.sequence_id)
             owner, token_ids = (sequence.request.tenant, s.adapter), sequence.token_ids
             assert s.token_ids == tuple(token_ids[s.start : s.start + len(s.token_ids)])
+            if s.sample is not None and s.sample.prompt_token_ids:  # a penalty sees all that came before
+                seen = (*s.sample.prompt_token_ids, *s.sample.output_token_ids)
+                assert seen == tuple(token_ids[: s.start + len(s.token_ids)])
             for position in range(s.start):
                 kv = self._kv[self._place(s, position)]
                 assert kv == (owner, tuple(token_ids[: position + 1])), "not the KV of this sequence's token"
@@ -153,6 +156,27 @@ class Worker:
         for page in residence.pages:
             self._kv |= {(page, place): residence.digest for place in range(self.limits.block_size)}
         self.there[residence.digest] = residence.pages
+
+
+class WorkerExecutor:
+    """Satisfies `Executor`. A plan is executed as late as can be, when the one after it is made."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._plan: StepPlan | None = None
+
+    def begin(self, plan: StepPlan) -> None:
+        assert self._plan is None, "a plan begins before the last one is finished"
+        self._plan = plan
+
+    def finish(self) -> StepResult:
+        assert self._plan is not None
+        plan, self._plan = self._plan, None
+        return self._worker.execute(plan)
+
+    def on_load_end(self, wake: Callable[[], None]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def run(s: Scheduler, worker: Worker, max_steps: int = 2000) -> list[SequenceUpdate]:

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.tests.scheduler_rig import Worker, asking, limits, request, run, scheduler
+from motet.tests.scheduler_rig import Worker, WorkerExecutor, asking, limits, request, run, scheduler
+from motet.tests.stand_in_engine import INFO
+from motet.workers.engine import Engine
 from motet.workers.messages import ResidencyChange, SamplingParams, SequenceRequest
 from motet.workers.scheduling.admission import refusal
 from motet.workers.scheduling.preemption import choose_victim
@@ -23,14 +25,17 @@ from motet.workers.scheduling.tier_traffic import TierSizes
     num_pages=st.integers(6, 24),
     budget=st.integers(1, 20),
     tiers=st.sampled_from([TierSizes(), TierSizes(3), TierSizes(60), TierSizes(2, 9), TierSizes(6, 60)]),
+    overlaps=st.booleans(),
 )
 def test_random_workload_ends_with_every_page_accounted_for(
-    seed: int, num_pages: int, budget: int, tiers: TierSizes
+    seed: int, num_pages: int, budget: int, tiers: TierSizes, overlaps: bool
 ) -> None:
     rng = random.Random(seed)
     of = limits(num_pages, budget)
     s, worker = scheduler(of, tiers), Worker(of, slow_loads=rng)
-    worker.sequence_of = s._running.__getitem__
+    engine = Engine(s, WorkerExecutor(worker), INFO, overlaps)
+    running: dict[int, Sequence] = {}  # all that ever ran: a plan may be about one that was cancelled meanwhile
+    worker.sequence_of = lambda sequence_id: running[sequence_id]
     expected: dict[int, int] = {}
     received: dict[int, list[int]] = {}
     finished: set[int] = set()
@@ -42,19 +47,23 @@ def test_random_workload_ends_with_every_page_accounted_for(
             num_prompt, max_tokens = rng.randint(1, 30), rng.randint(1, 20)
             prompt = [rng.choice([0, 0, 0, 1])] * num_prompt  # many begin alike
             prompt[rng.randrange(num_prompt)] = rng.choice([0, 1])
-            asked = asking(step, prompt, max_tokens, adapter, tenant=rng.choice("tu"))
+            stop, penalty = rng.choice([99, 99, rng.randrange(20)]), rng.choice([0.0, 1.0])
+            tenant = rng.choice("tu")
+            sampling: dict[str, object] = {"stop_token_ids": (stop,), "presence_penalty": penalty}
+            asked = asking(step, prompt, max_tokens, adapter, tenant, **sampling)
             before = list(range(rng.choice([0, 0, rng.randrange(max_tokens)])))
             if s.add(msgspec.structs.replace(asked, generated_token_ids=before), seed=1) is None:
-                expected[step], received[step] = max_tokens, before
+                expected[step] = stop + 1 if len(before) <= stop < max_tokens else max_tokens
+                received[step] = before
         if expected and rng.random() < 0.05:
             gone = rng.choice(sorted(expected))
-            s.cancel(gone)
+            engine.cancel(gone)
             del expected[gone]
-        if step >= 40 and not s.has_work():
+        if step >= 40 and not engine.has_work():
             break
         worker.failing_tiers = {tier for tier in ("host", "disk") if step % 20 < 10 and rng.random() < 0.1}
-        plan = s.schedule()
-        for update in s.commit(plan, worker.execute(plan)):
+        running |= s._running | {waiting.sequence_id: waiting for waiting in s._waiting}
+        for update in engine.step():
             assert update.sequence_id in expected, "a cancelled sequence spoke"
             received[update.sequence_id] += update.token_ids
             if update.finish_reason:
@@ -69,7 +78,8 @@ def test_random_workload_ends_with_every_page_accounted_for(
         assert {digest for digest in worker.coming if digest not in told} == set()
         assert load.num_waiting_for_adapters <= load.num_waiting
         assert load.num_queued_tokens >= load.num_running + load.num_waiting
-    assert not s.has_work()
+    assert not engine.has_work()
+    assert not s._under_way
     assert s.load().num_queued_tokens == 0
     assert finished >= set(expected)
     for sequence_id, num_tokens in expected.items():
