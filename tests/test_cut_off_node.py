@@ -107,7 +107,7 @@ class Cluster:
             http.stream("POST", "/v1/completions", json=fields) as answer,
         ):
             assert answer.status_code == 200
-            events = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+            events = (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: "))
             for number, event in enumerate(events):
                 if number == LINE:
                     begun()
