@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from ..workers.messages import AdapterRef, SamplingParams, SequenceError, SequenceUpdate
+from .admission import TimeLimit
 from .choice import Choice, Delta
 from .dispatch import Dispatcher, SequenceStream
 from .metrics import Metrics
@@ -47,6 +48,7 @@ class GenerationRequest:
     keep_logprobs: bool
     key: str = ""  # of the answer; empty: nobody can come back for its sequences
     cache_salt: str = ""  # the tenant's sequences share KV only where it is the same
+    timeout_s: float | None = None  # from its arrival to the last token; None: as long as it takes
     num_seen: Sequence[int] = ()  # tokens of each choice that the client had before it came back; empty: it is new
 
 
@@ -75,6 +77,7 @@ class Generation:
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._num_seen = request.num_seen or [0] * len(self.choices)
+        self._deadline = None if request.timeout_s is None else started_at + request.timeout_s
         self._updated_at = [started_at] * len(self.choices)
         self._num_unfinished = len(self.choices)
         self._streams: list[SequenceStream] = []
@@ -159,8 +162,17 @@ class Generation:
                         key=f"{request.key}/{len(self._streams)}" if request.key else "",
                         is_resumed=bool(request.num_seen),
                         cache_salt=request.cache_salt,
+                        limit=self._limit(sampling),
                     )
                 )
+
+    def _limit(self, sampling: SamplingParams) -> TimeLimit | None:
+        """What a sequence has left; None: all the time in the world."""
+        if self._deadline is None:
+            return None
+        may_end_at_once = not sampling.ignore_eos or bool(sampling.stop_token_ids) or bool(self.request.stop.strings)
+        num_new_tokens = 1 if may_end_at_once else sampling.max_tokens or 1
+        return TimeLimit(max(0.0, self._deadline - time.perf_counter()), num_new_tokens)
 
     async def _merged(self) -> AsyncIterator[tuple[int, SequenceUpdate]]:
         queue: asyncio.Queue[tuple[int, SequenceUpdate]] = asyncio.Queue()

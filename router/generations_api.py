@@ -156,6 +156,7 @@ class GenerationsApi:
             keep_token_ids=bool(request.return_token_ids),
             keep_logprobs=prompts[0].sampling.num_logprobs is not None,
             cache_salt=request.cache_salt or "",
+            timeout_s=request.timeout,
         )
 
     def _head(

@@ -23,7 +23,13 @@ class ObservedCosts:
 
     @property
     def costs(self) -> GangCosts:
-        return GangCosts(self._queued.value, self._steps.s_per_token, self._loaded.value, self._evicted.value)
+        return GangCosts(
+            self._queued.value,
+            self._steps.s_per_token,
+            self._loaded.value,
+            self._evicted.value,
+            self._steps.s_per_step,
+        )
 
     def observe(self, before: EngineLoad, after: EngineLoad) -> None:
         """Takes in what happened between two frames of one engine."""
@@ -71,6 +77,11 @@ class _StepCost:
         # The belief does not fade: steps that are all alike say nothing, and noise would be all that is left.
         spread = self._tokens_tokens + _BELIEF_SPREAD
         return max(0.0, (self._tokens_s + _BELIEF_SPREAD * self._belief) / spread)
+
+    @property
+    def s_per_step(self) -> float:
+        """The mean; 0 before the first step."""
+        return self._mean_s
 
     def add(self, num_steps: int, num_tokens: int, seconds: float) -> None:
         """Steps that are told together count as so many of their mean."""

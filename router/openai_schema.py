@@ -17,6 +17,7 @@ Count = Annotated[int, Meta(ge=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 MAX_LOGIT_BIASES = 1024  # each costs work at every token
+MAX_TIMEOUT_S = 86_400
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -80,6 +81,7 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
+    timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None  # seconds for the whole answer
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None  # vLLM: KV is shared only where it is the same
 
 
