@@ -57,8 +57,8 @@ class Admitted:
 def expect(request: RoutingRequest, gang: GangView, num_new_tokens: int) -> Expectation:
     """What the sequence has to expect there, at the costs that were measured there.
 
-    Its adapter comes while it waits. Its own prompt costs what it makes steps longer, not what a token of the queue took,
-    which holds the time that running sequences need to end.
+    Its adapter comes while it waits. Its own prompt costs what it makes steps longer, not what a token of the queue
+    took, which holds the time that running sequences need to end.
     """
     costs = gang.costs
     queue_s = gang.num_queued_tokens * costs.s_per_queued_token if gang.num_waiting else 0.0
@@ -69,7 +69,11 @@ def expect(request: RoutingRequest, gang: GangView, num_new_tokens: int) -> Expe
 
 
 def admit(
-    request: RoutingRequest, limit: TimeLimit, gangs: Sequence[GangView], routing: RoutingConfig, config: AdmissionConfig
+    request: RoutingRequest,
+    limit: TimeLimit,
+    gangs: Sequence[GangView],
+    routing: RoutingConfig,
+    config: AdmissionConfig,
 ) -> Admitted | SequenceError:
     """The gang to send a new sequence to, or why no gang can serve it in time. `gangs` are not empty.
 
@@ -103,8 +107,8 @@ def _refusal(
     if limit.timeout_s is not None and expectation.answer_s > limit.timeout_s:
         return SequenceError(
             "overloaded",
-            f"the answer is expected in {expectation.answer_s:.1f} s at the earliest, of which {expectation.queue_s:.1f} s "
-            f"in the queue, and {max(0.0, limit.timeout_s):.1f} s of its timeout are left",
+            f"the answer is expected in {expectation.answer_s:.1f} s at the earliest, {expectation.queue_s:.1f} s of "
+            f"them in the queue, and {limit.timeout_s:.1f} s of its timeout are left",
             expectation.queue_s,
             "timeout",
         )

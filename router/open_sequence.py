@@ -20,9 +20,7 @@ class OpenSequence:
     It remembers all tokens that came, so that it can go on elsewhere when its gang is lost.
     """
 
-    def __init__(
-        self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None
-    ) -> None:
+    def __init__(self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None) -> None:
         """`is_resumed`: its client has had some of it, over another connection. `limit`: begins to pass now."""
         self.request = request
         self.is_resumed = is_resumed

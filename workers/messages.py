@@ -23,8 +23,8 @@ FinishReason = Literal["stop", "length"]
 ErrorKind = Literal[
     "invalid_request", "adapter_failed", "overloaded", "timeout", "gang_lost", "handed_over", "taken_over", "internal"
 ]
-# Why a sequence is "overloaded": it was expected to wait too long ("wait"), or to miss its timeout ("timeout"); too many
-# wait in its gang ("full"), or for any gang ("no_gang"); or it did wait too long, unexpectedly ("waited").
+# Why a sequence is "overloaded": it was expected to wait too long ("wait"), or to miss its timeout ("timeout"); too
+# many wait in its gang ("full"), or for any gang ("no_gang"); or it did wait too long, unexpectedly ("waited").
 RefusalReason = Literal["wait", "timeout", "full", "no_gang", "waited"]
 
 
