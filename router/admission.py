@@ -15,6 +15,7 @@ from ..workers.messages import SequenceError
 from .affinity import GangView, RoutingConfig, RoutingRequest, choose_gang
 
 SLACK = 2.0  # times the longest wait that is expected, after which who still waits is given up
+_DOUBT = 1.25  # a queue may take so many times what is expected; under overload every admitted one is near its limit
 _QUEUES_BEFORE_REFUSAL = 2.0  # times that which calls for another gang, as the autoscaler must see it for a while
 
 
@@ -44,8 +45,7 @@ class Expectation:
     """Of a sequence at one gang, in seconds."""
 
     queue_s: float  # until those who wait there have had their turn
-    first_token_s: float  # until its first token
-    answer_s: float  # until its last one
+    answer_s: float  # until its last token, if the queue takes as long as it well may
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def expect(request: RoutingRequest, gang: GangView, num_new_tokens: int) -> Expe
     queue_s = gang.num_queued_tokens * costs.s_per_queued_token if gang.num_waiting else 0.0
     load_s = 0.0 if gang.has_adapter else request.num_adapter_pages * costs.s_per_page
     num_own_tokens = max(1, request.num_tokens - gang.num_cached_tokens)
-    first_token_s = max(queue_s, load_s) + num_own_tokens * costs.s_per_token + costs.s_per_step
-    return Expectation(queue_s, first_token_s, first_token_s + (num_new_tokens - 1) * costs.s_per_step)
+    own_s = num_own_tokens * costs.s_per_token + num_new_tokens * costs.s_per_step
+    return Expectation(queue_s, max(_DOUBT * queue_s, load_s) + own_s)
 
 
 def admit(
@@ -107,8 +107,8 @@ def _refusal(
     if limit.timeout_s is not None and expectation.answer_s > limit.timeout_s:
         return SequenceError(
             "overloaded",
-            f"the answer is expected in {expectation.answer_s:.1f} s at the earliest, {expectation.queue_s:.1f} s of "
-            f"them in the queue, and {limit.timeout_s:.1f} s of its timeout are left",
+            f"the answer needs up to {expectation.answer_s:.1f} s, as {expectation.queue_s:.1f} s are expected in the "
+            f"queue, and {limit.timeout_s:.1f} s of its timeout are left",
             expectation.queue_s,
             "timeout",
         )

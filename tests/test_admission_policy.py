@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.router.admission import SLACK, AdmissionConfig, Admitted, TimeLimit, admit, expect
@@ -44,6 +44,7 @@ def is_late(request: RoutingRequest, limit: TimeLimit, gang: GangView, config: A
     return misses_timeout or bool(config.max_queue_wait_s and found.queue_s > config.max_queue_wait_s)
 
 
+@settings(deadline=None)
 @given(requests, limits, fleets, configs)
 def test_refused_is_only_who_would_be_late_everywhere(
     request: RoutingRequest, limit: TimeLimit, gangs: list[GangView], config: AdmissionConfig
@@ -62,6 +63,7 @@ def test_refused_is_only_who_would_be_late_everywhere(
             assert verdict.wait_s >= SLACK * expect(request, gang, 1).queue_s
 
 
+@settings(deadline=None)
 @given(requests, fleets)
 def test_without_limits_it_is_routing_alone(request: RoutingRequest, gangs: list[GangView]) -> None:
     assert admit(request, NO_LIMIT, gangs, ROUTING, NO_OBJECTIVE) == Admitted(
@@ -69,6 +71,7 @@ def test_without_limits_it_is_routing_alone(request: RoutingRequest, gangs: list
     )
 
 
+@settings(deadline=None)
 @given(requests, limits, fleets, configs)
 def test_who_is_admitted_would_be_with_more_time(
     request: RoutingRequest, limit: TimeLimit, gangs: list[GangView], config: AdmissionConfig
@@ -79,6 +82,7 @@ def test_who_is_admitted_would_be_with_more_time(
         assert isinstance(admit(request, more, gangs, ROUTING, longer), Admitted)
 
 
+@settings(deadline=None)
 @given(requests, fleets, configs)
 def test_a_gang_that_holds_the_sequence_takes_it(
     request: RoutingRequest, gangs: list[GangView], config: AdmissionConfig
@@ -87,6 +91,7 @@ def test_a_gang_that_holds_the_sequence_takes_it(
     assert admit(request, TimeLimit(0.0), gangs, ROUTING, config) == Admitted(gangs[0].key, None)
 
 
+@settings(deadline=None)
 @given(requests, fleets, configs)
 def test_nobody_waits_where_nobody_is_known_to(
     request: RoutingRequest, gangs: list[GangView], config: AdmissionConfig
@@ -106,8 +111,7 @@ def test_what_is_told_of_a_refusal() -> None:
     misses = admit(SHORT, TimeLimit(5.0), [CROWDED], ROUTING, NO_OBJECTIVE)
     assert misses == SequenceError(
         "overloaded",
-        "the answer is expected in 100.0 s at the earliest, 100.0 s of them in the queue, and 5.0 s of its timeout are "
-        "left",
+        "the answer needs up to 125.0 s, as 100.0 s are expected in the queue, and 5.0 s of its timeout are left",
         100.0,
         "timeout",
     )

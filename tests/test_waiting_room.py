@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.workers.messages import SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
@@ -19,6 +19,7 @@ actions = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(actions, max_size=60), st.integers(1, 8), st.integers(1, 100))
 def test_never_more_than_the_bounds_say(todo: list[tuple[str, int]], max_sequences: int, max_tokens: int) -> None:
     room = WaitingRoom(WaitingBounds(max_sequences, max_tokens))
