@@ -61,7 +61,7 @@ def expect(request: RoutingRequest, gang: GangView, num_new_tokens: int) -> Expe
     took, which holds the time that running sequences need to end.
     """
     costs = gang.costs
-    queue_s = gang.num_queued_tokens * costs.s_per_queued_token if gang.num_waiting else 0.0
+    queue_s = gang.num_queued_tokens * costs.s_per_waiting_token if gang.num_waiting else 0.0
     load_s = 0.0 if gang.has_adapter else request.num_adapter_pages * costs.s_per_page
     num_own_tokens = max(1, request.num_tokens - gang.num_cached_tokens)
     own_s = num_own_tokens * costs.s_per_token + num_new_tokens * costs.s_per_step

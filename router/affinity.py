@@ -28,6 +28,7 @@ class GangCosts:
     s_per_page: float = 1e-3  # of an adapter, from the wish for it until it is there
     num_evictions_per_load: float = 0.0
     s_per_step: float = 0.0
+    s_per_waiting_token: float = 1e-4  # by which a queue gets shorter, whether it is computed or its KV is there
 
 
 @dataclass(frozen=True)

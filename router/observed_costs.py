@@ -17,6 +17,7 @@ class ObservedCosts:
 
     def __init__(self, belief: GangCosts) -> None:
         self._queued = _FadingRatio(belief.s_per_queued_token, _BELIEF_TOKENS, _HALF_LIFE_TOKENS)
+        self._waiting = _FadingRatio(belief.s_per_waiting_token, _BELIEF_TOKENS, _HALF_LIFE_TOKENS)
         self._steps = _StepCost(belief.s_per_token)
         self._loaded = _FadingRatio(belief.s_per_page, _BELIEF_PAGES, _HALF_LIFE_PAGES)
         self._evicted = _FadingRatio(belief.num_evictions_per_load, _BELIEF_LOADS, _HALF_LIFE_LOADS)
@@ -29,6 +30,7 @@ class ObservedCosts:
             self._loaded.value,
             self._evicted.value,
             self._steps.s_per_step,
+            self._waiting.value,
         )
 
     def observe(self, before: EngineLoad, after: EngineLoad) -> None:
@@ -44,7 +46,9 @@ class ObservedCosts:
         if before.num_waiting > before.num_waiting_for_adapters:
             # A decoding sequence computes the token that it generated last, so what is beyond that was queued.
             num_generated = after.num_generated_tokens - before.num_generated_tokens
-            self._queued.add(busy_s, max(0, num_computed - num_generated))
+            num_queued = max(0, num_computed - num_generated)
+            self._queued.add(busy_s, num_queued)
+            self._waiting.add(busy_s, num_queued + after.num_cached_tokens - before.num_cached_tokens)
 
 
 class _FadingRatio:

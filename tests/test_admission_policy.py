@@ -17,7 +17,7 @@ NO_LIMIT = TimeLimit()
 NO_OBJECTIVE = AdmissionConfig(max_queue_wait_s=0)
 
 seconds = st.floats(0, 1e-1)
-costs = st.builds(GangCosts, seconds, seconds, seconds, st.floats(0, 1), seconds)
+costs = st.builds(GangCosts, seconds, seconds, seconds, st.floats(0, 1), seconds, seconds)
 counts = st.integers(0, 10_000)
 gang_views = st.builds(
     GangView,
@@ -34,7 +34,7 @@ requests = st.builds(RoutingRequest, st.none() | st.just("digest"), st.integers(
 limits = st.builds(TimeLimit, st.none() | st.floats(0, 500), st.integers(1, 1000))
 configs = st.builds(AdmissionConfig, st.sampled_from([0.0, 1.0, 60.0]), st.integers(1, 6), st.integers(0, 10_000))
 
-CROWDED = GangView("a", True, 1000, 20, GangCosts(s_per_queued_token=0.1), num_waiting=5)  # 100 s of queue
+CROWDED = GangView("a", True, 1000, 20, GangCosts(s_per_waiting_token=0.1), num_waiting=5)  # 100 s of queue
 SHORT = RoutingRequest(None, 10, 0)
 
 
