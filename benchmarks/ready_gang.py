@@ -11,7 +11,7 @@ import ray
 
 from motet.cluster.gang_directory import ADDRESS
 from motet.workers.frame_server import FrameServer
-from motet.workers.messages import EngineLoad, GangInfo, ResidencyChange, SequenceRequest, SequenceUpdate
+from motet.workers.messages import EngineLoad, GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 
 OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
 
@@ -42,6 +42,9 @@ class ReadyEngine:
     def cancel(self, sequence_id: int) -> None:
         with self._changed:
             self._running.pop(sequence_id, None)
+
+    def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
+        """Nothing: none ever waits."""
 
     def stop(self) -> None:
         with self._changed:

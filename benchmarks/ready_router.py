@@ -11,6 +11,7 @@ from typing import Any, Literal
 from fastapi import FastAPI
 
 from motet.cluster.gang_directory import GangDirectory
+from motet.router.admission import TimeLimit
 from motet.router.config import RouterConfig
 from motet.router.dispatch import FleetDispatcher
 from motet.router.rest_server import create_app
@@ -70,6 +71,8 @@ class HandleDispatcher:
         *,
         key: str = "",
         is_resumed: bool = False,
+        cache_salt: str = "",
+        limit: TimeLimit | None = None,
     ) -> HandleStream:
         self._last_id += 1
         request = SequenceRequest(

@@ -60,7 +60,7 @@ def build_application(
 def _settings_of_a_router(config: MotetConfig) -> tuple[object, ...]:
     """All that a RouterReplica reads of the config."""
     packing = (config.tensor_parallel, config.block_size, config.dtype, config.expert_sharding)
-    waiting = (config.sequence_wait_s, config.min_gangs == 0)
+    waiting = (config.sequence_wait_s, config.min_gangs == 0, config.admission)
     return (config.router, config.redis_url, config.model_path, config.store_path, config.name, packing, waiting)
 
 

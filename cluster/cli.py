@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 
 import click
@@ -33,10 +34,21 @@ def chat(client: MotetClient, model: str | None) -> None:
 
 
 @main.command()
+@click.option(
+    "--over",
+    "seconds",
+    type=click.FloatRange(min=0, max=60),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Measure what happens in a second over so long. 0: show counts since the start.",
+)
 @with_client
-def status(client: MotetClient) -> None:
+def status(client: MotetClient, seconds: float) -> None:
     """Show what a running motet serves and how busy it is."""
-    for line in status_lines(client.status()):
+    before = client.status() if seconds else None
+    time.sleep(seconds)
+    for line in status_lines(client.status(), before=before, seconds=seconds):
         click.echo(line)
 
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from ..adapters.errors import AdapterInvalid
 from ..adapters.layout import Dtype
 from ..adapters.names import check_name, check_tenant
+from ..router.admission import AdmissionConfig
 from ..router.config import RouterConfig
 from ..workers.config import Device, EngineConfig, ExpertSharding
 from ..workers.device import resolve_device
@@ -57,6 +58,9 @@ class MotetConfig:
     block_size: int = 16
     max_tokens_per_step: int = 512
     max_num_sequences: int = 128
+    max_waiting_sequences: int = 4096  # in one gang, without a token yet; more are refused
+    max_waiting_tokens: int = 4 << 20  # of their prompts
+    max_queue_wait_s: float = 60.0  # what is expected to wait longer for its turn is refused; 0: nothing is
     max_model_len: int | None = None
     prefix_cache: bool = True
     num_threads: int = 1  # of a gang's compute library
@@ -112,7 +116,7 @@ class MotetConfig:
         _check_keys(self.keys)
         _check_address(self.address)
         _check_redis_url(self.redis_url)
-        _ = (self.engine, self.router, self.scaling)  # the parts check what they are given
+        _ = (self.engine, self.router, self.scaling, self.admission)  # the parts check what they are given
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, **given: Any) -> MotetConfig:
@@ -161,6 +165,8 @@ class MotetConfig:
             block_size=self.block_size,
             max_tokens_per_step=self.max_tokens_per_step,
             max_num_sequences=self.max_num_sequences,
+            max_waiting_sequences=self.max_waiting_sequences,
+            max_waiting_tokens=self.max_waiting_tokens,
             max_model_len=self.max_model_len,
             prefix_cache=self.prefix_cache,
             num_threads=self.num_threads,
@@ -200,6 +206,12 @@ class MotetConfig:
             max_body_bytes=self.max_body_bytes,
             scales_from_zero=self.scaling.min_gangs == 0,
         )
+
+    @property
+    def admission(self) -> AdmissionConfig:
+        """Which requests are refused because they would be late."""
+        scaling = self.scaling
+        return AdmissionConfig(self.max_queue_wait_s, scaling.max_gangs, scaling.queued_tokens_per_gang)
 
     @property
     def scaling(self) -> ScalingConfig:

@@ -18,6 +18,7 @@ from ..workers.config import EngineConfig
 from ..workers.engine_builder import build_engine_loop
 from ..workers.frame_server import FrameServer
 from ..workers.sequence_journal import JournalConfig
+from ..workers.waiting_room import WaitingBounds
 from .gang_directory import ADDRESS
 from .gang_stats import gang_stats
 from .gang_workers import RayWorkers
@@ -44,7 +45,8 @@ class GangReplica:
         spawn = None if workers is None else workers.spawn
         engine = await asyncio.to_thread(build_engine_loop, config, on_progress, spawn, host)
         info = msgspec.structs.replace(engine.info, gang_id=secrets.token_hex(4))
-        self._server = FrameServer(engine, info, token, JournalConfig(orphan_s=orphan_s))
+        bounds = WaitingBounds(config.max_waiting_sequences, config.max_waiting_tokens)
+        self._server = FrameServer(engine, info, token, JournalConfig(orphan_s=orphan_s), bounds)
         self._address = await self._server.start(host)
         _log.info("gang %s serves %s at %s", info.gang_id, info.model, self._address)
 

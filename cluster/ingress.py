@@ -57,6 +57,7 @@ class RouterReplica:
             config.sequence_wait_s,
             self._show_demand,
             adapter_pages=lambda adapter: layouts[0].num_pages(adapter.module_ranks),  # the same on every worker
+            admission=config.admission,
         )
         self._demand = GangDemand(gang, lambda: self._dispatcher.num_waiting) if config.min_gangs == 0 else None
         self._directory = GangDirectory(gang.app_name, gang.deployment_name, self._dispatcher.update)

@@ -114,6 +114,20 @@ def labels(context: click.Context, parameter: click.Parameter, values: tuple[str
     help="Disk, in the data folder, for KV that has no room there either. 0: none.",
 )
 @click.option("--max-num-sequences", default=128, show_default=True, help="Sequences that run at once.")
+@click.option(
+    "--max-waiting-sequences",
+    default=4096,
+    show_default=True,
+    help="Sequences that wait for their first token in one gang; more are refused.",
+)
+@click.option(
+    "--max-queue-wait",
+    "max_queue_wait_s",
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="A request that would have to wait longer for its turn is refused at once. 0: none is.",
+)
 @click.option("--max-tokens-per-step", default=512, show_default=True, help="Tokens computed in one step.")
 @click.option("--max-model-len", type=int, help="Longest prompt and completion. Default: the model's.")
 @click.option(

@@ -27,6 +27,8 @@ class GangCosts:
     s_per_token: float = 1e-5  # by which one more token makes a step longer
     s_per_page: float = 1e-3  # of an adapter, from the wish for it until it is there
     num_evictions_per_load: float = 0.0
+    s_per_step: float = 0.0
+    s_per_waiting_token: float = 1e-4  # by which a queue gets shorter, whether it is computed or its KV is there
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class GangView:
     costs: GangCosts
     num_cached_tokens: int = 0  # of the sequence's first ones, those that need not be computed there
     has_sequence: bool = False  # holds the request's sequence, begun for a router that was lost
+    num_waiting: int = 0  # sequences that wait for compute, as the gang told; not those whose adapter is coming
 
     def net_s(self, num_shared_steps: int) -> float:
         """What the crowd costs a new sequence, less what it saves by what is kept of its beginning."""

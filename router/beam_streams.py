@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from ..workers.messages import AdapterRef, FinishReason, SamplingParams, SequenceError, SequenceUpdate, TokenLogprobs
+from .admission import TimeLimit
 from .beam_search import NEW_SEARCH, Beam, BeamRules, advanced
 from .dispatch import Dispatcher, SequenceStream
 from .stop_strings import StopStrings
@@ -54,12 +55,14 @@ class BeamRun:
         adapter: AdapterRef | None,
         cache_salt: str,
         is_stopped: Callable[[Beam], bool],
+        limit: Callable[[SamplingParams], TimeLimit | None],
     ) -> None:
+        """`limit`: what the search has left at the time of the call."""
         self._dispatcher = dispatcher
         self._prompt_token_ids = prompt_token_ids
         self._rules = rules
         self._tenant, self._adapter, self._cache_salt = tenant, adapter, cache_salt
-        self._is_stopped = is_stopped
+        self._is_stopped, self._limit = is_stopped, limit
         self._sampling = SamplingParams(
             max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=rules.num_candidates
         )
@@ -97,6 +100,7 @@ class BeamRun:
                 self._tenant,
                 self._adapter,
                 cache_salt=self._cache_salt,
+                limit=self._limit(self._sampling),
             )
             for beam in beams
         ]

@@ -24,9 +24,11 @@ from ..workers.messages import (
     EngineLoad,
     GangInfo,
     SamplingParams,
+    SequenceError,
     SequenceRequest,
     SequenceUpdate,
 )
+from .admission import AdmissionConfig, TimeLimit
 from .affinity import RoutingConfig
 from .fleet import Fleet
 from .leader_connection import FaultKind
@@ -75,8 +77,11 @@ class Dispatcher(Protocol):
         key: str = "",
         is_resumed: bool = False,
         cache_salt: str = "",
+        limit: TimeLimit | None = None,
     ) -> SequenceStream:
         """Starts a sequence. A missing gang is no exception but an update with error "gang_lost" or "overloaded".
+
+        `limit`: one that cannot be served in time gets "overloaded" at once, one that is not "timeout" when it is over.
 
         `cache_salt`: sequences of the tenant share KV only if this is the same.
 
@@ -91,7 +96,7 @@ class Dispatcher(Protocol):
         """Every connected gang with its latest load."""
 
     def load(self) -> EngineLoad | None:
-        """The latest load, summed over the connected gangs; None: none is connected."""
+        """The latest load, summed over the connected gangs, the oldest wait of all; None: none is connected."""
 
 
 class FleetDispatcher:
@@ -104,12 +109,15 @@ class FleetDispatcher:
         on_wait: Callable[[], None] = lambda: None,
         *,
         adapter_pages: Callable[[AdapterRef], int],
+        admission: AdmissionConfig | None = None,
     ) -> None:
         """`gang_wait_s`: how long a sequence waits for a gang while none is connected. `on_wait`: one begins to.
 
         `adapter_pages`: that an adapter takes in a gang's pool.
         """
-        self._fleet = Fleet(token, RoutingConfig(), adapter_pages, self._connected, self._lost, self._send_found)
+        self._fleet = Fleet(
+            token, RoutingConfig(), adapter_pages, self._connected, self._lost, self._send_found, admission
+        )
         self._gang_wait_s = gang_wait_s
         self._on_wait = on_wait
         self._parked: dict[OpenSequence, asyncio.TimerHandle] = {}  # in order of arrival
@@ -140,6 +148,7 @@ class FleetDispatcher:
         key: str = "",
         is_resumed: bool = False,
         cache_salt: str = "",
+        limit: TimeLimit | None = None,
     ) -> OpenSequence:
         if sampling.seed is None:  # drawn here, so that another gang would go on with the same draws
             sampling = msgspec.structs.replace(sampling, seed=_seed_of(key) if key else secrets.randbits(63))
@@ -154,6 +163,7 @@ class FleetDispatcher:
                 key=key,
             ),
             is_resumed=is_resumed,
+            limit=limit,
         )
         if is_resumed and not self._fleet.holds(key):
             self._seek(sequence)
@@ -175,7 +185,8 @@ class FleetDispatcher:
         if not loads:
             return None
         names = msgspec.structs.fields(EngineLoad)
-        return EngineLoad(**{field.name: sum(getattr(load, field.name) for load in loads) for field in names})
+        total = EngineLoad(**{field.name: sum(getattr(load, field.name) for load in loads) for field in names})
+        return msgspec.structs.replace(total, oldest_waiting_s=max(load.oldest_waiting_s for load in loads))
 
     @property
     def num_waiting(self) -> int:
@@ -198,7 +209,8 @@ class FleetDispatcher:
             return
         has_begun = sequence.has_begun or sequence.is_resumed
         if len(self._parked) >= MAX_PARKED and not has_begun:
-            sequence.fail("overloaded", f"no gang is connected and {MAX_PARKED} requests wait for one; try again later")
+            message = f"no gang is connected and {MAX_PARKED} requests wait for one; try again later"
+            sequence.refuse(SequenceError("overloaded", message, reason="no_gang"))
         else:
             self._park(sequence)
 
@@ -221,6 +233,7 @@ class FleetDispatcher:
     def _park(self, sequence: OpenSequence) -> None:
         message = f"no gang was connected within {self._gang_wait_s:g} s; try again later"
         timer = asyncio.get_running_loop().call_later(self._gang_wait_s, self._give_up, sequence, message)
+        sequence.keep()
         self._parked[sequence] = timer
         sequence.on_cancel = partial(self._unpark, sequence)
         self._on_wait()

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ..workers.messages import AdapterRef
 from ..workers.page_keys import first_link, next_keys, short_key
+from .admission import AdmissionConfig, Admitted, admit
 from .affinity import GangView, RoutingConfig, RoutingRequest, choose_gang
 from .leader_connection import FaultKind, LeaderConnection
 from .open_sequence import OpenSequence
@@ -28,6 +29,7 @@ class Fleet:
         on_connect: Callable[[], None],
         on_lost: Callable[[list[OpenSequence], str], None],
         on_orphans: Callable[[], None] = lambda: None,
+        admission: AdmissionConfig | None = None,
     ) -> None:
         """`adapter_pages`: that an adapter takes in a gang's pool. `on_connect`: one more gang can be chosen.
 
@@ -38,6 +40,7 @@ class Fleet:
         self._token = token
         self._routing = routing
         self._adapter_pages = adapter_pages
+        self._admission = admission or AdmissionConfig()
         self._on_connect = on_connect
         self._on_lost = on_lost
         self._on_orphans = on_orphans
@@ -74,7 +77,10 @@ class Fleet:
         return any(connection.known.holds(sequence_key) for connection in self.connected)
 
     def submit(self, sequence: OpenSequence) -> bool:
-        """Sends the sequence to the gang that suits it best; False, and nothing done, while no gang is connected."""
+        """Sends the sequence to the gang that suits it best; False, and nothing done, while no gang is connected.
+
+        One that is new ends with the error "overloaded" if no gang can serve it in time.
+        """
         adapter = sequence.request.adapter
         request = RoutingRequest(
             None if adapter is None else adapter.digest,
@@ -87,19 +93,33 @@ class Fleet:
         views: dict[str, GangView] = {}
         for key, connection in connections.items():
             num_cached_tokens = 0
-            if len(connections) > 1:
+            if len(connections) > 1 or sequence.limit.timeout_s is not None:
                 block_size = connection.block_size
                 if block_size not in page_keys:
                     page_keys[block_size] = _page_keys(sequence, block_size)
                 num_cached_tokens = block_size * connection.known.num_cached_pages(page_keys[block_size])
             views[key] = connection.known.view(key, request.digest, num_cached_tokens, sequence.request.key)
-        chosen = choose_gang(request, [*views.values()], self._routing)
-        if chosen is None:
+        if not views:
             return False
+        chosen = self._choose(sequence, request, views)
+        if chosen is None:
+            return True
         connection = connections[chosen]
         left = replace(request, num_tokens=request.num_tokens - views[chosen].num_cached_tokens)
         connection.submit(sequence, left, page_keys.get(connection.block_size, ()))
         return True
+
+    def _choose(self, sequence: OpenSequence, request: RoutingRequest, views: Mapping[str, GangView]) -> str | None:
+        """The gang to send it to; None: it was refused. Only what is new is, never what has waited before."""
+        gangs = [*views.values()]
+        if not sequence.is_new:
+            return choose_gang(request, gangs, self._routing)
+        verdict = admit(request, sequence.limit, gangs, self._routing, self._admission)
+        if isinstance(verdict, Admitted):
+            sequence.admit(verdict.wait_s)
+            return verdict.gang_key
+        sequence.refuse(verdict)
+        return None
 
     async def close(self) -> None:
         """Ends all connections."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from msgspec import UNSET
 
 from ..workers.messages import AdapterRef, SamplingParams, SequenceError, SequenceUpdate
+from .admission import TimeLimit
 from .beam_search import BeamRules
 from .beam_streams import BeamRun, stopped_by
 from .choice import Choice, Delta
@@ -57,6 +58,7 @@ class GenerationRequest:
     beams: Sequence[BeamRules] = ()  # of each prompt, n wide: its choices are the beams found; empty: they are drawn
     key: str = ""  # of the answer; empty: nobody can come back for its sequences
     cache_salt: str = ""  # the tenant's sequences share KV only where it is the same
+    timeout_s: float | None = None  # from its arrival to the last token; None: as long as it takes
     num_seen: Sequence[int] = ()  # tokens of each choice that the client had before it came back; empty: it is new
 
 
@@ -86,6 +88,7 @@ class Generation:
         self._text = text
         self._metrics = metrics
         self._num_seen = request.num_seen or [0] * len(self.choices)
+        self._deadline = None if request.timeout_s is None else started_at + request.timeout_s
         self._updated_at = [started_at] * len(self.choices)
         self._num_unfinished = len(self.choices)
         self._num_cached: list[int | None] = [None] * len(self.choices)  # tokens of the prompt, not computed
@@ -210,6 +213,7 @@ class Generation:
                         key=f"{request.key}/{len(self._streams)}" if request.key else "",
                         is_resumed=bool(request.num_seen),
                         cache_salt=request.cache_salt,
+                        limit=self._limit(sampling),
                     )
                 )
 
@@ -224,8 +228,17 @@ class Generation:
             request.adapter,
             request.cache_salt,
             is_stopped,
+            self._limit,
         )
         return run.streams()
+
+    def _limit(self, sampling: SamplingParams) -> TimeLimit | None:
+        """What a sequence has left; None: all the time in the world."""
+        if self._deadline is None:
+            return None
+        may_end_at_once = not sampling.ignore_eos or bool(sampling.stop_token_ids) or bool(self.request.stop.strings)
+        num_new_tokens = 1 if may_end_at_once else sampling.max_tokens or 1
+        return TimeLimit(max(0.0, self._deadline - time.perf_counter()), num_new_tokens)
 
     async def _merged(self) -> AsyncIterator[tuple[int, SequenceUpdate]]:
         queue: asyncio.Queue[tuple[int, SequenceUpdate]] = asyncio.Queue()

@@ -86,6 +86,7 @@ class GenerationResponse:
                 await self._send_events(send, self._stream)
             return
         except SequenceFailedError as failure:
+            self._metrics.count_failure(failure.error)
             error = from_sequence_error(failure.error)
         except ApiError as refusal:
             error = refusal

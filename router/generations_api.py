@@ -166,6 +166,7 @@ class GenerationsApi:
             keep_logprobs=prompts[0].sampling.num_logprobs is not None,
             beams=beam_rules(request, prompts, self._base.gang()),
             cache_salt=request.cache_salt or "",
+            timeout_s=request.timeout,
         )
 
     def _head(

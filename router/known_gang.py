@@ -95,4 +95,5 @@ class KnownGang:
             costs=self._observed.costs,
             num_cached_tokens=num_cached_tokens,
             has_sequence=sequence_key in self._orphans,
+            num_waiting=max(0, load.num_waiting - load.num_waiting_for_adapters),
         )

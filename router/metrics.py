@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ..workers.messages import EngineLoad
+from ..workers.messages import EngineLoad, RefusalReason, SequenceError
 from .histogram import Histogram
 from .leader_connection import FaultKind
 
@@ -47,11 +47,19 @@ class Metrics:
         self.num_open_generations = 0
         self.num_resumed_streams = 0  # that a client came back for
         self.num_broken_streams = 0  # answered 200, then ended with an error event
+        self.refused: Counter[RefusalReason] = Counter()  # requests
+        self.num_timed_out = 0  # requests whose answer was not complete in time
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
         self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS_S)
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)  # between updates of a sequence
         self.last_token_at: float | None = None  # time.perf_counter()
+
+    def count_failure(self, error: SequenceError) -> None:
+        """A request was given up for this."""
+        if error.kind == "overloaded" and error.reason is not None:
+            self.refused[error.reason] += 1
+        self.num_timed_out += error.kind == "timeout"
 
     def exposition(
         self,
@@ -94,6 +102,15 @@ class _Families(Collector):
         )
         yield CounterMetricFamily(
             "motet_resumed_streams", "Streams that a client came back for.", metrics.num_resumed_streams
+        )
+        refused = CounterMetricFamily(
+            "motet_refused_requests", "Requests that could not be served in time.", labels=("reason",)
+        )
+        for reason in get_args(RefusalReason):
+            refused.add_metric((reason,), metrics.refused[reason])
+        yield refused
+        yield CounterMetricFamily(
+            "motet_timed_out_requests", "Answers that were not complete within their timeout.", metrics.num_timed_out
         )
         yield GaugeMetricFamily(
             "motet_registry_connected",

@@ -17,13 +17,21 @@ class ObservedCosts:
 
     def __init__(self, belief: GangCosts) -> None:
         self._queued = _FadingRatio(belief.s_per_queued_token, _BELIEF_TOKENS, _HALF_LIFE_TOKENS)
+        self._waiting = _FadingRatio(belief.s_per_waiting_token, _BELIEF_TOKENS, _HALF_LIFE_TOKENS)
         self._steps = _StepCost(belief.s_per_token)
         self._loaded = _FadingRatio(belief.s_per_page, _BELIEF_PAGES, _HALF_LIFE_PAGES)
         self._evicted = _FadingRatio(belief.num_evictions_per_load, _BELIEF_LOADS, _HALF_LIFE_LOADS)
 
     @property
     def costs(self) -> GangCosts:
-        return GangCosts(self._queued.value, self._steps.s_per_token, self._loaded.value, self._evicted.value)
+        return GangCosts(
+            self._queued.value,
+            self._steps.s_per_token,
+            self._loaded.value,
+            self._evicted.value,
+            self._steps.s_per_step,
+            self._waiting.value,
+        )
 
     def observe(self, before: EngineLoad, after: EngineLoad) -> None:
         """Takes in what happened between two frames of one engine."""
@@ -38,7 +46,9 @@ class ObservedCosts:
         if before.num_waiting > before.num_waiting_for_adapters:
             # A decoding sequence computes the token that it generated last, so what is beyond that was queued.
             num_generated = after.num_generated_tokens - before.num_generated_tokens
-            self._queued.add(busy_s, max(0, num_computed - num_generated))
+            num_queued = max(0, num_computed - num_generated)
+            self._queued.add(busy_s, num_queued)
+            self._waiting.add(busy_s, num_queued + after.num_cached_tokens - before.num_cached_tokens)
 
 
 class _FadingRatio:
@@ -71,6 +81,11 @@ class _StepCost:
         # The belief does not fade: steps that are all alike say nothing, and noise would be all that is left.
         spread = self._tokens_tokens + _BELIEF_SPREAD
         return max(0.0, (self._tokens_s + _BELIEF_SPREAD * self._belief) / spread)
+
+    @property
+    def s_per_step(self) -> float:
+        """The mean; 0 before the first step."""
+        return self._mean_s
 
     def add(self, num_steps: int, num_tokens: int, seconds: float) -> None:
         """Steps that are told together count as so many of their mean."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -11,6 +12,7 @@ from starlette.responses import Response
 from ..workers.messages import SequenceError
 
 RETRY_AFTER_S: Final = 1
+LONGEST_RETRY_AFTER_S: Final = 3600  # nobody knows more of a queue than that it is long
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -86,7 +88,9 @@ def from_sequence_error(error: SequenceError) -> ApiError:
         case "adapter_failed":
             return ApiError(500, error.message, code="adapter_failed")
         case "overloaded":
-            return ApiError(429, error.message, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
+            return ApiError(429, error.message, code="overloaded", headers={"Retry-After": _retry_after(error)})
+        case "timeout":
+            return ApiError(408, error.message, code="timeout")
         case "gang_lost" | "handed_over":  # the latter is for routers only
             return unavailable(error.message, "gang_lost")
         case "taken_over":
@@ -95,7 +99,14 @@ def from_sequence_error(error: SequenceError) -> ApiError:
             return ApiError(500, error.message, code="internal_error")
 
 
+def _retry_after(error: SequenceError) -> str:
+    """Whole seconds, as the header wants them."""
+    return str(min(max(RETRY_AFTER_S, math.ceil(error.retry_after_s or 0.0)), LONGEST_RETRY_AFTER_S))
+
+
 def _type_of(status_code: int) -> str:
     if status_code == 429:
         return "rate_limit_error"
+    if status_code == 408:
+        return "timeout_error"
     return "server_error" if status_code >= 500 else "invalid_request_error"

@@ -17,6 +17,7 @@ Count = Annotated[int, Meta(ge=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 MAX_LOGIT_BIASES = 1024  # each costs work at every token
+MAX_TIMEOUT_S = 86_400
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -82,6 +83,7 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     use_beam_search: bool | None = None  # vLLM: n is the number of beams
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
+    timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None  # seconds for the whole answer
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None  # vLLM: KV is shared only where it is the same
 
 

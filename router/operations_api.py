@@ -61,6 +61,8 @@ class OperationsApi:
             "gangs": [self._shown(gang, gang_load) for gang, gang_load in self._dispatcher.gangs()],
             "load": None if load is None else msgspec.to_builtins(load),
             "open_generations": self._metrics.num_open_generations,
+            "refused_requests": self._metrics.refused.total(),
+            "timed_out_requests": self._metrics.num_timed_out,
         }
         return Response(msgspec.json.encode(status), media_type="application/json")
 

@@ -12,6 +12,7 @@ import httpx
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.registry_view import RegistryView
 from motet.adapters.upload import UploadService
+from motet.router.admission import TimeLimit
 from motet.router.config import RouterConfig
 from motet.router.leader_connection import FaultKind
 from motet.router.open_sequence import OpenSequence
@@ -60,6 +61,7 @@ class EngineDispatcher:
         key: str = "",
         is_resumed: bool = False,
         cache_salt: str = "",
+        limit: TimeLimit | None = None,
     ) -> OpenSequence:
         request = SequenceRequest(
             sequence_id=next(self._ids),

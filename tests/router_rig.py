@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.registry_view import RegistryView
 from motet.adapters.upload import UploadService
+from motet.router.admission import TimeLimit
 from motet.router.config import RouterConfig
 from motet.router.leader_connection import FaultKind
 from motet.router.rest_server import create_app
@@ -118,6 +119,7 @@ class Submitted:
     key: str = ""
     is_resumed: bool = False
     cache_salt: str = ""
+    limit: TimeLimit | None = None
 
 
 Script = Callable[[Submitted], Sequence[SequenceUpdate]]
@@ -170,8 +172,9 @@ class FakeDispatcher:
         key: str = "",
         is_resumed: bool = False,
         cache_salt: str = "",
+        limit: TimeLimit | None = None,
     ) -> FakeStream:
-        request = Submitted(prompt_token_ids, sampling, tenant, adapter, key, is_resumed, cache_salt)
+        request = Submitted(prompt_token_ids, sampling, tenant, adapter, key, is_resumed, cache_salt, limit)
         updates = self.script(request) if self.script is not None else token_by_token(self.answer, sampling)
         self.submitted.append(request)
         self.streams.append(FakeStream(updates, self.hangs))

@@ -48,7 +48,15 @@ class StandInEngine:
     Once it `fails`, the next step loses all sequences and is the last.
     """
 
-    def __init__(self, step_s: float = 0.001) -> None:
+    def __init__(self, step_s: float = 0.001, num_places: int | None = None) -> None:
+        """`num_places`: sequences that get tokens at once, the oldest; the others wait. None: all.
+
+        Only an engine with places tells what its steps cost.
+        """
+        self._num_places = num_places
+        self._num_computed = self._num_generated = 0
+        self._busy_s = 0.0
+        self._given_up: list[SequenceUpdate] = []  # not yet told
         self.submitted: list[SequenceRequest] = []
         self.cancelled: list[int] = []
         self.paused = False
@@ -85,6 +93,12 @@ class StandInEngine:
             self.cancelled.append(sequence_id)
             self._running.pop(sequence_id, None)
 
+    def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
+        with self._lock:
+            if sequence_id in [*self._running][self._num_places or len(self._running) :]:
+                del self._running[sequence_id]
+                self._given_up.append(SequenceUpdate(sequence_id, error=error))
+
     def stop(self) -> None:
         self._stopping.set()
         if self._thread is not None:
@@ -102,6 +116,7 @@ class StandInEngine:
     def _run(self, on_step: OnStep) -> None:
         num_running = 0
         while not self._stopping.is_set():
+            began_at = time.perf_counter()
             time.sleep(self._step_s)
             if self.paused:
                 continue
@@ -109,17 +124,34 @@ class StandInEngine:
                 on_step(self._lose_all(), EngineLoad(), ResidencyChange())
                 return
             with self._lock:
-                updates = [self._next(request, count) for request, count in self._running.values()]
+                chosen = [*self._running.values()][: self._num_places]
+                if self._num_places is not None:
+                    self._num_computed += sum(1 if count else len(r.prompt_token_ids) for r, count in chosen)
+                    self._num_generated += len(chosen)
+                    self._busy_s += time.perf_counter() - began_at
+                updates = [self._next(request, count) for request, count in chosen]
+                waiting = [*self._running.values()][len(chosen) :]
+                num_queued_tokens = sum(len(r.prompt_token_ids) for r, _ in waiting)
+                given_up, self._given_up = self._given_up, []
                 for update in updates:
                     if update.finish_reason is not None:
                         del self._running[update.sequence_id]
                     else:
                         request, count = self._running[update.sequence_id]
                         self._running[update.sequence_id] = (request, count + 1)
-            if updates or num_running:
+            if updates or num_running or given_up:
                 num_running = len(updates)
                 self._num_steps += 1
-                on_step(updates, EngineLoad(num_running=num_running, num_steps=self._num_steps), self._take_residency())
+                load = EngineLoad(
+                    num_running=num_running,
+                    num_waiting=len(waiting),
+                    num_queued_tokens=num_queued_tokens,
+                    num_steps=self._num_steps,
+                    num_computed_tokens=self._num_computed,
+                    num_generated_tokens=self._num_generated,
+                    busy_s=self._busy_s,
+                )
+                on_step(given_up + updates, load, self._take_residency())
 
     def _lose_all(self) -> list[SequenceUpdate]:
         with self._lock:

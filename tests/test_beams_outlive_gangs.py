@@ -31,7 +31,7 @@ class RankingEngine(StandInEngine):
 
 
 async def found(dispatcher: FleetDispatcher) -> list[list[int]]:
-    run = BeamRun(dispatcher, PROMPT, RULES, "acme", None, "", lambda _: False)
+    run = BeamRun(dispatcher, PROMPT, RULES, "acme", None, "", lambda _: False, lambda _: None)
     updates = []
     async with asyncio.timeout(30):
         for stream in run.streams():

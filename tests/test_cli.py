@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -12,6 +13,7 @@ from motet.cluster.byte_size import format_byte_size, parse_byte_size
 from motet.cluster.cli import main
 from motet.cluster.status import status_lines
 from motet.tests.fake_motet import BASE, KEY, FakeMotet, running_fake
+from motet.workers.messages import EngineLoad
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,7 @@ def test_no_server_is_an_error_without_a_traceback(fake: FakeMotet) -> None:
 
 
 def test_status(fake: FakeMotet) -> None:
-    assert motet(fake, "status").stdout == f"version: 0.1.0\nmodel: {BASE}\n"
+    assert motet(fake, "status", "--over", "0").stdout == f"version: 0.1.0\nmodel: {BASE}\n"
 
 
 def test_status_lines_show_sections_and_lists() -> None:
@@ -102,6 +104,53 @@ def test_status_lines_show_sections_and_lists() -> None:
         "    num waiting: 2",
         "names: none",
     ]
+
+
+def test_a_load_is_told_in_words_since_the_start_and_by_the_second() -> None:
+    load = EngineLoad(
+        num_running=12,
+        num_waiting=3,
+        num_waiting_for_adapters=1,
+        oldest_waiting_s=0.44,
+        num_queued_tokens=2048,
+        num_pages=1000,
+        num_free_pages=210,
+        num_prefix_pages=340,
+        num_idle_prefix_pages=300,
+        num_adapter_pages=120,
+        num_idle_adapter_pages=20,
+        num_host_pages=400,
+        num_resident_adapters=9,
+        num_computed_tokens=1500,
+        num_generated_tokens=500,
+        num_cached_tokens=3000,
+        num_pages_out=40,
+        num_prefix_evictions=7,
+        num_preemptions=2,
+    )
+    earlier = msgspec.structs.replace(load, num_pages_out=10, num_generated_tokens=490, num_prefix_evictions=70)
+    now, before = ({"gangs": [{"gang_id": "a", "load": msgspec.to_builtins(one)}]} for one in (load, earlier))
+    since_the_start = list(status_lines(now))
+    assert since_the_start == [
+        "gangs 1 of 1",
+        "  gang id: a",
+        "  load",
+        "    sequences: 12 running, 3 waiting, 1 of them for adapters, the oldest for 0.4 s",
+        "    queued tokens: 2,048",
+        "    pages: 1,000: 210 free, 340 of kept KV (300 idle), 120 of adapters (20 idle)",
+        "    pages of KV behind them: 400 in host memory, 0 on disk",
+        "    adapters: 9 there, 0 coming",
+        "    prompt tokens found: 75.0% of 4,000",
+        "    tokens: 500 generated, 1,500 computed",
+        "    copies: 40 pages of KV out, 0 in, 0 of adapters in; 0 failed",
+        "    evictions: 7 pages of KV, 0 adapters; 0 adapters loaded",
+        "    preemptions: 2 sequences",
+    ]
+    by_the_second = list(status_lines(now, before=before, seconds=2.0))
+    assert "    tokens a second: 5.0 generated, 0.0 computed" in by_the_second
+    assert "    copies a second: 15.0 pages of KV out, 0.0 in, 0.0 of adapters in; 0.0 failed" in by_the_second
+    another = {"gangs": [{"gang_id": "b", "load": msgspec.to_builtins(earlier)}]}
+    assert list(status_lines(now, before=another, seconds=2.0)) == since_the_start
 
 
 def test_chat_answers_line_by_line_and_remembers(fake: FakeMotet) -> None:

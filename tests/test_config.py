@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from motet.cluster.config import ConfigError, MotetConfig
+from motet.router.admission import AdmissionConfig
 
 
 @pytest.fixture
@@ -31,6 +32,9 @@ def test_the_parts_get_what_was_set(paths: dict[str, Any]) -> None:
     assert (config.engine.dtype, config.engine.pool_bytes, config.engine.max_model_len) == ("float32", 123, 7)
     assert config.engine.store_path == config.store_path
     assert (config.router.model_name, config.router.max_upload_bytes) == ("base", 9)
+    patient = MotetConfig(**paths, max_queue_wait_s=0.0, max_gangs=3, max_waiting_sequences=5, max_waiting_tokens=6)
+    assert patient.admission == AdmissionConfig(0.0, 3, patient.scaling.queued_tokens_per_gang)
+    assert (patient.engine.max_waiting_sequences, patient.engine.max_waiting_tokens) == (5, 6)
 
 
 def test_the_number_of_gangs(paths: dict[str, Any]) -> None:
@@ -79,6 +83,9 @@ def test_url(paths: dict[str, Any], host: str, url: str) -> None:
         ("port", 0, "1 to 65535"),
         ("port", 65536, "1 to 65535"),
         ("host", "", "address"),
+        ("max_waiting_sequences", 0, "positive integer"),
+        ("max_waiting_tokens", 0, "positive integer"),
+        ("max_queue_wait_s", -1.0, "zero or a positive number"),
         ("min_gangs", -1, "zero or a positive integer"),
         ("min_gangs", 1.5, "zero or a positive integer"),
         ("max_gangs", 0, "positive integer"),

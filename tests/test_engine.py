@@ -11,7 +11,7 @@ import torch
 from motet.tests.engine_rig import Stock
 from motet.tests.oracle import write_adapters, write_model
 from motet.workers.memory.tiers import HostTier
-from motet.workers.messages import SamplingParams
+from motet.workers.messages import SamplingParams, SequenceError
 
 LONG = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
 
@@ -21,6 +21,22 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
     folder = tmp_path_factory.mktemp("engine")
     model = write_model("llama", folder / "model")
     return Stock.make(model, write_adapters(model, folder / "adapters"), folder / "store")
+
+
+def test_who_has_waited_too_long_hears_so_and_who_runs_goes_on(stock: Stock) -> None:
+    with stock.engine(num_pages=60, max_num_sequences=1) as rig:
+        rig.submit(0, [1] * 20, None, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+        rig.submit(1, [2] * 20, None, LONG)
+        rig.step()
+        error = SequenceError("overloaded", "it waited")
+        for sequence_id in (0, 1, 99):
+            rig.engine.give_up_waiting(sequence_id, error)
+        updates = rig.engine.step()
+        assert [update.sequence_id for update in updates if update.error == error] == [1]
+        while rig.engine.has_work():
+            updates += rig.engine.step()
+        assert [update.finish_reason for update in updates if update.finish_reason] == ["length"]
+        assert rig.engine.load().num_running == rig.engine.load().num_waiting == 0
 
 
 def test_a_cancel_frees_the_pages_within_two_steps(stock: Stock) -> None:

@@ -6,7 +6,14 @@ import threading
 from collections.abc import Callable, Sequence
 
 from motet.workers.loop import EngineLoop
-from motet.workers.messages import EngineLoad, ResidencyChange, SamplingParams, SequenceRequest, SequenceUpdate
+from motet.workers.messages import (
+    EngineLoad,
+    ResidencyChange,
+    SamplingParams,
+    SequenceError,
+    SequenceRequest,
+    SequenceUpdate,
+)
 
 
 class CountingEngine:
@@ -14,6 +21,7 @@ class CountingEngine:
 
     def __init__(self) -> None:
         self.left: dict[int, int] = {}
+        self.given_up: list[tuple[int, SequenceError]] = []
         self.info = None
         self.waits = False
         self.fails = False
@@ -29,6 +37,9 @@ class CountingEngine:
 
     def cancel(self, sequence_id: int) -> None:
         self.left.pop(sequence_id, None)
+
+    def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
+        self.given_up.append((sequence_id, error))
 
     def has_work(self) -> bool:
         return bool(self.left)
@@ -129,6 +140,16 @@ def test_a_cancelled_sequence_is_forgotten() -> None:
     loop.submit(request(2))
     listener.wait_for(2)
     assert {update.sequence_id for update in listener.updates} == {2}
+    loop.stop()
+
+
+def test_the_engine_hears_between_steps_of_who_has_waited_too_long() -> None:
+    engine, loop, listener = started()
+    error = SequenceError("overloaded", "waited")
+    loop.give_up_waiting(7, error)
+    loop.submit(request(2))
+    listener.wait_for(2)
+    assert engine.given_up == [(7, error)]
     loop.stop()
 
 

@@ -71,6 +71,17 @@ def test_whatever_holds_a_queue_up_is_in_its_cost() -> None:
     assert counters.observed.costs.s_per_queued_token == pytest.approx(0.08 / 100, rel=0.05)
 
 
+def test_a_queue_gets_shorter_by_what_is_found_in_the_cache_too() -> None:
+    counters = Counters()
+    counters.grow({"num_waiting": 3})
+    for _ in range(1000):
+        counters.grow(num_steps=1, num_computed_tokens=100, num_cached_tokens=300, busy_s=0.02)
+    costs = counters.observed.costs
+    assert costs.s_per_waiting_token == pytest.approx(0.02 / 400, rel=0.05)
+    assert costs.s_per_queued_token == pytest.approx(0.02 / 100, rel=0.05)
+    assert costs.s_per_step == pytest.approx(0.02, rel=0.05)
+
+
 def test_who_waits_for_an_adapter_is_no_queue() -> None:
     counters = Counters()
     counters.grow({"num_waiting": 3, "num_waiting_for_adapters": 3})

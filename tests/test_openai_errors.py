@@ -10,7 +10,7 @@ import pytest
 
 from motet.router.text import TextService
 from motet.tests.router_rig import BASE, CONTEXT, HEADERS, RouterRig, events_of, failing, text_service
-from motet.workers.messages import SequenceUpdate
+from motet.workers.messages import SequenceError, SequenceUpdate
 
 ANSWER = "the quick brown fox"
 
@@ -161,6 +161,7 @@ async def test_keys(rig: RouterRig, authorization: str) -> None:
         ("invalid_request", 400, "invalid_request"),
         ("adapter_failed", 500, "adapter_failed"),
         ("overloaded", 429, "overloaded"),
+        ("timeout", 408, "timeout"),
         ("gang_lost", 503, "gang_lost"),
         ("internal", 500, "internal_error"),
     ],
@@ -172,6 +173,56 @@ async def test_errors_before_the_first_token(rig: RouterRig, stream: bool, kind:
     assert response.json()["error"]["code"] == code
     assert "because of that" in response.json()["error"]["message"]
     assert ("retry-after" in response.headers) == (status in (429, 503))
+
+
+@pytest.mark.parametrize(("expected_s", "told"), [(None, "1"), (0.0, "1"), (7.1, "8"), (1e9, "3600")])
+async def test_who_is_refused_hears_when_to_come_back(rig: RouterRig, expected_s: float | None, told: str) -> None:
+    error = SequenceError("overloaded", "too many wait", expected_s, "wait")
+    rig.dispatcher.script = lambda request: [SequenceUpdate(1, error=error)]
+    response = await post(rig, stream=True)
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == told
+    assert response.json()["error"] == {
+        "message": "too many wait",
+        "type": "rate_limit_error",
+        "param": None,
+        "code": "overloaded",
+    }
+    async with rig.client() as client:
+        lines = (await client.get("/metrics")).text.splitlines()
+    assert 'motet_refused_requests_total{reason="wait"} 1.0' in lines
+    assert 'motet_refused_requests_total{reason="full"} 0.0' in lines
+
+
+async def test_a_timeout_travels_with_each_sequence(rig: RouterRig) -> None:
+    assert (await post(rig, timeout=5, n=2)).status_code == 200
+    first, second = rig.dispatcher.submitted
+    assert first.limit is not None
+    assert second.limit is not None
+    assert first.limit.timeout_s is not None
+    assert 0 < first.limit.timeout_s < 5
+    assert first.limit.num_new_tokens == 1  # it may end at any token
+    await post(rig, timeout=0.5, max_tokens=9, ignore_eos=True)
+    await post(rig, timeout=0.5, max_tokens=9, ignore_eos=True, stop="x")
+    await post(rig)
+    known, unknown, unlimited = rig.dispatcher.submitted[2:]
+    assert [known.limit and known.limit.num_new_tokens, unknown.limit and unknown.limit.num_new_tokens] == [9, 1]
+    assert unlimited.limit is None
+
+
+async def test_a_timeout_in_the_stream_is_told_and_counted(rig: RouterRig) -> None:
+    rig.dispatcher.script = failing("timeout", "its timeout passed", after=rig.ids("the quick"))
+    response = await post(rig, stream=True, timeout=5)
+    assert events_of(response.content)[-1].chunk["error"]["code"] == "timeout"
+    async with rig.client() as client:
+        assert "motet_timed_out_requests_total 1.0" in (await client.get("/metrics")).text.splitlines()
+
+
+@pytest.mark.parametrize("bad", [0, -1, "soon", 1e9])
+async def test_a_bad_timeout_is_refused(rig: RouterRig, bad: object) -> None:
+    response = await post(rig, timeout=bad)
+    assert response.status_code == 400
+    assert "timeout" in response.json()["error"]["message"]
 
 
 async def test_an_error_in_the_stream_is_its_last_event(rig: RouterRig) -> None:

@@ -118,6 +118,19 @@ def test_what_was_begun_elsewhere_comes_before_what_waits() -> None:
     assert [u.sequence_id for u in run(s, worker) if u.finish_reason] == [2, 4, 0, 1, 3]
 
 
+def test_who_waits_can_be_forgotten_and_who_runs_cannot() -> None:
+    of = limits(num_pages=20, num_sequences=1)
+    s, worker = scheduler(of), Worker(of)
+    for sequence_id in (1, 2):
+        assert s.add(request(sequence_id), seed=0) is None
+    plan = s.schedule()
+    assert not s.forget_waiting(1)
+    assert s.forget_waiting(2)
+    assert not s.forget_waiting(2)
+    updates = s.commit(plan, worker.execute(plan)) + run(s, worker)
+    assert {update.sequence_id for update in updates} == {1}
+
+
 def test_decodes_come_before_prompt_chunks() -> None:
     of = limits(num_pages=40, budget=8)
     s, worker = scheduler(of), Worker(of)

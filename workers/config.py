@@ -28,6 +28,8 @@ class EngineConfig:
     block_size: int = 16  # tokens a page
     max_tokens_per_step: int = 512  # token budget of a plan
     max_num_sequences: int = 128  # sequences that run at once
+    max_waiting_sequences: int = 4096  # that have no token yet; more are refused
+    max_waiting_tokens: int = 4 << 20  # of their prompts
     prefix_cache: bool = True  # sequences of a tenant that begin alike share their KV
     max_model_len: int | None = None  # None: what the model's config says
     num_threads: int = 1  # threads of the compute library
@@ -44,6 +46,8 @@ class EngineConfig:
             "block_size",
             "max_tokens_per_step",
             "max_num_sequences",
+            "max_waiting_sequences",
+            "max_waiting_tokens",
             "num_threads",
             "tensor_parallel",
         ):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from .execution.executor import Executor
-from .messages import EngineLoad, GangInfo, ResidencyChange, SequenceRequest, SequenceUpdate
+from .messages import EngineLoad, GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 from .scheduling.plan import StepPlan
 from .scheduling.scheduler import Scheduler
 
@@ -42,6 +42,11 @@ class Engine:
         """Forgets a sequence; no update follows. Unknown ids are ignored."""
         self._scheduler.cancel(sequence_id)
         self._refused = [update for update in self._refused if update.sequence_id != sequence_id]
+
+    def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
+        """Forgets a sequence if it waits; its owner hears of the error at the next step. One that runs goes on."""
+        if self._scheduler.forget_waiting(sequence_id):
+            self._refused.append(SequenceUpdate(sequence_id, error=error))
 
     def has_work(self) -> bool:
         return bool(self._refused) or self._under_way is not None or self._scheduler.has_work()

@@ -42,6 +42,8 @@ from .messages import (
 )
 from .router_stream import RouterStream
 from .sequence_journal import JournalConfig, SequenceJournal
+from .sequence_timers import SequenceTimers
+from .waiting_room import WaitingBounds, WaitingRoom
 
 # Pings notice a peer whose host vanished; both sides send them, so neither may punish the other for it.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -59,6 +61,7 @@ _MAX_ID = (1 << 63) - 1
 _BEAT_S = 0.25
 _FAREWELL_S = 2.0  # how long routers may take to read what they are told at the end
 _HANDED_OVER = SequenceError("handed_over", "the gang leaves")
+_TIMEOUT = SequenceError("timeout", "its timeout passed before it was complete")
 _TAKEN_OVER = SequenceError("taken_over", "the stream was taken up on another connection")
 
 _log = logging.getLogger(__name__)
@@ -70,6 +73,7 @@ class Engine(Protocol):
     def start(self, on_step: Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]) -> None: ...
     def submit(self, request: SequenceRequest) -> None: ...
     def cancel(self, sequence_id: int) -> None: ...
+    def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None: ...
     def stop(self) -> None: ...
     @property
     def alive(self) -> bool: ...
@@ -81,7 +85,15 @@ class FrameServer:
     All methods belong to the event loop that called `start`.
     """
 
-    def __init__(self, engine: Engine, info: GangInfo, token: str, journal: JournalConfig | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        info: GangInfo,
+        token: str,
+        journal: JournalConfig | None = None,
+        bounds: WaitingBounds | None = None,
+    ) -> None:
+        """`bounds`: of what waits; what comes beyond is refused at once, unless it had begun elsewhere."""
         self._engine = engine
         self._info = info
         self._token = token.encode()
@@ -91,6 +103,8 @@ class FrameServer:
         self._listeners: dict[int, tuple[RouterStream, int]] = {}  # by the engine's id: who hears of it, and as what
         self._last_engine_id = 0
         self._journal = SequenceJournal(journal or JournalConfig())
+        self._room = WaitingRoom(bounds or WaitingBounds())
+        self._timers = SequenceTimers(self._room, self._waited, self._timed_out)
         self._leaving = False
         self._resident: set[str] = set()  # adapters by digest, coming ones too
         self._resident_pages: set[int] = set()  # full pages of KV by short key
@@ -144,14 +158,14 @@ class FrameServer:
         num_sequences = self.num_sequences
         for stream in self._streams.values():
             for sequence_id, engine_id in stream.live.items():
-                self._engine.cancel(engine_id)
+                self._cancel_in_engine(engine_id)
                 stream.pending.append(SequenceUpdate(sequence_id, error=_HANDED_OVER))
             stream.live.clear()
             stream.is_ending = True
             stream.wake.set()
         self._listeners.clear()
         for engine_id in self._journal.clear():
-            self._engine.cancel(engine_id)
+            self._cancel_in_engine(engine_id)
         await _until(lambda: not self._streams, _FAREWELL_S)
         return num_sequences
 
@@ -166,7 +180,10 @@ class FrameServer:
 
     def _deliver(self, updates: Sequence[SequenceUpdate], load: EngineLoad, residency: ResidencyChange) -> None:
         """Sorts one step's updates by router."""
-        self._load = load
+        now = asyncio.get_running_loop().time()
+        for update in updates:
+            self._timers.follow(update)
+        self._load = msgspec.structs.replace(load, oldest_waiting_s=self._room.oldest_s(now))
         self._resident.difference_update(residency.went)
         self._resident.update(residency.came)
         self._resident_pages.difference_update(residency.pages_went)
@@ -177,26 +194,44 @@ class FrameServer:
             if residency.came or residency.went:
                 stream.moved.update(residency.came, residency.went)
                 stream.wake.set()
-        now = asyncio.get_running_loop().time()
         for update in updates:
-            self._journal.record(update, now)
-            listener = self._listeners.get(update.sequence_id)
-            if listener is None:
-                continue  # cancelled, or an orphan
-            stream, sequence_id = listener
-            if update.finish_reason is not None or update.error is not None:
-                del self._listeners[update.sequence_id], stream.live[sequence_id]
-            stream.tell(
-                SequenceUpdate(
-                    sequence_id,
-                    update.token_ids,
-                    update.logprobs,
-                    update.finish_reason,
-                    update.error,
-                    update.num_cached_tokens,
-                )
-            )
+            self._tell(update, now)
         self._tell_orphans()
+
+    def _tell(self, update: SequenceUpdate, now: float) -> None:
+        """Hands an update of the engine's ids on to whoever hears of the sequence."""
+        self._journal.record(update, now)
+        listener = self._listeners.get(update.sequence_id)
+        if listener is None:
+            return  # cancelled, or an orphan
+        stream, sequence_id = listener
+        if update.finish_reason is not None or update.error is not None:
+            del self._listeners[update.sequence_id], stream.live[sequence_id]
+        stream.tell(
+            SequenceUpdate(
+                sequence_id,
+                update.token_ids,
+                update.logprobs,
+                update.finish_reason,
+                update.error,
+                update.num_cached_tokens,
+            )
+        )
+
+    def _waited(self, engine_id: int) -> None:
+        """A sequence has waited as long as it may: the engine gives it up, unless it is computing its prompt."""
+        waited_s = self._room.oldest_s(asyncio.get_running_loop().time())
+        message = "it waited longer than was expected when it came, and longer than it may; try again later"
+        self._engine.give_up_waiting(engine_id, SequenceError("overloaded", message, waited_s, "waited"))
+
+    def _timed_out(self, engine_id: int) -> None:
+        """A sequence's time is over, whether it waits or runs, and whoever reads it."""
+        self._cancel_in_engine(engine_id)
+        self._tell(SequenceUpdate(engine_id, error=_TIMEOUT), asyncio.get_running_loop().time())
+
+    def _cancel_in_engine(self, engine_id: int) -> None:
+        self._timers.end(engine_id)
+        self._engine.cancel(engine_id)
 
     def _tell_orphans(self) -> None:
         """Lets all routers know soon which orphans have come and gone."""
@@ -214,7 +249,7 @@ class FrameServer:
         while True:
             await asyncio.sleep(_BEAT_S)
             for engine_id in self._journal.expire(asyncio.get_running_loop().time()):
-                self._engine.cancel(engine_id)
+                self._cancel_in_engine(engine_id)
             self._tell_orphans()
             alive = self._engine.alive
             for stream in self._streams.values():
@@ -251,7 +286,7 @@ class FrameServer:
         for engine_id in stream.live.values():
             del self._listeners[engine_id]
             if engine_id not in orphaned:
-                self._engine.cancel(engine_id)
+                self._cancel_in_engine(engine_id)
         stream.live.clear()
         self._tell_orphans()
 
@@ -311,14 +346,20 @@ class FrameServer:
         stream.refresh()  # a router that hears no more of this gang must know what had reached it
         if request.key and self._attach(stream, request):
             return
+        if not (request.has_begun or request.generated_token_ids):
+            refusal = self._room.refusal(len(request.prompt_token_ids), asyncio.get_running_loop().time())
+            if refusal is not None:
+                stream.tell(SequenceUpdate(sequence_id, error=refusal))
+                return
         self._last_engine_id += 1
         engine_id = self._last_engine_id
         if request.key:
             for unreachable in self._journal.begin(engine_id, request, stream.number):
-                self._engine.cancel(unreachable)
+                self._cancel_in_engine(unreachable)
             self._tell_orphans()
         stream.live[sequence_id] = engine_id
         self._listeners[engine_id] = stream, sequence_id
+        self._timers.start(engine_id, request)
         self._engine.submit(msgspec.structs.replace(request, sequence_id=engine_id))
 
     def _attach(self, stream: RouterStream, request: SequenceRequest) -> bool:
@@ -344,7 +385,7 @@ class FrameServer:
         if engine_id is not None:
             del self._listeners[engine_id]
             self._journal.forget(engine_id)
-            self._engine.cancel(engine_id)
+            self._cancel_in_engine(engine_id)
 
 
 async def _until(condition: Callable[[], bool], timeout_s: float) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from .engine import Engine
 from .messages import EngineLoad, GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
@@ -19,13 +20,20 @@ _HEARTBEAT_S = 5.0  # between steps while there is nothing to compute
 OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
 
 
+class _Waited(NamedTuple):
+    """A sequence is to be given up if it still waits."""
+
+    sequence_id: int
+    error: SequenceError
+
+
 class EngineLoop:
     """Steps the engine while there is work, and sleeps while there is none."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._wake = threading.Condition()
-        self._inbox: deque[SequenceRequest | int] = deque()  # an int cancels
+        self._inbox: deque[SequenceRequest | _Waited | int] = deque()  # an int cancels
         self._loads_ended = 0
         self._stopping = False
         self._failure: SequenceError | None = None
@@ -60,6 +68,10 @@ class EngineLoop:
     def cancel(self, sequence_id: int) -> None:
         self._put(sequence_id)
 
+    def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
+        """An update with this error, unless the sequence runs when it comes to that, or has ended."""
+        self._put(_Waited(sequence_id, error))
+
     def stop(self) -> None:
         """Ends the thread after its current step; unfinished sequences get no more updates."""
         with self._wake:
@@ -69,7 +81,7 @@ class EngineLoop:
             self._thread.join()
         self._engine.close()
 
-    def _put(self, item: SequenceRequest | int) -> None:
+    def _put(self, item: SequenceRequest | _Waited | int) -> None:
         with self._wake:
             self._inbox.append(item)
             self._wake.notify()
@@ -103,7 +115,7 @@ class EngineLoop:
                 self._on_step(failed, self._engine.load(), ResidencyChange())
             with self._wake:
                 self._wake.wait_for(lambda: self._stopping or self._inbox)
-                self._submitted.update(item.sequence_id for item in self._inbox if not isinstance(item, int))
+                self._submitted.update(item.sequence_id for item in self._inbox if isinstance(item, SequenceRequest))
                 self._inbox.clear()
 
     def _take_inbox(self) -> bool:
@@ -119,6 +131,8 @@ class EngineLoop:
             if isinstance(item, int):
                 self._engine.cancel(item)
                 self._submitted.discard(item)
+            elif isinstance(item, _Waited):
+                self._engine.give_up_waiting(item.sequence_id, item.error)
             else:
                 self._engine.submit(item)
                 self._submitted.add(item.sequence_id)

@@ -21,8 +21,11 @@ FinishReason = Literal["stop", "length"]
 # sequence has ended. A router continues both elsewhere; when that cannot be, its client hears "gang_lost". A sequence
 # is "taken_over" when it was submitted again, by another router or for another of the client's connections.
 ErrorKind = Literal[
-    "invalid_request", "adapter_failed", "overloaded", "gang_lost", "handed_over", "taken_over", "internal"
+    "invalid_request", "adapter_failed", "overloaded", "timeout", "gang_lost", "handed_over", "taken_over", "internal"
 ]
+# Why a sequence is "overloaded": it was expected to wait too long ("wait"), or to miss its timeout ("timeout"); too
+# many wait in its gang ("full"), or for any gang ("no_gang"); or it did wait too long, unexpectedly ("waited").
+RefusalReason = Literal["wait", "timeout", "full", "no_gang", "waited"]
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
@@ -62,6 +65,8 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     A sequence with a `key` survives the stream that it was submitted on: for a while it goes on as an orphan, and a
     request of the same tenant with the same key, adapter, prompt and sampling is answered with what it has and will
     have (`sequence_journal.py`).
+
+    Times are what is left of them: clocks of two machines have nothing to do with each other.
     """
 
     sequence_id: int
@@ -72,6 +77,9 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     generated_token_ids: list[int] = []
     cache_salt: str = ""  # sequences of one tenant share KV only if this is the same
     key: str = ""  # names it among its tenant's sequences, on all gangs; empty: nobody will ask for it again
+    has_begun: bool = False  # somebody has had tokens of it: never refused for want of room
+    wait_s: float | None = None  # it is given up if it still waits after so long; None: it waits as long as it takes
+    timeout_s: float | None = None  # it is given up, wherever it is, after so long; None: never
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -101,6 +109,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class SequenceError(msgspec.Struct, frozen=True):
     kind: ErrorKind
     message: str
+    retry_after_s: float | None = None  # of "overloaded": when it may be worth another try, if that can be told
+    reason: RefusalReason | None = None  # of "overloaded"
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -124,6 +134,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_for_adapters: int = 0  # of those that wait: their adapter is not there yet
+    oldest_waiting_s: float = 0.0  # for how long the oldest sequence without a token has waited for its first one
     num_queued_tokens: int = 0  # still to compute of all running and waiting sequences, as far as they have grown
     num_pages: int = 0
     num_free_pages: int = 0

@@ -147,9 +147,9 @@ class SequenceJournal:
         return Attachment(entry.engine_id, entry.rest_for(request))
 
     def record(self, update: SequenceUpdate, now: float) -> None:
-        """What a step brought. Sequences without a key are ignored."""
+        """What a step brought. Sequences without a key, and those that have ended, are ignored."""
         entry = self._entries.get(update.sequence_id)
-        if entry is None:
+        if entry is None or entry.is_finished:  # given up while a step was under way
             return
         entry.token_ids += update.token_ids
         if update.logprobs is not None:

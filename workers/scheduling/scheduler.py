@@ -68,6 +68,12 @@ class Scheduler:
             self._leave(sequence)
         self._waiting = [waiting for waiting in self._waiting if waiting.sequence_id != sequence_id]
 
+    def forget_waiting(self, sequence_id: int) -> bool:
+        """Forgets a sequence that waits. False, and nothing done: it runs, or is unknown."""
+        num_waiting = len(self._waiting)
+        self._waiting = [waiting for waiting in self._waiting if waiting.sequence_id != sequence_id]
+        return len(self._waiting) < num_waiting
+
     def has_work(self) -> bool:
         return bool(self._running or self._waiting or self._adapters.num_loading or self._tiers.has_work())
 

@@ -1,0 +1,149 @@
+"""Who is refused: a pure policy, over random fleets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.router.admission import SLACK, AdmissionConfig, Admitted, TimeLimit, admit, expect
+from motet.router.affinity import GangCosts, GangView, RoutingConfig, RoutingRequest, choose_gang
+from motet.workers.messages import SequenceError
+
+ROUTING = RoutingConfig()
+NO_LIMIT = TimeLimit()
+NO_OBJECTIVE = AdmissionConfig(max_queue_wait_s=0)
+
+seconds = st.floats(0, 1e-1)
+costs = st.builds(GangCosts, seconds, seconds, seconds, st.floats(0, 1), seconds, seconds)
+counts = st.integers(0, 10_000)
+gang_views = st.builds(
+    GangView,
+    st.sampled_from("abcd"),
+    st.booleans(),
+    counts,
+    counts,
+    costs,
+    num_cached_tokens=st.integers(0, 500),
+    num_waiting=st.integers(0, 3),
+)
+fleets = st.lists(gang_views, min_size=1, max_size=4, unique_by=lambda gang: gang.key)
+requests = st.builds(RoutingRequest, st.none() | st.just("digest"), st.integers(1, 5000), st.integers(0, 50))
+limits = st.builds(TimeLimit, st.none() | st.floats(0, 500), st.integers(1, 1000))
+configs = st.builds(AdmissionConfig, st.sampled_from([0.0, 1.0, 60.0]), st.integers(1, 6), st.integers(0, 10_000))
+
+CROWDED = GangView("a", True, 1000, 20, GangCosts(s_per_waiting_token=0.1), num_waiting=5)  # 100 s of queue
+SHORT = RoutingRequest(None, 10, 0)
+
+
+def is_late(request: RoutingRequest, limit: TimeLimit, gang: GangView, config: AdmissionConfig) -> bool:
+    found = expect(request, gang, limit.num_new_tokens)
+    misses_timeout = limit.timeout_s is not None and found.answer_s > limit.timeout_s
+    return misses_timeout or bool(config.max_queue_wait_s and found.queue_s > config.max_queue_wait_s)
+
+
+@settings(deadline=None)
+@given(requests, limits, fleets, configs)
+def test_refused_is_only_who_would_be_late_everywhere(
+    request: RoutingRequest, limit: TimeLimit, gangs: list[GangView], config: AdmissionConfig
+) -> None:
+    verdict = admit(request, limit, gangs, ROUTING, config)
+    if isinstance(verdict, SequenceError):
+        assert verdict.kind == "overloaded"
+        assert all(is_late(request, limit, gang, config) for gang in gangs)
+        assert verdict.retry_after_s == min(expect(request, gang, 1).queue_s for gang in gangs)
+    else:
+        gang = next(gang for gang in gangs if gang.key == verdict.gang_key)
+        fixed = len(gangs) >= config.max_gangs
+        assert not (fixed and is_late(request, limit, gang, config))
+        assert (verdict.wait_s is None) == (config.max_queue_wait_s == 0)
+        if verdict.wait_s is not None:
+            assert verdict.wait_s >= SLACK * expect(request, gang, 1).queue_s
+
+
+@settings(deadline=None)
+@given(requests, fleets)
+def test_without_limits_it_is_routing_alone(request: RoutingRequest, gangs: list[GangView]) -> None:
+    assert admit(request, NO_LIMIT, gangs, ROUTING, NO_OBJECTIVE) == Admitted(
+        str(choose_gang(request, gangs, ROUTING)), None
+    )
+
+
+@settings(deadline=None)
+@given(requests, limits, fleets, configs)
+def test_who_is_admitted_would_be_with_more_time(
+    request: RoutingRequest, limit: TimeLimit, gangs: list[GangView], config: AdmissionConfig
+) -> None:
+    more = limit if limit.timeout_s is None else replace(limit, timeout_s=2 * limit.timeout_s + 1)
+    longer = replace(config, max_queue_wait_s=2 * config.max_queue_wait_s)
+    if isinstance(admit(request, limit, gangs, ROUTING, config), Admitted):
+        assert isinstance(admit(request, more, gangs, ROUTING, longer), Admitted)
+
+
+@settings(deadline=None)
+@given(requests, fleets, configs)
+def test_a_gang_that_holds_the_sequence_takes_it(
+    request: RoutingRequest, gangs: list[GangView], config: AdmissionConfig
+) -> None:
+    gangs = [replace(gang, has_sequence=gang.key == gangs[0].key) for gang in gangs]
+    assert admit(request, TimeLimit(0.0), gangs, ROUTING, config) == Admitted(gangs[0].key, None)
+
+
+@settings(deadline=None)
+@given(requests, fleets, configs)
+def test_nobody_waits_where_nobody_is_known_to(
+    request: RoutingRequest, gangs: list[GangView], config: AdmissionConfig
+) -> None:
+    gangs = [replace(gang, num_waiting=0) for gang in gangs]
+    assert isinstance(admit(request, NO_LIMIT, gangs, ROUTING, config), Admitted)
+
+
+def test_what_is_told_of_a_refusal() -> None:
+    waits = admit(SHORT, NO_LIMIT, [CROWDED], ROUTING, AdmissionConfig())
+    assert waits == SequenceError(
+        "overloaded",
+        "the request is expected to wait 100.0 s for its turn, and at most 60 s are accepted",
+        100.0,
+        "wait",
+    )
+    misses = admit(SHORT, TimeLimit(5.0), [CROWDED], ROUTING, NO_OBJECTIVE)
+    assert misses == SequenceError(
+        "overloaded",
+        "the answer needs up to 125.0 s, as 100.0 s are expected in the queue, and 5.0 s of its timeout are left",
+        100.0,
+        "timeout",
+    )
+
+
+def test_a_gang_that_would_be_late_is_left_for_one_that_would_not() -> None:
+    adapted = RoutingRequest("digest", 10, 100)
+    cold = GangView("b", False, 0, 0, GangCosts(s_per_page=2.0))  # 200 s to load it: the crowd is preferred
+    assert admit(adapted, NO_LIMIT, [CROWDED, cold], ROUTING, NO_OBJECTIVE) == Admitted("a", None)
+    assert admit(adapted, NO_LIMIT, [CROWDED, cold], ROUTING, AdmissionConfig()) == Admitted("b", 120.0)
+
+
+def test_cached_tokens_a_resident_adapter_and_few_tokens_are_sooner() -> None:
+    costs = GangCosts(s_per_token=0.01, s_per_page=0.1, s_per_step=0.5)
+    gang = GangView("a", False, 0, 0, costs)
+    request = RoutingRequest("digest", 1000, 30)
+    assert expect(request, gang, 1).answer_s == pytest.approx(3 + 10 + 0.5)
+    assert expect(request, replace(gang, num_cached_tokens=600), 1).answer_s == pytest.approx(3 + 4 + 0.5)
+    assert expect(request, replace(gang, has_adapter=True), 1).answer_s == pytest.approx(10 + 0.5)
+    assert expect(request, gang, 11).answer_s == pytest.approx(3 + 10 + 0.5 + 5)
+
+
+def test_no_queue_is_refused_that_the_autoscaler_has_to_see() -> None:
+    may_grow = AdmissionConfig(60.0, max_gangs=2, queued_tokens_per_gang=600)
+    admitted = admit(SHORT, NO_LIMIT, [CROWDED], ROUTING, may_grow)
+    assert admitted == Admitted("a", SLACK * 100.0)
+    assert isinstance(admit(SHORT, NO_LIMIT, [CROWDED], ROUTING, replace(may_grow, max_gangs=1)), SequenceError)
+    longer = replace(CROWDED, num_queued_tokens=1201)
+    assert isinstance(admit(SHORT, NO_LIMIT, [longer], ROUTING, may_grow), SequenceError)
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("inf"), float("nan")])
+def test_a_bad_wait_is_an_error(bad: float) -> None:
+    with pytest.raises(ValueError, match=r"max_queue_wait_s = .*: zero or a positive number is needed"):
+        AdmissionConfig(max_queue_wait_s=bad)
