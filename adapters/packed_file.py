@@ -1,8 +1,8 @@
 """A packed adapter on disk: what one read brings into host memory.
 
-`MOTETPK2`, 4 bytes with the length of a JSON header, the header, CRC-32 over header and pages in 4 bytes, the pages. The
-checksum is against damage and is checked at each load, of which SHA-256 took most of the time. That the content is what
-the digest says was checked when it was packed.
+`MOTETPK2`, 4 bytes with the length of a JSON header, the header, CRC-32 over header and pages in 4 bytes, the pages.
+The checksum is against damage and is checked at each load, of which SHA-256 took most of the time. That the content is
+what the digest says was checked when it was packed.
 """
 
 from __future__ import annotations
