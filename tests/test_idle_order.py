@@ -75,15 +75,15 @@ def test_neither_prompts_asked_once_nor_adapters_asked_once_push_out_what_is_use
         gone = order.take(order.num_pages - capacity, frozenset()) if order.num_pages > capacity else []
         return {*(gone or ())}
 
-    add("popular", 20, 40, copy_s)
+    add("popular", 20, 60, copy_s)
     for number in range(2000):  # prompts that nobody goes on from, a page each: 25 times what the pool holds
         gone = add(number, 1, 1, compute_s)
         assert "popular" not in gone
         if number % 100 == 0:  # more of them between two uses than fit beside it: the least recent is the adapter
             order.remove("popular")
-            assert "popular" not in add("popular", 20, 41 + number // 100, copy_s)
+            assert "popular" not in add("popular", 20, 61 + number // 100, copy_s)
     for page in range(2000, 2010):
         add(page, 1, 2, compute_s)
-    for number in range(100):  # adapters one after the other, each once: ten times what the pool holds
+    for number in range(30):  # adapters one after the other, each once: three times what the pool holds
         gone = add(f"swept {number}", 10, 1, copy_s)
         assert not gone & {*range(2000, 2010)}
