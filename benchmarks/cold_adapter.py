@@ -2,10 +2,10 @@
 
 Three kinds of window take turns: `alone`, the streams only; `warm`, 50 requests a second besides, all for one adapter
 that is there; `cold`, the same requests, each for another adapter out of more than the pool and host memory hold, so
-that each is read from its file, verified and copied into the pool. These requests have 4 tokens and get one, so what
-differs between warm and cold is the loading (and that each has LoRA weights of its own to read). The ratios are of the
-p99 over a window, the median of all windows of a kind; those of the least disturbed windows of each kind are printed as
-well, since others on the machine add to the tails.
+that each is read from its file, verified and copied into the pool. These requests have one token and get one, so
+what differs between warm and cold is the loading, and that each has LoRA weights of its own to read. The ratios are of
+the p99 over a window, the median of all windows of a kind; those of the least disturbed windows of each kind are told
+as well, since others on the machine add to the tails.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Bench:
         next_at = started + self._rng.expovariate(self._rate)
         while (now := time.perf_counter()) - started < seconds:
             while kind != "alone" and next_at <= now:
-                asked[self._submit(self._adapters[0] if kind == "warm" else next(self._cold), 4, 1)] = next_at
+                asked[self._submit(self._adapters[0] if kind == "warm" else next(self._cold), 1, 1)] = next_at
                 next_at += self._rng.expovariate(self._rate)
                 window.num_asked += 1
             updates = engine.step()
@@ -136,7 +136,7 @@ def main() -> None:
         )
         try:
             bench = Bench(engine, adapters, arguments.rate)
-            bench.run("cold", 1.0)  # builds kernels, fills the pool
+            bench.run("cold", arguments.seconds)  # builds kernels, fills the pool
             for _ in range(arguments.rounds):
                 for kind in KINDS:
                     windows[kind].append(bench.run(kind, arguments.seconds))

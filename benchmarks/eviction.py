@@ -135,7 +135,7 @@ def simulate(make_order: Callable[[], IdleOrder], traffic: Traffic, has_host_tie
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=1200.0, help="of simulated traffic (default 1200)")
+    parser.add_argument("--seconds", type=float, default=400.0, help="of simulated traffic (default 400)")
     arguments = parser.parse_args()
     print("seconds spent, of these for adapters and for prefixes, and requests that found their adapter in the pool")
     print(f"{'traffic':14} {'host tier':9}" + "".join(f" |{name:>33}" for name in ORDERS))

@@ -9,6 +9,10 @@ import torch
 
 def write_pages(pool: torch.Tensor, pages: Sequence[int], content: torch.Tensor) -> None:
     """Copies `content` `[len(pages), num_layers, slab]` into those pages of the pool."""
+    if pool.device.type == "cpu":  # a page is contiguous: as fast as memory goes, and three times index_copy_
+        for page, one in zip(pages, content, strict=True):
+            pool[page].copy_(one)
+        return
     pool.index_copy_(0, torch.tensor(pages, device=pool.device), content.to(pool.device, non_blocking=True))
 
 
@@ -24,4 +28,9 @@ def copy_runs(pool: torch.Tensor, pages: Sequence[int], content: torch.Tensor) -
 
 def read_pages(pool: torch.Tensor, pages: Sequence[int]) -> torch.Tensor:
     """A copy of those pages, `[len(pages), num_layers, slab]`, on the pool's device."""
+    if pool.device.type == "cpu":
+        content = torch.empty((len(pages), *pool.shape[1:]), dtype=pool.dtype)
+        for page, one in zip(pages, content, strict=True):
+            one.copy_(pool[page])
+        return content
     return pool.index_select(0, torch.tensor(pages, device=pool.device))

@@ -64,3 +64,26 @@ def test_a_prefix_goes_from_its_end() -> None:
     for depth in (0, 2, 1):
         order.add(depth, 1, 1, 1.0, depth)
     assert order.take(3, frozenset()) == [2, 1, 0]
+
+
+def test_neither_prompts_asked_once_nor_adapters_asked_once_push_out_what_is_used_again_and_again() -> None:
+    compute_s, copy_s, capacity = 0.012, 0.0005, 100
+    order = IdleOrder()
+
+    def add(item: Item, num_pages: int, num_uses: int, cost_s: float) -> set[Item]:
+        order.add(item, num_pages, num_uses, cost_s)
+        gone = order.take(order.num_pages - capacity, frozenset()) if order.num_pages > capacity else []
+        return {*(gone or ())}
+
+    add("popular", 20, 60, copy_s)
+    for number in range(2000):  # prompts that nobody goes on from, a page each: 25 times what the pool holds
+        gone = add(number, 1, 1, compute_s)
+        assert "popular" not in gone
+        if number % 100 == 0:  # more of them between two uses than fit beside it: the least recent is the adapter
+            order.remove("popular")
+            assert "popular" not in add("popular", 20, 61 + number // 100, copy_s)
+    for page in range(2000, 2010):
+        add(page, 1, 2, compute_s)
+    for number in range(30):  # adapters one after the other, each once: three times what the pool holds
+        gone = add(f"swept {number}", 10, 1, copy_s)
+        assert not gone & {*range(2000, 2010)}

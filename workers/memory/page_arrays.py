@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from ...kernels.pages import read_pages, write_pages
 from .pool import PoolGeometry
 
 
@@ -57,10 +58,10 @@ class HostPages:
         self._pages = torch.empty(shape, dtype=geometry.dtype, pin_memory=pinned)
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
-        return self._pages[torch.tensor(pages)]
+        return read_pages(self._pages, pages)
 
     def write(self, pages: Sequence[int], content: torch.Tensor) -> None:
-        self._pages[torch.tensor(pages)] = content.to("cpu")
+        write_pages(self._pages, pages, content)
 
 
 class DiskPages:
