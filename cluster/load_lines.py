@@ -14,7 +14,7 @@ def load_lines(load: Mapping[str, Any], before: Mapping[str, Any] | None, second
     load = {field: value or 0 for field, value in load.items()}
 
     def count(field: str) -> float:
-        return load.get(field, 0)
+        return float(load.get(field, 0))
 
     def told(field: str, what: str) -> str:
         if before is None or seconds <= 0:

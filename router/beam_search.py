@@ -37,7 +37,7 @@ class Beam:
 
     def score(self, length_penalty: float) -> float:
         """By which beams are compared that have finished: more is better. Above 0 the penalty favours long ones."""
-        return self.total / float(len(self.token_ids)) ** length_penalty
+        return self.total / math.pow(len(self.token_ids), length_penalty)
 
 
 @dataclass(frozen=True)
