@@ -89,4 +89,4 @@ def advanced(
 def _bound(beam: Beam, rules: BeamRules) -> float:
     """No continuation of this one scores more: its probability cannot grow, and its length only so far."""
     length = rules.max_tokens if rules.length_penalty > 0 else len(beam.token_ids)
-    return beam.total / float(length) ** rules.length_penalty
+    return beam.total / math.pow(length, rules.length_penalty)
