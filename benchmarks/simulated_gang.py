@@ -3,7 +3,7 @@
 It keeps the scheduler's rules: decodes first, then prompt chunks within a token budget, first come first served; a
 sequence whose adapter is coming is passed over; adapters that nobody uses go out least recently used first, for other
 adapters and for KV. A sequence takes its KV's room when it starts, so nobody gives way. One loader copies one adapter
-after another.
+after another. An adapter begins to come when there is a place for who needs it, which is later than in a real gang.
 """
 
 from __future__ import annotations

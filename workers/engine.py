@@ -29,7 +29,7 @@ class Engine:
         self._under_way: StepPlan | None = None  # begun, and not yet finished
         self._began_at = 0.0
         self._refused: list[SequenceUpdate] = []
-        self._computed = True
+        self._got_on = True
 
     def submit(self, request: SequenceRequest) -> None:
         """Queues a sequence. One that can never be served gets an update with an error at the next step."""
@@ -59,6 +59,7 @@ class Engine:
         """
         refused, self._refused = self._refused, []
         plan, self._under_way = self._under_way, None
+        is_early = plan is not None  # made while the one before it ran: what that one left behind may do more
         if plan is None:
             plan = self._begin(self._scheduler.schedule())
         following = self._scheduler.schedule() if self._overlaps and plan.sequences else None  # while the plan runs
@@ -70,7 +71,7 @@ class Engine:
                 self._under_way = self._begin(following)
             else:
                 self._scheduler.drop(following)
-        self._computed = bool(plan.sequences or result.loaded or result.failed or result.moved)
+        self._got_on = is_early or bool(plan.sequences or result.loaded or result.failed or result.moved)
         return refused + self._scheduler.commit(plan, result)
 
     def _begin(self, plan: StepPlan) -> StepPlan:
@@ -81,7 +82,7 @@ class Engine:
     @property
     def waits(self) -> bool:
         """The last step found nothing to compute: its sequences wait for adapters or pages that are still coming."""
-        return not self._computed and self._under_way is None
+        return not self._got_on and self._under_way is None
 
     def on_load_end(self, wake: Callable[[], None]) -> None:
         """`wake` is called, from another thread, whenever a copy that a step may wait for has ended or failed."""

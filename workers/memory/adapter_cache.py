@@ -34,6 +34,7 @@ class AdapterCache:
         self._allocator, self._idle, self._page_cost_s = allocator, idle, page_cost_s
         self._entries: dict[str, _Entry] = {}
         self._moved: dict[str, None] = {}  # digests that came or went since the last take_changes()
+        self.num_loading = 0  # have pages, and their copies are under way
         self.num_loads = 0
         self.num_loaded_pages = 0
         self.num_evictions = 0
@@ -52,18 +53,21 @@ class AdapterCache:
         residence = Residence(ref.digest, ref.module_ranks, pages)
         self._entries[ref.digest] = _Entry(residence, AdapterState.LOADING)
         self._moved[ref.digest] = None
+        self.num_loading += 1
         self.num_loads += 1
         return AdapterLoad(residence)
 
     def finish_load(self, digest: str) -> None:
         entry = self._entries[digest]
         entry.state = AdapterState.RESIDENT
+        self.num_loading -= 1
         self.num_loaded_pages += len(entry.residence.pages)
         self._rest(digest)
 
     def fail_load(self, digest: str) -> None:
         """Forgets an adapter whose copy failed; its pages are free again."""
         self._drop(digest)
+        self.num_loading -= 1
 
     def acquire(self, digest: str) -> None:
         """One more running sequence uses the adapter: it stays until `release`."""
@@ -93,11 +97,7 @@ class AdapterCache:
 
     @property
     def num_resident(self) -> int:
-        return sum(entry.state is AdapterState.RESIDENT for entry in self._entries.values())
-
-    @property
-    def num_loading(self) -> int:
-        return sum(entry.state is AdapterState.LOADING for entry in self._entries.values())
+        return len(self._entries) - self.num_loading
 
     @property
     def num_pages(self) -> int:
@@ -107,6 +107,10 @@ class AdapterCache:
     def num_idle_pages(self) -> int:
         """Pages that eviction could free."""
         return sum(len(e.residence.pages) for digest, e in self._entries.items() if digest in self._idle)
+
+    def num_idle_pages_of(self, digest: str) -> int:
+        """The adapter's pages, if eviction could free them."""
+        return len(self._entries[digest].residence.pages) if digest in self._idle else 0
 
     def holders(self) -> Iterator[tuple[int, ...]]:
         """The pages of each adapter, for integrity checks."""

@@ -32,6 +32,16 @@ class PagedMemory:
         self._idle = IdleOrder() if idle is None else idle
         self.adapters = AdapterCache(self.allocator, self._idle, adapter_page_s)
         self.prefixes = PrefixCache(self.allocator, self._idle, prefix_page_s)
+        self._soon: tuple[str, ...] = ()
+
+    @property
+    def num_pages_to_take(self) -> int:
+        """Free, or idle."""
+        return self.allocator.num_free + self._idle.num_pages
+
+    def want_soon(self, digests: Iterable[str]) -> None:
+        """Adapters that will be used soon, the most urgent first: they go after all else, the least urgent first."""
+        self._soon = tuple(digests)
 
     def has_room(self, num_pages: int, keep: AbstractSet[str], found: Sequence[int] = ()) -> bool:
         """Whether `make_room` would do, were the pages `found`, of which some are idle, held by somebody."""
@@ -41,14 +51,17 @@ class PagedMemory:
     def make_room(self, num_pages: int, keep: AbstractSet[str]) -> bool:
         """Evicts what is idle and not in `keep`, least worth first, until so many pages are free.
 
+        What is wanted soon goes only if the rest is not enough: it would be back at once, and push that rest out.
         False, and nothing evicted, if all that may go would not be enough.
         """
         short = num_pages - self.allocator.num_free
         if short <= 0:
             return True
-        going = self._idle.take(short, keep)
-        if going is None:
+        if not self.has_room(num_pages, keep):
             return False
+        soon = list(self._soon)
+        while (going := self._idle.take(short, keep | set(soon))) is None:
+            soon.pop()
         for item in going:
             if isinstance(item, str):
                 self.adapters.evict(item)

@@ -52,6 +52,11 @@ class PrefixCache:
     def page_of(self, key: PageKey) -> int | None:
         return self._pages.get(key)
 
+    def is_held(self, key: PageKey) -> bool:
+        """The page is here, and somebody holds it."""
+        page = self._pages.get(key)
+        return page is not None and page not in self._idle
+
     def acquire(self, pages: Sequence[int]) -> None:
         """One more sequence holds these pages, which are here, until `release`."""
         for page in pages:

@@ -38,18 +38,38 @@ class PrefixReuse:
             return []
         if sequence.awaited_key in self._coming:
             return None
-        num_usable = (len(sequence.token_ids) - 1) // self._block_size
-        self._make_keys(sequence, len(sequence.token_ids) // self._block_size)
-        keys = sequence.page_keys[:num_usable]
+        keys = self._usable_keys(sequence)
         found = self._cache.find(keys)
+        sequence.was_looked_for = True
         sequence.num_found = len(found) * self._block_size
-        sequence.awaited_key = keys[len(found)] if len(found) < num_usable else None
+        sequence.awaited_key = keys[len(found)] if len(found) < len(keys) else None
         if sequence.awaited_key is None:
             return found
         if sequence.awaited_key not in self._coming:
             absent = list(takewhile(self._is_absent, keys[len(found) :]))
             self._coming |= dict.fromkeys(self._tiers.bring(found, absent, keep))
         return None if sequence.awaited_key in self._coming else found
+
+    def may_come_ahead(self, sequence: Sequence) -> bool:
+        """Whether `find` could let more come for a sequence that cannot enter yet.
+
+        It looks once, and again whenever what it let come is there with all before it. So no page comes twice while the
+        sequence waits, though others may push it out: `find` brings it again when there is a place for the sequence.
+        """
+        if sequence.was_looked_for:
+            key, num_found = sequence.awaited_key, sequence.num_found // self._block_size
+            if key is None or key in self._coming or self._cache.page_of(key) is None:
+                return False
+            if len(self._cache.find(sequence.page_keys[: num_found + 1])) <= num_found:
+                return False
+        return self._enabled and self._tiers.can_bring()
+
+    def num_in_other_hands(self, sequence: Sequence) -> int:
+        """Pages of its beginning that take no room when it enters: others hold or compute them, or they are coming."""
+        if not self._enabled:
+            return 0
+        keys = self._usable_keys(sequence)
+        return sum(1 for _ in takewhile(lambda key: self._cache.is_held(key) or key in self._coming, keys))
 
     def is_being_copied(self, sequence: Sequence) -> bool:
         """What it awaits comes from a tier behind the pool."""
@@ -117,6 +137,7 @@ class PrefixReuse:
         self._cache.release(sequence.pages)
         sequence.pages.clear()
         sequence.num_computed = sequence.num_kept_pages = sequence.num_found = 0
+        sequence.was_looked_for = False
 
     def disown(self, sequence: Sequence) -> None:
         """Nobody may find what this one computed, in any tier: it came to no good."""
@@ -132,6 +153,11 @@ class PrefixReuse:
         computing = {id(sequence) for sequence in self._coming.values() if sequence is not None}
         assert computing <= {id(sequence) for sequence in running}
         assert self._tiers.num_moves or None not in self._coming.values()
+
+    def _usable_keys(self, sequence: Sequence) -> list[PageKey]:
+        """Of the full pages that it need not compute if they are there."""
+        self._make_keys(sequence, len(sequence.token_ids) // self._block_size)
+        return sequence.page_keys[: (len(sequence.token_ids) - 1) // self._block_size]
 
     def _is_absent(self, key: PageKey) -> bool:
         """Neither here nor coming."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 
 import msgspec
 
@@ -19,13 +20,13 @@ from .admission import Limits, pages_for, refusal
 from .measured_costs import MeasuredCosts
 from .plan import AdapterLoad, SampledToken, StepPlan, StepResult
 from .preemption import choose_victim
+from .prefetch import MAX_LOADS_UNDER_WAY, Waiter, choose_prefetch
 from .prefix_reuse import PrefixReuse
 from .sequence import Sequence
 from .share import Share
 from .stopping import finish_reason, is_long_enough, is_stop
 from .tier_traffic import TierSizes, TierTraffic
 
-_MAX_LOADS_UNDER_WAY = 8  # adapters that come into the pool at once: later ones wait for their turn
 _BEFORE_ALL = 1 << 62  # what another gang began has waited already: it is older than all that arrived here
 
 
@@ -80,6 +81,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step's plan. Takes the pages that it needs; preempts and evicts where they run out."""
         self._step += 1
+        self._memory.want_soon(dict.fromkeys(s.adapter_digest for s in self._ahead() if s.adapter_digest is not None))
         num_preemptions = self._num_preemptions
         budget = self._limits.max_tokens_per_step
         planned: dict[int, int] = {}  # tokens to compute, by sequence id
@@ -91,7 +93,8 @@ class Scheduler:
                 planned[sequence.sequence_id] = num_tokens
         loads: tuple[AdapterLoad, ...] = ()
         if self._num_preemptions == num_preemptions:  # who just gave way must not come back for the pages it freed
-            loads = tuple(self._admit(budget - sum(planned.values()), planned))
+            loads = tuple(self._prefetch())
+            self._admit(budget - sum(planned.values()), planned)
         self._under_way[self._step] = {i: Share(self._running[i], n) for i, n in planned.items()}
         sequences = tuple(share.planned() for share in self._under_way[self._step].values())
         digests = dict.fromkeys(sequence.adapter for sequence in sequences if sequence.adapter is not None)
@@ -200,7 +203,8 @@ class Scheduler:
         short = pages_for(num_tokens, self._limits.block_size) - len(sequence.pages)
         if short <= 0:
             return True
-        wanted = {w.adapter_digest for w in self._waiting if w.arrival < sequence.arrival and w.adapter_digest}
+        older = takewhile(lambda waiting: waiting.arrival < sequence.arrival, self._waiting)
+        wanted = {waiting.adapter_digest for waiting in older if waiting.adapter_digest}
         while not self._memory.make_room(short, wanted):
             victim = choose_victim(self._running.values(), sequence)
             if victim is not None:
@@ -219,26 +223,58 @@ class Scheduler:
         self._num_preemptions += 1
         insort(self._waiting, victim, key=lambda waiting: waiting.arrival)
 
-    def _admit(self, budget: int, planned: dict[int, int]) -> Iterator[AdapterLoad]:
+    def _ahead(self) -> list[Sequence]:
+        """Who could be in the next batch: for them adapters and pages of KV come while they wait. Oldest first."""
+        return self._waiting[: self._limits.max_num_sequences]
+
+    def _prefetch(self) -> Iterator[AdapterLoad]:
+        """Lets come what waiting sequences need, be there a place for them in this step or not."""
+        num_loads = MAX_LOADS_UNDER_WAY - self._adapters.num_loading
+        ahead = self._ahead()
+        while ahead and not self._lacks(ahead[-1], num_loads):
+            ahead.pop()
+        num_pages = self._memory.num_pages_to_take - len(self._running)  # each may need another one meanwhile
+        chosen = choose_prefetch(map(self._waiter, ahead), num_pages, num_loads)
+        wanted: set[str] = set()  # adapters of older waiting sequences: not to be evicted for a newer one
+        for number, sequence in enumerate(ahead):
+            ref = sequence.request.adapter
+            if ref is not None and ref.digest not in wanted:
+                wanted.add(ref.digest)
+                if ref.digest in chosen.adapters:
+                    load = self._memory.begin_load(ref, self._pages_of_adapter(ref), wanted)
+                    assert load is not None, "the room that older ones left was miscounted"
+                    yield load
+            if number < chosen.num_with_room and self._prefixes.may_come_ahead(sequence):
+                self._prefixes.find(sequence, wanted)
+
+    def _lacks(self, sequence: Sequence, num_loads: int) -> bool:
+        """Something that it needs could begin to come, if so many loads may begin."""
+        return (num_loads > 0 and self._is_absent(sequence)) or self._prefixes.may_come_ahead(sequence)
+
+    def _waiter(self, sequence: Sequence) -> Waiter:
+        digest, is_absent = sequence.adapter_digest, self._is_absent(sequence)
+        num_adapter_pages = self._num_adapter_pages(sequence.request.adapter)
+        if digest is not None and not is_absent:
+            num_adapter_pages = self._adapters.num_idle_pages_of(digest)
+        num_kv_pages = pages_for(sequence.num_uncomputed, self._limits.block_size)
+        return Waiter(digest, is_absent, num_adapter_pages, num_kv_pages - self._prefixes.num_in_other_hands(sequence))
+
+    def _admit(self, budget: int, planned: dict[int, int]) -> None:
         """Starts waiting sequences, oldest first. One whose adapter or beginning still comes is passed over."""
         wanted: set[str] = set()  # adapters of older waiting sequences: not to be evicted for a newer one
         reserved = 0  # pages that older ones need once their beginnings have come
+        may_load = self._adapters.num_loading < MAX_LOADS_UNDER_WAY
         for sequence in tuple(self._waiting):
             if budget <= 0 or len(self._running) >= self._limits.max_num_sequences:
                 return
-            digest = sequence.adapter_digest
-            if digest is not None and self._adapters.state(digest) is not AdapterState.RESIDENT:
-                is_absent = self._adapters.state(digest) is AdapterState.ABSENT
-                if is_absent and self._adapters.num_loading < _MAX_LOADS_UNDER_WAY:
-                    load = self._begin_load(sequence, wanted)
-                    if load is None:
-                        return
-                    yield load
-                wanted.add(digest)
-                continue
-            if digest is not None:
-                wanted.add(digest)
-            found = self._prefixes.find(sequence, wanted)
+            if sequence.adapter_digest is not None:
+                wanted.add(sequence.adapter_digest)
+            if may_load and self._is_absent(sequence):
+                num_pages = self._num_adapter_pages(sequence.request.adapter) + len(self._running)
+                if not self._memory.has_room(num_pages, wanted):
+                    return  # it does not come for lack of room, which newer ones must not take
+                may_load = False  # newer ones hold nobody up: this one has the first claim once older ones run
+            found = self._prefixes.find(sequence, wanted) if self._has_adapter(sequence) else None
             if found is None:
                 if self._prefixes.is_being_copied(sequence):  # what comes for it is not for newer ones to push out
                     reserved += pages_for(sequence.num_unplanned, self._limits.block_size)
@@ -247,11 +283,6 @@ class Scheduler:
                 return
             planned[sequence.sequence_id] = min(sequence.num_unplanned, budget)
             budget -= planned[sequence.sequence_id]
-
-    def _begin_load(self, sequence: Sequence, wanted: set[str]) -> AdapterLoad | None:
-        ref = sequence.request.adapter
-        assert ref is not None
-        return self._memory.begin_load(ref, self._pages_of_adapter(ref), wanted)
 
     def _enter(self, sequence: Sequence, found: list[int], wanted: set[str], reserved: int) -> bool:
         """Lets a sequence run, on these pages of its beginning and new ones for the rest. False: there is no room.
@@ -315,6 +346,11 @@ class Scheduler:
     def _prefix_page_s(self, key: PageKey) -> float:
         costs = self._costs.costs("host")
         return min(costs.copy_s, costs.compute_s) if self._tiers.holds(key) else costs.compute_s
+
+    def _is_absent(self, sequence: Sequence) -> bool:
+        """Its adapter is neither in the pool nor coming."""
+        digest = sequence.adapter_digest
+        return digest is not None and self._adapters.state(digest) is AdapterState.ABSENT
 
     def _has_adapter(self, sequence: Sequence) -> bool:
         digest = sequence.adapter_digest

@@ -67,6 +67,10 @@ class TierTraffic:
     def num_moves(self) -> int:
         return len(self._moves)
 
+    @property
+    def _num_moves_in(self) -> int:
+        return sum(move.kind == "in" for move in self._moves.values())
+
     def has_work(self) -> bool:
         """Something is being copied, or should be."""
         return bool(self._moves or self._offered)
@@ -100,6 +104,10 @@ class TierTraffic:
         if self._tiers and not any(key in tier or tier.is_coming(key) for tier in self._working()):
             self._offered[key] = page
 
+    def can_bring(self) -> bool:
+        """More pages may begin to come into the pool now, if they are in a tier."""
+        return any(tier.num_held for tier in self._working()) and self._num_moves_in < _MOVES_IN
+
     def bring(self, found: Sequence[int], keys: Sequence[PageKey], keep: set[str]) -> list[PageKey]:
         """Begins to copy pages that follow on `found` into the pool; the keys that are coming now.
 
@@ -107,7 +115,7 @@ class TierTraffic:
         room.
         """
         source = next((name for name, tier in self._tiers.items() if keys[0] in tier and self._works(name)), None)
-        if source is None or sum(move.kind == "in" for move in self._moves.values()) >= _MOVES_IN:
+        if source is None or self._num_moves_in >= _MOVES_IN:
             return []
         tier = self._tiers[source]
         coming: list[PageKey] = []
