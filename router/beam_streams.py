@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -93,6 +94,9 @@ class BeamRun:
 
     async def _ask(self, beams: tuple[Beam, ...]) -> list[TokenLogprobs]:
         """The likeliest next tokens of each beam. Raises what one of them was refused or given up for."""
+        limit = self._limit(self._sampling)
+        if beams != NEW_SEARCH.live:  # what was admitted is not refused half-way
+            limit = replace(limit or TimeLimit(), has_begun=True)
         self._open = [
             self._dispatcher.submit(
                 [*self._prompt_token_ids, *beam.token_ids],
@@ -100,7 +104,7 @@ class BeamRun:
                 self._tenant,
                 self._adapter,
                 cache_salt=self._cache_salt,
-                limit=self._limit(self._sampling),
+                limit=limit,
             )
             for beam in beams
         ]
