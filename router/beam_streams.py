@@ -6,6 +6,7 @@ What the beams have in common the gang's prefix cache keeps, so that a round com
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Final
@@ -68,6 +69,7 @@ class BeamRun:
             max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=rules.num_candidates
         )
         self._num_cached_tokens: int | None = None  # of the prompt, when it was first asked about
+        self._began_at: float | None = None  # when a step was first planned for it, by time.perf_counter()
         self._open: list[SequenceStream] = []
         self._task = asyncio.create_task(self._found())
 
@@ -111,13 +113,18 @@ class BeamRun:
         told = [await _only_update(stream) for stream in self._open]
         if beams == NEW_SEARCH.live:
             self._num_cached_tokens = told[0].num_cached_tokens
+            if told[0].computing_s is not None:
+                self._began_at = time.perf_counter() - told[0].computing_s
         return [_logprobs(update) for update in told]
 
     def _update(self, beam: Beam) -> SequenceUpdate:
         # One that a stop string has ended says "length" here: the text's reader finds the string, and says "stop".
         is_ended = beam.token_ids[-1] in self._rules.end_token_ids
         reason: FinishReason = "stop" if is_ended else "length"
-        return SequenceUpdate(0, [*beam.token_ids], [*beam.logprobs], reason, None, self._num_cached_tokens)
+        computing_s = None if self._began_at is None else time.perf_counter() - self._began_at
+        return SequenceUpdate(
+            0, [*beam.token_ids], [*beam.logprobs], reason, None, self._num_cached_tokens, computing_s
+        )
 
 
 class BeamStream:

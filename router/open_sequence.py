@@ -164,4 +164,5 @@ def _merged(first: SequenceUpdate, second: SequenceUpdate) -> SequenceUpdate:
         second.finish_reason,
         second.error,
         second.num_cached_tokens if first.num_cached_tokens is None else first.num_cached_tokens,
+        second.computing_s if first.computing_s is None else first.computing_s,
     )

@@ -127,6 +127,7 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     error: SequenceError | None = None
     num_cached_tokens: int | None = None  # of its prompt, that were not computed; with its first token, else None
+    computing_s: float | None = None  # since a step was first planned for it, to its first token; with that, else None
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

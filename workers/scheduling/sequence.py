@@ -24,6 +24,7 @@ class Sequence:
     num_kept_pages: int = 0  # of its first pages, those that the prefix cache has been told of
     num_found: int = 0  # tokens that need not be computed, as far as was known when it was last looked for them
     num_cached_tokens: int | None = None  # of its prompt, that were there when it first ran; None: it has not yet
+    began_at: float | None = None  # when a step was first planned for it, by the scheduler's clock; None: none was yet
     awaited_key: PageKey | None = None  # of the first page that was not there when it was last looked for
 
     @property
