@@ -138,7 +138,7 @@ def _refusal(
     if objective_s is not None and first.answer_s > max(objective_s, first.alone_s):
         return SequenceError(
             "overloaded",
-            f"the first token needs up to {first.answer_s:.1f} s, as {first.queue_s:.1f} s are expected in the queue, "
+            f"the first token needs up to {first.answer_s:.2f} s, as {first.queue_s:.2f} s are expected in the queue, "
             f"and the tenant's latency objective is {objective_s:g} s",
             first.queue_s,
             "objective",

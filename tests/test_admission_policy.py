@@ -140,8 +140,8 @@ def test_what_is_told_of_a_refusal() -> None:
     late = admit(SHORT, NO_LIMIT, [CROWDED], ROUTING, AdmissionConfig(), 2.5)
     assert late == SequenceError(
         "overloaded",
-        "the first token needs up to 125.0 s, as 100.0 s are expected in the queue, and the tenant's latency objective "
-        "is 2.5 s",
+        "the first token needs up to 125.00 s, as 100.00 s are expected in the queue, and the tenant's latency "
+        "objective is 2.5 s",
         100.0,
         "objective",
     )
