@@ -240,6 +240,18 @@ class Registry:
         if taken is not None:
             raise _key_taken(*taken)
 
+    async def tenants_besides(self, owner: str) -> set[str]:
+        """Tenants that have a key which somebody else than this `owner` of launch keys gave."""
+        async with self._bounded():
+            transaction: Any = self._client.pipeline(transaction=True)
+            transaction.hgetall(_KEYS).smembers(_LAUNCH_KEYS)
+            key_tenants, marks = await transaction.execute()
+        owners: dict[str, set[str]] = {}
+        for mark in marks:
+            one, _, key_hash = mark.partition(" ")
+            owners.setdefault(key_hash, set()).add(one)
+        return {tenant for key_hash, tenant in key_tenants.items() if owners.get(key_hash) != {owner}}
+
     async def claim_base(self, base: BaseIdentity, remedy: str, *, if_empty: bool) -> None:
         """Makes the registry this base's, if it is nobody's yet, or `if_empty` and it has no adapters.
 

@@ -61,6 +61,7 @@ class MotetConfig:
     max_waiting_sequences: int = 4096  # in one gang, without a token yet; more are refused
     max_waiting_tokens: int = 4 << 20  # of their prompts
     max_queue_wait_s: float = 60.0  # what is expected to wait longer for its turn is refused; 0: nothing is
+    latency_objectives_s: tuple[tuple[str, float], ...] = ()  # (tenant, until the first token): later ones are refused
     max_model_len: int | None = None
     prefix_cache: bool = True
     num_threads: int = 1  # of a gang's compute library
@@ -114,6 +115,7 @@ class MotetConfig:
                 raise ConfigError(key, getattr(self, key), "zero or a positive number is needed")
         self._check_resources()
         _check_keys(self.keys)
+        _check_objectives(self.latency_objectives_s)
         _check_address(self.address)
         _check_redis_url(self.redis_url)
         _ = (self.engine, self.router, self.scaling, self.admission)  # the parts check what they are given
@@ -211,7 +213,9 @@ class MotetConfig:
     def admission(self) -> AdmissionConfig:
         """Which requests are refused because they would be late."""
         scaling = self.scaling
-        return AdmissionConfig(self.max_queue_wait_s, scaling.max_gangs, scaling.queued_tokens_per_gang)
+        return AdmissionConfig(
+            self.max_queue_wait_s, scaling.max_gangs, scaling.queued_tokens_per_gang, self.latency_objectives_s
+        )
 
     @property
     def scaling(self) -> ScalingConfig:
@@ -266,6 +270,20 @@ def _check_keys(keys: tuple[tuple[str, str], ...]) -> None:
             raise ConfigError("keys", f"{tenant}=…", "a key is printable ASCII without spaces, and not empty")
         if seen.setdefault(key, tenant) != tenant:
             raise ConfigError("keys", f"{tenant}=…", f"the same key was given to {seen[key]}; each needs its own")
+
+
+def _check_objectives(objectives_s: tuple[tuple[str, float], ...]) -> None:
+    """Their seconds are AdmissionConfig's business, and whether there are such tenants the registry's."""
+    seen: set[str] = set()
+    for tenant, objective_s in objectives_s:
+        given = f"{tenant}={objective_s:g}"
+        try:
+            check_tenant(tenant)
+        except AdapterInvalid as error:
+            raise ConfigError("latency_objectives_s", given, str(error)) from None
+        if tenant in seen:
+            raise ConfigError("latency_objectives_s", given, f"{tenant} has another one already; one is accepted")
+        seen.add(tenant)
 
 
 def _check_address(address: str | None) -> None:

@@ -35,7 +35,7 @@ from .local_serve import (
 )
 from .progress_log import OnEvent, ProgressReader
 from .redis_server import RedisServer
-from .registration import forget_launch_keys, register_launch
+from .registration import check_objectives, forget_launch_keys, register_launch
 from .rolling_update import updated
 
 STAGE = "starting"  # name of the launcher's own events
@@ -130,11 +130,15 @@ class Deployment:
     def update(self, config: MotetConfig) -> None:
         """Replaces routers and gangs by such with another config, in turn, while they serve. Returns when it is done.
 
-        Raises ConfigError for what only a restart changes, and LaunchError when the new ones do not start: those before
-        are brought back then.
+        Raises ConfigError for what only a restart changes and for a latency objective of an unknown tenant, and
+        LaunchError when the new ones do not start: those before are brought back then.
         """
         assert self._config is not None, "it runs"
         running, wanted = self._config, updated(self._config, config, self._max_gangs)
+        try:
+            asyncio.run(check_objectives(wanted))
+        except RegistryUnavailable as error:
+            raise LaunchError(str(error)) from error
         try:
             _run_application(wanted, self._token, None, is_update=True)
         except LaunchError:

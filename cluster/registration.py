@@ -20,8 +20,8 @@ OTHER_REDIS = "set REDIS_URL to another server, or to another database of this o
 async def register_launch(config: MotetConfig, *, embedded_redis: bool) -> None:
     """Makes store and registry this base's, and the config's keys the only ones that this data folder's launches gave.
 
-    Raises OtherBase, KeyTaken, ConfigError if the base's name is an adapter's, RegistryUnavailable; then nothing that
-    belonged to somebody has changed.
+    Raises OtherBase, KeyTaken, RegistryUnavailable, ConfigError if the base's name is an adapter's or a tenant with a
+    latency objective has no key; then nothing that belonged to somebody has changed.
     """
     base = identify_base(config.model_path, config.name)
     store = AdapterStore(config.store_path)
@@ -31,6 +31,7 @@ async def register_launch(config: MotetConfig, *, embedded_redis: bool) -> None:
         await registry.claim_base(base, OTHER_FOLDER if embedded_redis else OTHER_REDIS, if_empty=embedded_redis)
         store.claim_base(base, OTHER_FOLDER)
         await _check_name(registry, base)
+        await _check_objectives(registry, config)
         await registry.set_launch_keys(_owner(config), config.keys)
 
 
@@ -38,6 +39,12 @@ async def forget_launch_keys(config: MotetConfig) -> None:
     """Deletes the keys that this data folder's launches gave. Raises RegistryUnavailable."""
     async with _registry(config) as registry:
         await registry.set_launch_keys(_owner(config), ())
+
+
+async def check_objectives(config: MotetConfig) -> None:
+    """Raises ConfigError for a latency objective of a tenant that has no key, and RegistryUnavailable."""
+    async with _registry(config) as registry:
+        await _check_objectives(registry, config)
 
 
 @asynccontextmanager
@@ -60,6 +67,19 @@ async def _check_name(registry: Registry, base: BaseIdentity) -> None:
             f"{', '.join(tenants)} has an adapter of this name; choose another with --name, or start with the former "
             "name and delete the adapter first",
         )
+
+
+async def _check_objectives(registry: Registry, config: MotetConfig) -> None:
+    known = {tenant for tenant, _ in config.keys}
+    asked = [(tenant, seconds) for tenant, seconds in config.latency_objectives_s if tenant not in known]
+    if not asked:
+        return
+    known |= await registry.tenants_besides(_owner(config))
+    for tenant, seconds in asked:
+        if tenant not in known:
+            names = ", ".join(sorted(known)) or "none"
+            accepted = f"there is no tenant {tenant}; those with a key are: {names}"
+            raise ConfigError("latency_objectives_s", f"{tenant}={seconds:g}", accepted)
 
 
 def _owner(config: MotetConfig) -> str:

@@ -16,6 +16,7 @@ CHANGEABLE = frozenset(
         "max_waiting_sequences",
         "max_waiting_tokens",
         "max_queue_wait_s",
+        "latency_objectives_s",
         "max_model_len",
         "prefix_cache",
         "kv_host_bytes",

@@ -29,6 +29,23 @@ def tenant_keys(
     return pairs
 
 
+def tenant_seconds(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> tuple[tuple[str, float], ...]:
+    """A click callback: each TENANT=SECONDS as a pair."""
+    pairs = []
+    for value in values:
+        tenant, _, seconds = value.partition("=")
+        try:
+            pairs.append((tenant, float(seconds)))
+        except ValueError:
+            tenant = ""
+        if not tenant:
+            message = f"{value!r}: TENANT=SECONDS is needed, for example acme=2.5"
+            raise click.BadParameter(message, context, parameter)
+    return tuple(pairs)
+
+
 def amounts(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 ) -> tuple[tuple[str, float], ...]:
@@ -127,6 +144,14 @@ def labels(context: click.Context, parameter: click.Parameter, values: tuple[str
     show_default=True,
     metavar="SECONDS",
     help="A request that would have to wait longer for its turn is refused at once. 0: none is.",
+)
+@click.option(
+    "--latency-objective",
+    "latency_objectives_s",
+    multiple=True,
+    metavar="TENANT=SECONDS",
+    callback=tenant_seconds,
+    help="A tenant's request whose first token would come later, for the queue, is refused at once. May be repeated.",
 )
 @click.option("--max-tokens-per-step", default=512, show_default=True, help="Tokens computed in one step.")
 @click.option("--max-model-len", type=int, help="Longest prompt and completion. Default: the model's.")

@@ -3,6 +3,10 @@
 Refused is what would be refused late otherwise: a client that hears so at once can go elsewhere, or come back. What may
 be served is never refused for want of knowledge: as long as a gang has told of nobody who waits, nobody is expected to,
 and a sequence that may end at any token is expected to take no more than one.
+
+A tenant's latency objective is about first tokens: they are what a queue makes late, and what can be told beforehand.
+Only a queue is a reason to refuse for it. A prompt that is too long for it, or an adapter that comes too slowly, would
+be as late the next time, and where nobody waits only what is admitted can show that costs are believed too high.
 """
 
 from __future__ import annotations
@@ -26,8 +30,13 @@ class AdmissionConfig:
     max_queue_wait_s: float = 60.0  # that a sequence may be expected to wait for its turn; 0: any
     max_gangs: int = 1
     queued_tokens_per_gang: int = 0  # a longer queue calls for another gang, if there may be more
+    latency_objectives_s: tuple[tuple[str, float], ...] = ()  # (tenant, until the first token); others have none
 
     def __post_init__(self) -> None:
+        for tenant, objective_s in self.latency_objectives_s:
+            if not 0 < objective_s < math.inf:
+                problem = "a positive number of seconds is needed"
+                raise ValueError(f"latency_objectives_s = '{tenant}={objective_s:g}': {problem}")
         if not 0 <= self.max_queue_wait_s < math.inf:
             raise ValueError(f"max_queue_wait_s = {self.max_queue_wait_s!r}: zero or a positive number is needed")
 
@@ -38,6 +47,7 @@ class TimeLimit:
 
     timeout_s: float | None = None  # until the last token; None: as long as it takes
     num_new_tokens: int = 1  # that it generates at least
+    has_begun: bool = False  # of a request that is being answered: late or not, it is not refused
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,7 @@ class Expectation:
 
     queue_s: float  # until those who wait there have had their turn
     answer_s: float  # until its last token, if the queue takes as long as it well may
+    alone_s: float  # the same if nobody waited there
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,7 @@ def expect(request: RoutingRequest, gang: GangView, num_new_tokens: int) -> Expe
     load_s = 0.0 if gang.has_adapter else request.num_adapter_pages * costs.s_per_page
     num_own_tokens = max(1, request.num_tokens - gang.num_cached_tokens)
     own_s = num_own_tokens * costs.s_per_token + num_new_tokens * costs.s_per_step
-    return Expectation(queue_s, max(_DOUBT * queue_s, load_s) + own_s)
+    return Expectation(queue_s, max(_DOUBT * queue_s, load_s) + own_s, load_s + own_s)
 
 
 def admit(
@@ -74,8 +85,11 @@ def admit(
     gangs: Sequence[GangView],
     routing: RoutingConfig,
     config: AdmissionConfig,
+    objective_s: float | None = None,
 ) -> Admitted | SequenceError:
     """The gang to send a new sequence to, or why no gang can serve it in time. `gangs` are not empty.
+
+    `objective_s`: its tenant's, until its first token; None: its tenant has none.
 
     It is the one that `choose_gang` chooses, or if that would be late, the one it chooses of those that would not be.
     A gang that holds the sequence already takes it in any case.
@@ -85,7 +99,7 @@ def admit(
     by_key = {gang.key: gang for gang in gangs}
     refusals: dict[str, SequenceError] = {}
     for key in (chosen, *(by_key.keys() - {chosen})):
-        refusal = _refusal(request, limit, by_key[key], len(gangs), config)
+        refusal = _refusal(request, limit, by_key[key], len(gangs), config, objective_s)
         if refusal is None and key == chosen:
             return Admitted(key, _wait_s(request, by_key[key], config))
         if refusal is not None:
@@ -99,7 +113,12 @@ def admit(
 
 
 def _refusal(
-    request: RoutingRequest, limit: TimeLimit, gang: GangView, num_gangs: int, config: AdmissionConfig
+    request: RoutingRequest,
+    limit: TimeLimit,
+    gang: GangView,
+    num_gangs: int,
+    config: AdmissionConfig,
+    objective_s: float | None,
 ) -> SequenceError | None:
     if gang.has_sequence:
         return None
@@ -112,10 +131,19 @@ def _refusal(
             expectation.queue_s,
             "timeout",
         )
+    may_grow = num_gangs < config.max_gangs
+    if may_grow and gang.num_queued_tokens <= _QUEUES_BEFORE_REFUSAL * config.queued_tokens_per_gang:
+        return None
+    first = expect(request, gang, num_new_tokens=1)
+    if objective_s is not None and first.answer_s > max(objective_s, first.alone_s):
+        return SequenceError(
+            "overloaded",
+            f"the first token needs up to {first.answer_s:.2f} s, as {first.queue_s:.2f} s are expected in the queue, "
+            f"and the tenant's latency objective is {objective_s:g} s",
+            first.queue_s,
+            "objective",
+        )
     if config.max_queue_wait_s and expectation.queue_s > config.max_queue_wait_s:
-        may_grow = num_gangs < config.max_gangs
-        if may_grow and gang.num_queued_tokens <= _QUEUES_BEFORE_REFUSAL * config.queued_tokens_per_gang:
-            return None
         return SequenceError(
             "overloaded",
             f"the request is expected to wait {expectation.queue_s:.1f} s for its turn, and at most "

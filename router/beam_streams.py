@@ -6,7 +6,9 @@ What the beams have in common the gang's prefix cache keeps, so that a round com
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -67,6 +69,7 @@ class BeamRun:
             max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=rules.num_candidates
         )
         self._num_cached_tokens: int | None = None  # of the prompt, when it was first asked about
+        self._began_at: float | None = None  # when a step was first planned for it, by time.perf_counter()
         self._open: list[SequenceStream] = []
         self._task = asyncio.create_task(self._found())
 
@@ -93,6 +96,9 @@ class BeamRun:
 
     async def _ask(self, beams: tuple[Beam, ...]) -> list[TokenLogprobs]:
         """The likeliest next tokens of each beam. Raises what one of them was refused or given up for."""
+        limit = self._limit(self._sampling)
+        if beams != NEW_SEARCH.live:  # what was admitted is not refused half-way
+            limit = replace(limit or TimeLimit(), has_begun=True)
         self._open = [
             self._dispatcher.submit(
                 [*self._prompt_token_ids, *beam.token_ids],
@@ -100,20 +106,25 @@ class BeamRun:
                 self._tenant,
                 self._adapter,
                 cache_salt=self._cache_salt,
-                limit=self._limit(self._sampling),
+                limit=limit,
             )
             for beam in beams
         ]
         told = [await _only_update(stream) for stream in self._open]
         if beams == NEW_SEARCH.live:
             self._num_cached_tokens = told[0].num_cached_tokens
+            if told[0].computing_s is not None:
+                self._began_at = time.perf_counter() - told[0].computing_s
         return [_logprobs(update) for update in told]
 
     def _update(self, beam: Beam) -> SequenceUpdate:
         # One that a stop string has ended says "length" here: the text's reader finds the string, and says "stop".
         is_ended = beam.token_ids[-1] in self._rules.end_token_ids
         reason: FinishReason = "stop" if is_ended else "length"
-        return SequenceUpdate(0, [*beam.token_ids], [*beam.logprobs], reason, None, self._num_cached_tokens)
+        computing_s = None if self._began_at is None else time.perf_counter() - self._began_at
+        return SequenceUpdate(
+            0, [*beam.token_ids], [*beam.logprobs], reason, None, self._num_cached_tokens, computing_s
+        )
 
 
 class BeamStream:

@@ -41,6 +41,7 @@ class Fleet:
         self._routing = routing
         self._adapter_pages = adapter_pages
         self._admission = admission or AdmissionConfig()
+        self._objectives_s = dict(self._admission.latency_objectives_s)  # by tenant
         self._on_connect = on_connect
         self._on_lost = on_lost
         self._on_orphans = on_orphans
@@ -93,7 +94,7 @@ class Fleet:
         views: dict[str, GangView] = {}
         for key, connection in connections.items():
             num_cached_tokens = 0
-            if len(connections) > 1 or sequence.limit.timeout_s is not None:
+            if len(connections) > 1 or sequence.limit.timeout_s is not None or self._objective_s(sequence) is not None:
                 block_size = connection.block_size
                 if block_size not in page_keys:
                     page_keys[block_size] = _page_keys(sequence, block_size)
@@ -114,12 +115,16 @@ class Fleet:
         gangs = [*views.values()]
         if not sequence.is_new:
             return choose_gang(request, gangs, self._routing)
-        verdict = admit(request, sequence.limit, gangs, self._routing, self._admission)
+        objective_s = self._objective_s(sequence)
+        verdict = admit(request, sequence.limit, gangs, self._routing, self._admission, objective_s)
         if isinstance(verdict, Admitted):
             sequence.admit(verdict.wait_s)
             return verdict.gang_key
         sequence.refuse(verdict)
         return None
+
+    def _objective_s(self, sequence: OpenSequence) -> float | None:
+        return self._objectives_s.get(sequence.request.tenant)
 
     async def close(self) -> None:
         """Ends all connections."""

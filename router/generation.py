@@ -123,7 +123,7 @@ class Generation:
         """What the update lets the client see."""
         num_tokens = self.choices[index].num_tokens
         delta = self._fold(index, update)
-        self._observe(index, self.choices[index].num_tokens - num_tokens, is_first=num_tokens == 0)
+        self._observe(index, self.choices[index].num_tokens - num_tokens, update.computing_s, is_first=num_tokens == 0)
         return delta
 
     def _take_seen(self, index: int, update: SequenceUpdate) -> SequenceUpdate:
@@ -246,11 +246,14 @@ class Generation:
         while True:
             yield await queue.get()
 
-    def _observe(self, index: int, num_tokens: int, *, is_first: bool) -> None:
+    def _observe(self, index: int, num_tokens: int, computing_s: float | None, *, is_first: bool) -> None:
         now = time.perf_counter()
         metrics = self._metrics
+        elapsed_s = now - self._updated_at[index]
         histogram = metrics.first_token_s if is_first else metrics.inter_token_s
-        histogram.observe(now - self._updated_at[index])
+        histogram.observe(elapsed_s)
+        if is_first and computing_s is not None:
+            metrics.queue_wait_s.observe(max(0.0, elapsed_s - computing_s))  # two machines' clocks
         self._updated_at[index] = metrics.last_token_at = now
         metrics.num_completion_tokens += num_tokens
 

@@ -17,6 +17,7 @@ from .histogram import Histogram
 from .leader_connection import FaultKind
 
 FIRST_TOKEN_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+QUEUE_WAIT_BOUNDS_S = (0.001, *FIRST_TOKEN_BOUNDS_S, 120.0, 300.0, 600.0)  # to a gang's start on a new machine
 INTER_TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 # Fields of EngineLoad that only grow.
 _ENGINE_COUNTERS = frozenset(
@@ -52,6 +53,7 @@ class Metrics:
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
         self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS_S)
+        self.queue_wait_s = Histogram(QUEUE_WAIT_BOUNDS_S)  # of sequences that have a first token
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)  # between updates of a sequence
         self.last_token_at: float | None = None  # time.perf_counter()
 
@@ -121,6 +123,7 @@ class _Families(Collector):
         yield CounterMetricFamily("motet_completion_tokens", "Tokens that came back.", metrics.num_completion_tokens)
         for name, help_text, histogram in (
             ("motet_first_token_seconds", "From request to first token.", metrics.first_token_s),
+            ("motet_queue_wait_seconds", "The part of it before a step was planned.", metrics.queue_wait_s),
             ("motet_inter_token_seconds", "Between updates of a sequence.", metrics.inter_token_s),
         ):
             yield HistogramMetricFamily(name, help_text, histogram.buckets(), histogram.sum)

@@ -25,7 +25,7 @@ class OpenSequence:
         self.request = request
         self.is_resumed = is_resumed
         self.limit = limit or TimeLimit()
-        self.is_new = not is_resumed  # not yet sent anywhere, and does not wait for a gang
+        self.is_new = not (is_resumed or self.limit.has_begun)  # not yet sent anywhere, and does not wait for a gang
         self._wait_s: float | None = None
         self._deadline: float | None = None  # by the event loop's clock
         self._alarm: asyncio.TimerHandle | None = None
@@ -65,7 +65,7 @@ class OpenSequence:
             self.request,
             sequence_id=sequence_id,
             generated_token_ids=[*self._token_ids],
-            has_begun=self.is_resumed or self.has_begun,
+            has_begun=self.is_resumed or self.has_begun or self.limit.has_begun,
             wait_s=self._wait_s,
             timeout_s=left_s,
         )
@@ -164,4 +164,5 @@ def _merged(first: SequenceUpdate, second: SequenceUpdate) -> SequenceUpdate:
         second.finish_reason,
         second.error,
         second.num_cached_tokens if first.num_cached_tokens is None else first.num_cached_tokens,
+        second.computing_s if first.computing_s is None else first.computing_s,
     )

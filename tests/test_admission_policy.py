@@ -32,6 +32,7 @@ gang_views = st.builds(
 fleets = st.lists(gang_views, min_size=1, max_size=4, unique_by=lambda gang: gang.key)
 requests = st.builds(RoutingRequest, st.none() | st.just("digest"), st.integers(1, 5000), st.integers(0, 50))
 limits = st.builds(TimeLimit, st.none() | st.floats(0, 500), st.integers(1, 1000))
+objectives = st.none() | st.floats(1e-3, 500)
 configs = st.builds(AdmissionConfig, st.sampled_from([0.0, 1.0, 60.0]), st.integers(1, 6), st.integers(0, 10_000))
 
 CROWDED = GangView("a", True, 1000, 20, GangCosts(s_per_waiting_token=0.1), num_waiting=5)  # 100 s of queue
@@ -44,20 +45,34 @@ def is_late(request: RoutingRequest, limit: TimeLimit, gang: GangView, config: A
     return misses_timeout or bool(config.max_queue_wait_s and found.queue_s > config.max_queue_wait_s)
 
 
+def misses_objective(request: RoutingRequest, gang: GangView, objective_s: float | None) -> bool:
+    """Its first token comes after the objective, and sooner if nobody waited there."""
+    if objective_s is None or not gang.num_waiting:
+        return False
+    first_s = expect(request, gang, 1).answer_s
+    return first_s > objective_s and first_s > expect(request, replace(gang, num_waiting=0), 1).answer_s
+
+
 @settings(deadline=None)
-@given(requests, limits, fleets, configs)
+@given(requests, limits, fleets, configs, objectives)
 def test_refused_is_only_who_would_be_late_everywhere(
-    request: RoutingRequest, limit: TimeLimit, gangs: list[GangView], config: AdmissionConfig
+    request: RoutingRequest,
+    limit: TimeLimit,
+    gangs: list[GangView],
+    config: AdmissionConfig,
+    objective_s: float | None,
 ) -> None:
-    verdict = admit(request, limit, gangs, ROUTING, config)
+    verdict = admit(request, limit, gangs, ROUTING, config, objective_s)
     if isinstance(verdict, SequenceError):
         assert verdict.kind == "overloaded"
-        assert all(is_late(request, limit, gang, config) for gang in gangs)
+        assert all(is_late(request, limit, g, config) or misses_objective(request, g, objective_s) for g in gangs)
+        assert verdict.reason in {"timeout", "objective", "wait"} - ({"objective"} if objective_s is None else set())
         assert verdict.retry_after_s == min(expect(request, gang, 1).queue_s for gang in gangs)
     else:
         gang = next(gang for gang in gangs if gang.key == verdict.gang_key)
         fixed = len(gangs) >= config.max_gangs
         assert not (fixed and is_late(request, limit, gang, config))
+        assert not (fixed and misses_objective(request, gang, objective_s))
         assert (verdict.wait_s is None) == (config.max_queue_wait_s == 0)
         if verdict.wait_s is not None:
             assert verdict.wait_s >= SLACK * expect(request, gang, 1).queue_s
@@ -72,14 +87,21 @@ def test_without_limits_it_is_routing_alone(request: RoutingRequest, gangs: list
 
 
 @settings(deadline=None)
-@given(requests, limits, fleets, configs)
+@given(requests, limits, fleets, configs, objectives)
 def test_who_is_admitted_would_be_with_more_time(
-    request: RoutingRequest, limit: TimeLimit, gangs: list[GangView], config: AdmissionConfig
+    request: RoutingRequest,
+    limit: TimeLimit,
+    gangs: list[GangView],
+    config: AdmissionConfig,
+    objective_s: float | None,
 ) -> None:
     more = limit if limit.timeout_s is None else replace(limit, timeout_s=2 * limit.timeout_s + 1)
     longer = replace(config, max_queue_wait_s=2 * config.max_queue_wait_s)
-    if isinstance(admit(request, limit, gangs, ROUTING, config), Admitted):
-        assert isinstance(admit(request, more, gangs, ROUTING, longer), Admitted)
+    if isinstance(admit(request, limit, gangs, ROUTING, config, objective_s), Admitted):
+        assert isinstance(admit(request, more, gangs, ROUTING, longer, objective_s), Admitted)
+        assert isinstance(admit(request, limit, gangs, ROUTING, config), Admitted)
+        if objective_s is not None:
+            assert isinstance(admit(request, limit, gangs, ROUTING, config, 2 * objective_s), Admitted)
 
 
 @settings(deadline=None)
@@ -88,7 +110,7 @@ def test_a_gang_that_holds_the_sequence_takes_it(
     request: RoutingRequest, gangs: list[GangView], config: AdmissionConfig
 ) -> None:
     gangs = [replace(gang, has_sequence=gang.key == gangs[0].key) for gang in gangs]
-    assert admit(request, TimeLimit(0.0), gangs, ROUTING, config) == Admitted(gangs[0].key, None)
+    assert admit(request, TimeLimit(0.0), gangs, ROUTING, config, 1e-9) == Admitted(gangs[0].key, None)
 
 
 @settings(deadline=None)
@@ -97,7 +119,7 @@ def test_nobody_waits_where_nobody_is_known_to(
     request: RoutingRequest, gangs: list[GangView], config: AdmissionConfig
 ) -> None:
     gangs = [replace(gang, num_waiting=0) for gang in gangs]
-    assert isinstance(admit(request, NO_LIMIT, gangs, ROUTING, config), Admitted)
+    assert isinstance(admit(request, NO_LIMIT, gangs, ROUTING, config, 1e-9), Admitted)
 
 
 def test_what_is_told_of_a_refusal() -> None:
@@ -115,6 +137,41 @@ def test_what_is_told_of_a_refusal() -> None:
         100.0,
         "timeout",
     )
+    late = admit(SHORT, NO_LIMIT, [CROWDED], ROUTING, AdmissionConfig(), 2.5)
+    assert late == SequenceError(
+        "overloaded",
+        "the first token needs up to 125.00 s, as 100.00 s are expected in the queue, and the tenant's latency "
+        "objective is 2.5 s",
+        100.0,
+        "objective",
+    )
+    assert admit(SHORT, TimeLimit(5.0), [CROWDED], ROUTING, NO_OBJECTIVE, 2.5) == misses
+
+
+def test_an_objective_is_about_the_first_token_and_what_the_queue_does_to_it() -> None:
+    brief = replace(CROWDED, num_queued_tokens=10, costs=GangCosts(s_per_waiting_token=0.1, s_per_step=2.0))
+    long_answer = TimeLimit(num_new_tokens=1000)
+    assert isinstance(admit(SHORT, long_answer, [brief], ROUTING, NO_OBJECTIVE, 3.5), Admitted)  # 1.25 + 2 s
+    assert isinstance(admit(SHORT, long_answer, [brief], ROUTING, NO_OBJECTIVE, 3.0), SequenceError)
+    long_prompt = replace(SHORT, num_tokens=1000)
+    slow = replace(brief, costs=GangCosts(s_per_token=0.01, s_per_waiting_token=0.1))  # 10 s of its own
+    assert isinstance(admit(long_prompt, NO_LIMIT, [slow], ROUTING, NO_OBJECTIVE, 3.0), SequenceError)
+    alone = replace(slow, num_waiting=0)
+    assert admit(long_prompt, NO_LIMIT, [alone], ROUTING, NO_OBJECTIVE, 3.0) == Admitted("a", None)
+    # An adapter that comes while the queue passes is made no later by it, and once it is there the queue decides.
+    adapted = RoutingRequest("digest", 10, 100)
+    coming = GangView("a", False, 10, 1, GangCosts(s_per_page=0.1, s_per_waiting_token=0.1), num_waiting=1)
+    assert admit(adapted, NO_LIMIT, [coming], ROUTING, NO_OBJECTIVE, 1.0) == Admitted("a", None)
+    assert isinstance(
+        admit(adapted, NO_LIMIT, [replace(coming, has_adapter=True)], ROUTING, NO_OBJECTIVE, 1.0), SequenceError
+    )
+
+
+def test_what_an_objective_lets_in_waits_as_long_as_without_one() -> None:
+    for config in (NO_OBJECTIVE, AdmissionConfig(200.0)):
+        assert admit(SHORT, NO_LIMIT, [CROWDED], ROUTING, config, 150.0) == admit(
+            SHORT, NO_LIMIT, [CROWDED], ROUTING, config
+        )
 
 
 def test_a_gang_that_would_be_late_is_left_for_one_that_would_not() -> None:
@@ -141,9 +198,19 @@ def test_no_queue_is_refused_that_the_autoscaler_has_to_see() -> None:
     assert isinstance(admit(SHORT, NO_LIMIT, [CROWDED], ROUTING, replace(may_grow, max_gangs=1)), SequenceError)
     longer = replace(CROWDED, num_queued_tokens=1201)
     assert isinstance(admit(SHORT, NO_LIMIT, [longer], ROUTING, may_grow), SequenceError)
+    assert admit(SHORT, NO_LIMIT, [CROWDED], ROUTING, may_grow, 1.0) == admitted
+    refused = admit(SHORT, NO_LIMIT, [longer], ROUTING, may_grow, 1.0)
+    assert isinstance(refused, SequenceError)
+    assert refused.reason == "objective"
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("inf"), float("nan")])
 def test_a_bad_wait_is_an_error(bad: float) -> None:
     with pytest.raises(ValueError, match=r"max_queue_wait_s = .*: zero or a positive number is needed"):
         AdmissionConfig(max_queue_wait_s=bad)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_bad_objective_is_an_error(bad: float) -> None:
+    with pytest.raises(ValueError, match=r"latency_objectives_s = 'acme=.*': a positive number of seconds is needed"):
+        AdmissionConfig(latency_objectives_s=(("acme", bad),))

@@ -51,3 +51,9 @@ def test_a_gang_is_on_one_node_unless_asked() -> None:
     _, gangs = deployments(tensor_parallel=2)
     assert gangs._replica_config.placement_group_strategy == "STRICT_PACK"
     assert gangs._replica_config.placement_group_bundle_label_selector is None
+
+
+def test_a_new_objective_replaces_routers_and_no_gang() -> None:
+    before, after = deployments(), deployments(latency_objectives_s=(("acme", 2.0),))
+    assert before[0].version != after[0].version
+    assert before[1].version == after[1].version

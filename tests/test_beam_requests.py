@@ -67,6 +67,8 @@ async def test_beams_of_a_completion(rig: Rig) -> None:
     submitted = rig.dispatcher.submitted
     assert len(submitted) == 1 + 2 + 2
     assert all((one.sampling.max_tokens, one.sampling.ignore_eos) == (1, True) for one in submitted)
+    assert submitted[0].limit is None
+    assert all(one.limit is not None and one.limit.has_begun for one in submitted[1:])  # not refused half-way
     assert submitted[0].prompt_token_ids == rig.ids("hello")
     assert submitted[1].prompt_token_ids[:-1] == rig.ids("hello")
 

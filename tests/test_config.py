@@ -34,6 +34,8 @@ def test_the_parts_get_what_was_set(paths: dict[str, Any]) -> None:
     assert (config.router.model_name, config.router.max_upload_bytes) == ("base", 9)
     patient = MotetConfig(**paths, max_queue_wait_s=0.0, max_gangs=3, max_waiting_sequences=5, max_waiting_tokens=6)
     assert patient.admission == AdmissionConfig(0.0, 3, patient.scaling.queued_tokens_per_gang)
+    objectives_s = (("acme", 2.0),)
+    assert MotetConfig(**paths, latency_objectives_s=objectives_s).admission.latency_objectives_s == objectives_s
     assert (patient.engine.max_waiting_sequences, patient.engine.max_waiting_tokens) == (5, 6)
 
 
@@ -112,6 +114,19 @@ def test_a_bad_value_is_named(paths: dict[str, Any], key: str, value: Any, accep
         MotetConfig(**paths, **{key: value})
     assert str(caught.value).startswith(f"{key} = {value!r}: ")
     assert accepted in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("objectives_s", "problem"),
+    [
+        ([("a b", 1.0)], r"'a b=1': tenant 'a b'"),
+        ([("acme", 1.0), ("acme", 2.0)], "'acme=2': acme has another one already; one is accepted"),
+        ([("zoo", 1.0), ("acme", 0.0)], "'acme=0': a positive number of seconds is needed"),
+    ],
+)
+def test_a_bad_objective_is_named(paths: dict[str, Any], objectives_s: list[tuple[str, float]], problem: str) -> None:
+    with pytest.raises(ValueError, match=f"^latency_objectives_s = {problem}"):
+        MotetConfig(**paths, latency_objectives_s=tuple(objectives_s))
 
 
 def test_a_folder_without_a_model(paths: dict[str, Any], tmp_path: Path) -> None:

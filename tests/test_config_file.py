@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from motet.cluster.config import ConfigError, MotetConfig
 from motet.cluster.config_file import RereadableCommand, reread_options, take_defaults
 from motet.cluster.rolling_update import CHANGEABLE, updated
+from motet.cluster.serve_command import serve
 from motet.tests.running_motet import DEMO
 
 
@@ -76,13 +77,36 @@ def test_what_is_wrong_is_told_at_first_and_again(tmp_path: Path, text: str, pro
     assert len(seen) == 1
 
 
+def test_objectives_are_a_list_of_tenants_and_seconds(tmp_path: Path) -> None:
+    option = next(one for one in serve.params if "--latency-objective" in one.opts)
+    command = RereadableCommand("serve", params=[config_option(), option], callback=lambda **_: None)
+    file = tmp_path / "options.toml"
+
+    def read(*arguments: str) -> Any:
+        context = command.make_context("serve", ["--config", str(file), *arguments])
+        return context.params["latency_objectives_s"]
+
+    file.write_text('latency-objective = ["acme=2.5", "zoo=10"]\n')
+    assert read() == (("acme", 2.5), ("zoo", 10.0))
+    assert read("--latency-objective", "acme=1") == (("acme", 1.0),)
+    for bad in ('"acme"', '"=2"', '"acme=2s"', '"acme="'):
+        file.write_text(f"latency-objective = [{bad}]\n")
+        with pytest.raises(click.BadParameter, match=r"TENANT=SECONDS is needed, for example acme=2\.5"):
+            read()
+
+
+def config_option() -> click.Option:
+    return click.Option(["--config"], type=click.Path(path_type=Path), is_eager=True, callback=take_defaults)
+
+
 @pytest.fixture
 def running(tmp_path: Path) -> MotetConfig:
     return MotetConfig(model_path=DEMO / "base", data_dir=tmp_path, redis_url="unix:///embedded")
 
 
 def test_what_may_change_changes_and_the_embedded_redis_stays(running: MotetConfig) -> None:
-    wanted = replace(running, pool_bytes=1 << 20, max_gangs=3, redis_url=None)
+    objectives_s = (("acme", 2.0),)
+    wanted = replace(running, pool_bytes=1 << 20, max_gangs=3, latency_objectives_s=objectives_s, redis_url=None)
     assert updated(running, wanted, max_gangs=3) == replace(wanted, redis_url="unix:///embedded")
 
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
 
+import httpx
 import pytest
 
+from motet.adapters.registry_view import RegistryView
+from motet.adapters.upload import UploadService
 from motet.router.admission import SLACK, AdmissionConfig, TimeLimit
+from motet.router.config import RouterConfig
 from motet.router.dispatch import FleetDispatcher
 from motet.router.open_sequence import OpenSequence
+from motet.router.rest_server import create_app
+from motet.tests.router_rig import HEADERS, FakeUploads, FakeView, text_service
 from motet.tests.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.frame_server import FrameServer
 from motet.workers.messages import SamplingParams, SequenceError
@@ -149,6 +158,58 @@ async def test_what_waited_for_a_gang_is_not_refused_by_it(rig: Rig) -> None:
     for sequence in running:
         sequence.cancel()
     assert (await parked).error is None
+
+
+async def test_an_objective_refuses_its_own_tenant_alone(rig: Rig, tmp_path: Path) -> None:
+    router = await rig.router(AdmissionConfig(latency_objectives_s=(("acme", 1e-9), ("other", 1e-9))))
+    app = create_app(
+        config=RouterConfig("base", tmp_path),
+        dispatcher=router,
+        view=cast(RegistryView, FakeView()),
+        uploads=cast(UploadService, FakeUploads(FakeView())),
+        text=text_service(),
+    )
+    body = {"model": "base", "prompt": [1] * 10, "max_tokens": 1}
+    zenith = {"Authorization": "Bearer key-of-zenith"}
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router", headers=HEADERS) as http:
+        assert (await http.post("/v1/completions", json=body)).status_code == 200  # nobody waits
+        running = await fill(rig, router)
+        refused = await http.post("/v1/completions", json=body)
+        assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+        error = refused.json()["error"]
+        assert error["code"] == "overloaded"
+        assert re.fullmatch(
+            r"the first token needs up to \d+\.\d\d s, as \d+\.\d\d s are expected in the queue, "
+            r"and the tenant's latency objective is 1e-09 s",
+            error["message"],
+        )
+        admitted = asyncio.create_task(http.post("/v1/completions", json=body, headers=zenith))
+        async with asyncio.timeout(10):
+            while len(rig.engine.submitted) < NUM_PLACES + 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        for sequence in running:
+            sequence.cancel()
+        assert (await admitted).status_code == 200
+        told = (await http.get("/metrics")).text.splitlines()
+    assert 'motet_refused_requests_total{reason="objective"} 1.0' in told
+    assert 'motet_refused_requests_total{reason="wait"} 0.0' in told
+
+
+async def test_a_beam_search_that_was_admitted_is_not_refused_half_way(rig: Rig) -> None:
+    router = await rig.router(AdmissionConfig(max_queue_wait_s=1e-9, latency_objectives_s=(("acme", 1e-9),)))
+    running = await fill(rig, router)
+    assert submit(router, 1).closed
+    later = submit(router, 1, TimeLimit(has_begun=True))
+    assert not later.closed
+    reader = asyncio.create_task(follow(later))
+    async with asyncio.timeout(10):
+        while len(rig.engine.submitted) < NUM_PLACES + 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert rig.engine.submitted[-1].has_begun
+    for sequence in running:
+        sequence.cancel()
+    assert (await reader).error is None
 
 
 async def test_a_resumed_stream_is_not_refused(rig: Rig) -> None:

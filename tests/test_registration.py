@@ -15,7 +15,7 @@ from motet.adapters.registry import Registry
 from motet.adapters.store import AdapterStore
 from motet.adapters.validation import validate
 from motet.cluster.config import ConfigError, MotetConfig
-from motet.cluster.registration import OWNER_FILE, forget_launch_keys, register_launch
+from motet.cluster.registration import OWNER_FILE, check_objectives, forget_launch_keys, register_launch
 from motet.tests.lora_files import LAYOUT, SHAPE, lora_files
 
 DEMO_BASE = Path(__file__).parent.parent / "examples" / "demo" / "base"
@@ -73,6 +73,28 @@ async def test_data_folders_that_share_a_redis_have_launches_of_their_own(
     assert [await registry.tenant_of_key(key) for key in ("mine", "yours")] == [None, "acme"]
     with pytest.raises(KeyTaken):
         await launch(config, ("zoo", "yours"))
+
+
+async def test_an_objective_is_for_a_tenant_with_a_key(
+    config: MotetConfig, registry: Registry, tmp_path: Path, redis_url: str
+) -> None:
+    hasty = replace(config, latency_objectives_s=(("acme", 2.0),))
+    problem = r"latency_objectives_s = 'acme=2': there is no tenant acme; those with a key are: zoo$"
+    await launch(config, ("acme", "old"))
+    with pytest.raises(ConfigError, match=problem):  # its key goes with the launch before
+        await launch(hasty, ("zoo", "new"))
+    assert [await registry.tenant_of_key(key) for key in ("old", "new")] == ["acme", None]
+    await launch(hasty, ("acme", "mine"), ("zoo", "new"))
+    other = replace(config_of(tmp_path / "other", redis_url), latency_objectives_s=hasty.latency_objectives_s)
+    await launch(other)  # another data folder's launch gave it one
+    await check_objectives(other)
+    with pytest.raises(ConfigError, match=r"no tenant nobody; those with a key are: acme, zoo$"):
+        await check_objectives(replace(other, latency_objectives_s=(("nobody", 2.0),)))
+    await forget_launch_keys(config)
+    with pytest.raises(ConfigError, match=r"no tenant acme; those with a key are: none$"):
+        await check_objectives(other)
+    await registry.set_key("acme", "for good")
+    await check_objectives(other)
 
 
 async def test_a_damaged_owner_is_told(config: MotetConfig) -> None:

@@ -186,6 +186,7 @@ def test_settings_that_cannot_change_are_refused_and_all_goes_on(motet: RunningM
         ("tensor-parallel = 2", "tensor_parallel = 2: only a restart changes this"),
         ("max-gangs = 3", "max_gangs = 3: at most 2 is accepted until a restart"),
         ("gang = 3", "gang: known are"),
+        ('latency-objective = ["acme=2", "nobody=2"]', "'nobody=2': there is no tenant nobody"),
         ("max-gangs =", "cannot be read"),
         ("threads = 10000000000", "the application could not be started: gang: "),  # known only when a gang starts
     ):

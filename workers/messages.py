@@ -23,9 +23,10 @@ FinishReason = Literal["stop", "length"]
 ErrorKind = Literal[
     "invalid_request", "adapter_failed", "overloaded", "timeout", "gang_lost", "handed_over", "taken_over", "internal"
 ]
-# Why a sequence is "overloaded": it was expected to wait too long ("wait"), or to miss its timeout ("timeout"); too
-# many wait in its gang ("full"), or for any gang ("no_gang"); or it did wait too long, unexpectedly ("waited").
-RefusalReason = Literal["wait", "timeout", "full", "no_gang", "waited"]
+# Why a sequence is "overloaded": it was expected to wait too long ("wait"), to miss its timeout ("timeout"), or to get
+# its first token after its tenant's latency objective ("objective"); too many wait in its gang ("full"), or for any
+# gang ("no_gang"); or it did wait too long, unexpectedly ("waited").
+RefusalReason = Literal["wait", "timeout", "objective", "full", "no_gang", "waited"]
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
@@ -126,6 +127,7 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     error: SequenceError | None = None
     num_cached_tokens: int | None = None  # of its prompt, that were not computed; with its first token, else None
+    computing_s: float | None = None  # since a step was first planned for it, to its first token; with that, else None
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ within a token budget, decodes first, then prompt chunks, first come first serve
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Callable, Iterator
 from itertools import takewhile
@@ -40,9 +41,14 @@ class Scheduler:
         pages_of_adapter: Callable[[AdapterRef], int],
         prefix_cache: bool = True,
         tiers: TierSizes | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`prefix_cache`: sequences of a tenant that begin alike share their pages. `tiers` keep more of these."""
+        """`prefix_cache`: sequences of a tenant that begin alike share their pages. `tiers` keep more of these.
+
+        `clock`: seconds, only to tell for how long a sequence's first token was computed; nothing is decided by it.
+        """
         self._limits, self._eos_token_ids, self._pages_of_adapter = limits, eos_token_ids, pages_of_adapter
+        self._clock = clock
         self._costs = MeasuredCosts(limits.block_size)
         self._memory = PagedMemory(limits.num_pages, lambda: self._costs.costs("host").copy_s, self._prefix_page_s)
         self._adapters = self._memory.adapters
@@ -296,6 +302,8 @@ class Scheduler:
         self._memory.make_room(num_pages, wanted)
         self._waiting.remove(sequence)
         self._running[sequence.sequence_id] = sequence
+        if sequence.began_at is None:
+            sequence.began_at = self._clock()
         self._prefixes.enter(sequence, found, self._memory.allocator.allocate(num_pages) or ())
         if sequence.adapter_digest is not None:
             self._adapters.acquire(sequence.adapter_digest)
@@ -334,9 +342,13 @@ class Scheduler:
         if reason is not None:
             self._leave(sequence)
         logprobs = None if token.logprobs is None else [token.logprobs]
-        is_first = sequence.num_generated == len(sequence.request.generated_token_ids) + 1
-        num_cached_tokens = sequence.num_cached_tokens if is_first else None
-        return SequenceUpdate(sequence.sequence_id, [token.token_id], logprobs, reason, None, num_cached_tokens)
+        update = SequenceUpdate(sequence.sequence_id, [token.token_id], logprobs, reason)
+        if sequence.num_generated > len(sequence.request.generated_token_ids) + 1:
+            return update
+        assert sequence.began_at is not None
+        return msgspec.structs.replace(
+            update, num_cached_tokens=sequence.num_cached_tokens, computing_s=self._clock() - sequence.began_at
+        )
 
     def _fail_waiting(self, digest: str, message: str) -> Iterator[SequenceUpdate]:
         for sequence in [waiting for waiting in self._waiting if waiting.adapter_digest == digest]:

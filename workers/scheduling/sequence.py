@@ -25,6 +25,7 @@ class Sequence:
     num_found: int = 0  # tokens that need not be computed, as far as was known when it was last looked for them
     num_cached_tokens: int | None = None  # of its prompt, that were there when it first ran; None: it has not yet
     was_looked_for: bool = False  # its beginning, in the pool and behind it, since it last began to wait
+    began_at: float | None = None  # when a step was first planned for it, by the scheduler's clock; None: none was yet
     awaited_key: PageKey | None = None  # of the first page that was not there when it was last looked for
 
     @property
