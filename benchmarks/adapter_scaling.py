@@ -6,7 +6,7 @@ so that a queue is always there. Prompts, lengths and times are the same for all
 differs. Rounds alternate between the numbers of adapters; the ratios of speed are medians over rounds. Tokens count
 until the last arrival; requests without a token by then count with the time that they have waited.
 
-Wall time is what serving feels; tokens per CPU second of the thread that runs the steps are printed beside it, because
+Wall time is what serving feels; tokens per CPU second of the thread that computes the steps are printed beside it, because
 others on the machine disturb these less.
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import random_model
-from engine_side import BLOCK_SIZE
+from engine_side import BLOCK_SIZE, worker_cpu_s
 from many_adapters import StoredAdapter, draw_adapters, write_store
 from workload import Job, draw_jobs
 
@@ -63,7 +63,7 @@ class Clients:
         open_ids: set[int] = set()
         first_token_s: list[float] = []
         num_tokens = num_finished = num_submitted = 0
-        started, cpu_started = time.perf_counter(), time.thread_time()
+        started, cpu_started = time.perf_counter(), worker_cpu_s()
         while num_submitted < len(jobs):
             now = time.perf_counter() - started
             while num_submitted < len(jobs) and arrivals_s[num_submitted] <= now:
@@ -84,7 +84,7 @@ class Clients:
                     num_finished += 1
             if not updates:
                 time.sleep(0.0005)
-        wall_s, cpu_s = time.perf_counter() - started, time.thread_time() - cpu_started
+        wall_s, cpu_s = time.perf_counter() - started, worker_cpu_s() - cpu_started
         first_token_s.extend(wall_s - at for at in arrived.values())
         for sequence_id in open_ids:
             self._engine.cancel(sequence_id)
