@@ -6,17 +6,15 @@
 #endif
 
 #include <type_traits>
+#include <utility>
 #include <vector>
 
-#include "native_pages.h"
+#include "native_lora_single.h"
 
 namespace motet {
 
-inline Run run_of_a(const LoraPart& part) { return {part.a, part.a + part.a_rows * part.num_in}; }
-inline Run run_of_b(const LoraPart& part) { return {part.b, part.b + part.rank * part.num_out}; }
-
-constexpr int kDots = 4;     // rows of A for several rows of x at once
-constexpr int kOneDots = 8;  // and for a single one
+constexpr int kDots = 4;              // rows of A at once
+constexpr int64_t kAhead = 16384;     // bytes that are asked for before they are read (half as fast with 2 KiB)
 
 template <class T, int kRows, int kCount, class Ahead>
 inline void dot(const T* x, int64_t x_stride, const T* const* a, int64_t width, T* to, int64_t to_stride, int count,
@@ -46,43 +44,29 @@ inline void dot(const T* x, int64_t x_stride, const T* const* a, int64_t width, 
     }
 }
 
-// What one thread keeps between parts.
 template <class T>
-struct LoraScratch {
-    std::vector<T> spare;  // rows that straddle pages
-    std::vector<T> zeros;  // a row of B after an odd rank
-    std::vector<T> values;
-    std::vector<float> totals;
-    std::vector<typename RowPair<T>::Factors> factors;
+struct LoraScratch : SingleScratch<T> {
+    PartList singles, several;
+    std::vector<std::pair<int64_t, int64_t>> cuts;  // rows of each of the several
     std::vector<const T*> rows;
     std::vector<RowPair<T>> pairs;
 };
-
-template <class V>
-inline typename V::value_type* room(V& values, int64_t count) {
-    if (int64_t(values.size()) < count) values.resize(size_t(count));
-    return values.data();
-}
 
 // x Aᵀ of rows `start` to `end` of the part, in its `[rows, a_rows]` at `part.shrunk` of `shrunk`.
 template <class T, class Ahead>
 void shrink_part(const LoraPages<T>& pages, const LoraPart& part, int64_t start, int64_t end, const T* x,
                  int64_t x_stride, T* shrunk, LoraScratch<T>& scratch, Ahead& ahead) {
-    const int64_t width = part.num_in, most = end - start == 1 ? kOneDots : kDots;
-    T* spare = room(scratch.spare, kOneDots * width);
+    const int64_t width = part.num_in;
+    T* spare = room(scratch.spare, kDots * width);
     T* out = shrunk + part.shrunk + (start - part.start) * part.a_rows;
-    for (int64_t first = 0; first < part.a_rows; first += most) {
-        const int count = int(std::min(most, part.a_rows - first));
-        const T* rows[kOneDots];
-        for (int j = 0; j < kOneDots; j++)
+    for (int64_t first = 0; first < part.a_rows; first += kDots) {
+        const int count = int(std::min<int64_t>(kDots, part.a_rows - first));
+        const T* rows[kDots];
+        for (int j = 0; j < kDots; j++)
             rows[j] = j < count ? pages.row(part, part.a + (first + j) * width, width, spare + j * width) : rows[0];
         const T* own = x + start * x_stride;
         T* to = out + first;
         Ahead* asking = &ahead;  // while the rows of A are read for the first time
-        if (most == kOneDots) {
-            dot<T, 1, kOneDots>(own, x_stride, rows, width, to, part.a_rows, count, asking);
-            continue;
-        }
         int64_t m = end - start;
         for (; m >= 4; m -= 4, own += 4 * x_stride, to += 4 * part.a_rows, asking = nullptr)
             dot<T, 4, kDots>(own, x_stride, rows, width, to, part.a_rows, count, asking);
@@ -94,23 +78,6 @@ void shrink_part(const LoraPages<T>& pages, const LoraPart& part, int64_t start,
 constexpr int kPairs = 4;       // pairs of rows of B at once, for few rows of y
 constexpr int64_t kTotals = 4;  // rows of y at once; from so many on, B is taken strip by strip instead
 constexpr int64_t kStrip = 16;  // spans of columns of a strip, at most
-
-// What a row's vector gives to each pair of rows of B, where it is in parts of `a_rows`, one of each worker.
-template <class T>
-inline void take_factors(const T* own, int64_t stride, const LoraPart& part, T* values, int64_t num_pairs,
-                         typename RowPair<T>::Factors* to) {
-    for (int64_t j = 0; j < part.rank; j += part.a_rows, own += stride)
-        std::memcpy(values + j, own, size_t(std::min(part.a_rows, part.rank - j)) * sizeof(T));
-    std::memset(values + part.rank, 0, size_t(2 * num_pairs - part.rank) * sizeof(T));
-    for (int64_t j = 0; j < num_pairs; j++) to[j] = RowPair<T>::factors(values + 2 * j);
-}
-
-template <class T>
-inline void add_to(T* to, Sums sums, int64_t count) {
-    sums = RowPair<T>::in_order(sums);
-    store(to, load(to, count) + sums.first, count);
-    if (count > kLanes) store(to + kLanes, load(to + kLanes, count - kLanes) + sums.second, count - kLanes);
-}
 
 // Few rows of y: B is read row by row, as it lies in memory.
 template <class T, class Ahead>
@@ -199,11 +166,12 @@ void expand_part(const LoraPages<T>& pages, const LoraPart& part, int64_t start,
         expand_many(pages, part, num_rows, to, y_stride, factors, num_pairs, scratch, ahead);
 }
 
-// Shares parts out to threads so that all cost alike: `body(part, start row, end row, scratch, read-ahead)`. A part of
-// many rows is cut between them. `kRun` is what a part reads.
-template <class T, Run (*kRun)(const LoraPart&), class Body>
+// Shares parts out to threads so that all cost alike: `one(parts of one row, scratch)`, and for each other
+// `several(part, start row, end row, scratch, read-ahead)`. A part of many rows is cut between threads. `kRun` is what a
+// part reads.
+template <class T, Run (*kRun)(const LoraPart&), class One, class Several>
 void share_out(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, [[maybe_unused]] int num_threads,
-               Body body) {
+               One one, Several several) {
     constexpr double kReading = 4;  // reading a matrix costs about as much as so many rows' products with it
     auto cost = [](const LoraPart& part) {
         const Run run = kRun(part);
@@ -221,8 +189,8 @@ void share_out(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_par
         double before = 0;
         int64_t first = 0;
         while (first < num_parts && before + cost(parts[first]) <= low) before += cost(parts[first++]);
-        LoraScratch<T> scratch;
-        ReadAhead<T, kRun> ahead(pages, parts + first, num_parts - first);
+        static thread_local LoraScratch<T> scratch;
+        scratch.singles.clear(), scratch.several.clear(), scratch.cuts.clear();
         for (int64_t i = first; i < num_parts && (before < high || thread + 1 == count); i++) {
             const LoraPart& part = parts[i];
             const double own = cost(part), num_rows = double(part.end - part.start);
@@ -231,28 +199,44 @@ void share_out(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_par
             };
             const int64_t start = thread == 0 ? part.start : row_at(low);
             const int64_t end = thread + 1 == count ? part.end : row_at(high);
-            if (start < end) body(part, start, end, scratch, ahead);
             before += own;
+            if (start >= end) continue;
+            if (part.end - part.start == 1) {
+                scratch.singles.push_back(&part);
+                continue;
+            }
+            scratch.several.push_back(&part);
+            scratch.cuts.emplace_back(start, end);
         }
+        if (!scratch.singles.empty()) one(scratch.singles, scratch);
+        ReadAhead<T, kRun> ahead(pages, scratch.several, kAhead);
+        for (size_t i = 0; i < scratch.several.size(); i++)
+            several(*scratch.several[i], scratch.cuts[i].first, scratch.cuts[i].second, scratch, ahead);
     }
 }
 
 template <class T>
 void shrink(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, const T* x, int64_t x_stride,
             T* shrunk, int num_threads) {
-    share_out<T, run_of_a>(pages, parts, num_parts, num_threads,
-                           [&](const LoraPart& part, int64_t start, int64_t end, auto& scratch, auto& ahead) {
-                               shrink_part(pages, part, start, end, x, x_stride, shrunk, scratch, ahead);
-                           });
+    share_out<T, run_of_a>(
+        pages, parts, num_parts, num_threads,
+        [&](const PartList& singles, auto& scratch) { shrink_singles(pages, singles, x, x_stride, shrunk, scratch); },
+        [&](const LoraPart& part, int64_t start, int64_t end, auto& scratch, auto& ahead) {
+            shrink_part(pages, part, start, end, x, x_stride, shrunk, scratch, ahead);
+        });
 }
 
 template <class T>
 void expand(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, const T* shrunk,
             int64_t shrunk_stride, T* y, int64_t y_stride, int num_threads) {
-    share_out<T, run_of_b>(pages, parts, num_parts, num_threads,
-                           [&](const LoraPart& part, int64_t start, int64_t end, auto& scratch, auto& ahead) {
-                               expand_part(pages, part, start, end, shrunk, shrunk_stride, y, y_stride, scratch, ahead);
-                           });
+    share_out<T, run_of_b>(
+        pages, parts, num_parts, num_threads,
+        [&](const PartList& singles, auto& scratch) {
+            expand_singles(pages, singles, shrunk, shrunk_stride, y, y_stride, scratch);
+        },
+        [&](const LoraPart& part, int64_t start, int64_t end, auto& scratch, auto& ahead) {
+            expand_part(pages, part, start, end, shrunk, shrunk_stride, y, y_stride, scratch, ahead);
+        });
 }
 
 }  // namespace motet

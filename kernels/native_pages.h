@@ -1,6 +1,8 @@
 // Adapters in the pages of one layer: where their rows lie, and asking memory for them before they are needed.
 #pragma once
 
+#include <vector>
+
 #include "native_vectors.h"
 
 namespace motet {
@@ -44,38 +46,82 @@ struct LoraPages {
     }
 };
 
-// Walks what will be read, `kAhead` bytes before the reader, over the ends of pages, modules and adapters: adapters are
-// read once a step from anywhere in memory, and what the CPU fetches by itself ends with each 4 KiB. (6.5 GB/s without,
-// 13 with 2 KiB, 19 with 12 KiB, no more with 48 KiB, where one core reads 33 GB/s in order.)
-template <class T, Run (*kRun)(const LoraPart&)>
-class ReadAhead {
+// Parts that are read one after the other.
+typedef std::vector<const LoraPart*> PartList;
+
+// The rows of one run, in order, without a division for each.
+template <class T>
+class Rows {
   public:
-    ReadAhead(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts)
-        : pages(pages), part(parts), last(parts + num_parts) {
-        if (num_parts > 0) run = kRun(*part);
-        lines(kAhead / kLine);
+    Rows() = default;
+    Rows(const LoraPages<T>& pages, const LoraPart& part, int64_t offset)
+        : pages(&pages), page(part.first_page + offset / pages.slab), left(pages.slab - offset % pages.slab) {
+        next = here() + offset % pages.slab;
     }
 
-    // The reader is about to take so many lines.
-    void lines(int64_t count) {
-        for (int64_t i = 0; i < count && (next < end || find()); i++, next += kLine)
-            __builtin_prefetch((const void*)next, 0, 2);  // into the second level, where there is room for them
+    // The next row of `width` elements: in its page, or copied to `spare` if it straddles pages.
+    const T* take(int64_t width, T* spare) {
+        if (left == 0) turn();
+        if (width <= left) {
+            const T* row = next;
+            next += width, left -= width;
+            return row;
+        }
+        for (int64_t done = 0; done < width;) {
+            if (left == 0) turn();
+            const int64_t run = std::min(width - done, left);
+            std::memcpy(spare + done, next, size_t(run) * sizeof(T));
+            done += run, next += run, left -= run;
+        }
+        return spare;
     }
 
   private:
-    static constexpr int64_t kAhead = 16384, kLine = 64;  // bytes
+    const LoraPages<T>* pages = nullptr;
+    const T* next = nullptr;
+    int64_t page = 0, left = 0;
+
+    const T* here() const { return pages->layer + pages->pages[page] * pages->page_stride; }
+    void turn() { page++, next = here(), left = pages->slab; }
+};
+
+// Walks what will be read, some bytes before the reader, over the ends of pages, modules and adapters: adapters are read
+// once a step from anywhere in memory, and what the CPU fetches by itself ends with each 4 KiB.
+template <class T, Run (*kRun)(const LoraPart&)>
+class ReadAhead {
+  public:
+    ReadAhead(const LoraPages<T>& pages, const PartList& parts, int64_t num_bytes)
+        : pages(pages), part(parts.data()), last(parts.data() + parts.size()) {
+        if (part != last) run = kRun(**part);
+        lines(num_bytes / kLine);
+    }
+
+    // The reader is about to take so many lines.
+    inline void lines(int64_t count) {
+        if (next + uintptr_t(count * kLine) > end) return lines_over_ends(count);
+        for (int64_t i = 0; i < count; i++, next += kLine) ask();
+    }
+
+  private:
+    static constexpr int64_t kLine = 64;  // bytes
 
     const LoraPages<T>& pages;
-    const LoraPart *part, *last;
+    const LoraPart *const *part, *const *last;
     Run run = {0, 0};
     uintptr_t next = 0, end = 0;
 
+    void ask() const { __builtin_prefetch((const void*)next, 0, 2); }  // into the second level, where there is room
+
+    __attribute__((noinline)) void lines_over_ends(int64_t count) {
+        for (int64_t i = 0; i < count && (next < end || find()); i++, next += kLine) ask();
+    }
+
     bool find() {
         while (part != last && run.start >= run.end)
-            if (++part != last) run = kRun(*part);
+            if (++part != last) run = kRun(**part);
         if (part == last) return false;
         const int64_t count = std::min(run.end - run.start, pages.slab - run.start % pages.slab);
-        next = uintptr_t(pages.at(*part, run.start));
+        next = uintptr_t(pages.at(**part, run.start));
         end = next + uintptr_t(count) * sizeof(T);
         run.start += count;
         return true;
