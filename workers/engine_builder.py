@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from .config import EngineConfig
 from .engine import Engine
 from .execution.connection import Connection, ConnectionLostError
-from .execution.executor import Executor, WorkerLostError
+from .execution.executor import Executor, LocalExecutor, WorkerLostError, compute_thread
 from .execution.gang_executor import GangExecutor
 from .execution.gang_messages import Failed, FromWorker, Join, Ready
 from .execution.gang_messages import Progress as ProgressMessage
@@ -53,8 +53,8 @@ def build_engine(
     geometry = plan_pool(sharding, config.block_size, getattr(torch, config.dtype), config.pool_bytes)
     executor: Executor
     if config.tensor_parallel == 1:
-        executor = build_executor(config, Alone(), on_progress)
-        kernels, device = executor.kernels_name, executor.device.type
+        executor = alone = _build_alone(config, on_progress)
+        kernels, device = alone.kernels_name, alone.device.type
     else:
         if spawn is None:
             raise ValueError(f"tensor_parallel = {config.tensor_parallel}: a way to start workers is needed, or 1")
@@ -68,6 +68,16 @@ def build_engine(
         tier_sizes(config, geometry),
     )
     return Engine(scheduler, executor, _info(config, geometry, kernels, device, model))
+
+
+def _build_alone(config: EngineConfig, on_progress: Progress | None) -> LocalExecutor:
+    """A worker in this process, built in the thread that it computes in."""
+    thread = compute_thread()
+    try:
+        return thread.submit(build_executor, config, Alone(), on_progress, thread).result()
+    except BaseException:
+        thread.shutdown(wait=False)
+        raise
 
 
 def _start_gang(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from ..adapters.store import AdapterStore
@@ -26,8 +28,16 @@ from .scheduling.plan import Tier
 from .scheduling.tier_traffic import TierSizes
 
 
-def build_executor(config: EngineConfig, parallel: Parallel, on_progress: Progress | None) -> LocalExecutor:
-    """What executes plans in this process. Raises ValueError if the model cannot be served with these settings."""
+def build_executor(
+    config: EngineConfig,
+    parallel: Parallel,
+    on_progress: Progress | None,
+    thread: ThreadPoolExecutor | None = None,
+) -> LocalExecutor:
+    """What executes plans in this process, in `thread` (see `LocalExecutor`).
+
+    Raises ValueError if the model cannot be served with these settings.
+    """
     torch.set_num_threads(config.num_threads)
     device, dtype = resolve_device(config.device), getattr(torch, config.dtype)
     model = ModelConfig.from_folder(config.model_path)
@@ -45,7 +55,7 @@ def build_executor(config: EngineConfig, parallel: Parallel, on_progress: Progre
     if device.type == "cuda":
         runner.warm_up()
         runner.record_decodes(config.max_num_sequences, config.context_of(model.max_model_len), CudaRecorder())
-    return LocalExecutor(runner, AdapterLoader(host, pool, kernels), mover, kernels.name, device)
+    return LocalExecutor(runner, AdapterLoader(host, pool, kernels), mover, kernels.name, device, thread)
 
 
 def tier_sizes(config: EngineConfig, geometry: PoolGeometry) -> TierSizes:
