@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import secrets
 import shutil
@@ -42,7 +41,6 @@ STAGE = "starting"  # name of the launcher's own events
 NUM_STAGES = 4
 POLL_S = 0.1
 CLUSTER_POLL_S = 2.0  # of a cluster that others run
-RAY_SHUTDOWN_TIMEOUT_S = 15.0
 READY_TIMEOUT_S = 120.0  # from the application's being up to a token
 
 _log = logging.getLogger(__name__)
@@ -272,15 +270,9 @@ class Deployment:
 
 
 def _shut_ray_down() -> None:
-    """Asks Ray to end, for a while: what it has not ended by then the janitor does."""
     import ray
 
-    asked = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
-    asked.start()
-    asked.join(RAY_SHUTDOWN_TIMEOUT_S)
-    if asked.is_alive():
-        _log.warning("Ray did not end within %g s: its processes are killed", RAY_SHUTDOWN_TIMEOUT_S)
-        atexit.unregister(ray.shutdown)  # it would wait for the same at this process's exit
+    ray.shutdown()
 
 
 def _run_application(config: MotetConfig, token: str, progress_path: Path | None, *, is_update: bool = False) -> None:

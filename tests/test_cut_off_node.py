@@ -18,7 +18,10 @@ from motet.tests.namespaces import Network, why_not
 from motet.tests.ray_nodes import KEY, RayNodes
 from motet.tests.running_motet import holds_nothing
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
 
 NUM_STREAMS = 8
 NUM_TOKENS = 450  # the demo model's context is 512

@@ -22,6 +22,8 @@ from motet.examples.demo.questions import held_out
 from motet.examples.demo.styles import ADAPTER_STYLES
 from motet.tests.running_motet import BASE, DEMO, RunningMotet, eventually, holds_nothing, running_motet
 
+pytestmark = pytest.mark.cluster
+
 OWNER = {"shout": "acme", "pirate": "acme", "json": "globex", "spanish": "globex"}
 CAPITAL = next((q, i) for i, (q, _) in enumerate(held_out("base")) if "capital" in q)
 

@@ -13,7 +13,10 @@ from motet.cluster.joined_cluster import SERVE_FLAGS
 from motet.cluster.local_serve import LASTING_STREAMS, free_ports
 from motet.tests.ray_nodes import KEY, RayNodes
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 for loopback")
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 for loopback"),
+]
 
 # Another's Serve, with an application of its own, and one that a motet left which was killed.
 OTHERS = """

@@ -18,6 +18,8 @@ from motet.examples.resuming_client import resume_stream
 from motet.tests.running_motet import BASE, DEMO, RunningMotet, eventually, holds_nothing, running_motet
 from motet.tests.token_streams import Heard, Job, Meter, read_stream, stream_all
 
+pytestmark = pytest.mark.cluster
+
 # In float32, where rounding decides no token.
 OPTIONS = ("--gangs", "2", "--tensor-parallel", "2", "--dtype", "float32")
 OWNER = {BASE: "acme", "shout": "acme", "pirate": "acme", "json": "globex", "spanish": "globex"}

@@ -22,6 +22,8 @@ import pytest
 from motet.cluster.janitor import SESSION_VARIABLE
 from motet.cluster.local_serve import free_ports
 
+pytestmark = pytest.mark.cluster
+
 ROOT = Path(__file__).parent.parent
 KEY = "sk-acme-of-the-test"
 START_TIMEOUT_S = 240.0

@@ -17,6 +17,8 @@ from motet.cluster.local_serve import free_ports
 from motet.tests.running_motet import BASE, DEMO, RunningMotet, eventually, running_motet
 from motet.tests.token_streams import Heard, Job, Meter, stream_all
 
+pytestmark = pytest.mark.cluster
+
 NUM_TOKENS = 150
 JOBS = [
     Job(

@@ -12,6 +12,8 @@ import pytest
 from motet.cluster.local_serve import free_ports
 from motet.tests.running_motet import BASE, RunningMotet, eventually, running_motet
 
+pytestmark = pytest.mark.cluster
+
 OPTIONS = (
     *("--min-gangs", "0", "--max-gangs", "2"),
     *("--scale-down-after", "3", "--scale-to-zero-after", "4", "--scaling-window", "1.5"),
