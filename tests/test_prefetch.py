@@ -244,7 +244,7 @@ def test_older_ones_first_within_bounds_and_none_again_for_nothing(
         for digest in loads_of(plan):
             assert went_at.get(digest, -1) < num_events, "nobody has made room since it was pushed out"
             newest = next(n for n, sequence in enumerate(s._waiting) if sequence.adapter_digest == digest)
-            for older in s._waiting[:newest]:
+            for older in s._waiting.first(newest):
                 assert not s._is_absent(older), "an adapter of an older one is not there"
         result = worker.execute(plan)
         updates = s.commit(plan, result)
@@ -295,7 +295,7 @@ def told_before(num_pages: int, num_often: int = 0) -> tuple[Scheduler, Worker]:
 
     def add(sequence_id: int, prompt: list[int], max_tokens: int) -> None:
         assert s.add(asking(sequence_id, prompt, max_tokens), 0) is None
-        sequences[sequence_id] = s._waiting[-1]
+        sequences[sequence_id] = [*s._waiting][-1]
 
     add(0, PROMPT, 1)
     run(s, worker)

@@ -7,7 +7,6 @@ within a token budget, decodes first, then prompt chunks, first come first serve
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 
@@ -27,6 +26,7 @@ from .sequence import Sequence
 from .share import Share
 from .stopping import finish_reason, is_long_enough, is_stop
 from .tier_traffic import TierSizes, TierTraffic
+from .waiting_line import WaitingLine
 
 _BEFORE_ALL = 1 << 62  # what another gang began has waited already: it is older than all that arrived here
 
@@ -54,7 +54,7 @@ class Scheduler:
         self._adapters = self._memory.adapters
         self._tiers = TierTraffic(self._memory, tiers or TierSizes(), self._costs)
         self._prefixes = PrefixReuse(self._memory.prefixes, self._tiers, limits.block_size, prefix_cache)
-        self._waiting: list[Sequence] = []  # by arrival
+        self._waiting = WaitingLine()
         self._running: dict[int, Sequence] = {}
         self._under_way: dict[int, dict[int, Share]] = {}  # by step and sequence id; plans that are not committed
         self._step = self._arrivals = self._num_computed = self._num_generated = self._num_preemptions = 0
@@ -66,20 +66,22 @@ class Scheduler:
             self._arrivals += 1
             arrival = self._arrivals - (_BEFORE_ALL if request.generated_token_ids else 0)
             token_ids = [*request.prompt_token_ids, *request.generated_token_ids]
-            insort(self._waiting, Sequence(request, arrival, seed, token_ids), key=lambda waiting: waiting.arrival)
+            self._waiting.add(Sequence(request, arrival, seed, token_ids))
         return error
 
     def cancel(self, sequence_id: int) -> None:
         """Forgets a sequence and frees its pages. Unknown ids are ignored."""
         if (sequence := self._running.get(sequence_id)) is not None:
             self._leave(sequence)
-        self._waiting = [waiting for waiting in self._waiting if waiting.sequence_id != sequence_id]
+        else:
+            self.forget_waiting(sequence_id)
 
     def forget_waiting(self, sequence_id: int) -> bool:
         """Forgets a sequence that waits. False, and nothing done: it runs, or is unknown."""
-        num_waiting = len(self._waiting)
-        self._waiting = [waiting for waiting in self._waiting if waiting.sequence_id != sequence_id]
-        return len(self._waiting) < num_waiting
+        if (sequence := self._waiting.get(sequence_id)) is None:
+            return False
+        self._waiting.remove(sequence)
+        return True
 
     def has_work(self) -> bool:
         return bool(self._running or self._waiting or self._adapters.num_loading or self._tiers.has_work())
@@ -194,6 +196,7 @@ class Scheduler:
         held = [*(s.pages for s in self._running.values()), *self._tiers.holders(), *self._prefixes.holders()]
         self._memory.check_integrity(held)
         self._tiers.check_integrity()
+        self._waiting.check_integrity()
         self._prefixes.check_integrity([*self._running.values()])
         assert all(not s.pages and s.num_computed == 0 for s in self._waiting), "a waiting sequence holds pages"
         users: dict[str, int] = {}
@@ -227,11 +230,11 @@ class Scheduler:
         """Back into the queue, to be computed again from where its pages are gone."""
         self._leave(victim)
         self._num_preemptions += 1
-        insort(self._waiting, victim, key=lambda waiting: waiting.arrival)
+        self._waiting.add(victim)
 
     def _ahead(self) -> list[Sequence]:
         """Who could be in the next batch: for them adapters and pages of KV come while they wait. Oldest first."""
-        return self._waiting[: self._limits.max_num_sequences]
+        return self._waiting.first(self._limits.max_num_sequences)
 
     def _prefetch(self) -> Iterator[AdapterLoad]:
         """Lets come what waiting sequences need, be there a place for them in this step or not."""
