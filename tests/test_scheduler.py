@@ -117,6 +117,22 @@ def test_random_workload_ends_with_every_page_accounted_for(
     assert load.num_idle_prefix_pages == load.num_prefix_pages
 
 
+@pytest.mark.parametrize("stop", [0, 2, 5])
+def test_no_token_after_the_last_one_is_shown_or_computed(stop: int) -> None:
+    """Its plan was made before it was known that the sequence ends."""
+    of = limits(num_pages=40, num_sequences=2)
+    s, worker = scheduler(of), Worker(of)
+    engine = Engine(s, WorkerExecutor(worker), INFO, overlaps=True)
+    engine.submit(request(0, num_prompt=4, max_tokens=20, stop_token_ids=(stop,)))
+    engine.submit(request(1, num_prompt=4, max_tokens=9))
+    told: dict[int, list[int]] = {0: [], 1: []}
+    while engine.has_work():
+        for update in engine.step():
+            told[update.sequence_id] += update.token_ids
+    assert told == {0: [*range(stop + 1)], 1: [*range(9)]}
+    assert worker.num_computed == s.load().num_computed_tokens == 4 + stop + 4 + 8
+
+
 def test_what_was_begun_elsewhere_goes_on_where_it_was() -> None:
     of = limits(num_pages=40, budget=8)
     s, worker = scheduler(of), Worker(of)

@@ -265,8 +265,12 @@ class Scheduler:
         num_adapter_pages = self._num_adapter_pages(sequence.request.adapter)
         if digest is not None and not is_absent:
             num_adapter_pages = self._adapters.num_idle_pages_of(digest)
-        num_kv_pages = pages_for(sequence.num_uncomputed, self._limits.block_size)
-        return Waiter(digest, is_absent, num_adapter_pages, num_kv_pages - self._prefixes.num_in_other_hands(sequence))
+        return Waiter(digest, is_absent, num_adapter_pages, self._num_kv_pages_to_take(sequence))
+
+    def _num_kv_pages_to_take(self, sequence: Sequence) -> int:
+        """That it takes when it enters, beside those that others hold or bring for it."""
+        num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size)
+        return num_pages - self._prefixes.num_in_other_hands(sequence)
 
     def _admit(self, budget: int, planned: dict[int, int]) -> None:
         """Starts waiting sequences, oldest first. One whose adapter or beginning still comes is passed over."""
@@ -286,7 +290,7 @@ class Scheduler:
             found = self._prefixes.find(sequence, wanted) if self._has_adapter(sequence) else None
             if found is None:
                 if self._prefixes.is_being_copied(sequence):  # what comes for it is not for newer ones to push out
-                    reserved += pages_for(sequence.num_unplanned, self._limits.block_size)
+                    reserved += self._num_kv_pages_to_take(sequence)
                 continue
             if not self._enter(sequence, found, wanted, reserved):
                 return
