@@ -36,7 +36,7 @@ def alone(stock: Stock) -> dict[str | None, list[int]]:
 
 
 def engine(stock: Stock, num_host_pages: int, num_disk_pages: int, folder: Path, num_pages: int = POOL) -> EngineRig:
-    settings: dict[str, Any] = {"kv_disk_path": folder}
+    settings: dict[str, Any] = {"kv_disk_path": folder, "host_bytes": num_host_pages * stock.page_bytes}
     settings |= {"kv_host_bytes": num_host_pages * stock.page_bytes, "kv_disk_bytes": num_disk_pages * stock.page_bytes}
     rig = stock.engine(num_pages, **settings)
     rig.prefer_copies()
