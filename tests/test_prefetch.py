@@ -343,6 +343,18 @@ def test_pages_of_kv_that_were_pushed_out_again_come_only_with_a_place() -> None
     assert finished == [5]
 
 
+def test_pages_of_kv_of_an_older_one_do_not_go_for_a_newer_ones_adapter() -> None:
+    """Though what else is idle was asked often, and is worth more."""
+    s, worker = told_before(num_pages=20, num_often=2)
+    step(s, worker)
+    assert s.load().num_pages_in == 7
+    keys = next(iter(s._waiting)).page_keys
+    s.add(request(6, adapter="a4"), 0)
+    assert loads_of(step(s, worker)[0]) == ["a4"]
+    assert s.load().num_prefix_evictions > 0
+    assert len(s._memory.prefixes.find(keys)) == 7
+
+
 @pytest.mark.parametrize(("num_pages", "enters"), [(9, True), (8, False)])
 def test_the_room_of_one_whose_pages_come_is_not_taken_by_a_newer_one(num_pages: int, enters: bool) -> None:
     """Seven of its eight pages are under a copy, and the newer one needs a page."""

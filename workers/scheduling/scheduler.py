@@ -13,6 +13,7 @@ from itertools import takewhile
 import msgspec
 
 from ..memory.adapter_cache import AdapterState
+from ..memory.idle_order import Item
 from ..memory.paged_memory import PagedMemory
 from ..messages import AdapterRef, EngineLoad, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 from ..page_keys import PageKey
@@ -244,16 +245,23 @@ class Scheduler:
             ahead.pop()
         num_pages = self._memory.num_pages_to_take - len(self._running)  # each may need another one meanwhile
         chosen = choose_prefetch(map(self._waiter, ahead), num_pages, num_loads)
-        wanted: set[str] = set()  # adapters of older waiting sequences: not to be evicted for a newer one
-        for number, sequence in enumerate(ahead):
-            ref = sequence.request.adapter
-            if ref is not None and ref.digest not in wanted:
-                wanted.add(ref.digest)
-                if ref.digest in chosen.adapters:
-                    load = self._memory.begin_load(ref, self._pages_of_adapter(ref), wanted)
-                    assert load is not None, "the room that older ones left was miscounted"
-                    yield load
-            if number < chosen.num_with_room and self._prefixes.may_come_ahead(sequence):
+        wanted: set[Item] = set()  # adapters and pages of older waiting sequences: not to be evicted for a newer one
+        older: list[Sequence] = []  # whose pages are not in `wanted` yet
+        for number, sequence in enumerate(ahead[: chosen.num_with_room + 1]):
+            ref, has_room = sequence.request.adapter, number < chosen.num_with_room
+            adapter_comes = ref is not None and ref.digest in chosen.adapters and ref.digest not in wanted
+            pages_may_come = has_room and self._prefixes.may_come_ahead(sequence)
+            older += [sequence] if has_room else []
+            wanted |= {ref.digest} if ref is not None else set()
+            if adapter_comes or pages_may_come:
+                wanted.update(page for one in older for page in self._prefixes.here(one))
+                older.clear()
+            if adapter_comes:
+                assert ref is not None
+                load = self._memory.begin_load(ref, self._pages_of_adapter(ref), wanted)
+                assert load is not None, "the room that older ones left was miscounted"
+                yield load
+            if pages_may_come:
                 self._prefixes.find(sequence, wanted)
 
     def _lacks(self, sequence: Sequence, num_loads: int) -> bool:
