@@ -146,8 +146,23 @@ def test_host_memory_that_is_too_small_is_as_good_as_none(
         for adapter in (OLD, NEW, OLD, NEW):
             assert ask(rig, adapter) == alone[adapter]
             flood(rig, 3)
-        assert rig.engine.load().num_host_pages <= num_host_pages
+        load = rig.engine.load()
+        assert load.num_host_pages <= num_host_pages
+        assert load.host_adapter_bytes <= num_host_pages * stock.page_bytes
+        assert load.num_adapter_reads == load.num_adapter_loads > 0
         rig.assert_idle()
+
+
+def test_an_adapter_in_host_memory_is_not_read_again(stock: Stock, tmp_path: Path) -> None:
+    with engine(stock, 400, 0, tmp_path) as rig:
+        for adapter in (OLD, NEW, OLD, NEW):
+            ask(rig, adapter)
+            assert rig.engine._scheduler._memory.make_room(POOL, frozenset())
+        load = rig.engine.load()
+        assert (load.num_adapter_loads, load.num_adapter_reads) == (4, 2)
+        refs = [rig.refs[adapter] for adapter in (OLD, NEW)]
+        num_pages = sum(stock.layout.num_pages(ref.module_ranks) for ref in refs)
+        assert load.host_adapter_bytes == num_pages * stock.page_bytes
 
 
 def test_an_engine_that_starts_again_finds_nothing_of_the_last_one(

@@ -245,7 +245,7 @@ def test_older_ones_first_within_bounds_and_none_again_for_nothing(
             assert went_at.get(digest, -1) < num_events, "nobody has made room since it was pushed out"
             newest = next(n for n, sequence in enumerate(s._waiting) if sequence.adapter_digest == digest)
             for older in s._waiting.first(newest):
-                assert not s._is_absent(older), "an adapter of an older one is not there"
+                assert not s._prefetcher.is_absent(older), "an adapter of an older one is not there"
         result = worker.execute(plan)
         updates = s.commit(plan, result)
         s.check_integrity()

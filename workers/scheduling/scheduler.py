@@ -13,15 +13,15 @@ from itertools import takewhile
 import msgspec
 
 from ..memory.adapter_cache import AdapterState
-from ..memory.idle_order import Item
 from ..memory.paged_memory import PagedMemory
 from ..messages import AdapterRef, EngineLoad, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 from ..page_keys import PageKey
 from .admission import Limits, pages_for, refusal
 from .measured_costs import MeasuredCosts
-from .plan import AdapterLoad, SampledToken, StepPlan, StepResult
+from .plan import AdapterLoad, HostAdapters, SampledToken, StepPlan, StepResult
 from .preemption import choose_victim
-from .prefetch import MAX_LOADS_UNDER_WAY, Waiter, choose_prefetch
+from .prefetch import MAX_LOADS_UNDER_WAY
+from .prefetcher import Prefetcher
 from .prefix_reuse import PrefixReuse
 from .sequence import Sequence
 from .share import Share
@@ -55,9 +55,11 @@ class Scheduler:
         self._adapters = self._memory.adapters
         self._tiers = TierTraffic(self._memory, tiers or TierSizes(), self._costs)
         self._prefixes = PrefixReuse(self._memory.prefixes, self._tiers, limits.block_size, prefix_cache)
+        self._prefetcher = Prefetcher(self._memory, self._prefixes, pages_of_adapter, limits.block_size)
         self._waiting = WaitingLine()
         self._running: dict[int, Sequence] = {}
         self._under_way: dict[int, dict[int, Share]] = {}  # by step and sequence id; plans that are not committed
+        self._host_adapters = HostAdapters()
         self._step = self._arrivals = self._num_computed = self._num_generated = self._num_preemptions = 0
 
     def add(self, request: SequenceRequest, seed: int) -> SequenceError | None:
@@ -102,7 +104,7 @@ class Scheduler:
                 planned[sequence.sequence_id] = num_tokens
         loads: tuple[AdapterLoad, ...] = ()
         if self._num_preemptions == num_preemptions:  # who just gave way must not come back for the pages it freed
-            loads = tuple(self._prefetch())
+            loads = tuple(self._prefetcher.begin(self._ahead(), len(self._running)))
             self._admit(budget - sum(planned.values()), planned)
         self._under_way[self._step] = {i: Share(self._running[i], n) for i, n in planned.items()}
         sequences = tuple(share.planned() for share in self._under_way[self._step].values())
@@ -135,6 +137,7 @@ class Scheduler:
         updates: list[SequenceUpdate] = []
         self._prefixes.stop_awaiting(self._tiers.finish(result.moved))
         self._prefixes.end_copies(plan.copies)
+        self._host_adapters = result.host_adapters
         for digest in result.loaded:
             self._adapters.finish_load(digest)
         for failure in result.failed:
@@ -185,6 +188,8 @@ class Scheduler:
             num_pages_out=self._tiers.num_pages_out,
             num_pages_in=self._tiers.num_pages_in,
             num_move_failures=self._tiers.num_failures,
+            host_adapter_bytes=self._host_adapters.num_bytes,
+            num_adapter_reads=self._host_adapters.num_reads,
             num_loaded_pages=self._adapters.num_loaded_pages,
         )
 
@@ -237,49 +242,6 @@ class Scheduler:
         """Who could be in the next batch: for them adapters and pages of KV come while they wait. Oldest first."""
         return self._waiting.first(self._limits.max_num_sequences)
 
-    def _prefetch(self) -> Iterator[AdapterLoad]:
-        """Lets come what waiting sequences need, be there a place for them in this step or not."""
-        num_loads = MAX_LOADS_UNDER_WAY - self._adapters.num_loading
-        ahead = self._ahead()
-        while ahead and not self._lacks(ahead[-1], num_loads):
-            ahead.pop()
-        num_pages = self._memory.num_pages_to_take - len(self._running)  # each may need another one meanwhile
-        chosen = choose_prefetch(map(self._waiter, ahead), num_pages, num_loads)
-        wanted: set[Item] = set()  # adapters and pages of older waiting sequences: not to be evicted for a newer one
-        older: list[Sequence] = []  # whose pages are not in `wanted` yet
-        for number, sequence in enumerate(ahead[: chosen.num_with_room + 1]):
-            ref, has_room = sequence.request.adapter, number < chosen.num_with_room
-            adapter_comes = ref is not None and ref.digest in chosen.adapters and ref.digest not in wanted
-            pages_may_come = has_room and self._prefixes.may_come_ahead(sequence)
-            older += [sequence] if has_room else []
-            wanted |= {ref.digest} if ref is not None else set()
-            if adapter_comes or pages_may_come:
-                wanted.update(page for one in older for page in self._prefixes.here(one))
-                older.clear()
-            if adapter_comes:
-                assert ref is not None
-                load = self._memory.begin_load(ref, self._pages_of_adapter(ref), wanted)
-                assert load is not None, "the room that older ones left was miscounted"
-                yield load
-            if pages_may_come:
-                self._prefixes.find(sequence, wanted)
-
-    def _lacks(self, sequence: Sequence, num_loads: int) -> bool:
-        """Something that it needs could begin to come, if so many loads may begin."""
-        return (num_loads > 0 and self._is_absent(sequence)) or self._prefixes.may_come_ahead(sequence)
-
-    def _waiter(self, sequence: Sequence) -> Waiter:
-        digest, is_absent = sequence.adapter_digest, self._is_absent(sequence)
-        num_adapter_pages = self._num_adapter_pages(sequence.request.adapter)
-        if digest is not None and not is_absent:
-            num_adapter_pages = self._adapters.num_idle_pages_of(digest)
-        return Waiter(digest, is_absent, num_adapter_pages, self._num_kv_pages_to_take(sequence))
-
-    def _num_kv_pages_to_take(self, sequence: Sequence) -> int:
-        """That it takes when it enters, beside those that others hold or bring for it."""
-        num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size)
-        return num_pages - self._prefixes.num_in_other_hands(sequence)
-
     def _admit(self, budget: int, planned: dict[int, int]) -> None:
         """Starts waiting sequences, oldest first. One whose adapter or beginning still comes is passed over."""
         wanted: set[str] = set()  # adapters of older waiting sequences: not to be evicted for a newer one
@@ -290,7 +252,7 @@ class Scheduler:
                 return
             if sequence.adapter_digest is not None:
                 wanted.add(sequence.adapter_digest)
-            if may_load and self._is_absent(sequence):
+            if may_load and self._prefetcher.is_absent(sequence):
                 num_pages = self._num_adapter_pages(sequence.request.adapter) + len(self._running)
                 if not self._memory.has_room(num_pages, wanted):
                     return  # it does not come for lack of room, which newer ones must not take
@@ -298,7 +260,7 @@ class Scheduler:
             found = self._prefixes.find(sequence, wanted) if self._has_adapter(sequence) else None
             if found is None:
                 if self._prefixes.is_being_copied(sequence):  # what comes for it is not for newer ones to push out
-                    reserved += self._num_kv_pages_to_take(sequence)
+                    reserved += self._prefetcher.num_kv_pages_to_take(sequence)
                 continue
             if not self._enter(sequence, found, wanted, reserved):
                 return
@@ -373,11 +335,6 @@ class Scheduler:
     def _prefix_page_s(self, key: PageKey) -> float:
         costs = self._costs.costs("host")
         return min(costs.copy_s, costs.compute_s) if self._tiers.holds(key) else costs.compute_s
-
-    def _is_absent(self, sequence: Sequence) -> bool:
-        """Its adapter is neither in the pool nor coming."""
-        digest = sequence.adapter_digest
-        return digest is not None and self._adapters.state(digest) is AdapterState.ABSENT
 
     def _has_adapter(self, sequence: Sequence) -> bool:
         digest = sequence.adapter_digest
