@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from .byte_size import format_byte_size
+
 
 def load_lines(load: Mapping[str, Any], before: Mapping[str, Any] | None, seconds: float) -> Iterator[str]:
     """Lines for an `EngineLoad` of `/status`.
@@ -36,7 +38,9 @@ def load_lines(load: Mapping[str, Any], before: Mapping[str, Any] | None, second
     )
     behind = f"{count('num_host_pages'):,.0f} in host memory, {count('num_disk_pages'):,.0f} on disk"
     yield f"pages of KV behind them: {behind}"
-    yield f"adapters: {count('num_resident_adapters'):,.0f} there, {count('num_coming_adapters'):,.0f} coming"
+    packed = format_byte_size(int(count("host_adapter_bytes")))
+    there = f"{count('num_resident_adapters'):,.0f} there, {count('num_coming_adapters'):,.0f} coming"
+    yield f"adapters: {there}; {packed} packed in host memory"
     yield f"prompt tokens found: {_hit_rate(load)}"
     yield f"tokens{every}: {told('num_generated_tokens', 'generated')}, {told('num_computed_tokens', 'computed')}"
     yield (
@@ -45,7 +49,8 @@ def load_lines(load: Mapping[str, Any], before: Mapping[str, Any] | None, second
     )
     yield (
         f"evictions{every}: {told('num_prefix_evictions', 'pages of KV')}, "
-        f"{told('num_adapter_evictions', 'adapters')}; {told('num_adapter_loads', 'adapters loaded')}"
+        f"{told('num_adapter_evictions', 'adapters')}; {told('num_adapter_loads', 'adapters loaded')}, "
+        f"{told('num_adapter_reads', 'of them from the store')}"
     )
     yield f"preemptions{every}: {told('num_preemptions', 'sequences')}"
 

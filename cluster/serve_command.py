@@ -113,8 +113,8 @@ def labels(context: click.Context, parameter: click.Parameter, values: tuple[str
     "--host-bytes",
     default="4GiB",
     show_default=True,
-    callback=byte_size_value,
-    help="Memory for adapters that wait to be used.",
+    callback=byte_size_or_none_value,
+    help="Memory for adapters that wait to be used. 0: none, each is read from the data folder.",
 )
 @click.option(
     "--kv-host-bytes",

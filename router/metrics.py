@@ -28,6 +28,7 @@ _ENGINE_COUNTERS = frozenset(
         "num_preemptions",
         "num_adapter_loads",
         "num_adapter_evictions",
+        "num_adapter_reads",
         "num_cached_tokens",
         "num_prefix_evictions",
         "num_pages_out",

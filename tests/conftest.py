@@ -6,11 +6,16 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from redis.asyncio import Redis
 
 from motet.adapters.registry import connect
 from motet.cluster.redis_server import RedisServer
+
+# How long an example takes says only how busy the machine is.
+hypothesis.settings.register_profile("motet", deadline=None)
+hypothesis.settings.load_profile("motet")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 
+from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.messages import AdapterRef, SamplingParams, SequenceRequest, SequenceUpdate
+from motet.workers.page_keys import PageKey, first_link, next_keys
 from motet.workers.scheduling.admission import Limits
 from motet.workers.scheduling.plan import (
     AdapterFailure,
@@ -69,7 +71,10 @@ class Worker:
         self._kv: dict[tuple[int, int], object] = {}  # by page and place in it
         self._tiers: dict[tuple[str, int], list[object]] = {}  # what each page of a tier behind the pool holds
         self._moving: list[PageMove] = []
+        self._keys: dict[tuple[object, ...], PageKey] = {}  # by a page's last KV
         self.failing_tiers: set[str] = set()
+        self.failing_adapters: set[str] = set()  # digests whose load comes to nothing
+        self.broken: set[int] = set()  # sequences whose logits are not finite
 
     def execute(self, plan: StepPlan, failing: Iterable[str] = ()) -> StepResult:
         assert sum(len(s.token_ids) for s in plan.sequences) <= self.limits.max_tokens_per_step
@@ -89,17 +94,18 @@ class Worker:
         written += [{(page, 0) for page in a.pages} for a in plan.adapters]
         assert len(set().union(*written)) == sum(map(len, written)), "two write to the same place"
         known = {a.digest: a.pages for a in plan.adapters}
-        tokens = {}
+        tokens: dict[int, SampledToken | None] = {}
         for s in plan.sequences:
             assert s.adapter is None or known[s.adapter] == self.there[s.adapter]
             if s.sample is not None:
-                tokens[s.sequence_id] = SampledToken(s.sample.index % 90, None)
+                token = SampledToken(s.sample.index % 90, None)
+                tokens[s.sequence_id] = None if s.sequence_id in self.broken else token
         for a in plan.adapters:
             assert {self._kv[page, place] for page in a.pages for place in range(self.limits.block_size)} == {a.digest}
         self.coming += [load.residence.digest for load in plan.loads]
         ended = [d for d in self.coming if self.slow_loads is None or self.slow_loads.random() < 0.4]
         self.coming = [d for d in self.coming if d not in ended]
-        failed = [d for d in ended if d in failing]
+        failed = [d for d in ended if d in failing or d in self.failing_adapters]
         return StepResult(
             plan.step,
             tokens,
@@ -107,6 +113,31 @@ class Worker:
             tuple(AdapterFailure(d, "bad") for d in failed),
             tuple(self._move()),
         )
+
+    def check_residence(self, s: Scheduler) -> None:
+        """Whatever the scheduler says is resident, in any tier, is there, and holds what its key stands for."""
+        resident: list[tuple[PageKey, list[object]]] = []
+        for key, page in s._memory.prefixes._pages.items():
+            resident.append((key, self._read_page("device", page)))
+        for tier, slots in s._tiers._tiers.items():
+            resident += [(key, self._read_page(tier, slot)) for key, slot in slots._slots.items()]
+        for key, content in resident:
+            assert self._key_of(content) == key, "a page that is kept holds something else"
+        for digest, entry in s._adapters._entries.items():
+            if entry.state is AdapterState.RESIDENT:
+                for page in entry.residence.pages:
+                    assert set(self._read_page("device", page)) == {digest}, "an adapter's page holds something else"
+
+    def _key_of(self, content: list[object]) -> PageKey:
+        (tenant, adapter), token_ids = content[-1]  # type: ignore[misc]
+        before = len(token_ids) - len(content)
+        parts = [((tenant, adapter), token_ids[: before + place]) for place in range(1, len(content) + 1)]
+        assert content == parts, "a page holds parts of several"
+        whole = tuple(content[-1])  # type: ignore[arg-type]
+        if whole not in self._keys:
+            link = first_link(asking(0, [], adapter=adapter, tenant=tenant))
+            self._keys[whole] = next_keys(link, token_ids, 0, len(content), len(token_ids) // len(content))[-1]
+        return self._keys[whole]
 
     def _move(self) -> Iterator[MoveEnd]:
         """Some of the copies that were asked for, oldest first."""

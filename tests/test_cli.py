@@ -120,6 +120,9 @@ def test_a_load_is_told_in_words_since_the_start_and_by_the_second() -> None:
         num_adapter_pages=120,
         num_idle_adapter_pages=20,
         num_host_pages=400,
+        host_adapter_bytes=5 << 20,
+        num_adapter_loads=8,
+        num_adapter_reads=3,
         num_resident_adapters=9,
         num_computed_tokens=1500,
         num_generated_tokens=500,
@@ -139,11 +142,11 @@ def test_a_load_is_told_in_words_since_the_start_and_by_the_second() -> None:
         "    queued tokens: 2,048",
         "    pages: 1,000: 210 free, 340 of kept KV (300 idle), 120 of adapters (20 idle)",
         "    pages of KV behind them: 400 in host memory, 0 on disk",
-        "    adapters: 9 there, 0 coming",
+        "    adapters: 9 there, 0 coming; 5 MiB packed in host memory",
         "    prompt tokens found: 75.0% of 4,000",
         "    tokens: 500 generated, 1,500 computed",
         "    copies: 40 pages of KV out, 0 in, 0 of adapters in; 0 failed",
-        "    evictions: 7 pages of KV, 0 adapters; 0 adapters loaded",
+        "    evictions: 7 pages of KV, 0 adapters; 8 adapters loaded, 3 of them from the store",
         "    preemptions: 2 sequences",
     ]
     by_the_second = list(status_lines(now, before=before, seconds=2.0))

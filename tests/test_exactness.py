@@ -137,9 +137,11 @@ def test_mixed_batch(bench: Bench) -> None:
 
 
 def test_chunked_prompts(bench: Bench) -> None:
-    """Prompts cut at a budget that is no multiple of a page, beside running decodes."""
+    """Prompts cut at a budget that is no multiple of a page, beside running decodes, and shared by two at once."""
+    twice = [question for question in bench.questions for _ in range(2)]
     with bench.stock.engine(num_pages=400, max_tokens_per_step=13, max_num_sequences=6) as rig:
-        _assert_same_tokens(bench.questions, _ask(rig, bench.questions))
+        _assert_same_tokens(twice, _ask(rig, twice))
+        assert rig.engine.load().num_cached_tokens > sum(len(q.prompt) for q in bench.questions) / 2
 
 
 @pytest.mark.parametrize("max_tokens_per_step", [16, 512])

@@ -244,8 +244,8 @@ def test_older_ones_first_within_bounds_and_none_again_for_nothing(
         for digest in loads_of(plan):
             assert went_at.get(digest, -1) < num_events, "nobody has made room since it was pushed out"
             newest = next(n for n, sequence in enumerate(s._waiting) if sequence.adapter_digest == digest)
-            for older in s._waiting[:newest]:
-                assert not s._is_absent(older), "an adapter of an older one is not there"
+            for older in s._waiting.first(newest):
+                assert not s._prefetcher.is_absent(older), "an adapter of an older one is not there"
         result = worker.execute(plan)
         updates = s.commit(plan, result)
         s.check_integrity()
@@ -295,7 +295,7 @@ def told_before(num_pages: int, num_often: int = 0) -> tuple[Scheduler, Worker]:
 
     def add(sequence_id: int, prompt: list[int], max_tokens: int) -> None:
         assert s.add(asking(sequence_id, prompt, max_tokens), 0) is None
-        sequences[sequence_id] = s._waiting[-1]
+        sequences[sequence_id] = [*s._waiting][-1]
 
     add(0, PROMPT, 1)
     run(s, worker)
@@ -341,3 +341,53 @@ def test_pages_of_kv_that_were_pushed_out_again_come_only_with_a_place() -> None
     assert s.load().num_preemptions == 0
     finished = [update.sequence_id for update in run(s, worker) if update.finish_reason]
     assert finished == [5]
+
+
+def test_pages_of_kv_of_an_older_one_do_not_go_for_a_newer_ones_adapter() -> None:
+    """Though what else is idle was asked often, and is worth more."""
+    s, worker = told_before(num_pages=20, num_often=2)
+    step(s, worker)
+    assert s.load().num_pages_in == 7
+    keys = next(iter(s._waiting)).page_keys
+    s.add(request(6, adapter="a4"), 0)
+    assert loads_of(step(s, worker)[0]) == ["a4"]
+    assert s.load().num_prefix_evictions > 0
+    assert len(s._memory.prefixes.find(keys)) == 7
+
+
+@pytest.mark.parametrize(("num_pages", "enters"), [(9, True), (8, False)])
+def test_the_room_of_one_whose_pages_come_is_not_taken_by_a_newer_one(num_pages: int, enters: bool) -> None:
+    """Seven of its eight pages are under a copy, and the newer one needs a page."""
+    of = limits(num_pages, 64, num_sequences=4)
+    s, worker = scheduler(of, TierSizes(host=200)), Worker(of)
+    assert s.add(asking(0, PROMPT, 1), 0) is None
+    worker.sequence_of = s._running.__getitem__
+    run(s, worker)
+    assert s._memory.make_room(num_pages, frozenset())
+    worker.slow_loads = never_ending()
+    assert s.add(asking(1, PROMPT, 1), 0) is None
+    assert s.add(request(2, num_prompt=3, max_tokens=1), 0) is None
+    plan, _ = step(s, worker)
+    assert [len(move.target_pages) for move in plan.moves] == [7]
+    assert [planned.sequence_id for planned in plan.sequences] == ([2] if enters else [])
+    worker.slow_loads = None
+    assert 1 in {update.sequence_id for update in run(s, worker) if update.finish_reason}
+    assert s.load().num_pages_in == 7
+
+
+def test_pages_that_others_follow_on_stay_while_those_come() -> None:
+    of = limits(12, 64, num_sequences=4)
+    s, worker = scheduler(of, TierSizes(host=200)), Worker(of)
+    assert s.add(asking(0, PROMPT, 1), 0) is None
+    worker.sequence_of = s._running.__getitem__
+    run(s, worker)
+    assert s._memory.make_room(12 - 3, frozenset())  # the first three pages are left
+    worker.slow_loads = never_ending()
+    assert s.add(asking(1, PROMPT, 1), 0) is None
+    (move,) = step(s, worker)[0].moves
+    assert len(move.target_pages) == 4
+    assert not s._memory.make_room(12 - 3 - 4 + 1, frozenset())
+    assert s._memory.make_room(12 - 3 - 4, frozenset())
+    worker.slow_loads = None
+    run(s, worker)
+    assert s.load().num_cached_tokens == 28

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.tests.scheduler_rig import Worker, asking, limits, run, scheduler
 from motet.workers.messages import SequenceRequest
-from motet.workers.page_keys import first_link, next_keys
+from motet.workers.page_keys import first_link, next_keys, short_key
 from motet.workers.scheduling.measured_costs import MeasuredCosts, PageCosts, is_worth_bringing
 from motet.workers.scheduling.plan import StepPlan
 from motet.workers.scheduling.scheduler import Scheduler
@@ -149,6 +151,35 @@ def test_without_the_cache_nothing_is_kept_or_waited_for() -> None:
         ask(s, worker, asking(i, PROMPT, max_tokens=8))
     load = s.load()
     assert (load.num_cached_tokens, load.num_prefix_pages, load.num_free_pages) == (0, 0, load.num_pages)
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 2**32), num_pages=st.integers(12, 40))
+def test_just_what_is_not_resident_is_computed(seed: int, num_pages: int) -> None:
+    """A plain model: the pages that came and did not go, by their key. Each request runs alone."""
+    rng = random.Random(seed)
+    s, worker = rig(num_pages)
+    resident: set[int] = set()
+    for i in range(40):
+        prompt = [rng.choice([1, 1, 1, 2]) for _ in range(rng.randint(1, 30))]
+        asked = asking(i, prompt, rng.randint(1, 8), rng.choice([None, "a1", "b2"]), rng.choice("tu"))
+        own = [*map(short_key, next_keys(first_link(asked), prompt, 0, 4, (len(prompt) - 1) // 4))]
+        assert s.add(asked, 0) is None
+        start = None
+        while s.has_work():
+            found = next((depth for depth, key in enumerate(own) if key not in resident), len(own))
+            plan = s.schedule()
+            if plan.sequences and start is None:
+                start = plan.sequences[0].start
+                assert found == start // 4, "a page that is there is computed, or one is used that is not"
+            s.commit(plan, worker.execute(plan))
+            s.check_integrity()
+            change = s.take_residency_changes()
+            resident = (resident - set(change.pages_went)) | set(change.pages_came)
+            worker.check_residence(s)
+        assert start is not None
+        full = next_keys(first_link(asked), prompt, 0, 4, len(prompt) // 4)
+        assert {short_key(key) for key in full} <= resident, "what was computed is not kept"
 
 
 def flood(s: Scheduler, worker: Worker, num_prompts: int = 6, first: int = 50) -> None:

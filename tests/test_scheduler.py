@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from motet.tests.scheduler_rig import Worker, WorkerExecutor, asking, limits, request, run, scheduler
 from motet.tests.stand_in_engine import INFO
 from motet.workers.engine import Engine
-from motet.workers.messages import ResidencyChange, SamplingParams, SequenceRequest
+from motet.workers.messages import ResidencyChange, SamplingParams, SequenceError, SequenceRequest
 from motet.workers.scheduling.admission import refusal
 from motet.workers.scheduling.preemption import choose_victim
 from motet.workers.scheduling.sequence import Sequence
@@ -34,16 +34,24 @@ def test_random_workload_ends_with_every_page_accounted_for(
     of = limits(num_pages, budget)
     s, worker = scheduler(of, tiers), Worker(of, slow_loads=rng)
     engine = Engine(s, WorkerExecutor(worker), INFO, overlaps)
+    if rng.random() < 0.8:  # else a step takes no time here, so that no copy is worth its own
+        s._costs.observe_step = lambda *_: None  # type: ignore[method-assign]
+    failing = rng.choice([0.0, 0.0, 0.1])
     running: dict[int, Sequence] = {}  # all that ever ran: a plan may be about one that was cancelled meanwhile
     worker.sequence_of = lambda sequence_id: running[sequence_id]
     expected: dict[int, int] = {}
     received: dict[int, list[int]] = {}
     finished: set[int] = set()
+    failed: set[int] = set()
+    versions = {name: f"{name}{rank}" for name, rank in (("a", 1), ("b", 2), ("c", 3), ("d", 4))}  # digest by name
     told: set[str] = set()  # adapters that are there or coming, as a router would know
     told_pages: set[int] = set()
     for step in range(3000):
+        if step < 40 and rng.random() < 0.1:
+            name = rng.choice(sorted(versions))
+            versions[name] = f"{rng.choice('efgh')}{versions[name][1:]}"
         if step < 40 and rng.random() < 0.6:
-            adapter = rng.choice([None, "a1", "b2", "c3", "d4"])
+            adapter = versions.get(rng.choice("-abcd"))
             num_prompt, max_tokens = rng.randint(1, 30), rng.randint(1, 20)
             prompt = [rng.choice([0, 0, 0, 1])] * num_prompt  # many begin alike
             prompt[rng.randrange(num_prompt)] = rng.choice([0, 1])
@@ -55,20 +63,36 @@ def test_random_workload_ends_with_every_page_accounted_for(
             if s.add(msgspec.structs.replace(asked, generated_token_ids=before), seed=1) is None:
                 expected[step] = stop + 1 if len(before) <= stop < max_tokens else max_tokens
                 received[step] = before
+                if rng.random() < 0.05:
+                    worker.broken.add(step)
+            s.check_integrity()
         if expected and rng.random() < 0.05:
             gone = rng.choice(sorted(expected))
             engine.cancel(gone)
+            s.check_integrity()
             del expected[gone]
+        if expected and rng.random() < 0.05:
+            late = rng.choice(sorted(expected))
+            engine.give_up_waiting(late, SequenceError("overloaded", "it waited"))
+            s.check_integrity()
         if step >= 40 and not engine.has_work():
             break
-        worker.failing_tiers = {tier for tier in ("host", "disk") if step % 20 < 10 and rng.random() < 0.1}
+        worker.failing_tiers = {tier for tier in ("host", "disk") if step % 20 < 10 and rng.random() < failing}
+        worker.failing_adapters = {digest for digest in worker.coming if rng.random() < 0.05}
         running |= s._running | {waiting.sequence_id: waiting for waiting in s._waiting}
         for update in engine.step():
             assert update.sequence_id in expected, "a cancelled sequence spoke"
+            assert update.sequence_id not in finished | failed, "a sequence spoke after its end"
             received[update.sequence_id] += update.token_ids
             if update.finish_reason:
                 finished.add(update.sequence_id)
+            if update.error:
+                failed.add(update.sequence_id)
+                is_known = update.sequence_id in worker.broken or update.error.kind in ("overloaded", "adapter_failed")
+                assert is_known, update.error
         s.check_integrity()
+        if rng.random() < 0.3:
+            worker.check_residence(s)
         change = s.take_residency_changes()
         told = (told - set(change.went)) | set(change.came)
         told_pages = (told_pages - set(change.pages_went)) | set(change.pages_came)
@@ -78,16 +102,35 @@ def test_random_workload_ends_with_every_page_accounted_for(
         assert {digest for digest in worker.coming if digest not in told} == set()
         assert load.num_waiting_for_adapters <= load.num_waiting
         assert load.num_queued_tokens >= load.num_running + load.num_waiting
+    worker.check_residence(s)
     assert not engine.has_work()
     assert not s._under_way
     assert s.load().num_queued_tokens == 0
-    assert finished >= set(expected)
+    assert finished | failed >= set(expected)
     for sequence_id, num_tokens in expected.items():
+        if sequence_id in failed:
+            num_tokens = len(received[sequence_id])
         assert received[sequence_id] == list(range(num_tokens)), "a token twice, missing or out of order"
     load = s.load()
     assert load.num_free_pages + load.num_adapter_pages + load.num_prefix_pages == num_pages
     assert load.num_idle_adapter_pages == load.num_adapter_pages
     assert load.num_idle_prefix_pages == load.num_prefix_pages
+
+
+@pytest.mark.parametrize("stop", [0, 2, 5])
+def test_no_token_after_the_last_one_is_shown_or_computed(stop: int) -> None:
+    """Its plan was made before it was known that the sequence ends."""
+    of = limits(num_pages=40, num_sequences=2)
+    s, worker = scheduler(of), Worker(of)
+    engine = Engine(s, WorkerExecutor(worker), INFO, overlaps=True)
+    engine.submit(request(0, num_prompt=4, max_tokens=20, stop_token_ids=(stop,)))
+    engine.submit(request(1, num_prompt=4, max_tokens=9))
+    told: dict[int, list[int]] = {0: [], 1: []}
+    while engine.has_work():
+        for update in engine.step():
+            told[update.sequence_id] += update.token_ids
+    assert told == {0: [*range(stop + 1)], 1: [*range(9)]}
+    assert worker.num_computed == s.load().num_computed_tokens == 4 + stop + 4 + 8
 
 
 def test_what_was_begun_elsewhere_goes_on_where_it_was() -> None:

@@ -33,13 +33,14 @@ def test_recent_adapters_are_not_read_again() -> None:
         host.get(digest)
         assert host.num_bytes <= 250
     assert disk.reads == ["a", "b", "c", "b"]
+    assert host.num_reads == 4
 
 
 def test_an_adapter_larger_than_the_tier_passes_through() -> None:
     host, disk = tier(50)
     assert host.get("a").nbytes == 100
     host.get("a")
-    assert (disk.reads, host.num_bytes) == (["a", "a"], 0)
+    assert (disk.reads, host.num_reads, host.num_bytes) == (["a", "a"], 2, 0)
 
 
 def test_a_corrupt_adapter_is_not_kept() -> None:

@@ -21,7 +21,7 @@ class EngineConfig:
     device: Device = "auto"  # auto: an NVIDIA GPU where there is one
     dtype: Dtype = "bfloat16"
     pool_bytes: int = 1 << 30  # device pages, for KV and adapters alike
-    host_bytes: int = 4 << 30  # packed adapters kept in host memory
+    host_bytes: int = 4 << 30  # packed adapters kept in host memory; 0: each is read from the store
     kv_host_bytes: int = 1 << 30  # pages of KV kept in host memory; 0: none
     kv_disk_bytes: int = 0  # and on disk, behind host memory; 0: none
     kv_disk_path: Path | None = None  # folder for these
@@ -42,7 +42,6 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for key in (
             "pool_bytes",
-            "host_bytes",
             "block_size",
             "max_tokens_per_step",
             "max_num_sequences",
@@ -54,7 +53,7 @@ class EngineConfig:
             value = getattr(self, key)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{key} = {value!r}: a positive integer is needed")
-        for key in ("kv_host_bytes", "kv_disk_bytes"):
+        for key in ("host_bytes", "kv_host_bytes", "kv_disk_bytes"):
             value = getattr(self, key)
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"{key} = {value!r}: zero or a positive integer is needed")

@@ -146,6 +146,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_idle_prefix_pages: int = 0  # of them, those that no running sequence holds
     num_host_pages: int = 0  # of KV, in host memory
     num_disk_pages: int = 0  # of KV, on disk
+    host_adapter_bytes: int = 0  # of packed adapters in host memory, of the gang's first worker
     num_resident_adapters: int = 0
     num_coming_adapters: int = 0  # being copied into the pool
     num_steps: int = 0
@@ -159,6 +160,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_pages_out: int = 0  # of KV that were copied from the pool to the tier behind it
     num_pages_in: int = 0  # and back
     num_move_failures: int = 0  # copies between tiers that came to nothing
+    num_adapter_reads: int = 0  # of loads, those from the store: host memory had the adapter not
     num_loaded_pages: int = 0  # of adapters whose copy ended well
     busy_s: float = 0.0  # inside steps
     loading_s: float = 0.0  # until adapters were there, summed over them

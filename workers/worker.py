@@ -53,7 +53,7 @@ def run_worker(settings: WorkerSettings) -> None:
         executor = _build(settings, leader)
         while (plan := leader.next_plan()) is not None:
             executor.begin_copies(plan)
-            leader.tell(Done(plan.step, executor.runner.run(plan)))
+            leader.tell(Done(plan.step, executor.runner.run(plan), executor.loader.host_adapters()))
         executor.close()
     except ConnectionLostError as error:
         _log.warning("the leader is gone, and this worker with it: %s", error)

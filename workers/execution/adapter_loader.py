@@ -12,7 +12,7 @@ import torch
 from ...adapters.errors import AdapterError
 from ...kernels.backend import Kernels
 from ..memory.tiers import HostTier
-from ..scheduling.plan import AdapterFailure, AdapterLoad
+from ..scheduling.plan import AdapterFailure, AdapterLoad, HostAdapters
 from .side_stream import Mark, SideStream
 
 _log = logging.getLogger(__name__)
@@ -46,6 +46,10 @@ class AdapterLoader:
             tuple(end for end in ended if isinstance(end, str)),
             tuple(end for end in ended if isinstance(end, AdapterFailure)),
         )
+
+    def host_adapters(self) -> HostAdapters:
+        """What the host tier holds at this moment."""
+        return HostAdapters(self._host.num_bytes, self._host.num_reads)
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

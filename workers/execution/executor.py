@@ -78,7 +78,8 @@ class LocalExecutor:
         self.begin_copies(plan)
         tokens = self.runner.run(plan)
         loaded, failed = self.loader.take_ended()
-        return StepResult(plan.step, tokens, loaded, failed, self.mover.take_ended())
+        moved = self.mover.take_ended()
+        return StepResult(plan.step, tokens, loaded, failed, moved, self.loader.host_adapters())
 
     def begin_copies(self, plan: StepPlan) -> None:
         """Of adapters into the pool, and of KV between the tiers."""

@@ -50,10 +50,11 @@ class GangExecutor:
 
     def finish(self) -> StepResult:
         tokens: dict[int, SampledToken | None] = {}
-        for rank in range(len(self._connections)):
-            tokens |= self._result(rank, self._step).tokens
+        done = [self._result(rank, self._step) for rank in range(len(self._connections))]
+        for each in done:
+            tokens |= each.tokens
         loaded, failed = self._take_ended()
-        return StepResult(self._step, tokens, loaded, failed, self._take_moved())
+        return StepResult(self._step, tokens, loaded, failed, self._take_moved(), done[0].host_adapters)
 
     def on_load_end(self, wake: Callable[[], None]) -> None:
         self._wake = wake

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..scheduling.plan import MoveEnd, SampledToken, StepPlan
+from ..scheduling.plan import HostAdapters, MoveEnd, SampledToken, StepPlan
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -32,6 +32,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
     step: int
     tokens: dict[int, SampledToken | None]
+    host_adapters: HostAdapters = HostAdapters()
 
 
 class LoadEnded(msgspec.Struct, frozen=True, tag="load_ended"):

@@ -34,7 +34,7 @@ class IdleOrder:
     def __contains__(self, item: Item) -> bool:
         return item in self._idle
 
-    def num_pages_of(self, items: AbstractSet[str]) -> int:
+    def num_pages_of(self, items: AbstractSet[Item]) -> int:
         """Of those among them that are idle."""
         return sum(self._idle[item].num_pages for item in items if item in self._idle)
 
@@ -58,7 +58,7 @@ class IdleOrder:
         """The item is used again, or gone by another way."""
         self.num_pages -= self._idle.pop(item).num_pages
 
-    def take(self, num_pages: int, keep: AbstractSet[str]) -> list[Item] | None:
+    def take(self, num_pages: int, keep: AbstractSet[Item]) -> list[Item] | None:
         """Items of so many pages at least, in the order in which they should go; they are no longer idle here.
 
         None, and nothing changed, if all that are not in `keep` would not be enough.

@@ -9,7 +9,7 @@ from ..messages import AdapterRef, ResidencyChange
 from ..page_keys import PageKey, short_key
 from ..scheduling.plan import AdapterLoad
 from .adapter_cache import AdapterCache
-from .idle_order import IdleOrder
+from .idle_order import IdleOrder, Item
 from .page_allocator import PageAllocator
 from .prefix_cache import PrefixCache
 
@@ -43,13 +43,13 @@ class PagedMemory:
         """Adapters that will be used soon, the most urgent first: they go after all else, the least urgent first."""
         self._soon = tuple(digests)
 
-    def has_room(self, num_pages: int, keep: AbstractSet[str], found: Sequence[int] = ()) -> bool:
+    def has_room(self, num_pages: int, keep: AbstractSet[Item], found: Sequence[int] = ()) -> bool:
         """Whether `make_room` would do, were the pages `found`, of which some are idle, held by somebody."""
-        num_evictable = self._idle.num_pages - self._idle.num_pages_of(keep) - sum(page in self._idle for page in found)
-        return num_pages <= self.allocator.num_free + num_evictable
+        num_kept = self._idle.num_pages_of(keep) + sum(page in self._idle and page not in keep for page in found)
+        return num_pages <= self.allocator.num_free + self._idle.num_pages - num_kept
 
-    def make_room(self, num_pages: int, keep: AbstractSet[str]) -> bool:
-        """Evicts what is idle and not in `keep`, least worth first, until so many pages are free.
+    def make_room(self, num_pages: int, keep: AbstractSet[Item]) -> bool:
+        """Evicts what is idle and not in `keep`, adapters or pages of KV, least worth first, until so many are free.
 
         What is wanted soon goes only if the rest is not enough: it would be back at once, and push that rest out.
         False, and nothing evicted, if all that may go would not be enough.
@@ -69,7 +69,7 @@ class PagedMemory:
                 self.prefixes.evict(item)
         return True
 
-    def begin_load(self, ref: AdapterRef, num_pages: int, keep: AbstractSet[str]) -> AdapterLoad | None:
+    def begin_load(self, ref: AdapterRef, num_pages: int, keep: AbstractSet[Item]) -> AdapterLoad | None:
         """Pages for an absent adapter, evicting as `make_room` does; None if that is not enough."""
         if not self.make_room(num_pages, keep):
             return None

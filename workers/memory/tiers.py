@@ -17,12 +17,14 @@ class HostTier:
         self._store, self._layout, self._max_bytes, self._pinned = store, layout, max_bytes, pinned
         self._packed: OrderedDict[str, torch.Tensor] = OrderedDict()
         self.num_bytes = 0
+        self.num_reads = 0  # from the store
 
     def get(self, digest: str) -> torch.Tensor:
         """The adapter as pages, `[num_pages, num_layers, slab]`. Raises AdapterCorrupt if the store's copy is bad."""
         packed = self._packed.get(digest)
         if packed is None:
             packed = self._store.load_packed(digest, self._layout)
+            self.num_reads += 1
             if self._pinned:
                 packed = packed.pin_memory()
             self._keep(digest, packed)

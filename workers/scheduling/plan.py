@@ -93,6 +93,13 @@ class MoveEnd(msgspec.Struct, frozen=True, array_like=True):
     problem: str | None  # why the pages are not where they should be
 
 
+class HostAdapters(msgspec.Struct, frozen=True, array_like=True):
+    """The packed adapters in host memory, of the gang's first worker."""
+
+    num_bytes: int = 0
+    num_reads: int = 0  # from the store, since the start: host memory had them not
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What came of a plan. Loads and moves are those that ended since the last result, whoever asked for them."""
 
@@ -101,3 +108,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     loaded: tuple[str, ...]  # digests
     failed: tuple[AdapterFailure, ...]
     moved: tuple[MoveEnd, ...] = ()
+    host_adapters: HostAdapters = HostAdapters()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Pages
+from collections.abc import Set as AbstractSet
 from itertools import takewhile
 
+from ..memory.idle_order import Item
 from ..memory.prefix_cache import PrefixCache
 from ..page_keys import PageKey, first_link, next_keys
 from .plan import PageCopy
@@ -28,10 +30,10 @@ class PrefixReuse:
         self._copied_from: list[int] = []  # pages that stay as they are until the plan's end
         self.num_cached_tokens = 0  # that were found, and not computed, since the start
 
-    def find(self, sequence: Sequence, keep: set[str]) -> list[int] | None:
+    def find(self, sequence: Sequence, keep: AbstractSet[Item]) -> list[int] | None:
         """Pages of its beginning that are here; None: the next ones are coming, so that waiting is cheaper.
 
-        What is in a tier behind the pool begins to come; `keep`: adapters that do not go to make room for it. One token
+        What is in a tier behind the pool begins to come; `keep`: what does not go to make room for it. One token
         at least is left to compute, since the next one is chosen by what comes of it.
         """
         if not self._enabled:
@@ -63,6 +65,10 @@ class PrefixReuse:
             if len(self._cache.find(sequence.page_keys[: num_found + 1])) <= num_found:
                 return False
         return self._enabled and self._tiers.can_bring()
+
+    def here(self, sequence: Sequence) -> list[int]:
+        """Pages of its beginning that are here, if it was looked for them since it began to wait."""
+        return self._cache.find(sequence.page_keys) if sequence.was_looked_for else []
 
     def num_in_other_hands(self, sequence: Sequence) -> int:
         """Pages of its beginning that take no room when it enters: others hold or compute them, or they are coming."""

@@ -7,7 +7,6 @@ within a token budget, decodes first, then prompt chunks, first come first serve
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 
@@ -19,14 +18,16 @@ from ..messages import AdapterRef, EngineLoad, ResidencyChange, SequenceError, S
 from ..page_keys import PageKey
 from .admission import Limits, pages_for, refusal
 from .measured_costs import MeasuredCosts
-from .plan import AdapterLoad, SampledToken, StepPlan, StepResult
+from .plan import AdapterLoad, HostAdapters, SampledToken, StepPlan, StepResult
 from .preemption import choose_victim
-from .prefetch import MAX_LOADS_UNDER_WAY, Waiter, choose_prefetch
+from .prefetch import MAX_LOADS_UNDER_WAY
+from .prefetcher import Prefetcher
 from .prefix_reuse import PrefixReuse
 from .sequence import Sequence
 from .share import Share
 from .stopping import finish_reason, is_long_enough, is_stop
 from .tier_traffic import TierSizes, TierTraffic
+from .waiting_line import WaitingLine
 
 _BEFORE_ALL = 1 << 62  # what another gang began has waited already: it is older than all that arrived here
 
@@ -54,9 +55,11 @@ class Scheduler:
         self._adapters = self._memory.adapters
         self._tiers = TierTraffic(self._memory, tiers or TierSizes(), self._costs)
         self._prefixes = PrefixReuse(self._memory.prefixes, self._tiers, limits.block_size, prefix_cache)
-        self._waiting: list[Sequence] = []  # by arrival
+        self._prefetcher = Prefetcher(self._memory, self._prefixes, pages_of_adapter, limits.block_size)
+        self._waiting = WaitingLine()
         self._running: dict[int, Sequence] = {}
         self._under_way: dict[int, dict[int, Share]] = {}  # by step and sequence id; plans that are not committed
+        self._host_adapters = HostAdapters()
         self._step = self._arrivals = self._num_computed = self._num_generated = self._num_preemptions = 0
 
     def add(self, request: SequenceRequest, seed: int) -> SequenceError | None:
@@ -66,20 +69,22 @@ class Scheduler:
             self._arrivals += 1
             arrival = self._arrivals - (_BEFORE_ALL if request.generated_token_ids else 0)
             token_ids = [*request.prompt_token_ids, *request.generated_token_ids]
-            insort(self._waiting, Sequence(request, arrival, seed, token_ids), key=lambda waiting: waiting.arrival)
+            self._waiting.add(Sequence(request, arrival, seed, token_ids))
         return error
 
     def cancel(self, sequence_id: int) -> None:
         """Forgets a sequence and frees its pages. Unknown ids are ignored."""
         if (sequence := self._running.get(sequence_id)) is not None:
             self._leave(sequence)
-        self._waiting = [waiting for waiting in self._waiting if waiting.sequence_id != sequence_id]
+        else:
+            self.forget_waiting(sequence_id)
 
     def forget_waiting(self, sequence_id: int) -> bool:
         """Forgets a sequence that waits. False, and nothing done: it runs, or is unknown."""
-        num_waiting = len(self._waiting)
-        self._waiting = [waiting for waiting in self._waiting if waiting.sequence_id != sequence_id]
-        return len(self._waiting) < num_waiting
+        if (sequence := self._waiting.get(sequence_id)) is None:
+            return False
+        self._waiting.remove(sequence)
+        return True
 
     def has_work(self) -> bool:
         return bool(self._running or self._waiting or self._adapters.num_loading or self._tiers.has_work())
@@ -99,7 +104,7 @@ class Scheduler:
                 planned[sequence.sequence_id] = num_tokens
         loads: tuple[AdapterLoad, ...] = ()
         if self._num_preemptions == num_preemptions:  # who just gave way must not come back for the pages it freed
-            loads = tuple(self._prefetch())
+            loads = tuple(self._prefetcher.begin(self._ahead(), len(self._running)))
             self._admit(budget - sum(planned.values()), planned)
         self._under_way[self._step] = {i: Share(self._running[i], n) for i, n in planned.items()}
         sequences = tuple(share.planned() for share in self._under_way[self._step].values())
@@ -132,6 +137,7 @@ class Scheduler:
         updates: list[SequenceUpdate] = []
         self._prefixes.stop_awaiting(self._tiers.finish(result.moved))
         self._prefixes.end_copies(plan.copies)
+        self._host_adapters = result.host_adapters
         for digest in result.loaded:
             self._adapters.finish_load(digest)
         for failure in result.failed:
@@ -182,6 +188,8 @@ class Scheduler:
             num_pages_out=self._tiers.num_pages_out,
             num_pages_in=self._tiers.num_pages_in,
             num_move_failures=self._tiers.num_failures,
+            host_adapter_bytes=self._host_adapters.num_bytes,
+            num_adapter_reads=self._host_adapters.num_reads,
             num_loaded_pages=self._adapters.num_loaded_pages,
         )
 
@@ -194,6 +202,7 @@ class Scheduler:
         held = [*(s.pages for s in self._running.values()), *self._tiers.holders(), *self._prefixes.holders()]
         self._memory.check_integrity(held)
         self._tiers.check_integrity()
+        self._waiting.check_integrity()
         self._prefixes.check_integrity([*self._running.values()])
         assert all(not s.pages and s.num_computed == 0 for s in self._waiting), "a waiting sequence holds pages"
         users: dict[str, int] = {}
@@ -227,43 +236,11 @@ class Scheduler:
         """Back into the queue, to be computed again from where its pages are gone."""
         self._leave(victim)
         self._num_preemptions += 1
-        insort(self._waiting, victim, key=lambda waiting: waiting.arrival)
+        self._waiting.add(victim)
 
     def _ahead(self) -> list[Sequence]:
         """Who could be in the next batch: for them adapters and pages of KV come while they wait. Oldest first."""
-        return self._waiting[: self._limits.max_num_sequences]
-
-    def _prefetch(self) -> Iterator[AdapterLoad]:
-        """Lets come what waiting sequences need, be there a place for them in this step or not."""
-        num_loads = MAX_LOADS_UNDER_WAY - self._adapters.num_loading
-        ahead = self._ahead()
-        while ahead and not self._lacks(ahead[-1], num_loads):
-            ahead.pop()
-        num_pages = self._memory.num_pages_to_take - len(self._running)  # each may need another one meanwhile
-        chosen = choose_prefetch(map(self._waiter, ahead), num_pages, num_loads)
-        wanted: set[str] = set()  # adapters of older waiting sequences: not to be evicted for a newer one
-        for number, sequence in enumerate(ahead):
-            ref = sequence.request.adapter
-            if ref is not None and ref.digest not in wanted:
-                wanted.add(ref.digest)
-                if ref.digest in chosen.adapters:
-                    load = self._memory.begin_load(ref, self._pages_of_adapter(ref), wanted)
-                    assert load is not None, "the room that older ones left was miscounted"
-                    yield load
-            if number < chosen.num_with_room and self._prefixes.may_come_ahead(sequence):
-                self._prefixes.find(sequence, wanted)
-
-    def _lacks(self, sequence: Sequence, num_loads: int) -> bool:
-        """Something that it needs could begin to come, if so many loads may begin."""
-        return (num_loads > 0 and self._is_absent(sequence)) or self._prefixes.may_come_ahead(sequence)
-
-    def _waiter(self, sequence: Sequence) -> Waiter:
-        digest, is_absent = sequence.adapter_digest, self._is_absent(sequence)
-        num_adapter_pages = self._num_adapter_pages(sequence.request.adapter)
-        if digest is not None and not is_absent:
-            num_adapter_pages = self._adapters.num_idle_pages_of(digest)
-        num_kv_pages = pages_for(sequence.num_uncomputed, self._limits.block_size)
-        return Waiter(digest, is_absent, num_adapter_pages, num_kv_pages - self._prefixes.num_in_other_hands(sequence))
+        return self._waiting.first(self._limits.max_num_sequences)
 
     def _admit(self, budget: int, planned: dict[int, int]) -> None:
         """Starts waiting sequences, oldest first. One whose adapter or beginning still comes is passed over."""
@@ -275,7 +252,7 @@ class Scheduler:
                 return
             if sequence.adapter_digest is not None:
                 wanted.add(sequence.adapter_digest)
-            if may_load and self._is_absent(sequence):
+            if may_load and self._prefetcher.is_absent(sequence):
                 num_pages = self._num_adapter_pages(sequence.request.adapter) + len(self._running)
                 if not self._memory.has_room(num_pages, wanted):
                     return  # it does not come for lack of room, which newer ones must not take
@@ -283,7 +260,7 @@ class Scheduler:
             found = self._prefixes.find(sequence, wanted) if self._has_adapter(sequence) else None
             if found is None:
                 if self._prefixes.is_being_copied(sequence):  # what comes for it is not for newer ones to push out
-                    reserved += pages_for(sequence.num_unplanned, self._limits.block_size)
+                    reserved += self._prefetcher.num_kv_pages_to_take(sequence)
                 continue
             if not self._enter(sequence, found, wanted, reserved):
                 return
@@ -358,11 +335,6 @@ class Scheduler:
     def _prefix_page_s(self, key: PageKey) -> float:
         costs = self._costs.costs("host")
         return min(costs.copy_s, costs.compute_s) if self._tiers.holds(key) else costs.compute_s
-
-    def _is_absent(self, sequence: Sequence) -> bool:
-        """Its adapter is neither in the pool nor coming."""
-        digest = sequence.adapter_digest
-        return digest is not None and self._adapters.state(digest) is AdapterState.ABSENT
 
     def _has_adapter(self, sequence: Sequence) -> bool:
         digest = sequence.adapter_digest

@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..memory.idle_order import Item
 from ..memory.paged_memory import PagedMemory
 from ..memory.tier_slots import TierSlots
 from ..page_keys import PageKey
@@ -108,7 +110,7 @@ class TierTraffic:
         """More pages may begin to come into the pool now, if they are in a tier."""
         return any(tier.num_held for tier in self._working()) and self._num_moves_in < _MOVES_IN
 
-    def bring(self, found: Sequence[int], keys: Sequence[PageKey], keep: set[str]) -> list[PageKey]:
+    def bring(self, found: Sequence[int], keys: Sequence[PageKey], keep: AbstractSet[Item]) -> list[PageKey]:
         """Begins to copy pages that follow on `found` into the pool; the keys that are coming now.
 
         `keys`: absent from the pool. None come if none are in a tier, if computing them is cheaper, or if there is no

@@ -1,0 +1,78 @@
+"""Lets adapters and pages of KV come for sequences that wait, as `prefetch.py` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ..memory.adapter_cache import AdapterState
+from ..memory.idle_order import Item
+from ..memory.paged_memory import PagedMemory
+from ..messages import AdapterRef
+from .admission import pages_for
+from .plan import AdapterLoad
+from .prefetch import MAX_LOADS_UNDER_WAY, Waiter, choose_prefetch
+from .prefix_reuse import PrefixReuse
+from .sequence import Sequence
+
+
+class Prefetcher:
+    """Knows what a waiting sequence lacks, and begins to bring it."""
+
+    def __init__(
+        self,
+        memory: PagedMemory,
+        prefixes: PrefixReuse,
+        pages_of_adapter: Callable[[AdapterRef], int],
+        block_size: int,
+    ) -> None:
+        self._memory, self._prefixes = memory, prefixes
+        self._pages_of_adapter, self._block_size = pages_of_adapter, block_size
+
+    def begin(self, ahead: list[Sequence], num_running: int) -> Iterator[AdapterLoad]:
+        """Begins what should come now for these, oldest first, be there a place for them in this step or not.
+
+        Adapters are the caller's to plan. Each of the running sequences may need another page meanwhile.
+        """
+        num_loads = MAX_LOADS_UNDER_WAY - self._memory.adapters.num_loading
+        while ahead and not self._lacks(ahead[-1], num_loads):
+            ahead.pop()
+        chosen = choose_prefetch(map(self._waiter, ahead), self._memory.num_pages_to_take - num_running, num_loads)
+        wanted: set[Item] = set()  # adapters and pages of older waiting sequences: not to be evicted for a newer one
+        older: list[Sequence] = []  # whose pages are not in `wanted` yet
+        for number, sequence in enumerate(ahead[: chosen.num_with_room + 1]):
+            ref, has_room = sequence.request.adapter, number < chosen.num_with_room
+            adapter_comes = ref is not None and ref.digest in chosen.adapters and ref.digest not in wanted
+            pages_may_come = has_room and self._prefixes.may_come_ahead(sequence)
+            older += [sequence] if has_room else []
+            wanted |= {ref.digest} if ref is not None else set()
+            if adapter_comes or pages_may_come:
+                wanted.update(page for one in older for page in self._prefixes.here(one))
+                older.clear()
+            if adapter_comes:
+                assert ref is not None
+                load = self._memory.begin_load(ref, self._pages_of_adapter(ref), wanted)
+                assert load is not None, "the room that older ones left was miscounted"
+                yield load
+            if pages_may_come:
+                self._prefixes.find(sequence, wanted)
+
+    def is_absent(self, sequence: Sequence) -> bool:
+        """Its adapter is neither in the pool nor coming."""
+        digest = sequence.adapter_digest
+        return digest is not None and self._memory.adapters.state(digest) is AdapterState.ABSENT
+
+    def num_kv_pages_to_take(self, sequence: Sequence) -> int:
+        """That it takes when it enters, beside those that others hold or bring for it."""
+        num_pages = pages_for(sequence.num_uncomputed, self._block_size)
+        return num_pages - self._prefixes.num_in_other_hands(sequence)
+
+    def _lacks(self, sequence: Sequence, num_loads: int) -> bool:
+        """Something that it needs could begin to come, if so many loads may begin."""
+        return (num_loads > 0 and self.is_absent(sequence)) or self._prefixes.may_come_ahead(sequence)
+
+    def _waiter(self, sequence: Sequence) -> Waiter:
+        ref, is_absent, num_adapter_pages = sequence.request.adapter, self.is_absent(sequence), 0
+        if ref is not None:
+            idle_pages_of = self._memory.adapters.num_idle_pages_of
+            num_adapter_pages = self._pages_of_adapter(ref) if is_absent else idle_pages_of(ref.digest)
+        return Waiter(sequence.adapter_digest, is_absent, num_adapter_pages, self.num_kv_pages_to_take(sequence))
