@@ -6,8 +6,8 @@ so that a queue is always there. Prompts, lengths and times are the same for all
 differs. Rounds alternate between the numbers of adapters; the ratios of speed are medians over rounds. Tokens count
 until the last arrival; requests without a token by then count with the time that they have waited.
 
-Wall time is what serving feels; tokens per CPU second of the thread that computes the steps are printed beside it, because
-others on the machine disturb these less.
+Wall time is what serving feels; tokens per CPU second of the thread that computes the steps are printed beside it,
+because others on the machine disturb these less.
 """
 
 from __future__ import annotations

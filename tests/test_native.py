@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import motet.kernels
 from motet.kernels import attention_torch, norms
 from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import Kernels, choose_kernels
@@ -63,6 +65,20 @@ def test_attention_of_each_shape(native: tuple[Kernels, torch.dtype], head_dim: 
 def test_attention_over_a_long_context(native: tuple[Kernels, torch.dtype]) -> None:
     check_attention(native, [(8191, 1), (8189, 3)], 64, 3, 1, 16, None, None, seed=0)
     check_attention(native, [(8191, 1)], 64, 3, 1, 16, 1000, None, seed=0)
+
+
+def test_heads_too_wide_are_the_twins_and_one_line_says_so(
+    native: tuple[Kernels, torch.dtype], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each limit: the widest that is native, and more than that."""
+    with caplog.at_level(logging.WARNING):
+        check_attention(native, [(20, 1), (0, 3)], 512, 2, 1, 16, None, None, seed=0)
+        check_attention(native, [(20, 1), (0, 3)], 16, 32, 1, 16, None, None, seed=0)
+        assert not caplog.records
+        check_attention(native, [(20, 1), (0, 3)], 528, 2, 1, 16, None, None, seed=0)
+        check_attention(native, [(20, 1), (0, 3)], 16, 33, 1, 16, None, None, seed=0)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "heads of 528 in groups of 2" in caplog.text
 
 
 def test_attention_of_nothing(native: tuple[Kernels, torch.dtype]) -> None:
@@ -176,6 +192,34 @@ def test_without_a_compiler_the_twins_serve_and_one_line_says_what_is_lost(
     assert kernels.name == "torch"
     assert len(caplog.records) == 1
     assert "no C++ compiler was found" in caplog.text
+
+
+def test_other_numbers_are_the_twins_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert choose_kernels(CPU, torch.float16, 1).choice == "torch"
+    assert [record.getMessage().split(":")[-1].strip() for record in caplog.records] == [
+        "none is faster for torch.float16 on cpu"
+    ]
+
+
+def test_without_triton_the_twins_serve_a_gpu_and_one_line_says_what_is_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.delattr(motet.kernels, "rows_triton", raising=False)
+    monkeypatch.setitem(sys.modules, "motet.kernels.rows_triton", None)
+    with caplog.at_level(logging.WARNING):
+        assert choose_kernels(torch.device("cuda"), torch.bfloat16, 1).choice == "torch"
+    assert len(caplog.records) == 1
+    assert "Triton cannot be imported" in caplog.text
+
+
+def test_each_operations_choice_is_told(native: tuple[Kernels, torch.dtype]) -> None:
+    kernels, dtype = native
+    if dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
+        assert kernels.choice == "native; linear by oneDNN; experts, page copies by torch"
+    else:
+        assert kernels.choice == "native; linear, experts, page copies by torch"
 
 
 def test_a_library_is_compiled_once_and_a_failing_compiler_leaves_nothing(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def test_the_native_kernels_are_clean(environment: dict[str, str]) -> None:
         "pytest",
         "-q",
         "-x",
+        "-s",  # else pytest keeps what a sanitizer says to itself
         "-p",
         "no:cacheprovider",
         "-k",

@@ -45,7 +45,7 @@ def build_executor(config: EngineConfig, parallel: Parallel, on_progress: Progre
     if device.type == "cuda":
         runner.warm_up()
         runner.record_decodes(config.max_num_sequences, config.context_of(model.max_model_len), CudaRecorder())
-    return LocalExecutor(runner, AdapterLoader(host, pool, kernels), mover, kernels.name, device)
+    return LocalExecutor(runner, AdapterLoader(host, pool, kernels), mover, kernels.choice, device)
 
 
 def tier_sizes(config: EngineConfig, geometry: PoolGeometry) -> TierSizes:
