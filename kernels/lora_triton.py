@@ -51,7 +51,7 @@ class TritonLoraBatch:
 
 
 class TritonLora:
-    """`lora.LoraKernels`. Where rows cannot be cut into runs of 16 elements, its torch twin computes, with one warning."""
+    """`lora.LoraKernels`. Where rows cannot be cut into runs of 16 elements, its torch twin computes and warns once."""
 
     def __init__(self, tuning: LoraTuning | None = None) -> None:
         self._tuning, self._twin = tuning or LoraTuning(), TorchLora()

@@ -5,6 +5,8 @@ In float32 alone: the interpreter multiplies bfloat16 wrongly. `benchmarks/gpu` 
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -233,6 +235,14 @@ def test_lora(batch: list[tuple[dict[str, int] | None, int]], slab: int, seed: i
         shrunk = KERNELS.lora.shrink(x, pool, 1, prepared, modules).unsqueeze(0)
         KERNELS.lora.expand(y, shrunk, pool, 1, prepared, modules)
         close(y, expected)
+
+
+def test_rows_without_runs_of_16_are_the_twins_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    lora, geometry = triton_kernels(CPU, torch.float32).lora, LoraGeometry(1, 100, 4, ((48, 48),))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            lora.prepare([], geometry, CPU)
+    assert ["no runs of 16" in record.getMessage() for record in caplog.records] == [True]
 
 
 @settings(deadline=None, max_examples=5)
