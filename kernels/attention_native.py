@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from dataclasses import dataclass
 
 import torch
 
 from . import attention_torch
 from .attention import AttentionBatch
+
+log = logging.getLogger(__name__)
 
 # Limits of native_attention.h.
 _MOST_DIMS = 512
@@ -45,6 +48,7 @@ class NativeAttention:
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
         self._dtype, self._num_threads = dtype, num_threads
+        self._has_warned = False
         self._host: _HostBatch | None = None  # of the last batch, which all layers of a step share
         name = str(dtype).removeprefix("torch.")
         pointer = ctypes.c_void_p
@@ -90,10 +94,14 @@ class NativeAttention:
         window: int | None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """Attention of all rows: `[num_rows, num_heads, head_dim]`. See `attention.PagedAttention`."""
+        """Attention of all rows: `[num_rows, num_heads, head_dim]`. See `attention.PagedAttention`.
+
+        Heads of more than 512 and groups of more than 32 go to the plain twin, with one warning.
+        """
         _, num_heads, head_dim = q.shape
         block_size, num_kv_heads = kv.shape[2:4]
         if head_dim > _MOST_DIMS or num_heads // num_kv_heads > _MOST_GROUPED:
+            self._warn_once(head_dim, num_heads // num_kv_heads)
             return attention_torch.paged_attention(q, kv, batch, scale, window, softcap)
         self._check(q, kv)
         host, out = self._of(batch), torch.empty(q.shape, dtype=q.dtype)
@@ -112,6 +120,12 @@ class NativeAttention:
             self._num_threads,
         )
         return out
+
+    def _warn_once(self, head_dim: int, group: int) -> None:
+        if not self._has_warned:
+            what = f"heads of {head_dim} in groups of {group}, at most {_MOST_DIMS} and {_MOST_GROUPED} are native"
+            log.warning("plain torch attention serves, several times slower: %s", what)
+        self._has_warned = True
 
     def _of(self, batch: AttentionBatch) -> _HostBatch:
         if self._host is None or self._host.of is not batch:

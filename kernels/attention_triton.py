@@ -170,7 +170,7 @@ class TritonAttention:
                 **shared,
                 BLOCK_ROWS=launch.block_rows,
                 BLOCK=_keys(self._tuning.chunk_keys, head_dim),
-                num_warps=8 if launch.block_rows * shared["DIM"] >= 128 * 128 else 4,  # what its sums take in registers
+                num_warps=_chunk_warps(launch.block_rows, shared["DIM"]),
                 num_stages=self._tuning.chunk_stages,
             )
         return out
@@ -239,6 +239,11 @@ class TritonAttention:
 def _keys(narrow: int, head_dim: int) -> int:
     """Keys of a tile: half as many where heads are wide."""
     return narrow if head_dim <= 128 else narrow // 2
+
+
+def _chunk_warps(block_rows: int, dim: int) -> int:
+    """So many that sums and weights stay in registers."""
+    return 8 if block_rows * dim >= 128 * 128 or (block_rows == 128 and dim == 64) else 4
 
 
 def _num_splits(num_programs: int, most_keys: int, tuning: AttentionTuning) -> int:

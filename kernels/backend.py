@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ PackLinear = Callable[[torch.Tensor], torch.Tensor]
 class Kernels:
     """One seam per operation; the protocols and plain twins say what each takes and gives."""
 
-    name: str
+    name: str  # whose most operations are
     pack_linear: PackLinear  # a weight as `linear` likes it best, once; `linear` takes others too
     linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -47,6 +47,15 @@ class Kernels:
     write_pages: Callable[[torch.Tensor, Sequence[int], torch.Tensor], None]
     capturable_lora: CapturableLora | None = None  # there: batches of decodes are launched from tensors alone, so that
     # they can be recorded in CUDA graphs, with `lora` too, which it is
+    others: Mapping[str, str] = field(default_factory=dict)  # operations that are another's, and whose
+
+    @property
+    def choice(self) -> str:
+        """Whose each operation is, in one line, as `motet status` shows it."""
+        by: dict[str, list[str]] = {}
+        for operation, whose in self.others.items():
+            by.setdefault(whose, []).append(operation)
+        return "; ".join([self.name, *(f"{', '.join(operations)} by {whose}" for whose, operations in by.items())])
 
 
 def torch_kernels() -> Kernels:
@@ -86,6 +95,7 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
         experts=TorchExperts(),
         read_pages=pages.read_pages,
         write_pages=pages.write_pages,
+        others={"linear": "oneDNN" if packs else "torch", "experts": "torch", "page copies": "torch"},
     )
 
 
@@ -101,11 +111,13 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
     from .lora_triton import TritonLora
 
     attention, lora = TritonAttention(), TritonLora()
+    on_gpu = device.type == "cuda"
+    others = {"linear": "cuBLAS" if on_gpu else "torch", "page copies": "the copy engine" if on_gpu else "torch"}
     attend: PagedAttention = attention.paged_attention
-    if flash is not None:
-        attend = FlashAttention(flash, attend).paged_attention
+    if flash is not None and dtype != torch.float32:  # which it does not take
+        attend, others["attention"] = FlashAttention(flash, attend).paged_attention, flash.name
     return Kernels(
-        name="triton" if flash is None else f"triton, attention by {flash.name}",
+        name="triton",
         pack_linear=as_it_is,
         linear=linear,
         rms_norm=rows_triton.rms_norm,
@@ -117,13 +129,14 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         lora=lora,
         experts=TritonExperts(),
         read_pages=pages.read_pages,
-        write_pages=pages.copy_runs if device.type == "cuda" else pages.write_pages,
+        write_pages=pages.copy_runs if on_gpu else pages.write_pages,
         capturable_lora=lora,
+        others=others,
     )
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype, num_threads: int, cache: Path | None = None) -> Kernels:
-    """The fastest kernels that this machine can have. One warning says what is lost where those cannot be built.
+    """The fastest kernels that this machine can have. One warning says what is lost where the plain twins serve.
 
     `cache`: the folder that keeps compiled kernels; None: `.cache/motet` in the user's home.
     """
@@ -134,6 +147,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, num_threads: int, c
             log.warning("plain torch kernels serve, several times slower: Triton cannot be imported: %s", problem)
             return torch_kernels()
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        log.warning("plain torch kernels serve, several times slower: none is faster for %s on %s", dtype, device.type)
         return torch_kernels()
     try:
         return native_kernels(dtype, num_threads, load_library(num_threads, cache))

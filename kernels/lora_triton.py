@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,6 +13,8 @@ import triton
 from .lora import LoraGeometry, LoraSegment
 from .lora_torch import TorchLora, TorchLoraBatch
 from .triton_lora import expand_kernel, shrink_kernel
+
+log = logging.getLogger(__name__)
 
 _LEAST_TILE = 16  # elements of a row that a matrix instruction takes at once
 _ROWS_OF_SHORT_TILES = 256  # of one adapter: with more, wider tiles read its matrices less often
@@ -48,15 +51,19 @@ class TritonLoraBatch:
 
 
 class TritonLora:
-    """`lora.LoraKernels`. Where rows cannot be cut into runs of 16 elements, its torch twin computes."""
+    """`lora.LoraKernels`. Where rows cannot be cut into runs of 16 elements, its torch twin computes and warns once."""
 
     def __init__(self, tuning: LoraTuning | None = None) -> None:
         self._tuning, self._twin = tuning or LoraTuning(), TorchLora()
+        self._has_warned = False
 
     def prepare(
         self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device
     ) -> TritonLoraBatch | TorchLoraBatch:
         if _tile_width(geometry) < _LEAST_TILE:
+            if not self._has_warned:
+                log.warning("plain torch LoRA serves, several times slower: no runs of 16 elements in pages and rows")
+            self._has_warned = True
             return self._twin.prepare(segments, geometry, device)
         longest = max((segment.end - segment.start for segment in segments), default=0)
         tile_rows = _tile_rows(longest)

@@ -39,36 +39,38 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
 
 }  // namespace
 
+#define MOTET_CALL extern "C" __attribute__((visibility("default")))  // all else is hidden
+
 #define MOTET_KERNELS(NAME, T)                                                                                        \
-    extern "C" void paged_attention_##NAME(const void* q, void* out, const void* kv, const int64_t* query_starts,     \
+    MOTET_CALL void paged_attention_##NAME(const void* q, void* out, const void* kv, const int64_t* query_starts,     \
                                            const int64_t* context_lens, const int64_t* page_table,                    \
                                            const int64_t* sizes, float scale, float softcap, int num_threads) {       \
         attention<T>(q, out, kv, query_starts, context_lens, page_table, sizes, scale, softcap, num_threads);         \
     }                                                                                                                 \
-    extern "C" void write_kv_##NAME(const T* q, const T* k, const T* v, const float* rotary, T* kv,                   \
+    MOTET_CALL void write_kv_##NAME(const T* q, const T* k, const T* v, const float* rotary, T* kv,                   \
                                     const int64_t* positions, const int64_t* row_pages, const int64_t* row_slots,     \
                                     T* q_out, const int64_t* sizes) {                                                 \
         write_kv(q, k, v, rotary, kv, positions, row_pages, row_slots, q_out, sizes);                                 \
     }                                                                                                                 \
-    extern "C" void lora_shrink_##NAME(const T* layer, int64_t page_stride, int64_t slab, const int64_t* pages,       \
+    MOTET_CALL void lora_shrink_##NAME(const T* layer, int64_t page_stride, int64_t slab, const int64_t* pages,       \
                                        const void* parts, int64_t num_parts, const T* x, int64_t x_stride, T* shrunk, \
                                        int num_threads) {                                                             \
         shrink(LoraPages<T>{layer, page_stride, slab, pages}, (const LoraPart*)parts, num_parts, x, x_stride, shrunk, \
                num_threads);                                                                                          \
     }                                                                                                                 \
-    extern "C" void lora_expand_##NAME(const T* layer, int64_t page_stride, int64_t slab, const int64_t* pages,       \
+    MOTET_CALL void lora_expand_##NAME(const T* layer, int64_t page_stride, int64_t slab, const int64_t* pages,       \
                                        const void* parts, int64_t num_parts, const T* shrunk, int64_t shrunk_stride,  \
                                        T* y, int64_t y_stride, int num_threads) {                                     \
         expand(LoraPages<T>{layer, page_stride, slab, pages}, (const LoraPart*)parts, num_parts, shrunk,              \
                shrunk_stride, y, y_stride, num_threads);                                                              \
     }                                                                                                                 \
-    extern "C" void silu_mul_##NAME(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width) {       \
+    MOTET_CALL void silu_mul_##NAME(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width) {       \
         gated<T, silu>(gate_up, stride, to, num_rows, width);                                                         \
     }                                                                                                                 \
-    extern "C" void gelu_tanh_mul_##NAME(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width) {  \
+    MOTET_CALL void gelu_tanh_mul_##NAME(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width) {  \
         gated<T, gelu_tanh>(gate_up, stride, to, num_rows, width);                                                    \
     }                                                                                                                 \
-    extern "C" void add_rms_norm_##NAME(const T* x, int64_t x_stride, const T* residual, const void* weight,          \
+    MOTET_CALL void add_rms_norm_##NAME(const T* x, int64_t x_stride, const T* residual, const void* weight,          \
                                         int weight_is_float, T* total, T* normed, int64_t num_rows, int64_t width,    \
                                         float eps) {                                                                  \
         if (weight_is_float)                                                                                          \

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import torch
 from redis.asyncio import Redis
 
 from motet.adapters.registry import connect
 from motet.cluster.redis_server import RedisServer
+from motet.kernels.backend import Kernels
+from motet.tests.native_builds import BUILDS, load_build
 
 # How long an example takes says only how busy the machine is.
 hypothesis.settings.register_profile("motet", deadline=None)
@@ -40,3 +43,9 @@ async def redis_client(redis_url: str) -> AsyncIterator[Redis]:
     await client.flushall()
     yield client
     await client.aclose()
+
+
+@pytest.fixture(scope="module", params=BUILDS, ids=str)
+def native(request: pytest.FixtureRequest) -> tuple[Kernels, torch.dtype]:
+    """The native CPU kernels of each build in turn, and their dtype."""
+    return load_build(request.param), request.param[0]

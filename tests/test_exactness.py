@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+from motet.kernels.native_build import COMPILERS
 from motet.tests.engine_rig import EngineRig, Stock, Told
 from motet.tests.oracle import RECIPES, VARIANTS, VOCAB_SIZE, Answer, Oracle, write_adapters, write_model
 from motet.workers.messages import AdapterRef, SamplingParams
@@ -19,6 +21,7 @@ from motet.workers.models.config import ModelConfig
 
 TOLERANCE = 1e-3  # of logits and log-probabilities in float32
 BFLOAT16_TOLERANCE = 0.25  # of log-probabilities, mean over the vocabulary; transformers in bfloat16 is 0.12 off itself
+KERNELS = "native" if any(shutil.which(name) for name in COMPILERS) else "torch"  # with a warning
 NUM_TOKENS = 24
 ADAPTERS: tuple[str | None, ...] = (None, *(recipe.name for recipe in RECIPES), None, RECIPES[3].name)
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, num_logprobs=VOCAB_SIZE)
@@ -126,6 +129,7 @@ def test_oracle_is_sharp(bench: Bench) -> None:
 def test_mixed_batch(bench: Bench) -> None:
     with bench.stock.engine(num_pages=400) as rig:
         rig.tap_logits()
+        assert rig.engine.info.kernels.startswith(KERNELS)
         told = _ask(rig, bench.questions)
         _assert_same_tokens(bench.questions, told)
         for question, heard in zip(bench.questions, told, strict=True):

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import logging
-import os
-import platform
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,46 +14,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.adapters.adapter import MODULES, BaseShape
-from motet.adapters.layout import AdapterLayout
+import motet.kernels
 from motet.kernels import attention_torch, norms
 from motet.kernels.attention import AttentionBatch
-from motet.kernels.backend import Kernels, choose_kernels, native_kernels
-from motet.kernels.lora import ABSENT, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
-from motet.kernels.lora_torch import TorchLora
-from motet.kernels.native_build import NativeUnavailable, cpu_flags, load_library
+from motet.kernels.backend import Kernels, choose_kernels
+from motet.kernels.native_build import NativeUnavailable, load_library
+from motet.tests.native_builds import EXAMPLES, TOLERANCE, close
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.models.rotary import RotaryConfig, rotary_table
 from motet.workers.scheduling.plan import SequencePlan, StepPlan
 
-DTYPES = [torch.float32, torch.bfloat16]
-# Sums run in another order; bfloat16 results have 8 bits, and the twin rounds between its steps where these do not.
-TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2}
 CPU = torch.device("cpu")
-SANITIZERS = os.environ.get("MOTET_TEST_SANITIZERS", "").split()  # compiler flags
-EXAMPLES = 4 if SANITIZERS else 12  # for each build
-# What the kernels are compiled for: this CPU; one with AVX2; one with neither AVX nor fused products.
-HERE, AVX2, PLAIN = cpu_flags(), ("-march=x86-64-v3",), ("-march=x86-64",)
-BUILDS = [(dtype, threads, HERE) for dtype in DTYPES for threads in (1, 2)]
-if platform.machine() in ("x86_64", "AMD64"):
-    BUILDS += [(dtype, 1, flags) for dtype in DTYPES for flags in ((PLAIN,) if SANITIZERS else (AVX2, PLAIN))]
-
-
-@pytest.fixture(scope="module", params=BUILDS, ids=str)
-def native(request: pytest.FixtureRequest) -> tuple[Kernels, torch.dtype]:
-    dtype, num_threads, flags = request.param
-    if flags == AVX2 and "avx2" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("this CPU has no AVX2")
-    try:
-        library = load_library(num_threads, flags=[*flags, *SANITIZERS])
-    except NativeUnavailable as problem:
-        pytest.skip(str(problem))
-    return native_kernels(dtype, num_threads, library), dtype
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    tolerance = TOLERANCE[actual.dtype]
-    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
 @settings(deadline=None, max_examples=EXAMPLES)
@@ -95,6 +65,20 @@ def test_attention_of_each_shape(native: tuple[Kernels, torch.dtype], head_dim: 
 def test_attention_over_a_long_context(native: tuple[Kernels, torch.dtype]) -> None:
     check_attention(native, [(8191, 1), (8189, 3)], 64, 3, 1, 16, None, None, seed=0)
     check_attention(native, [(8191, 1)], 64, 3, 1, 16, 1000, None, seed=0)
+
+
+def test_heads_too_wide_are_the_twins_and_one_line_says_so(
+    native: tuple[Kernels, torch.dtype], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each limit: the widest that is native, and more than that."""
+    with caplog.at_level(logging.WARNING):
+        check_attention(native, [(20, 1), (0, 3)], 512, 2, 1, 16, None, None, seed=0)
+        check_attention(native, [(20, 1), (0, 3)], 16, 32, 1, 16, None, None, seed=0)
+        assert not caplog.records
+        check_attention(native, [(20, 1), (0, 3)], 528, 2, 1, 16, None, None, seed=0)
+        check_attention(native, [(20, 1), (0, 3)], 16, 33, 1, 16, None, None, seed=0)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "heads of 528 in groups of 2" in caplog.text
 
 
 def test_attention_of_nothing(native: tuple[Kernels, torch.dtype]) -> None:
@@ -150,70 +134,47 @@ def check_attention(
     assert pool[:, 0].isnan().all(), "another layer was written"
 
 
-ranks_of_adapter = st.dictionaries(st.sampled_from(MODULES), st.sampled_from([1, 2, 3, 8, 17, 64, 256]), min_size=1)
-
-
 @settings(deadline=None, max_examples=EXAMPLES)
 @given(
-    batch=st.lists(st.tuples(st.one_of(st.none(), ranks_of_adapter), st.integers(1, 40)), min_size=1, max_size=6),
-    slab=st.sampled_from([96, 256, 6144]),
+    rows=st.integers(0, 9),
+    width=st.integers(1, 200),
+    has_residual=st.booleans(),
+    has_wide_weight=st.booleans(),
     seed=st.integers(0, 2**20),
 )
-def test_lora(
-    native: tuple[Kernels, torch.dtype], batch: list[tuple[dict[str, int] | None, int]], slab: int, seed: int
+def test_rows(
+    native: tuple[Kernels, torch.dtype], rows: int, width: int, has_residual: bool, has_wide_weight: bool, seed: int
 ) -> None:
-    """Mixed ranks, absent modules, rows of the base between; NaN lies wherever the adapters do not."""
+    """Rows that lie apart, NaN between them; a norm's weight in the rows' dtype, or in float32 (Gemma)."""
     kernels, dtype = native
     generator = torch.Generator().manual_seed(seed)
-    hidden, kv, wide = 48, 16, 80
-    sides = dict(zip(MODULES, [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden)], strict=False))
-    sides |= {"gate_proj": (hidden, wide), "up_proj": (hidden, wide), "down_proj": (wide, hidden)}
-    layout = AdapterLayout(BaseShape(2, sides), slab, "float32")
-    geometry = LoraGeometry(2, slab, layout.tile, tuple(sides[module] for module in MODULES))
-    num_pages = sum(layout.num_pages(ranks) for ranks, _ in batch if ranks) + 3
-    free = torch.randperm(num_pages, generator=generator).tolist()
-    pool = torch.full((num_pages, 2, slab), torch.nan, dtype=dtype)
-    segments, start = [], 0
-    for ranks, num_rows in batch:
-        if ranks:
-            pages = tuple(free.pop() for _ in range(layout.num_pages(ranks)))
-            pool[list(pages), 1] = (torch.randn(len(pages), slab, generator=generator) * 0.1).to(dtype)
-            at = layout.offsets(ranks)
-            places = (ModuleSlice(at[m].rank, at[m].a_rows, at[m].a, at[m].b) if m in at else ABSENT for m in MODULES)
-            segments.append(LoraSegment(start, start + num_rows, PagedAdapter(pages, tuple(places))))
-        start += num_rows
-    twin = TorchLora()
-    prepared, twin_prepared = kernels.lora.prepare(segments, geometry, CPU), twin.prepare(segments, geometry, CPU)
-    for modules in ((0, 1, 2), (3,), (4, 5), (6,)):
-        x = torch.randn(start, geometry.sides[modules[0]][0], generator=generator).to(dtype)
-        y = torch.randn(start, sum(geometry.sides[m][1] for m in modules), generator=generator).to(dtype)
-        expected = y.clone()
-        twin.expand(
-            expected, twin.shrink(x, pool, 1, twin_prepared, modules).unsqueeze(0), pool, 1, twin_prepared, modules
-        )
-        shrunk = kernels.lora.shrink(x, pool, 1, prepared, modules).unsqueeze(0)
-        kernels.lora.expand(y, shrunk, pool, 1, prepared, modules)
-        close(y, expected)
-
-
-@settings(deadline=None, max_examples=EXAMPLES)
-@given(rows=st.integers(0, 9), width=st.integers(1, 200), has_residual=st.booleans(), seed=st.integers(0, 2**20))
-def test_rows(native: tuple[Kernels, torch.dtype], rows: int, width: int, has_residual: bool, seed: int) -> None:
-    kernels, dtype = native
-    generator = torch.Generator().manual_seed(seed)
-    x, residual = (torch.randn(rows, width, generator=generator).to(dtype) for _ in range(2))
-    weight = torch.randn(width, generator=generator).to(dtype)
-    given_residual = residual if has_residual else None
+    x, gate_up = (
+        torch.full((rows, columns + 3), torch.nan, dtype=dtype)[:, :columns] for columns in (width, 2 * width)
+    )
+    x.copy_(torch.randn(x.shape, generator=generator))
+    gate_up.copy_(torch.randn(gate_up.shape, generator=generator) * 4)
+    residual = torch.randn(rows, width, generator=generator).to(dtype) if has_residual else None
+    weight = torch.randn(width, generator=generator)
+    weight = weight if has_wide_weight else weight.to(dtype)
     for actual, expected in zip(
-        kernels.add_rms_norm(x, given_residual, weight, 1e-5),
-        norms.add_rms_norm(x, given_residual, weight, 1e-5),
-        strict=True,
+        kernels.add_rms_norm(x, residual, weight, 1e-5), norms.add_rms_norm(x, residual, weight, 1e-5), strict=True
     ):
         close(actual, expected)
     close(kernels.rms_norm(x, weight, 1e-5), norms.rms_norm(x, weight, 1e-5))
-    gate_up = torch.randn(rows, 2 * width, generator=generator).to(dtype) * 4
     close(kernels.silu_mul(gate_up), norms.silu_mul(gate_up))
     close(kernels.gelu_tanh_mul(gate_up), norms.gelu_tanh_mul(gate_up))
+
+
+def test_a_weight_in_float32_is_multiplied_before_rounding(native: tuple[Kernels, torch.dtype]) -> None:
+    """One rounding in all, by half of the last bit at most; two would be off by up to twice as much."""
+    kernels, dtype = native
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(4, 100, generator=generator).to(dtype), torch.randn(100, generator=generator)
+    wide = x.double()
+    expected = weight * wide / wide.square().mean(-1, keepdim=True).sqrt()
+    half_a_bit = {torch.float32: 1e-6, torch.bfloat16: 1.01 * 2**-8}[dtype]
+    for kernel in (kernels.rms_norm, norms.rms_norm):
+        assert ((kernel(x, weight, 0.0).double() - expected) / expected).abs().max() <= half_a_bit
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 64])
@@ -227,42 +188,6 @@ def test_linear(native: tuple[Kernels, torch.dtype], rows: int, has_bias: bool) 
     close(actual, torch.nn.functional.linear(x.to(dtype), weight.to(dtype), bias))
 
 
-def test_lora_of_nothing(native: tuple[Kernels, torch.dtype]) -> None:
-    kernels, dtype = native
-    geometry, pool = LoraGeometry(1, 96, 16, ((48, 48),)), torch.full((2, 1, 96), torch.nan, dtype=dtype)
-    y = torch.ones(3, 48, dtype=dtype)
-    for segments in ([], [LoraSegment(0, 3, PagedAdapter((1,), (ABSENT,)))]):
-        prepared = kernels.lora.prepare(segments, geometry, CPU)
-        shrunk = kernels.lora.shrink(torch.ones(3, 48, dtype=dtype), pool, 0, prepared, (0,))
-        assert shrunk.shape == (0,)
-        kernels.lora.expand(y, shrunk.unsqueeze(0), pool, 0, prepared, (0,))
-    assert (y == 1).all()
-
-
-def test_a_rows_lora_does_not_depend_on_who_else_is_there(native: tuple[Kernels, torch.dtype]) -> None:
-    """To the last bit: alone, among rows of the same adapter however many, and beside another adapter."""
-    kernels, dtype = native
-    generator = torch.Generator().manual_seed(0)
-    rank, width = 37, 80
-    pool = torch.randn(8, 1, 2 * rank * width // 4, generator=generator).to(dtype)
-    place = ModuleSlice(rank, rank, 0, rank * width)
-    mine, other = PagedAdapter((5, 2, 7, 0), (place,)), PagedAdapter((1, 3, 4, 6), (place,))
-    geometry = LoraGeometry(1, pool.shape[2], 1, ((width, width),))
-    x = torch.randn(1, width, generator=generator).to(dtype)
-    found = []
-    for before, rows in ((0, 1), (0, 2), (0, 4), (0, 7), (0, 40), (3, 1), (30, 9)):
-        segments = [LoraSegment(before, before + rows, mine)]
-        if before:
-            segments.insert(0, LoraSegment(0, before, other))
-        prepared, inputs = kernels.lora.prepare(segments, geometry, CPU), x.expand(before + rows, width).contiguous()
-        y = torch.zeros(before + rows, width, dtype=dtype)
-        shrunk = kernels.lora.shrink(inputs, pool, 0, prepared, (0,))
-        kernels.lora.expand(y, shrunk.unsqueeze(0), pool, 0, prepared, (0,))
-        found.append(y[before:])
-    for y in found:
-        assert (y == found[0][0]).all()
-
-
 def test_without_a_compiler_the_twins_serve_and_one_line_says_what_is_lost(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -272,6 +197,34 @@ def test_without_a_compiler_the_twins_serve_and_one_line_says_what_is_lost(
     assert kernels.name == "torch"
     assert len(caplog.records) == 1
     assert "no C++ compiler was found" in caplog.text
+
+
+def test_other_numbers_are_the_twins_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert choose_kernels(CPU, torch.float16, 1).choice == "torch"
+    assert [record.getMessage().split(":")[-1].strip() for record in caplog.records] == [
+        "none is faster for torch.float16 on cpu"
+    ]
+
+
+def test_without_triton_the_twins_serve_a_gpu_and_one_line_says_what_is_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.delattr(motet.kernels, "rows_triton", raising=False)
+    monkeypatch.setitem(sys.modules, "motet.kernels.rows_triton", None)
+    with caplog.at_level(logging.WARNING):
+        assert choose_kernels(torch.device("cuda"), torch.bfloat16, 1).choice == "torch"
+    assert len(caplog.records) == 1
+    assert "Triton cannot be imported" in caplog.text
+
+
+def test_each_operations_choice_is_told(native: tuple[Kernels, torch.dtype]) -> None:
+    kernels, dtype = native
+    if dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
+        assert kernels.choice == "native; linear by oneDNN; experts, page copies by torch"
+    else:
+        assert kernels.choice == "native; linear, experts, page copies by torch"
 
 
 def test_a_library_is_compiled_once_and_a_failing_compiler_leaves_nothing(tmp_path: Path) -> None:

@@ -55,6 +55,13 @@ def attend_wide() -> None:
     KERNELS.paged_attention(bf16(2049, 16, 256), kv, batch((2048, 1), 4096), 0.0625, 4096, 50.0)
 
 
+def attend_heads(heads: int, kv_heads: int, head_dim: int, window: int | None = None) -> None:
+    """A chunk and a decode of other families' heads."""
+    kv = bf16(2000, 24, 2, 16, kv_heads, head_dim)[:, 5]
+    q = bf16(2049, heads, head_dim)
+    KERNELS.paged_attention(q, kv, batch((2048, 1), 4096), head_dim**-0.5, window, None)
+
+
 def write_kv() -> None:
     rows = bf16(64, HEADS + 2 * KV_HEADS, HEAD_DIM)
     q, k, v = rows.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
@@ -88,10 +95,17 @@ def experts(num_pairs: int) -> None:
     KERNELS.experts.linear(bf16(num_pairs, 4096), bf16(8, 28672, 4096), groups)
 
 
+ATTENTION = {"decode_kernel", "combine_kernel", "chunk_kernel"}
 CASES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "decode": (lambda: attend((1,) * 64), {"decode_kernel", "combine_kernel"}),
     "chunk": (lambda: attend((2048,)), {"chunk_kernel"}),
-    "wide heads": (attend_wide, {"decode_kernel", "combine_kernel", "chunk_kernel"}),
+    "wide heads": (attend_wide, ATTENTION),
+    "9/3 heads of 64": (lambda: attend_heads(9, 3, 64), ATTENTION),
+    "32/8 heads of 64": (lambda: attend_heads(32, 8, 64), ATTENTION),
+    "32/32 heads of 80": (lambda: attend_heads(32, 32, 80), ATTENTION),
+    "16/16 heads of 96": (lambda: attend_heads(16, 16, 96), ATTENTION),
+    "28/4 heads of 128": (lambda: attend_heads(28, 4, 128), ATTENTION),
+    "32/8 heads of 128, window": (lambda: attend_heads(32, 8, 128, 4096), ATTENTION),
     "write KV": (write_kv, {"write_kv_kernel"}),
     "64 adapters": (lambda: lora(64, 1), {"shrink_kernel", "expand_kernel"}),
     "one adapter": (lambda: lora(1, 2048), {"shrink_kernel", "expand_kernel"}),

@@ -91,7 +91,11 @@ def _start_gang(
             spawn(WorkerSettings(config, rank, host, listener.getsockname()[1], store.port, secret))
         connections = _accept(listener, config, secret)
     ready = [_await_ready(rank, connection, on_progress) for rank, connection in enumerate(connections)]
-    return GangExecutor(connections, store, config.step_deadline_s), ready[0].kernels, ready[0].device
+    return (
+        GangExecutor(connections, store, config.step_deadline_s),
+        " and ".join(dict.fromkeys(of.kernels for of in ready)),
+        ready[0].device,
+    )
 
 
 def _accept(listener: socket.socket, config: EngineConfig, secret: str) -> list[Connection]:

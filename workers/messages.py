@@ -193,7 +193,7 @@ class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # folder or hub id that the gang serves
     device: str
     dtype: str
-    kernels: str  # name of the kernel backend
+    kernels: str  # whose each operation is, for a person
     max_model_len: int  # tokens, prompt and completion together
     block_size: int  # tokens a page
     num_pages: int

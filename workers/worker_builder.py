@@ -55,7 +55,7 @@ def build_executor(
     if device.type == "cuda":
         runner.warm_up()
         runner.record_decodes(config.max_num_sequences, config.context_of(model.max_model_len), CudaRecorder())
-    return LocalExecutor(runner, AdapterLoader(host, pool, kernels), mover, kernels.name, device, thread)
+    return LocalExecutor(runner, AdapterLoader(host, pool, kernels), mover, kernels.choice, device, thread)
 
 
 def tier_sizes(config: EngineConfig, geometry: PoolGeometry) -> TierSizes:

@@ -138,7 +138,7 @@ class Bench:
         host = HostTier(RandomStore(layout, machine.dtype), layout, 1 << 40, pinned=not machine.is_dry)
         loader = AdapterLoader(host, pool, kernels)
         mover = PageMover({}, machine.device)  # KV stays where it is
-        executor = LocalExecutor(self.runner, loader, mover, kernels.name, machine.device)
+        executor = LocalExecutor(self.runner, loader, mover, kernels.choice, machine.device)
         limits = Limits(model.max_model_len, model.vocab_size, BLOCK, geometry.num_pages, 2048, size.num_sequences)
         scheduler = Scheduler(
             limits,
@@ -151,7 +151,7 @@ class Bench:
             model="random",
             device=machine.device.type,
             dtype=dtype_name,
-            kernels=kernels.name,
+            kernels=kernels.choice,
             max_model_len=model.max_model_len,
             block_size=BLOCK,
             num_pages=geometry.num_pages,

@@ -32,15 +32,17 @@ def check_engine(machine: Machine) -> Iterator[Row]:
 
 
 def time_engine(machine: Machine) -> Iterator[Row]:
-    """A decode step of all sequences: on the base, on one adapter, on eight, on 64. Random weights."""
-    if machine.is_dry:
-        return
-    bench, base_s = Bench(machine, FULL_SIZE, choose_kernels(machine.device, machine.dtype, 1)), None
-    for num_adapters in FULL_SIZE.adapters:
+    """A decode step of all sequences: on the base, on one adapter, on eight, on 64. Random weights. Dry: not timed."""
+    device, dtype = machine.device, machine.dtype
+    size = DRY_SIZE if machine.is_dry else FULL_SIZE
+    kernels = triton_kernels(device, dtype) if machine.is_dry else choose_kernels(device, dtype, 1)
+    bench, base_s = Bench(machine, size, kernels), None
+    for num_adapters in size.adapters:
         step_s = bench.serve(num_adapters).step_s
         base_s = step_s if base_s is None else base_s
-        what = f"B {FULL_SIZE.num_sequences}, context {FULL_SIZE.context}, {num_adapters} adapters"
-        note = f"{FULL_SIZE.num_sequences / step_s:.0f} tokens/s, {base_s / step_s:.2f} of the base's"
+        what = f"B {size.num_sequences}, context {size.context}, {num_adapters} adapters"
         floor_s = machine.floor_s(bench.decode_bytes(num_adapters))
-        yield Row("engine decode step", what, None, None, step_s, floor_s, note=f"{note} ({bench.engine.info.kernels})")
+        speed = f"{size.num_sequences / step_s:.0f} tokens/s, {base_s / step_s:.2f} of the base's"
+        note = kernels.choice if machine.is_dry else f"{speed} ({kernels.choice})"
+        yield Row("engine decode step", what, None, None, None if machine.is_dry else step_s, floor_s, note=note)
     bench.engine.close()

@@ -100,8 +100,8 @@ def _sections(machine: object, only: str | None) -> Iterator[tuple[str, Callable
             yield section.__name__, lambda section=section: section(machine, chosen)
         if not machine.is_dry:  # type: ignore[attr-defined]
             best = choose_kernels(machine.device, machine.dtype, 1)  # type: ignore[attr-defined]
-            if best.name != chosen.name:
-                yield f"time_decode by {best.name}", lambda: attention_rows.time_decode(machine, best)
+            if best.choice != chosen.choice:
+                yield f"time_decode by {best.choice}", lambda: attention_rows.time_decode(machine, best)
     if only != "kernels":
         yield "check_engine", lambda: engine_rows.check_engine(machine)
         yield "time_engine", lambda: engine_rows.time_engine(machine)

@@ -55,7 +55,7 @@ def test_exact(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_builder, "choose_kernels", lambda *_: kernels)
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, num_logprobs=VOCAB_SIZE)
     with bench.stock.engine(num_pages=100, max_tokens_per_step=10) as rig:
-        assert rig.engine.info.kernels == "triton"
+        assert rig.engine.info.kernels.startswith("triton")
         runner = rig.engine.executor.runner
         runner.record_decodes(4, 40, lambda compute: Rerun(compute, replays))
         generator = random.Random(5)

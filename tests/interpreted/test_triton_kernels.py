@@ -5,6 +5,8 @@ In float32 alone: the interpreter multiplies bfloat16 wrongly. `benchmarks/gpu` 
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -76,6 +78,20 @@ def test_attention(
     seed: int,
 ) -> None:
     """Old KV of any length and new rows of any number, in pages of any order; what lies beyond a context is NaN."""
+    check_attention(sequences, head_dim, group, num_kv_heads, block_size, window, softcap, seed)
+
+
+def check_attention(
+    sequences: list[tuple[int, int]],
+    head_dim: int,
+    group: int,
+    num_kv_heads: int,
+    block_size: int,
+    window: int | None,
+    softcap: float | None,
+    seed: int,
+) -> None:
+    """`sequences`: (tokens of old KV, new rows) of each."""
     generator = torch.Generator().manual_seed(seed)
     pool, batch = paged(sequences, block_size, num_kv_heads, head_dim, generator)
     # One tensor of heads side by side, as a layer's linear gives them: q, k and v are strided.
@@ -92,16 +108,44 @@ def test_attention(
     assert pool[:, 0].isnan().all(), "another layer was written"
 
 
+HEADS = [(64, 1), (80, 2), (96, 3), (128, 4), (256, 5), (64, 6), (80, 7), (128, 8)]  # size, and how many share K and V
+
+
+@pytest.mark.parametrize(("head_dim", "group"), HEADS)
+def test_attention_of_each_shape(head_dim: int, group: int) -> None:
+    """One token, page edges, and a prompt chunk after a context."""
+    check_attention([(0, 1), (15, 1), (16, 1), (14, 18)], head_dim, group, 1, 16, None, None, seed=group)
+
+
 def test_long_context() -> None:
     """All splits of a decode are used, and a chunk passes over many tiles."""
     generator = torch.Generator().manual_seed(1)
-    pool, batch = paged([(8191, 1), (2047, 2)], 16, 1, 16, generator)
-    q = torch.randn(3, 2, 16, generator=generator)
+    pool, batch = paged([(8191, 1), (8189, 3)], 16, 1, 16, generator)
+    q = torch.randn(4, 2, 16, generator=generator)
     kv = pool[:, 1]
-    kv[batch.row_pages, :, batch.row_slots] = torch.randn(3, 2, 1, 16, generator=generator)
+    kv[batch.row_pages, :, batch.row_slots] = torch.randn(4, 2, 1, 16, generator=generator)
     for window in (None, 3000):
         actual = KERNELS.paged_attention(q, kv, batch, 0.25, window)
         close(actual, attention_torch.paged_attention(q, kv, batch, 0.25, window))
+
+
+def test_attention_of_nothing() -> None:
+    rows = torch.zeros(0, dtype=torch.int64)
+    batch = AttentionBatch((0,), (), torch.zeros(0, 1, dtype=torch.int64), rows, rows, rows)
+    q, k, kv = torch.zeros(0, 6, 64), torch.zeros(0, 2, 64), torch.full((3, 2, 16, 2, 64), torch.nan)
+    rotary = rotary_table(RotaryConfig(10000.0, "default", {}), 64, 8)
+    assert KERNELS.write_kv(q, k, k, rotary, kv, batch).shape == (0, 6, 64)
+    assert KERNELS.paged_attention(q, kv, batch, 0.125, None).shape == (0, 6, 64)
+    assert kv.isnan().all()
+
+
+def test_lora_of_nothing() -> None:
+    geometry, pool, y = LoraGeometry(1, 96, 16, ((48, 48),)), torch.full((2, 1, 96), torch.nan), torch.ones(3, 48)
+    for segments in ([], [LoraSegment(0, 3, PagedAdapter((1,), (ABSENT,)))]):
+        prepared = KERNELS.lora.prepare(segments, geometry, CPU)
+        shrunk = KERNELS.lora.shrink(torch.ones(3, 48), pool, 0, prepared, (0,))
+        KERNELS.lora.expand(y, shrunk.unsqueeze(0), pool, 0, prepared, (0,))
+    assert (y == 1).all()
 
 
 def test_padding_rows_write_nothing_and_give_zeros() -> None:
@@ -191,6 +235,14 @@ def test_lora(batch: list[tuple[dict[str, int] | None, int]], slab: int, seed: i
         shrunk = KERNELS.lora.shrink(x, pool, 1, prepared, modules).unsqueeze(0)
         KERNELS.lora.expand(y, shrunk, pool, 1, prepared, modules)
         close(y, expected)
+
+
+def test_rows_without_runs_of_16_are_the_twins_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    lora, geometry = triton_kernels(CPU, torch.float32).lora, LoraGeometry(1, 100, 4, ((48, 48),))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            lora.prepare([], geometry, CPU)
+    assert ["no runs of 16" in record.getMessage() for record in caplog.records] == [True]
 
 
 @settings(deadline=None, max_examples=5)
