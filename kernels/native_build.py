@@ -54,7 +54,9 @@ def cpu_flags() -> tuple[str, ...]:
 
 
 def _key(compiler: str, flags: Sequence[str]) -> str:
-    digest = hashlib.sha256(repr((compiler, flags, _cpu())).encode())
+    program = Path(compiler).resolve()
+    version = program.stat()  # another one after an upgrade
+    digest = hashlib.sha256(repr((str(program), version.st_size, version.st_mtime_ns, flags, _cpu())).encode())
     for source in _SOURCES:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:32]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -25,6 +26,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("motet")
     group.addoption("--kill-rounds", type=int, default=1, help="Kills of each kind of process in test_kills.py.")
     group.addoption("--kill-seed", type=int, default=0, help="Draws the victims and the moments.")
+
+
+def pytest_configure() -> None:
+    """Whoever runs the tests in the background of a script ignores SIGINT, and what they start would inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

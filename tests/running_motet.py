@@ -83,14 +83,7 @@ def running_motet(data_dir: Path, port: int, *options: str, pool_bytes: str | No
         command += ["--key", f"{tenant}={key}"]
     log_path = data_dir.parent / f"{data_dir.name}.log"
     with log_path.open("w") as log:
-        server = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,
-            preexec_fn=_hear_interrupts,
-        )
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
     try:
         assert server.stdout is not None
         ready = next((line for line in server.stdout if line.startswith("ready ")), None)
@@ -106,11 +99,6 @@ def running_motet(data_dir: Path, port: int, *options: str, pool_bytes: str | No
         if server.poll() is None:
             server.kill()
             server.wait()
-
-
-def _hear_interrupts() -> None:
-    """Whoever runs the tests in the background of a script ignores SIGINT, and what they start inherits that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def holds_nothing(load: dict[str, Any]) -> bool:
