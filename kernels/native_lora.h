@@ -16,13 +16,11 @@ namespace motet {
 constexpr int kDots = 4;              // rows of A at once
 constexpr int64_t kAhead = 16384;     // bytes that are asked for before they are read (half as fast with 2 KiB)
 
-template <class T, int kRows, int kCount, class Ahead>
-inline void dot(const T* x, int64_t x_stride, const T* const* a, int64_t width, T* to, int64_t to_stride, int count,
-                Ahead* ahead) {
+template <class T, int kRows, int kCount>
+inline void dot(const T* x, int64_t x_stride, const T* const* a, int64_t width, T* to, int64_t to_stride, int count) {
     constexpr int kStep = Operand<T>::kWidth;
     Floats totals[kRows][kCount] = {};
     for (int64_t k = 0; k + kStep <= width; k += kStep) {
-        if (ahead) ahead->lines(kCount * kStep * int64_t(sizeof(T)) / 64);
         Operand<T> own[kRows];
         for (int m = 0; m < kRows; m++) own[m] = Operand<T>(x + m * x_stride + k);
         for (int j = 0; j < kCount; j++) {
@@ -31,7 +29,6 @@ inline void dot(const T* x, int64_t x_stride, const T* const* a, int64_t width, 
         }
     }
     if (const int64_t k = width / kStep * kStep; k < width) {
-        if (ahead) ahead->lines(kCount * kStep * int64_t(sizeof(T)) / 64);
         for (int m = 0; m < kRows; m++) {
             Operand<T> own(x + m * x_stride + k, width - k);
             for (int j = 0; j < kCount; j++) multiply_add(totals[m][j], own, Operand<T>(a[j] + k, width - k));
@@ -66,12 +63,12 @@ void shrink_part(const LoraPages<T>& pages, const LoraPart& part, int64_t start,
             rows[j] = j < count ? pages.row(part, part.a + (first + j) * width, width, spare + j * width) : rows[0];
         const T* own = x + start * x_stride;
         T* to = out + first;
-        Ahead* asking = &ahead;  // while the rows of A are read for the first time
+        ahead.lines(count * width * int64_t(sizeof(T)) / 64);
         int64_t m = end - start;
-        for (; m >= 4; m -= 4, own += 4 * x_stride, to += 4 * part.a_rows, asking = nullptr)
-            dot<T, 4, kDots>(own, x_stride, rows, width, to, part.a_rows, count, asking);
-        for (; m > 0; m--, own += x_stride, to += part.a_rows, asking = nullptr)
-            dot<T, 1, kDots>(own, x_stride, rows, width, to, part.a_rows, count, asking);
+        for (; m >= 4; m -= 4, own += 4 * x_stride, to += 4 * part.a_rows)
+            dot<T, 4, kDots>(own, x_stride, rows, width, to, part.a_rows, count);
+        for (; m > 0; m--, own += x_stride, to += part.a_rows)
+            dot<T, 1, kDots>(own, x_stride, rows, width, to, part.a_rows, count);
     }
 }
 

@@ -87,20 +87,20 @@ void shrink_singles(const LoraPages<T>& pages, const PartList& parts, const T* x
         int64_t k = 0;
         for (; k + kTurn * kBlock <= width; k += kTurn * kBlock)
             for (int s = 0; s < kReaders; s++) {
-                readers[s].ahead.lines(kTurn);
+                readers[s].ahead.lines_in_loop(kTurn);
                 const T *from = own[s] + k, *row = a[s] + k;
                 for (int64_t i = 0; i < kTurn * kBlock; i += kStep)
                     multiply_add(totals[s], Operand<T>(from + i), Operand<T>(row + i));
             }
         if (k < width)
             for (int s = 0; s < kReaders; s++) {
-                readers[s].ahead.lines((width - k + kBlock - 1) / kBlock);
+                readers[s].ahead.lines_in_loop((width - k + kBlock - 1) / kBlock);
                 for (int64_t i = k; i < width; i += kStep)
                     multiply_add(totals[s], Operand<T>(own[s] + i, width - i), Operand<T>(a[s] + i, width - i));
             }
         float each[kReaders];
         sums<kReaders>(totals, each);
-        for (int s = 0; s < kReaders; s++) assign(*to[s], each[s]);
+        for (int s = 0; s < kReaders; s++) assign(*to[s], each[s]), readers[s].ahead.settle();
     }
 }
 
@@ -198,13 +198,14 @@ void expand_singles(const LoraPages<T>& pages, const PartList& parts, const T* s
             };
             const int64_t left = at.width - at.column;
             if (left >= kTurn * kSpan) {
-                at.ahead.lines(kTurn * kLinesOfSpan);
+                at.ahead.lines_in_loop(kTurn * kLinesOfSpan);
                 for (int i = 0; i < kTurn; i++) span(i * kSpan, kSpan);
             } else {
-                at.ahead.lines((left + kSpan - 1) / kSpan * kLinesOfSpan);
+                at.ahead.lines_in_loop((left + kSpan - 1) / kSpan * kLinesOfSpan);
                 for (int64_t column = 0; column < left; column += kSpan) span(column, left - column);
             }
             if ((at.column += kTurn * kSpan) < at.width) continue;
+            at.ahead.settle();
             if ((at.row += 2) < at.part->rank)
                 next_rows(at);
             else

@@ -97,9 +97,23 @@ class ReadAhead {
     }
 
     // The reader is about to take so many lines.
-    inline void lines(int64_t count) {
-        if (next + uintptr_t(count * kLine) > end) return lines_over_ends(count);
+    void lines(int64_t count) {
+        for (int64_t i = 0; i < count && (next < end || find()); i++, next += kLine) ask();
+    }
+
+    // The same in an inner loop, where nothing may be called: all vectors would have to be put aside for it. What lies
+    // beyond an end waits for `settle`, after the loop.
+    inline void lines_in_loop(int64_t count) {
+        if (next + uintptr_t(count * kLine) > end) {
+            owed += count;
+            return;
+        }
         for (int64_t i = 0; i < count; i++, next += kLine) ask();
+    }
+
+    void settle() {
+        lines(owed);
+        owed = 0;
     }
 
   private:
@@ -109,12 +123,9 @@ class ReadAhead {
     const LoraPart *const *part, *const *last;
     Run run = {0, 0};
     uintptr_t next = 0, end = 0;
+    int64_t owed = 0;
 
     void ask() const { __builtin_prefetch((const void*)next, 0, 2); }  // into the second level, where there is room
-
-    __attribute__((noinline)) void lines_over_ends(int64_t count) {
-        for (int64_t i = 0; i < count && (next < end || find()); i++, next += kLine) ask();
-    }
 
     bool find() {
         while (part != last && run.start >= run.end)

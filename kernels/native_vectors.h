@@ -258,7 +258,8 @@ struct RowPair<Bfloat16> {
 #endif
 
 struct NothingAhead {
-    void lines(int64_t) {}
+    void lines_in_loop(int64_t) {}
+    void settle() {}
 };
 
 // totals[i] += the sum over `kPairs` pairs of rows, each times factors[i][pair]; totals in the order of the products.
@@ -268,7 +269,7 @@ inline void add_weighted_rows(float* totals, int64_t total_stride, int64_t num_t
                               const typename RowPair<T>::Factors* factors, int64_t factor_stride,
                               const T* const* rows, int64_t width, Ahead* ahead = nullptr) {
     for (int64_t column = 0; column < width; column += kSpan) {
-        if (ahead) ahead->lines(2 * kPairs * kSpan * int64_t(sizeof(T)) / 64);
+        if (ahead) ahead->lines_in_loop(2 * kPairs * kSpan * int64_t(sizeof(T)) / 64);
         RowPair<T> pairs[kPairs];
         for (int i = 0; i < kPairs; i++)
             pairs[i] = RowPair<T>(rows[2 * i] + column, rows[2 * i + 1] + column, width - column);
@@ -280,6 +281,7 @@ inline void add_weighted_rows(float* totals, int64_t total_stride, int64_t num_t
             store(total + kLanes, sums.second);
         }
     }
+    if (ahead) ahead->settle();
 }
 
 // ---- 16 rows of 16 words each, so that word i of all rows lies together
