@@ -19,12 +19,16 @@ import argparse
 import json
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import random_model
 from engine_side import EngineRun, EngineSide, fill_store
 from peft_baseline import BaselineRun, PeftBaseline
 from workload import Job, draw_jobs
+
+from motet.workers.messages import AdapterRef
 
 BATCH_SIZE = 16
 
@@ -59,7 +63,16 @@ def _run_baselines(
 def _run_engine(
     store_path: Path, model_path: Path, adapters: Sequence[Path], jobs: Sequence[Job], num_threads: int
 ) -> EngineRun:
-    engine = EngineSide(model_path, store_path, fill_store(store_path, model_path, adapters), num_threads)
+    """In a process of its own, as a worker has: PEFT's OpenMP threads, though idle, would make the engine's sleep."""
+    refs = fill_store(store_path, model_path, adapters)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(_step_engine, model_path, store_path, refs, jobs, num_threads).result()
+
+
+def _step_engine(
+    model_path: Path, store_path: Path, refs: Sequence[AdapterRef], jobs: Sequence[Job], num_threads: int
+) -> EngineRun:
+    engine = EngineSide(model_path, store_path, list(refs), num_threads)
     try:
         return engine.run(jobs)
     finally:

@@ -13,7 +13,8 @@
 
 namespace motet {
 
-constexpr int kDots = 4;              // rows of A at once
+constexpr int kDots = 4;              // rows of A at once for several rows of x
+constexpr int kOneDots = 8;           // and for a single one
 constexpr int64_t kAhead = 16384;     // bytes that are asked for before they are read (half as fast with 2 KiB)
 
 template <class T, int kRows, int kCount>
@@ -54,16 +55,21 @@ template <class T, class Ahead>
 void shrink_part(const LoraPages<T>& pages, const LoraPart& part, int64_t start, int64_t end, const T* x,
                  int64_t x_stride, T* shrunk, LoraScratch<T>& scratch, Ahead& ahead) {
     const int64_t width = part.num_in;
-    T* spare = room(scratch.spare, kDots * width);
+    const int64_t most = end - start == 1 ? kOneDots : kDots;
+    T* spare = room(scratch.spare, kOneDots * width);
     T* out = shrunk + part.shrunk + (start - part.start) * part.a_rows;
-    for (int64_t first = 0; first < part.a_rows; first += kDots) {
-        const int count = int(std::min<int64_t>(kDots, part.a_rows - first));
-        const T* rows[kDots];
-        for (int j = 0; j < kDots; j++)
+    for (int64_t first = 0; first < part.a_rows; first += most) {
+        const int count = int(std::min(most, part.a_rows - first));
+        const T* rows[kOneDots];
+        for (int j = 0; j < kOneDots; j++)
             rows[j] = j < count ? pages.row(part, part.a + (first + j) * width, width, spare + j * width) : rows[0];
         const T* own = x + start * x_stride;
         T* to = out + first;
         ahead.lines(count * width * int64_t(sizeof(T)) / 64);
+        if (most == kOneDots) {
+            dot<T, 1, kOneDots>(own, x_stride, rows, width, to, part.a_rows, count);
+            continue;
+        }
         int64_t m = end - start;
         for (; m >= 4; m -= 4, own += 4 * x_stride, to += 4 * part.a_rows)
             dot<T, 4, kDots>(own, x_stride, rows, width, to, part.a_rows, count);
@@ -165,10 +171,11 @@ void expand_part(const LoraPages<T>& pages, const LoraPart& part, int64_t start,
 
 // Shares parts out to threads so that all cost alike: `one(parts of one row, scratch)`, and for each other
 // `several(part, start row, end row, scratch, read-ahead)`. A part of many rows is cut between threads. `kRun` is what a
-// part reads.
-template <class T, Run (*kRun)(const LoraPart&), class One, class Several>
+// part reads; `readers_hold(part)` is how many bytes each of several readers keeps at hand for it: where the nearest cache
+// level has no room for that, one reader is faster.
+template <class T, Run (*kRun)(const LoraPart&), class Hold, class One, class Several>
 void share_out(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, [[maybe_unused]] int num_threads,
-               One one, Several several) {
+               Hold readers_hold, One one, Several several) {
     constexpr double kReading = 4;  // reading a matrix costs about as much as so many rows' products with it
     auto cost = [](const LoraPart& part) {
         const Run run = kRun(part);
@@ -198,7 +205,7 @@ void share_out(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_par
             const int64_t end = thread + 1 == count ? part.end : row_at(high);
             before += own;
             if (start >= end) continue;
-            if (part.end - part.start == 1) {
+            if (part.end - part.start == 1 && kReaders * readers_hold(part) <= kNearBytes) {
                 scratch.singles.push_back(&part);
                 continue;
             }
@@ -217,6 +224,7 @@ void shrink(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts,
             T* shrunk, int num_threads) {
     share_out<T, run_of_a>(
         pages, parts, num_parts, num_threads,
+        [](const LoraPart& part) { return part.num_in * int64_t(sizeof(T)); },
         [&](const PartList& singles, auto& scratch) { shrink_singles(pages, singles, x, x_stride, shrunk, scratch); },
         [&](const LoraPart& part, int64_t start, int64_t end, auto& scratch, auto& ahead) {
             shrink_part(pages, part, start, end, x, x_stride, shrunk, scratch, ahead);
@@ -228,6 +236,7 @@ void expand(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts,
             int64_t shrunk_stride, T* y, int64_t y_stride, int num_threads) {
     share_out<T, run_of_b>(
         pages, parts, num_parts, num_threads,
+        [](const LoraPart& part) { return part.num_out * int64_t(sizeof(float)); },
         [&](const PartList& singles, auto& scratch) {
             expand_singles(pages, singles, shrunk, shrunk_stride, y, y_stride, scratch);
         },

@@ -218,6 +218,15 @@ def test_single_rows_fewer_and_more_than_readers(native: tuple[Kernels, torch.dt
     check_against_dense_products(native, between, 576, (160, 64, 32), 1536, 1, seed=count)
 
 
+@pytest.mark.parametrize(("num_in", "outs"), [(3300, (64, 40, 8)), (200, (1700, 40, 2100)), (1600, (1540, 1536, 1530))])
+def test_single_rows_too_wide_for_readers_in_turn(
+    native: tuple[Kernels, torch.dtype], num_in: int, outs: tuple[int, ...]
+) -> None:
+    """Wide and narrow modules side by side: the wide ones have one reader."""
+    singles = [((8, 3, 16), 1), ((1, 0, 8), 1), ((17, 8, 0), 1), ((4, 4, 4), 2)]
+    check_against_dense_products(native, singles, num_in, outs, 6144, 1, seed=num_in)
+
+
 def test_lora_of_nothing(native: tuple[Kernels, torch.dtype]) -> None:
     kernels, dtype = native
     geometry, pool = LoraGeometry(1, 96, 16, ((48, 48),)), torch.full((2, 1, 96), torch.nan, dtype=dtype)
@@ -230,11 +239,12 @@ def test_lora_of_nothing(native: tuple[Kernels, torch.dtype]) -> None:
     assert (y == 1).all()
 
 
-def test_a_rows_lora_does_not_depend_on_who_else_is_there(native: tuple[Kernels, torch.dtype]) -> None:
+@pytest.mark.parametrize("width", [80, 3200])
+def test_a_rows_lora_does_not_depend_on_who_else_is_there(native: tuple[Kernels, torch.dtype], width: int) -> None:
     """To the last bit: alone, among rows of the same adapter however many, and beside others of one row or of many."""
     kernels, dtype = native
     generator = torch.Generator().manual_seed(0)
-    rank, width = 37, 80
+    rank = 37
     pool = torch.randn(8, 1, 2 * rank * width // 4, generator=generator).to(dtype)
     place = ModuleSlice(rank, rank, 0, rank * width)
     mine, other = PagedAdapter((5, 2, 7, 0), (place,)), PagedAdapter((1, 3, 4, 6), (place,))
