@@ -2,9 +2,9 @@
 
 Each pair is timed in turn, call by call, and the best time of each counts, so that what disturbs the machine disturbs
 both. Pages lie in random order, and calls go through the layers of a pool, larger than a cache in all, as steps do. One
-last line of JSON: LoRA on qkv with 64 rows of 64 adapters (ranks 8 to 32) over the base's product, adapters streamed
-from memory, and from cache where one layer's fit; decode attention of 64 sequences with 512 tokens against
-index_select + SDPA; the least ratio of a twin's time over its kernel's, and those below 1.
+last line of JSON: LoRA on qkv with 64 rows of 64 adapters (ranks 8 to 32) over the base's product, a few layers in turn
+and one again and again; GB/s of a whole step's LoRA, from memory; decode attention of 64 sequences with 512 tokens
+against index_select + SDPA; the least ratio of a twin's time over its kernel's, and those below 1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 import torch
@@ -192,6 +192,22 @@ class LoraBench:
         call = self._call(native, 64, 1, "qkv", layers)
         return 1 / self._bench.against(what, call, lambda: native.linear(x, packed, None), "base")
 
+    def step_from_memory(self) -> float:
+        """GB/s of a decode step that reads all layers and modules of 64 adapters for a row each: the best of five."""
+        calls = [self._call(self._bench.native, 64, 1, group, range(self._shape.num_layers)) for group in LORA_GROUPS]
+        best_s = float("inf")
+        for _ in range(5):
+            started = time.perf_counter()
+            for _ in range(self._shape.num_layers):
+                for call in calls:
+                    call()
+            best_s = min(best_s, time.perf_counter() - started)
+        ranks = sum(LORA_RANKS[i % 4] for i in range(64))
+        num_bytes = 2 * ranks * self._shape.num_layers * sum(map(sum, self._sides))
+        what = f"{self._shape.name} LoRA, a step of {self._shape.num_layers} layers from memory"
+        print(f"{what:56} {1e6 * best_s:10.1f} {num_bytes / best_s / 1e9:10.1f} GB/s", flush=True)
+        return num_bytes / best_s / 1e9
+
     def _call(self, kernels: Kernels, num_adapters: int, rows: int, group: str, layers: range) -> Call:
         modules, pool = LORA_GROUPS[group], self._pool
         num_in, num_out = self._sides[modules[0]][0], sum(self._sides[m][1] for m in modules)
@@ -246,10 +262,13 @@ def main() -> None:
             cached[shape.name] = round(loras.over_base(range(1)), 2)
             for num_rows in (1, 16, 64, 512):
                 rows(bench, shape, num_rows, generator)
+        whole = LoraBench(bench, replace(SHAPES[0], num_layers=30), generator)
+        step_gb_per_s = round(whole.step_from_memory(), 1)
     results = {
         "benchmark": "kernels_cpu",
         "lora_qkv_64_adapters_time_over_base": streaming,
         "lora_qkv_64_adapters_in_cache_time_over_base": cached,
+        "lora_step_from_memory_gb_per_s": step_gb_per_s,
         "decode_attention_over_index_select_sdpa": over_sdpa,
         "least_over_twin": min(bench.over_twin.values()),
         "slower_than_twin": {what: ratio for what, ratio in bench.over_twin.items() if ratio < 1},
