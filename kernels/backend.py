@@ -7,16 +7,18 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
-from . import attention_torch, linear_native, norms, pages
+from . import attention_torch, linear_onednn, norms, pages
 from .attention import PagedAttention, WriteKV
 from .attention_flash import FlashAttention, FlashPackage, find_flash_attention
 from .attention_native import NativeAttention
 from .experts import ExpertKernels
 from .experts_torch import TorchExperts
+from .linear_native import NativeLinear
 from .lora import CapturableLora, LoraKernels
 from .lora_native import NativeLora
 from .lora_torch import TorchLora
@@ -25,7 +27,9 @@ from .rows_native import NativeRows
 
 log = logging.getLogger(__name__)
 
-PackLinear = Callable[[torch.Tensor], torch.Tensor]
+LinearWeight = Any  # a weight `[out, in]` as `pack_linear` laid it out; opaque to the caller
+PackLinear = Callable[[torch.Tensor], LinearWeight]
+Linear = Callable[[torch.Tensor, LinearWeight, torch.Tensor | None], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,8 @@ class Kernels:
     """One seam per operation; the protocols and plain twins say what each takes and gives."""
 
     name: str  # whose most operations are
-    pack_linear: PackLinear  # a weight as `linear` likes it best, once; `linear` takes others too
-    linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    pack_linear: PackLinear  # once for each weight
+    linear: Linear  # x weightᵀ + bias, `[rows, out]` of x `[rows, in]`
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
@@ -80,11 +84,11 @@ def torch_kernels() -> Kernels:
 def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -> Kernels:
     """Those in C++, for the CPU, from the `library` that `load_library` gave; the rest are the twins."""
     attention, rows = NativeAttention(library, dtype, num_threads), NativeRows(library, dtype)
-    packs = linear_native.can_pack(dtype)
+    pack, multiply, others = _native_linear(dtype, num_threads, library)
     return Kernels(
         name="native",
-        pack_linear=linear_native.pack_linear if packs else as_it_is,
-        linear=linear_native.linear if packs else linear,
+        pack_linear=pack,
+        linear=multiply,
         rms_norm=rows.rms_norm,
         add_rms_norm=rows.add_rms_norm,
         silu_mul=rows.silu_mul,
@@ -95,8 +99,20 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
         experts=TorchExperts(),
         read_pages=pages.read_pages,
         write_pages=pages.write_pages,
-        others={"linear": "oneDNN" if packs else "torch", "experts": "torch", "page copies": "torch"},
+        others={**others, "experts": "torch", "page copies": "torch"},
     )
+
+
+def _native_linear(
+    dtype: torch.dtype, num_threads: int, library: ctypes.CDLL
+) -> tuple[PackLinear, Linear, dict[str, str]]:
+    """The fastest for this CPU, and whose it is if it is not native."""
+    native = NativeLinear(library, dtype, num_threads)
+    if native.is_best:
+        return native.pack, native.linear, {}
+    if linear_onednn.can_pack(dtype):
+        return linear_onednn.pack_linear, linear_onednn.linear, {"linear": "oneDNN"}
+    return as_it_is, linear, {"linear": "torch"}
 
 
 def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage | None = None) -> Kernels:

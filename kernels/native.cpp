@@ -3,6 +3,7 @@
 // Each comes for float32 and for bfloat16. Sizes, strides and offsets are in elements; the Python side has checked them.
 
 #include "native_attention.h"
+#include "native_linear.h"
 #include "native_lora.h"
 #include "native_rows.h"
 
@@ -51,6 +52,14 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
                                     const int64_t* positions, const int64_t* row_pages, const int64_t* row_slots,     \
                                     T* q_out, const int64_t* sizes) {                                                 \
         write_kv(q, k, v, rotary, kv, positions, row_pages, row_slots, q_out, sizes);                                 \
+    }                                                                                                                 \
+    MOTET_CALL int64_t linear_depth_##NAME() { return Outputs<T>::kDepth; }                                           \
+    MOTET_CALL int64_t linear_panel_##NAME() { return kPanel * kLanes; }                                              \
+    MOTET_CALL int64_t linear_is_best_##NAME() { return linear_is_best<T>(); }                                        \
+    MOTET_CALL void linear_##NAME(const T* x, int64_t x_stride, int64_t num_rows, const T* weight, const T* bias,     \
+                                  T* y, int64_t y_stride, int64_t num_in, int64_t num_out, int num_threads) {         \
+        linear(x, x_stride, num_rows, LinearCall<T>{nullptr, weight, bias, y, 0, y_stride, num_in, num_out},          \
+               num_threads);                                                                                          \
     }                                                                                                                 \
     MOTET_CALL void lora_shrink_##NAME(const T* layer, int64_t page_stride, int64_t slab, const int64_t* pages,       \
                                        const void* parts, int64_t num_parts, const T* x, int64_t x_stride, T* shrunk, \

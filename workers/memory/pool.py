@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ...kernels.huge_pages import zeros_in_huge_pages
 from ..models.sharding import ModelSharding
-from .huge_pages import zeros_in_huge_pages
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.backend import PackLinear, as_it_is
+from ...kernels.backend import LinearWeight, PackLinear, as_it_is
 from .context import ForwardContext
 from .layer_loader import load_layer, load_norm
 from .layers import BASE, DecoderLayer
@@ -22,7 +22,7 @@ class Decoder:
     layers: tuple[DecoderLayer, ...]
     norm: torch.Tensor  # [hidden]
     norm_eps: float
-    head: torch.Tensor  # [this worker's share of the vocabulary, hidden]
+    head: LinearWeight  # [this worker's share of the vocabulary, hidden]
     vocabulary: Range
     vocab_size: int
     embedding_scale: float

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...kernels.backend import LinearWeight
 from .config import Activation
 from .context import ForwardContext
 from .expert_lora import expert_lora
@@ -16,9 +17,9 @@ from .layers import BASE, gated
 class SharedExpert:
     """An expert that computes every row, weighted by a gate of its own (Qwen2-MoE)."""
 
-    gate_up: torch.Tensor  # [2 * this worker's features, hidden]
-    down: torch.Tensor  # [hidden, this worker's features]
-    gate: torch.Tensor  # [1, hidden]
+    gate_up: LinearWeight  # [2 * this worker's features, hidden]
+    down: LinearWeight  # [hidden, this worker's features]
+    gate: LinearWeight  # [1, hidden]
 
     def __call__(self, x: torch.Tensor, activation: Activation, context: ForwardContext) -> torch.Tensor:
         """This worker's partial sum."""
@@ -35,7 +36,7 @@ class ExpertMlp:
     all rows and a partial sum of all outputs, and one all-reduce brings them together, as for a dense MLP.
     """
 
-    router: torch.Tensor  # [num_experts, hidden]
+    router: LinearWeight  # [num_experts, hidden]
     gate_up: torch.Tensor  # [this worker's experts, 2 * its features, hidden]
     down: torch.Tensor  # [this worker's experts, hidden, its features]
     first: int  # of this worker's experts

@@ -98,7 +98,7 @@ class _LayerLoader:
                     self._rows(path + name, hidden, width, (0, 0))
                 self._rows(path + names.down, width, hidden, (0, 0))
         return ExpertMlp(
-            router=self._rows(f"{names.block}.gate", hidden, config.num_experts, None),
+            router=self._pack(self._rows(f"{names.block}.gate", hidden, config.num_experts, None)),
             gate_up=torch.stack(gate_up),
             down=torch.stack(down),
             first=first,
@@ -116,8 +116,8 @@ class _LayerLoader:
         width = config.shared_intermediate_size
         return SharedExpert(
             self._pack(torch.cat([self._rows(f"{path}.{name}_proj", hidden, width, own) for name in ("gate", "up")])),
-            self._pack(self._columns(f"{path}.down_proj", width, hidden, own).contiguous()),
-            self._rows(f"{path}_gate", hidden, 1, None),
+            self._pack(self._columns(f"{path}.down_proj", width, hidden, own)),
+            self._pack(self._rows(f"{path}_gate", hidden, 1, None)),
         )
 
     def _head_norm(self) -> HeadNorm | None:
@@ -132,7 +132,7 @@ class _LayerLoader:
 
     def _row_linear(self, name: str, num_in: int, own: Range, modules: tuple[int, ...], has_bias: bool) -> RowLinear:
         hidden = self._config.hidden_size
-        weight = self._columns(name, num_in, hidden, own).contiguous()
+        weight = self._columns(name, num_in, hidden, own)
         bias = self._checkpoint.take(f"{self.prefix}{name}.bias", (hidden,)) if has_bias else None
         return RowLinear(self._pack(weight), bias if self._sharding.rank == 0 else None, modules)
 

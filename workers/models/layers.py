@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ...kernels.backend import Kernels
+from ...kernels.backend import Kernels, LinearWeight
 from .config import Activation
 from .context import ForwardContext
 
@@ -23,7 +23,7 @@ class ColumnLinear:
     Rank-sized vectors are gathered from all workers, each of which has its rows of A.
     """
 
-    weight: torch.Tensor  # [sum of this worker's out, in]
+    weight: LinearWeight  # [sum of this worker's out, in]
     bias: torch.Tensor | None
     modules: tuple[int, ...]
 
@@ -44,7 +44,7 @@ class RowLinear:
     Each worker adds its share of the adapters' outputs to its partial sum, so that the base's all-reduce brings both.
     """
 
-    weight: torch.Tensor  # [out, this worker's in]
+    weight: LinearWeight  # [out, this worker's in]
     bias: torch.Tensor | None  # the first worker's only
     modules: tuple[int, ...]
 

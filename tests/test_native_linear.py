@@ -1,0 +1,147 @@
+"""Native linears against torch's, compiled for this CPU and for lesser ones.
+
+`tests/test_sanitizers.py` runs this file once more, with sanitizers compiled in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import linear
+
+from motet.kernels import linear_onednn
+from motet.kernels.backend import native_kernels
+from motet.kernels.linear_native import NativeLinear, PackedWeight
+from motet.kernels.native_build import NativeUnavailable, load_library
+from motet.tests.native_builds import BUILDS, EXAMPLES, HERE, SANITIZERS, Build, close, load_build
+
+
+def draw(
+    num_rows: int, num_in: int, num_out: int, dtype: torch.dtype, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, weight and bias."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_rows, num_in, generator=generator)
+    weight = torch.randn(num_out, num_in, generator=generator) / max(1, num_in) ** 0.5
+    return x.to(dtype), weight.to(dtype), torch.randn(num_out, generator=generator).to(dtype)
+
+
+def load(build: Build) -> NativeLinear:
+    try:
+        return NativeLinear(load_library(build[1], flags=[*build[2], *SANITIZERS]), build[0], build[1])
+    except NativeUnavailable as problem:
+        pytest.skip(str(problem))
+
+
+@pytest.fixture(scope="module", params=BUILDS, ids=str)
+def native(request: pytest.FixtureRequest) -> tuple[NativeLinear, torch.dtype]:
+    """Of each build, also where the CPU has something faster."""
+    load_build(request.param)  # or skips
+    return load(request.param), request.param[0]
+
+
+def pack(kernels: NativeLinear, weight: torch.Tensor) -> PackedWeight:
+    """Its panels in memory of their own, whose ends a sanitizer knows."""
+    packed = kernels.pack(weight)
+    return replace(packed, panels=packed.panels.clone())
+
+
+def check(native: tuple[NativeLinear, torch.dtype], num_rows: int, num_in: int, num_out: int, has_bias: bool) -> None:
+    """x is a part of wider rows, and all that is not x is NaN."""
+    kernels, dtype = native
+    x, weight, bias = draw(num_rows, num_in, num_out, dtype, seed=num_rows)
+    wide = torch.full((num_rows, num_in + 37), float("nan"), dtype=dtype)
+    wide[:, 5 : 5 + num_in] = x
+    actual = kernels.linear(wide[:, 5 : 5 + num_in], pack(kernels, weight), bias if has_bias else None)
+    assert actual.shape == (num_rows, num_out) and actual.dtype == dtype
+    close(actual, linear(x, weight, bias if has_bias else None))
+
+
+@settings(deadline=None, max_examples=2 * EXAMPLES)
+@given(
+    num_rows=st.integers(0, 60),
+    num_in=st.one_of(st.integers(1, 70), st.sampled_from([576, 1537])),
+    num_out=st.one_of(st.integers(1, 200), st.sampled_from([960, 1000])),
+    has_bias=st.booleans(),
+)
+def test_linear(
+    native: tuple[NativeLinear, torch.dtype], num_rows: int, num_in: int, num_out: int, has_bias: bool
+) -> None:
+    """Any width, odd ones too, and any number of outputs, whole panels or not."""
+    check(native, num_rows, num_in, num_out, has_bias)
+
+
+@pytest.mark.parametrize("num_rows", [*range(14), 23, 24, 25, 47, 48, 49, 191, 192, 193, 230])
+def test_every_number_of_rows(native: tuple[NativeLinear, torch.dtype], num_rows: int) -> None:
+    """Every tile that is left over, and the ends of blocks."""
+    check(native, num_rows, 64, 80, has_bias=True)
+
+
+def test_wide_inputs(native: tuple[NativeLinear, torch.dtype]) -> None:
+    """So wide that a block of rows is a small one."""
+    for num_rows in (1, 25, 70):
+        check(native, num_rows, 8192, 48, has_bias=False)
+
+
+def test_nothing_in_and_nothing_out(native: tuple[NativeLinear, torch.dtype]) -> None:
+    kernels, dtype = native
+    x, weight, bias = draw(3, 0, 5, dtype, seed=0)
+    torch.testing.assert_close(kernels.linear(x, pack(kernels, weight), bias), bias.expand(3, 5))
+    x, weight, _ = draw(3, 8, 0, dtype, seed=0)
+    assert kernels.linear(x, pack(kernels, weight), None).shape == (3, 0)
+
+
+def test_rows_that_are_not_contiguous(native: tuple[NativeLinear, torch.dtype]) -> None:
+    kernels, dtype = native
+    x, weight, bias = draw(64, 96, 40, dtype, seed=0)
+    columns = x.t().contiguous().t()
+    assert columns.stride(1) != 1
+    assert torch.equal(
+        kernels.linear(columns, pack(kernels, weight), bias), kernels.linear(x, pack(kernels, weight), bias)
+    )
+    every_other = torch.randn(80, dtype=torch.float32).to(dtype)[::2]
+    close(kernels.linear(x, pack(kernels, weight), every_other), linear(x, weight, every_other))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("num_out", [16, 80, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_is_the_same_to_the_last_bit_with_any_others_and_on_any_threads(
+    dtype: torch.dtype, num_out: int, num_threads: int
+) -> None:
+    kernels, one = (load((dtype, threads, HERE)) for threads in (num_threads, 1))
+    x, weight, bias = draw(230, 577, num_out, dtype, seed=0)
+    packed = one.pack(weight)
+    expected = torch.cat([one.linear(row, packed, bias) for row in x.split(1)])
+    for num_rows in (1, 2, 3, 4, 5, 6, 7, 64, 193, 230):
+        assert torch.equal(kernels.linear(x[:num_rows], packed, bias), expected[:num_rows])
+
+
+def test_weights_lie_side_by_side(native: tuple[NativeLinear, torch.dtype]) -> None:
+    """In huge pages, which a small weight by itself would not fill."""
+    kernels, dtype = native
+    weights = [kernels.pack(draw(0, 64, 64, dtype, seed=i)[1]) for i in range(3)]
+    starts = [weight.panels.data_ptr() for weight in weights]
+    assert [b - a for a, b in pairwise(starts)] == [64 * 64 * dtype.itemsize] * 2
+
+
+@pytest.mark.parametrize("is_best", [True, False])
+def test_onednn_serves_where_it_is_faster(monkeypatch: pytest.MonkeyPatch, is_best: bool) -> None:
+    """On CPUs with matrix instructions, and for bfloat16 alone."""
+    if not linear_onednn.can_pack(torch.bfloat16):
+        pytest.skip("oneDNN takes no packed weights on this CPU")
+    monkeypatch.setattr(NativeLinear, "is_best", property(lambda _: is_best, lambda _self, _value: None), raising=False)
+    library = load_library(1, flags=[*HERE, *SANITIZERS])
+    rest = "experts, page copies by torch"
+    kernels = native_kernels(torch.bfloat16, 1, library)
+    assert kernels.choice == (f"native; {rest}" if is_best else f"native; linear by oneDNN; {rest}")
+    for num_rows in (0, 1, 5, 64):
+        x, weight, bias = draw(num_rows, 96, 40, torch.bfloat16, seed=0)
+        close(kernels.linear(x, kernels.pack_linear(weight), bias), linear(x, weight, bias))
+    in_float = native_kernels(torch.float32, 1, library)
+    assert in_float.choice == (f"native; {rest}" if is_best else f"native; linear, {rest}")
