@@ -53,11 +53,11 @@ class NativeLinear:
         x = x if x.stride(1) == 1 else x.contiguous()
         bias = None if bias is None else bias.contiguous()
         assert bias is None or (bias.dtype == self._dtype and len(bias) == weight.num_out), "one for each output"
-        y = x.new_empty(len(x), weight.num_out)
+        y = x.new_empty(x.shape[0], weight.num_out)
         self._linear(
             x.data_ptr(),
             x.stride(0),
-            len(x),
+            x.shape[0],
             weight.panels.data_ptr(),
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),

@@ -67,6 +67,17 @@ class LoraKernels(Protocol):
 
     def prepare(self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device) -> LoraBatch: ...
 
+    def add(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        batch: LoraBatch,
+        modules: tuple[int, ...],
+    ) -> None:
+        """`shrink` and `expand` in one, where this worker has all of A's rows and needs nobody's help."""
+
     def shrink(
         self, x: torch.Tensor, pool: torch.Tensor, layer: int, batch: LoraBatch, modules: tuple[int, ...]
     ) -> torch.Tensor:

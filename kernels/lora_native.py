@@ -43,12 +43,36 @@ class NativeLora:
         self._shrink, self._expand = library[f"lora_shrink_{name}"], library[f"lora_expand_{name}"]
         self._shrink.argtypes = [*pages, pointer, number, pointer, ctypes.c_int]
         self._expand.argtypes = [*pages, pointer, number, pointer, number, ctypes.c_int]
-        self._shrink.restype = self._expand.restype = None
+        self._add = library[f"lora_add_{name}"]
+        self._add.argtypes = [*pages, pointer, number, pointer, number, number, ctypes.c_int]
+        self._shrink.restype = self._expand.restype = self._add.restype = None
 
     def prepare(self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device) -> NativeLoraBatch:
         pages = [page for segment in segments for page in segment.adapter.pages]
         first_pages = tuple(accumulate((len(segment.adapter.pages) for segment in segments), initial=0))
         return NativeLoraBatch(geometry, tuple(segments), torch.tensor(pages, dtype=torch.int64), first_pages)
+
+    def add(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        batch: NativeLoraBatch,
+        modules: tuple[int, ...],
+    ) -> None:
+        parts = _parts(batch, modules)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        assert y.stride(1) == 1 and y.dtype == self._dtype, "y's rows are contiguous and of the kernels' dtype"
+        self._add(
+            *self._pages(pool, layer, batch, parts),
+            x.data_ptr(),
+            x.stride(0),
+            y.data_ptr(),
+            y.stride(0),
+            parts.length,
+            self._num_threads,
+        )
 
     def shrink(
         self, x: torch.Tensor, pool: torch.Tensor, layer: int, batch: NativeLoraBatch, modules: tuple[int, ...]
@@ -88,7 +112,7 @@ class NativeLora:
         assert pool.dtype == self._dtype and pool.stride(2) == 1, "slabs are contiguous and of the kernels' dtype"
         layer_pointer = pool.data_ptr() + layer * pool.stride(1) * pool.element_size()
         pages, table = batch.pages, parts.table
-        return layer_pointer, pool.stride(0), batch.geometry.slab, pages.data_ptr(), table.data_ptr(), len(table)
+        return layer_pointer, pool.stride(0), batch.geometry.slab, pages.data_ptr(), table.data_ptr(), table.shape[0]
 
 
 def _parts(batch: NativeLoraBatch, modules: tuple[int, ...]) -> _Parts:

@@ -61,6 +61,17 @@ class TorchLora:
     def prepare(self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device) -> TorchLoraBatch:
         return TorchLoraBatch(geometry, device, tuple(_stacks(segments)))
 
+    def add(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        batch: TorchLoraBatch,
+        modules: tuple[int, ...],
+    ) -> None:
+        self.expand(y, self.shrink(x, pool, layer, batch, modules).unsqueeze(0), pool, layer, batch, modules)
+
     def shrink(
         self, x: torch.Tensor, pool: torch.Tensor, layer: int, batch: TorchLoraBatch, modules: tuple[int, ...]
     ) -> torch.Tensor:

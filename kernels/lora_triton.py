@@ -127,6 +127,17 @@ class TritonLora:
         reserved.tiles[len(batch.tiles) :].zero_()
         return True
 
+    def add(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        batch: TritonLoraBatch,
+        modules: tuple[int, ...],
+    ) -> None:
+        self.expand(y, self.shrink(x, pool, layer, batch, modules).unsqueeze(0), pool, layer, batch, modules)
+
     def shrink(
         self,
         x: torch.Tensor,

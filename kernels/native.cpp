@@ -73,6 +73,12 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
         expand(LoraPages<T>{layer, page_stride, slab, pages}, (const LoraPart*)parts, num_parts, shrunk,              \
                shrunk_stride, y, y_stride, num_threads);                                                              \
     }                                                                                                                 \
+    MOTET_CALL void lora_add_##NAME(const T* layer, int64_t page_stride, int64_t slab, const int64_t* pages,          \
+                                    const void* parts, int64_t num_parts, const T* x, int64_t x_stride, T* y,         \
+                                    int64_t y_stride, int64_t length, int num_threads) {                              \
+        add(LoraPages<T>{layer, page_stride, slab, pages}, (const LoraPart*)parts, num_parts, x, x_stride, y,         \
+            y_stride, length, num_threads);                                                                           \
+    }                                                                                                                 \
     MOTET_CALL void silu_mul_##NAME(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width) {       \
         gated<T, silu>(gate_up, stride, to, num_rows, width);                                                         \
     }                                                                                                                 \

@@ -1,7 +1,7 @@
 // Paged attention with online softmax (FlashAttention-2, arXiv 2307.08691), 16 keys at a time.
 #pragma once
 
-#include <vector>
+#include <memory>
 
 #include "native_vectors.h"
 
@@ -216,12 +216,14 @@ void attend_all(const AttentionCall<T>& call, [[maybe_unused]] int num_threads) 
     const int64_t group = call.num_heads / call.num_kv_heads, block = std::max<int64_t>(1, kMostQueries / group);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
-        std::vector<AttentionScratch<T>> scratch(1);
+        static thread_local std::unique_ptr<AttentionScratch<T>> kept;  // large, and clearing it takes its time
+        if (!kept) kept.reset(new AttentionScratch<T>);
+        AttentionScratch<T>& scratch = *kept;
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < call.num_sequences * call.num_kv_heads; i++) {
             const int64_t sequence = i / call.num_kv_heads, end = call.query_starts[sequence + 1];
             for (int64_t row = call.query_starts[sequence]; row < end; row += block)
-                attend(call, scratch[0], sequence, i % call.num_kv_heads, row, std::min(row + block, end));
+                attend(call, scratch, sequence, i % call.num_kv_heads, row, std::min(row + block, end));
         }
     }
 }

@@ -181,8 +181,13 @@ void share_out(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_par
         const Run run = kRun(part);
         return double(run.end - run.start) * (double(part.end - part.start) + kReading);
     };
+    auto is_for_readers = [&](const LoraPart& part) {
+        return part.end - part.start == 1 && kReaders * readers_hold(part) <= kNearBytes;
+    };
     double total = 0;
-    for (int64_t i = 0; i < num_parts; i++) total += cost(parts[i]);
+    int64_t num_single = 0;
+    for (int64_t i = 0; i < num_parts; i++) total += cost(parts[i]), num_single += is_for_readers(parts[i]);
+    const bool has_readers = num_single >= kLeastSingles;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
         int64_t thread = 0, count = 1;
@@ -205,7 +210,7 @@ void share_out(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_par
             const int64_t end = thread + 1 == count ? part.end : row_at(high);
             before += own;
             if (start >= end) continue;
-            if (part.end - part.start == 1 && kReaders * readers_hold(part) <= kNearBytes) {
+            if (has_readers && is_for_readers(part)) {
                 scratch.singles.push_back(&part);
                 continue;
             }
@@ -243,6 +248,16 @@ void expand(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts,
         [&](const LoraPart& part, int64_t start, int64_t end, auto& scratch, auto& ahead) {
             expand_part(pages, part, start, end, shrunk, shrunk_stride, y, y_stride, scratch, ahead);
         });
+}
+
+// y += x Aᵀ B, where all of A's rows are here; `length` is that of what is shrunk.
+template <class T>
+void add(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, const T* x, int64_t x_stride, T* y,
+         int64_t y_stride, int64_t length, int num_threads) {
+    static thread_local std::vector<T> shrunk;
+    T* between = room(shrunk, length);
+    shrink(pages, parts, num_parts, x, x_stride, between, num_threads);
+    expand(pages, parts, num_parts, between, length, y, y_stride, num_threads);
 }
 
 }  // namespace motet

@@ -94,8 +94,11 @@ def test_rows_get_their_own_adapters_share(
                         a, b = dense[segment.start][layer, MODULES[module]]
                         expected[rows, column : column + num_out] += x[rows].float() @ a.T @ b
                     column += num_out
+            at_once = y.clone()
             shrunk = lora.shrink(x, pool, layer, prepared, modules).unsqueeze(0)
             lora.expand(y, shrunk, pool, layer, prepared, modules)
+            lora.add(at_once, x, pool, layer, prepared, modules)
+            assert torch.equal(at_once, y)
             torch.testing.assert_close(y.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -145,3 +148,19 @@ def test_onednn_serves_where_it_is_faster(monkeypatch: pytest.MonkeyPatch, is_be
         close(kernels.linear(x, kernels.pack_linear(weight), bias), linear(x, weight, bias))
     in_float = native_kernels(torch.float32, 1, library)
     assert in_float.choice == (f"native; {rest}" if is_best else f"native; linear, {rest}")
+
+
+def test_a_cpu_that_onednn_takes_no_bfloat16_on_is_no_obstacle() -> None:
+    """As laptops with AVX2 are. What oneDNN may use is decided when it is loaded."""
+    program = """
+import torch
+from motet.kernels import linear_onednn
+assert not linear_onednn.can_pack(torch.bfloat16)
+try:
+    linear_onednn.pack_linear(torch.ones(16, 16, dtype=torch.bfloat16))
+except RuntimeError:
+    print("refused")
+"""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "refused\n", done.stderr

@@ -63,13 +63,15 @@ def test_lora(
     for modules in ((0, 1, 2), (3,), (4, 5), (6,)):
         x = torch.randn(start, geometry.sides[modules[0]][0], generator=generator).to(dtype)
         y = torch.randn(start, sum(geometry.sides[m][1] for m in modules), generator=generator).to(dtype)
-        expected = y.clone()
+        expected, at_once = y.clone(), y.clone()
         twin.expand(
             expected, twin.shrink(x, pool, 1, twin_prepared, modules).unsqueeze(0), pool, 1, twin_prepared, modules
         )
         shrunk = kernels.lora.shrink(x, pool, 1, prepared, modules).unsqueeze(0)
         kernels.lora.expand(y, shrunk, pool, 1, prepared, modules)
         close(y, expected)
+        kernels.lora.add(at_once, x, pool, 1, prepared, modules)
+        assert torch.equal(at_once, y)
 
 
 @dataclass(frozen=True)

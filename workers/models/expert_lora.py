@@ -26,18 +26,21 @@ class ExpertLora:
     def add_gate_up(self, x: torch.Tensor, y: torch.Tensor, layer: int, context: ForwardContext) -> None:
         """As in `ColumnLinear`. x `[num_pairs, hidden]`, y `[num_pairs, 2 * features]`."""
         lora = context.kernels.lora
+        if not self.is_cut:
+            return lora.add(y, x, context.pool, layer, self.batch, GATE_UP)
         shrunk = lora.shrink(x, context.pool, layer, self.batch, GATE_UP)
-        gathered = context.parallel.all_gather(shrunk, ADAPTERS) if self.is_cut else shrunk.unsqueeze(0)
+        gathered = context.parallel.all_gather(shrunk, ADAPTERS)
         lora.expand(y, gathered, context.pool, layer, self.batch, GATE_UP)
 
     def add_down(self, x: torch.Tensor, y: torch.Tensor, layer: int, context: ForwardContext) -> None:
         """As in `RowLinear`. x `[num_pairs, features]`, y `[num_pairs, hidden]`, a partial sum."""
         lora, parallel = context.kernels.lora, context.parallel
-        shrunk = lora.shrink(x, context.pool, layer, self.batch, DOWN)
-        if self.is_cut:
-            shrunk, width = parallel.all_reduce(shrunk, ADAPTERS), y.shape[1] // parallel.degree
-            y = y[:, parallel.rank * width : (parallel.rank + 1) * width]
-        lora.expand(y, shrunk.unsqueeze(0), context.pool, layer, self.batch, DOWN)
+        if not self.is_cut:
+            return lora.add(y, x, context.pool, layer, self.batch, DOWN)
+        shrunk = parallel.all_reduce(lora.shrink(x, context.pool, layer, self.batch, DOWN), ADAPTERS)
+        width = y.shape[1] // parallel.degree
+        own = y[:, parallel.rank * width : (parallel.rank + 1) * width]
+        lora.expand(own, shrunk.unsqueeze(0), context.pool, layer, self.batch, DOWN)
 
 
 def expert_lora(groups: ExpertGroups, first: int, is_cut: bool, context: ForwardContext) -> ExpertLora | None:

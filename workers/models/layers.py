@@ -28,9 +28,12 @@ class ColumnLinear:
     modules: tuple[int, ...]
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
-        y = context.kernels.linear(x, self.weight, self.bias)
-        if context.lora is not None:
-            lora = context.kernels.lora
+        y, lora = context.kernels.linear(x, self.weight, self.bias), context.kernels.lora
+        if context.lora is None:
+            return y
+        if context.parallel.degree == 1:
+            lora.add(y, x, context.pool, layer, context.lora, self.modules)
+        else:
             shrunk = lora.shrink(x, context.pool, layer, context.lora, self.modules)
             gathered = context.parallel.all_gather(shrunk, ADAPTERS)
             lora.expand(y, gathered, context.pool, layer, context.lora, self.modules)
@@ -49,10 +52,14 @@ class RowLinear:
     modules: tuple[int, ...]
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
-        parallel = context.parallel
+        parallel, lora = context.parallel, context.kernels.lora
         y = context.kernels.linear(x, self.weight, self.bias)
+        if parallel.degree == 1:
+            if context.lora is not None:
+                lora.add(y, x, context.pool, layer, context.lora, self.modules)
+            return y
         if context.lora is not None:
-            lora, width = context.kernels.lora, y.shape[1] // parallel.degree
+            width = y.shape[1] // parallel.degree
             shrunk = lora.shrink(x, context.pool, layer, context.lora, self.modules)
             summed = parallel.all_reduce(shrunk, ADAPTERS).unsqueeze(0)
             own = y[:, parallel.rank * width : (parallel.rank + 1) * width]
