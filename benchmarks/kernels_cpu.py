@@ -4,7 +4,11 @@ Each pair is timed in turn, call by call, and the best time of each counts, so t
 both. Pages lie in random order, and calls go through the layers of a pool, larger than a cache in all, as steps do. One
 last line of JSON: LoRA on qkv with 64 rows of 64 adapters (ranks 8 to 32) over the base's product, a few layers in turn
 and one again and again; GB/s of a whole step's LoRA, from memory; decode attention of 64 sequences with 512 tokens
-against index_select + SDPA; the least ratio of a twin's time over its kernel's, and those below 1.
+against index_select + SDPA; a layer's linears from memory against oneDNN on weights packed for it, or against torch's
+where it takes none, by rows; the least ratio of a twin's time over its kernel's, and those below 1.
+
+A laptop's CPU with AVX2, on one with more: `--march x86-64-v3`, with ONEDNN_MAX_CPU_ISA=AVX2, ATEN_CPU_CAPABILITY=avx2
+and MKL_ENABLE_INSTRUCTIONS=AVX2 in the environment, so that what it is compared with keeps to AVX2 too.
 """
 
 from __future__ import annotations
@@ -21,10 +25,12 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from motet.adapters.adapter import MODULES, BaseShape
 from motet.adapters.layout import AdapterLayout
+from motet.kernels import linear_onednn
 from motet.kernels.attention import AttentionBatch
-from motet.kernels.backend import Kernels, native_kernels, torch_kernels
+from motet.kernels.backend import Kernels, Linear, LinearWeight, native_kernels, torch_kernels
 from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from motet.kernels.native_build import load_library
+from motet.kernels.sampling import Draw
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.memory.pool import PoolGeometry, kv_view, make_pool
 from motet.workers.models.rotary import RotaryConfig, rotary_table
@@ -44,6 +50,7 @@ class Shape:
     intermediate: int
     num_heads: int
     num_kv_heads: int
+    vocab: int
     head_dim: int = 64
     num_layers: int = 4
 
@@ -60,7 +67,7 @@ class Shape:
         return PoolGeometry(num_pages, self.num_layers, slab, BLOCK_SIZE, *kv, torch.bfloat16)
 
 
-SHAPES = (Shape("SmolLM2-135M", 576, 1536, 9, 3), Shape("Llama-3.2-1B", 2048, 8192, 32, 8, num_layers=2))
+SHAPES = (Shape("SmolLM2-135M", 576, 1536, 9, 3, 49152), Shape("Llama-3.2-1B", 2048, 8192, 32, 8, 128256, num_layers=2))
 
 
 def best_times(calls: dict[str, Call], repetitions: int) -> dict[str, float]:
@@ -78,10 +85,10 @@ def best_times(calls: dict[str, Call], repetitions: int) -> dict[str, float]:
 class Bench:
     """Prints a line for each pair and keeps its ratio."""
 
-    def __init__(self, repetitions: int) -> None:
+    def __init__(self, repetitions: int, flags: tuple[str, ...] | None = None) -> None:
         self._repetitions = repetitions
         self.over_twin: dict[str, float] = {}
-        self.native, self.twin = native_kernels(torch.bfloat16, 1, load_library(1)), torch_kernels()
+        self.native, self.twin = native_kernels(torch.bfloat16, 1, load_library(1, flags=flags)), torch_kernels()
         self.both = (self.native, self.twin)
 
     def against(self, what: str, kernel: Call, other: Call, name: str = "twin") -> float:
@@ -241,14 +248,59 @@ def rows(bench: Bench, shape: Shape, num_rows: int, generator: torch.Generator) 
         bench.against(f"{shape.name} {name}, {num_rows} rows", kernel, other)
 
 
+DRAWS = {  # temperature, top-k, top-p, min-p
+    "temperature 1": (1.0, 0, 1.0, 0.0),
+    "temperature 0.7, top-p 0.9": (0.7, 0, 0.9, 0.0),
+    "temperature 0.8, top-k 40": (0.8, 40, 1.0, 0.0),
+}
+
+
+def draws(bench: Bench, shape: Shape, generator: torch.Generator) -> None:
+    """Tokens for 64 rows of logits."""
+    logits, rows = torch.randn(64, shape.vocab, generator=generator) * 4, range(64)
+    for name, how in DRAWS.items():
+        wanted = [Draw(*how, row / 64) for row in rows]
+        kernel, twin = (lambda k=k, w=wanted: k.draw(logits, rows, w) for k in bench.both)
+        bench.against(f"{shape.name} draws, {name}", kernel, twin)
+
+
+def linears(bench: Bench, shape: Shape, generator: torch.Generator) -> dict[int, float]:
+    """All linears of enough layers to fill no cache, against oneDNN's, by rows."""
+    layer = [(shape.sides["q_proj"][0], sum(shape.sides[m][1] for m in ("q_proj", "k_proj", "v_proj")))]
+    layer += [shape.sides["o_proj"], (shape.hidden, 2 * shape.intermediate), shape.sides["down_proj"]]
+    num_layers = -(-(160 << 20) // (2 * sum(num_in * num_out for num_in, num_out in layer)))
+    weights = [torch.randn(out, num_in, generator=generator).bfloat16() for num_in, out in layer * num_layers]
+    ours = [bench.native.pack_linear(weight) for weight in weights]
+    packs = linear_onednn.can_pack(torch.bfloat16)
+    theirs = [linear_onednn.pack_linear(weight) if packs else weight for weight in weights]
+    found = {}
+    for num_rows in (1, 4, 16, 64, 256):
+        inputs = [torch.randn(num_rows, num_in, generator=generator).bfloat16() for num_in, _ in layer] * num_layers
+
+        def all_of(multiply: Linear, packed: list[LinearWeight], inputs: list[torch.Tensor] = inputs) -> None:
+            for x, weight in zip(inputs, packed, strict=True):
+                multiply(x, weight, None)
+
+        ratio = bench.against(
+            f"{shape.name} linears of {num_layers} layers, {num_rows} rows",
+            lambda run=all_of: run(bench.native.linear, ours),
+            lambda run=all_of: run(linear_onednn.linear if packs else linear, theirs),
+            "oneDNN" if packs else "torch",
+        )
+        found[num_rows] = round(ratio, 2)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=30, help="of each call (default 30)")
+    parser.add_argument("--march", help="what CPU to compile the kernels for (default: this one)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    bench, generator = Bench(arguments.repetitions), torch.Generator().manual_seed(0)
+    flags = None if arguments.march is None else (f"-march={arguments.march}",)
+    bench, generator = Bench(arguments.repetitions, flags), torch.Generator().manual_seed(0)
     print(f"{'one thread, bfloat16':56} {'kernel us':>10} {'other us':>10} {'ratio':>8}")
-    streaming, cached, over_sdpa = {}, {}, {}
+    streaming, cached, over_sdpa, over_onednn = {}, {}, {}, {}
     with torch.inference_mode():
         for shape in SHAPES:
             found = {name: attention(bench, shape, name, generator) for name in ATTENTION_CASES}
@@ -261,6 +313,8 @@ def main() -> None:
             cached[shape.name] = round(loras.over_base(range(1)), 2)
             for num_rows in (1, 16, 64, 512):
                 rows(bench, shape, num_rows, generator)
+            draws(bench, shape, generator)
+            over_onednn[shape.name] = linears(bench, shape, generator)
         whole = LoraBench(bench, replace(SHAPES[0], num_layers=30), generator)
         step_gb_per_s = round(whole.step_from_memory(), 1)
     results = {
@@ -269,6 +323,7 @@ def main() -> None:
         "lora_qkv_64_adapters_in_cache_time_over_base": cached,
         "lora_step_from_memory_gb_per_s": step_gb_per_s,
         "decode_attention_over_index_select_sdpa": over_sdpa,
+        "linears_over_onednn": over_onednn,
         "least_over_twin": min(bench.over_twin.values()),
         "slower_than_twin": {what: ratio for what, ratio in bench.over_twin.items() if ratio < 1},
     }

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from . import attention_torch, linear_onednn, norms, pages
+from . import attention_torch, linear_onednn, norms, pages, sampling_torch
 from .attention import PagedAttention, WriteKV
 from .attention_flash import FlashAttention, FlashPackage, find_flash_attention
 from .attention_native import NativeAttention
@@ -24,6 +24,8 @@ from .lora_native import NativeLora
 from .lora_torch import TorchLora
 from .native_build import NativeUnavailable, load_library
 from .rows_native import NativeRows
+from .sampling import DrawTokens
+from .sampling_native import NativeSampling
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class Kernels:
     paged_attention: PagedAttention
     lora: LoraKernels
     experts: ExpertKernels
+    draw: DrawTokens
     read_pages: Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
     write_pages: Callable[[torch.Tensor, Sequence[int], torch.Tensor], None]
     capturable_lora: CapturableLora | None = None  # there: batches of decodes are launched from tensors alone, so that
@@ -76,6 +79,7 @@ def torch_kernels() -> Kernels:
         paged_attention=attention_torch.paged_attention,
         lora=TorchLora(),
         experts=TorchExperts(),
+        draw=sampling_torch.draw_tokens,
         read_pages=pages.read_pages,
         write_pages=pages.write_pages,
     )
@@ -97,6 +101,7 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
         paged_attention=attention.paged_attention,
         lora=NativeLora(library, dtype, num_threads),
         experts=TorchExperts(),
+        draw=NativeSampling(library, num_threads).draw,
         read_pages=pages.read_pages,
         write_pages=pages.write_pages,
         others={**others, "experts": "torch", "page copies": "torch"},
@@ -128,7 +133,11 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
 
     attention, lora = TritonAttention(), TritonLora()
     on_gpu = device.type == "cuda"
-    others = {"linear": "cuBLAS" if on_gpu else "torch", "page copies": "the copy engine" if on_gpu else "torch"}
+    others = {
+        "linear": "cuBLAS" if on_gpu else "torch",
+        "draws": "torch",
+        "page copies": "the copy engine" if on_gpu else "torch",
+    }
     attend: PagedAttention = attention.paged_attention
     if flash is not None and dtype != torch.float32:  # which it does not take
         attend, others["attention"] = FlashAttention(flash, attend).paged_attention, flash.name
@@ -144,6 +153,7 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         paged_attention=attend,
         lora=lora,
         experts=TritonExperts(),
+        draw=sampling_torch.draw_tokens,
         read_pages=pages.read_pages,
         write_pages=pages.copy_runs if on_gpu else pages.write_pages,
         capturable_lora=lora,

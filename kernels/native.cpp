@@ -6,6 +6,7 @@
 #include "native_linear.h"
 #include "native_lora.h"
 #include "native_rows.h"
+#include "native_sampling.h"
 
 using namespace motet;
 
@@ -93,6 +94,11 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
         else                                                                                                          \
             add_rms_norm(x, x_stride, residual, (const T*)weight, total, normed, num_rows, width, eps);               \
     }
+
+MOTET_CALL void draw_tokens(const float* logits, int64_t stride, int64_t vocab, const int64_t* rows, int64_t num_rows,
+                            const void* draws, int64_t* tokens, int num_threads) {
+    draw(logits, stride, vocab, rows, num_rows, (const Draw*)draws, tokens, num_threads);
+}
 
 MOTET_KERNELS(float32, float)
 MOTET_KERNELS(bfloat16, Bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import pytest
@@ -10,12 +11,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.workers.decoding.joint_draws import draw_together
-from motet.workers.decoding.sampling import sample, uniform
+from motet.kernels.sampling import Draw
+from motet.kernels.sampling_torch import draw_alone, draw_together, draw_tokens
+from motet.tests.native_builds import HERE, load_build
+from motet.workers.decoding.sampling import sample as sample_with
+from motet.workers.decoding.sampling import uniform
 from motet.workers.messages import SamplingParams
-from motet.workers.scheduling.plan import SamplePlan
+from motet.workers.scheduling.plan import SampledToken, SamplePlan
 
 VOCAB = 3000
+Sample = Callable[[torch.Tensor, Sequence[SamplePlan]], list[SampledToken | None]]
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def sample(request: pytest.FixtureRequest) -> Sample:
+    """By each kernel that draws on a CPU."""
+    draw = draw_tokens if request.param == "torch" else load_build((torch.float32, 1, HERE)).draw
+    return lambda logits, plans: sample_with(logits, plans, draw)
 
 
 def plan(index: int = 0, seed: int = 0, prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), **params: object):
@@ -26,28 +38,30 @@ def logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def draws(row: torch.Tensor, num: int = 400, **params: object) -> Counter[int]:
+def draws(sample: Sample, row: torch.Tensor, num: int = 400, **params: object) -> Counter[int]:
     plans = [plan(index=i, **params) for i in range(num)]
     return Counter(token.token_id for token in sample(row.expand(num, -1), plans))
 
 
-def test_greedy_takes_the_most_likely() -> None:
+def test_greedy_takes_the_most_likely(sample: Sample) -> None:
     rows = logits(4)
     tokens = sample(rows, [plan(temperature=0)] * 4)
     assert [t.token_id for t in tokens] == rows.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_follow_the_softmax(temperature: float) -> None:
+def test_draws_follow_the_softmax(sample: Sample, temperature: float) -> None:
     row = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
     expected = (row / temperature).softmax(-1)[0]
-    counts = draws(row, 4000, temperature=temperature)
+    counts = draws(sample, row, 4000, temperature=temperature)
     for token in range(4):
         assert counts[token] / 4000 == pytest.approx(float(expected[token]), abs=0.03)
 
 
 @given(top_k=st.integers(0, 50), top_p=st.floats(0.01, 1), min_p=st.floats(0, 1), seed=st.integers(0, 2**31))
-def test_only_what_the_filters_leave_is_drawn(top_k: int, top_p: float, min_p: float, seed: int) -> None:
+def test_only_what_the_filters_leave_is_drawn(
+    sample: Sample, top_k: int, top_p: float, min_p: float, seed: int
+) -> None:
     row = logits(seed=seed % 7)
     probabilities, order = row[0].softmax(-1).sort(descending=True)
     kept = probabilities[:top_k] if top_k else probabilities
@@ -55,16 +69,16 @@ def test_only_what_the_filters_leave_is_drawn(top_k: int, top_p: float, min_p: f
     kept = kept[(kept.cumsum(0) - kept) < top_p * total * (1 + 1e-5)]
     kept = kept[kept >= min_p * kept[0] * (1 - 1e-5)]
     allowed = set(order[: max(1, len(kept))].tolist())
-    assert set(draws(row, 20, seed=seed, top_k=top_k, top_p=top_p, min_p=min_p)) <= allowed
+    assert set(draws(sample, row, 20, seed=seed, top_k=top_k, top_p=top_p, min_p=min_p)) <= allowed
 
 
-def test_a_wide_top_p_reaches_beyond_the_first_candidates() -> None:
+def test_a_wide_top_p_reaches_beyond_the_first_candidates(sample: Sample) -> None:
     flat = torch.zeros(1, VOCAB)
-    assert max(draws(flat, 300, top_p=0.99)) > 2000
-    assert len(draws(flat, 300, top_k=2000)) > 200
+    assert max(draws(sample, flat, 300, top_p=0.99)) > 2000
+    assert len(draws(sample, flat, 300, top_k=2000)) > 200
 
 
-def test_a_draw_depends_on_seed_and_index_alone() -> None:
+def test_a_draw_depends_on_seed_and_index_alone(sample: Sample) -> None:
     rows = logits(6)
     plans = [plan(index=i, seed=5, top_p=0.9) for i in range(6)]
     together = [t.token_id for t in sample(rows, plans)]
@@ -77,16 +91,11 @@ def test_a_draw_depends_on_seed_and_index_alone() -> None:
 def test_rows_drawn_together_are_those_drawn_alone(vocab: int) -> None:
     """On a GPU all rows of a batch are drawn at once, whatever each asks for."""
     choices = product((0.3, 1.0, 2.0), (0, 1, 5, 1500), (1.0, 0.9, 0.5), (0.0, 0.05))
-    plans = [
-        plan(index=i, seed=i * i, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        for i, (temperature, top_k, top_p, min_p) in enumerate(choices)
-    ]
-    rows = torch.randn(len(plans), vocab, generator=torch.Generator().manual_seed(1)) * 2
-    alone = [said.token_id for said in sample(rows, plans)]
-    draws = [uniform(plan.seed, plan.index) for plan in plans]
-    assert draw_together(rows, [plan.params for plan in plans], draws).tolist() == alone
-    one_by_one = [int(draw_together(rows[i : i + 1], [plan.params], draws[i : i + 1])) for i, plan in enumerate(plans)]
-    assert one_by_one == alone
+    wanted = [Draw(*each, uniform(i * i, i)) for i, each in enumerate(choices)]
+    rows = torch.randn(len(wanted), vocab, generator=torch.Generator().manual_seed(1)) * 2
+    alone = [draw_alone(row, draw) for row, draw in zip(rows, wanted, strict=True)]
+    assert draw_together(rows, wanted).tolist() == alone
+    assert [int(draw_together(rows[i : i + 1], [draw])) for i, draw in enumerate(wanted)] == alone
 
 
 @given(st.integers(-(2**63), 2**64), st.integers(0, 2**20))
@@ -101,7 +110,7 @@ def test_uniform_is_even() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-9, 1e-38, 5e-324])
-def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
+def test_the_smallest_temperatures_are_greedy(sample: Sample, temperature: float) -> None:
     row = logits()
     for params in ({}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
         (token,) = sample(row, [plan(temperature=temperature, **params)])
@@ -110,7 +119,7 @@ def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
+def test_a_row_that_is_not_finite_fails_alone(sample: Sample, bad: float) -> None:
     rows = logits(3)
     rows[1, 7] = bad
     expected = rows.argmax(-1).tolist()
@@ -119,7 +128,7 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
         assert [token and token.token_id for token in tokens] == [expected[0], None, expected[2]]
 
 
-def test_the_largest_parameters_that_can_be_asked_for_draw_a_token() -> None:
+def test_the_largest_parameters_that_can_be_asked_for_draw_a_token(sample: Sample) -> None:
     row = logits()
     for params in ({"top_k": 10 * VOCAB}, {"temperature": 1e30}, {"top_p": 1e-30}, {"min_p": 1.0}, {"seed": -(2**63)}):
         (token,) = sample(row, [plan(**params)])
@@ -129,7 +138,7 @@ def test_the_largest_parameters_that_can_be_asked_for_draw_a_token() -> None:
     assert sample(row, [plan(logit_bias=many)])[0].token_id == 17
 
 
-def test_penalties_and_bias_move_the_right_tokens() -> None:
+def test_penalties_and_bias_move_the_right_tokens(sample: Sample) -> None:
     row = torch.zeros(1, 5)
     row[0] = torch.tensor([2.0, 1.9, -1.0, 0.0, 0.0])
     greedy = {"temperature": 0}
@@ -143,7 +152,7 @@ def test_penalties_and_bias_move_the_right_tokens() -> None:
     assert row[0].tolist() == pytest.approx([2.0, 1.9, -1.0, 0.0, 0.0])
 
 
-def test_logprobs_are_those_before_any_shaping() -> None:
+def test_logprobs_are_those_before_any_shaping(sample: Sample) -> None:
     row = logits()
     expected = row[0].log_softmax(-1)
     token = sample(row, [plan(temperature=0, logit_bias={7: 100.0}, num_logprobs=3)])[0]

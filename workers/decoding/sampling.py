@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 import torch
 
-from ..messages import SamplingParams, TokenLogprobs
+from ...kernels.sampling import Draw, DrawTokens
+from ..messages import TokenLogprobs
 from ..scheduling.plan import SampledToken, SamplePlan
-from .joint_draws import FIRST_LOOK, draw_together
 
 _MASK = (1 << 64) - 1
 
 
-def sample(logits: torch.Tensor, plans: Sequence[SamplePlan]) -> list[SampledToken | None]:
+def sample(logits: torch.Tensor, plans: Sequence[SamplePlan], draw: DrawTokens) -> list[SampledToken | None]:
     """One token for each row of `[num_rows, vocab]` float32 logits, with log-probabilities where asked for.
 
     None for a row whose largest number is NaN or infinite: nothing can be chosen from it. All of it is computed where
@@ -29,19 +29,23 @@ def sample(logits: torch.Tensor, plans: Sequence[SamplePlan]) -> list[SampledTok
         for row, plan in zip(shaped, plans, strict=True):
             _apply_penalties(row, plan)
     largest, chosen = shaped.max(dim=-1)
+    finite = largest.isfinite()
     drawn = [i for i, plan in enumerate(plans) if plan.params.temperature > 0]
-    if drawn and logits.device.type != "cpu":
-        draws = [uniform(plans[i].seed, plans[i].index) for i in drawn]
-        chosen[drawn] = draw_together(shaped[drawn], [plans[i].params for i in drawn], draws)
-    tokens, finite = torch.stack((chosen, largest.isfinite().long())).tolist()
-    if logits.device.type == "cpu":  # one by one: a CPU's cache holds no more, and asking it costs nothing
-        for i in drawn:
-            tokens[i] = _draw(shaped[i], plans[i]) if finite[i] else 0
+    if drawn and logits.device.type == "cpu":  # asking costs nothing here
+        drawn = [i for i, is_finite in enumerate(finite.tolist()) if is_finite and plans[i].params.temperature > 0]
+    if drawn:
+        chosen[drawn] = draw(shaped, drawn, [_draw_of(plans[i]) for i in drawn])
+    tokens, are_finite = torch.stack((chosen, finite.long())).tolist()
     logprobs = _logprobs(logits, tokens, plans)
     return [
         SampledToken(token, logprobs.get(i)) if is_finite else None
-        for i, (token, is_finite) in enumerate(zip(tokens, finite, strict=True))
+        for i, (token, is_finite) in enumerate(zip(tokens, are_finite, strict=True))
     ]
+
+
+def _draw_of(plan: SamplePlan) -> Draw:
+    params = plan.params
+    return Draw(params.temperature, params.top_k, params.top_p, params.min_p, uniform(plan.seed, plan.index))
 
 
 def uniform(seed: int, index: int) -> float:
@@ -75,40 +79,6 @@ def _apply_penalties(row: torch.Tensor, plan: SamplePlan) -> None:
     if params.logit_bias:
         biases = torch.tensor(list(params.logit_bias.values()), dtype=row.dtype, device=row.device)
         row.index_add_(0, torch.tensor(list(params.logit_bias), device=row.device), biases)
-
-
-def _draw(row: torch.Tensor, plan: SamplePlan) -> int:
-    """A token by inverse transform over the candidates, most likely first."""
-    params = plan.params
-    # In double and from the largest down, so that the smallest temperature is greedy instead of NaN.
-    probabilities = torch.softmax((row.double() - row.max()) / params.temperature, dim=-1)
-    if params.top_k == 0 and params.top_p >= 1 and params.min_p == 0:
-        return _pick(probabilities, uniform(plan.seed, plan.index))
-    kept, token_ids = _candidates(probabilities, params)
-    return int(token_ids[_pick(kept, uniform(plan.seed, plan.index))])
-
-
-def _candidates(probabilities: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities, descending, and ids of the tokens that top-k, top-p and min-p leave, in this order."""
-    vocab_size = len(probabilities)
-    count = min(params.top_k or vocab_size, vocab_size)
-    kept, token_ids = probabilities.topk(min(count, FIRST_LOOK))
-    if len(kept) < count and (params.top_p >= 1 or float(kept.sum()) < params.top_p or params.top_k):
-        kept, token_ids = probabilities.topk(count)
-    if params.top_p < 1:
-        total = kept.sum() if params.top_k else 1.0
-        before = kept.cumsum(0) - kept
-        kept = kept[before < params.top_p * total]
-    if params.min_p > 0:
-        kept = kept[kept >= params.min_p * kept[0]]
-    kept = kept[:1] if len(kept) == 0 else kept
-    return kept, token_ids[: len(kept)]
-
-
-def _pick(probabilities: torch.Tensor, draw: float) -> int:
-    cumulative = probabilities.cumsum(0)
-    index = int(torch.searchsorted(cumulative, cumulative[-1:] * draw, right=True))
-    return min(index, len(probabilities) - 1)
 
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], plans: Sequence[SamplePlan]) -> dict[int, TokenLogprobs]:

@@ -1,6 +1,7 @@
-"""Draws for all rows of a batch at once, where logits lie on a GPU and every question to it costs a wait.
+"""Draws of tokens in plain torch: the twin that the fast kernel is compared with.
 
-A row's draw is the same whatever the others ask for, and the same as that of `sampling.py`, row by row.
+On a CPU row by row: its cache holds no more. On a GPU, where every question costs a wait, all rows at once; a row's
+draw is the same.
 """
 
 from __future__ import annotations
@@ -9,35 +10,74 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..messages import SamplingParams
+from .sampling import Draw
 
 FIRST_LOOK = 1024  # candidates tried before a whole vocabulary is sorted
 
 
-def draw_together(rows: torch.Tensor, params: Sequence[SamplingParams], draws: Sequence[float]) -> torch.Tensor:
-    """A token `[num_rows]` for each row `[num_rows, vocab]` of logits: what `sampling.py` draws of each alone."""
+def draw_tokens(logits: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> torch.Tensor:
+    """See `sampling.DrawTokens`."""
+    if logits.device.type != "cpu":
+        return draw_together(logits[list(rows)], draws)
+    tokens = [draw_alone(logits[row], draw) for row, draw in zip(rows, draws, strict=True)]
+    return torch.tensor(tokens, dtype=torch.int64)
+
+
+def draw_alone(row: torch.Tensor, draw: Draw) -> int:
+    """A token of one row `[vocab]` of logits."""
+    # In double and from the largest down, so that the smallest temperature is greedy instead of NaN.
+    probabilities = torch.softmax((row.double() - row.max()) / draw.temperature, dim=-1)
+    if draw.top_k == 0 and draw.top_p >= 1 and draw.min_p == 0:
+        return _pick_alone(probabilities, draw.uniform)
+    kept, token_ids = _candidates_alone(probabilities, draw)
+    return int(token_ids[_pick_alone(kept, draw.uniform)])
+
+
+def _candidates_alone(probabilities: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities, descending, and ids of the tokens that top-k, top-p and min-p leave, in this order."""
+    vocab_size = len(probabilities)
+    count = min(draw.top_k or vocab_size, vocab_size)
+    kept, token_ids = probabilities.topk(min(count, FIRST_LOOK))
+    if len(kept) < count and (draw.top_p >= 1 or float(kept.sum()) < draw.top_p or draw.top_k):
+        kept, token_ids = probabilities.topk(count)
+    if draw.top_p < 1:
+        total = kept.sum() if draw.top_k else 1.0
+        before = kept.cumsum(0) - kept
+        kept = kept[before < draw.top_p * total]
+    if draw.min_p > 0:
+        kept = kept[kept >= draw.min_p * kept[0]]
+    kept = kept[:1] if len(kept) == 0 else kept
+    return kept, token_ids[: len(kept)]
+
+
+def _pick_alone(probabilities: torch.Tensor, uniform: float) -> int:
+    cumulative = probabilities.cumsum(0)
+    index = int(torch.searchsorted(cumulative, cumulative[-1:] * uniform, right=True))
+    return min(index, len(probabilities) - 1)
+
+
+def draw_together(rows: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """A token `[num_rows]` for each row `[num_rows, vocab]` of logits: what `draw_alone` draws of each."""
 
     def each(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64).to(rows.device, non_blocking=True).unsqueeze(1)
 
     # In double and from the largest down, so that the smallest temperature is greedy instead of NaN.
-    scaled = (rows.double() - rows.amax(-1, keepdim=True)) / each([p.temperature for p in params])
+    scaled = (rows.double() - rows.amax(-1, keepdim=True)) / each([draw.temperature for draw in draws])
     probabilities = torch.softmax(scaled, dim=-1)
-    drawn = each(list(draws))
-    tokens = torch.empty(len(params), dtype=torch.int64, device=rows.device)
-    whole = [i for i, p in enumerate(params) if p.top_k == 0 and p.top_p >= 1 and p.min_p == 0]
+    drawn = each([draw.uniform for draw in draws])
+    tokens = torch.empty(len(draws), dtype=torch.int64, device=rows.device)
+    whole = [i for i, draw in enumerate(draws) if draw.top_k == 0 and draw.top_p >= 1 and draw.min_p == 0]
     if whole:
         tokens[whole] = _pick(probabilities[whole], drawn[whole])
-    for some, sorted_, token_ids in _candidates(
-        probabilities, params, [i for i in range(len(params)) if i not in whole]
-    ):
-        kept = _kept(sorted_, [params[i] for i in some])
+    for some, sorted_, token_ids in _candidates(probabilities, draws, [i for i in range(len(draws)) if i not in whole]):
+        kept = _kept(sorted_, [draws[i] for i in some])
         tokens[some] = token_ids.gather(1, _pick(kept, drawn[some]).unsqueeze(1)).squeeze(1)
     return tokens
 
 
 def _candidates(
-    probabilities: torch.Tensor, params: Sequence[SamplingParams], rows: list[int]
+    probabilities: torch.Tensor, params: Sequence[Draw], rows: list[int]
 ) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
     """The most likely tokens of those rows, as many as their parameters can leave: rows, probabilities, descending, and
     tokens. A few do for most; the others get the whole vocabulary."""
@@ -58,7 +98,7 @@ def _candidates(
         yield those, *probabilities[those].topk(vocab_size)
 
 
-def _kept(sorted_: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def _kept(sorted_: torch.Tensor, params: Sequence[Draw]) -> torch.Tensor:
     """Probabilities `[num_rows, count]`, descending, zero where top-k, top-p and min-p, in this order, drop one."""
 
     def each(values: list[float]) -> torch.Tensor:
