@@ -14,7 +14,7 @@ from typing import Any
 
 from .cluster_nodes import CannotJoin, addresses_of_nodes
 from .config import ALL_ADDRESSES
-from .local_serve import LASTING_STREAMS
+from .local_serve import HUGE_PAGES, LASTING_STREAMS
 
 SERVE_FLAGS = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 CALL_TIMEOUT_S = 30.0
@@ -49,7 +49,7 @@ class JoinedCluster:
                 address=address,
                 log_to_driver=False,
                 logging_level="error",
-                runtime_env={"env_vars": SERVE_FLAGS | LASTING_STREAMS},
+                runtime_env={"env_vars": SERVE_FLAGS | LASTING_STREAMS | HUGE_PAGES},
             )
         except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
             raise CannotJoin(

@@ -33,6 +33,9 @@ LASTING_STREAMS = {
     "RAY_SERVE_PORT_QUARANTINE_S": str(PORT_REST_S),
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(DEREGISTRATION_S),
 }
+# The C library asks for huge pages, from which weights that are read once a step come faster. Native linears see to it
+# themselves; this is for the others: experts', and those that oneDNN packs.
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def check_port_is_free(host: str, port: int) -> None:
@@ -82,6 +85,7 @@ def serve_environment(session: str, session_path: Path, host: str, port: int) ->
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # the routers count requests themselves
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         **LASTING_STREAMS,
+        **HUGE_PAGES,
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(http_fallback_port),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc_fallback_port),
         "RAY_AUTH_MODE": "token",  # of Ray's and Serve's own servers, some of which listen on all interfaces

@@ -113,11 +113,9 @@ def _native_linear(
 ) -> tuple[PackLinear, Linear, dict[str, str]]:
     """The fastest for this CPU, and whose it is if it is not native."""
     native = NativeLinear(library, dtype, num_threads)
-    if native.is_best:
-        return native.pack, native.linear, {}
-    if linear_onednn.can_pack(dtype):
+    if not native.is_best and linear_onednn.can_pack(dtype):
         return linear_onednn.pack_linear, linear_onednn.linear, {"linear": "oneDNN"}
-    return as_it_is, linear, {"linear": "torch"}
+    return native.pack, native.linear, {}
 
 
 def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage | None = None) -> Kernels:

@@ -43,7 +43,8 @@ class NativeLinear:
         """A copy of `weight` `[out, in]` for `linear`."""
         assert weight.dtype == self._dtype, "of the kernels' dtype"
         (num_out, num_in), depth, panel = weight.shape, self._depth, self._panel
-        padded = pad(weight, (0, -num_in % depth, 0, -num_out % panel))
+        missing = (0, -num_in % depth, 0, -num_out % panel)
+        padded = pad(weight, missing) if any(missing) else weight.contiguous()
         panels = padded.view(padded.shape[0] // panel, panel, padded.shape[1] // depth, depth).transpose(1, 2)
         return PackedWeight(self._room(padded.numel()).view(panels.shape).copy_(panels), num_out, num_in)
 

@@ -15,7 +15,7 @@ COMPILERS = ("c++", "g++", "clang++")
 _SOURCES = tuple(sorted(path for path in Path(__file__).parent.glob("native*") if path.suffix in (".cpp", ".h")))
 # Hidden: a library for another CPU may be loaded beside, and what a thread keeps in one is laid out otherwise there.
 _HIDDEN = ("-fvisibility=hidden", "-shared", "-fPIC")
-_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-strict-aliasing", "-w", *_HIDDEN)
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-strict-aliasing", "-w", *_HIDDEN)
 _DEADLINE_S = 120.0
 
 

@@ -177,6 +177,28 @@ def test_a_weight_in_float32_is_multiplied_before_rounding(native: tuple[Kernels
         assert ((kernel(x, weight, 0.0).double() - expected) / expected).abs().max() <= half_a_bit
 
 
+def test_nan_stays_nan(native: tuple[Kernels, torch.dtype]) -> None:
+    """Whatever its payload: rounded like a number, 0x7fffffff would become -0."""
+    kernels, dtype = native
+    weight = torch.ones(20)
+    weight.view(torch.int32)[3] = 0x7FFFFFFF
+    assert kernels.rms_norm(torch.ones(2, 20, dtype=dtype), weight, 1e-5)[:, 3].isnan().all()
+
+
+@pytest.mark.parametrize("best", range(16))
+def test_scores_far_apart(native: tuple[Kernels, torch.dtype], best: int) -> None:
+    """The best key of a tile is found in every lane, however far above the next best it is."""
+    kernels, dtype = native
+    kv = torch.zeros(1, 2, 16, 1, 16, dtype=dtype)
+    kv[0, 1, :, 0] = torch.arange(16.0).to(dtype)[:, None]
+    kv[0, 0, best, 0, 0], kv[0, 0, (best + 1) % 16, 0, 0] = 300.0, 200.0
+    q = torch.zeros(1, 1, 16, dtype=dtype)
+    q[..., 0] = 1.0
+    plan = SequencePlan(0, (0,), 15, (0,), None, None)
+    batch = make_inputs(StepPlan(1, (plan,), (), ()), {}, 16, CPU).attention
+    close(kernels.paged_attention(q, kv, batch, 1.0, None, None), torch.full((1, 1, 16), float(best), dtype=dtype))
+
+
 def test_without_a_compiler_the_twins_serve_and_one_line_says_what_is_lost(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

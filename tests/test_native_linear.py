@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import linear
 
-from motet.kernels import linear_onednn
+from motet.kernels import linear_native, linear_onednn
 from motet.kernels.backend import native_kernels
 from motet.kernels.linear_native import NativeLinear, PackedWeight
 from motet.kernels.native_build import NativeUnavailable, load_library
@@ -113,11 +115,12 @@ def test_rows_that_are_not_contiguous(native: tuple[NativeLinear, torch.dtype]) 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("num_out", [16, 80, 1000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("build", BUILDS, ids=str)
 def test_a_row_is_the_same_to_the_last_bit_with_any_others_and_on_any_threads(
-    dtype: torch.dtype, num_out: int, num_threads: int
+    build: Build, num_out: int, num_threads: int
 ) -> None:
-    kernels, one = (load((dtype, threads, HERE)) for threads in (num_threads, 1))
+    dtype, _, flags = build
+    kernels, one = (load((dtype, threads, flags)) for threads in (num_threads, 1))
     x, weight, bias = draw(230, 577, num_out, dtype, seed=0)
     packed = one.pack(weight)
     expected = torch.cat([one.linear(row, packed, bias) for row in x.split(1)])
@@ -146,15 +149,31 @@ def test_onednn_serves_where_it_is_faster(monkeypatch: pytest.MonkeyPatch, is_be
     for num_rows in (0, 1, 5, 64):
         x, weight, bias = draw(num_rows, 96, 40, torch.bfloat16, seed=0)
         close(kernels.linear(x, kernels.pack_linear(weight), bias), linear(x, weight, bias))
-    in_float = native_kernels(torch.float32, 1, library)
-    assert in_float.choice == (f"native; {rest}" if is_best else f"native; linear, {rest}")
+    assert native_kernels(torch.float32, 1, library).choice == f"native; {rest}"
 
 
+@pytest.mark.parametrize("build", BUILDS, ids=str)
+def test_native_is_best_but_for_bfloat16_with_matrix_instructions(build: Build) -> None:
+    has_matrices = build[2] == HERE and "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    assert load(build).is_best == (build[0] == torch.float32 or not has_matrices)
+
+
+def test_a_weight_larger_than_what_is_taken_at_once(
+    native: tuple[NativeLinear, torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_native, "_CHUNK_BYTES", 4096)
+    _, dtype = native
+    x, weight, bias = draw(3, 64, 80, dtype, seed=0)
+    fresh = load((dtype, 1, HERE))
+    close(fresh.linear(x, fresh.pack(weight), bias), linear(x, weight, bias))
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="oneDNN's names of instruction sets")
 def test_a_cpu_that_onednn_takes_no_bfloat16_on_is_no_obstacle() -> None:
     """As laptops with AVX2 are. What oneDNN may use is decided when it is loaded."""
     program = """
 import torch
-from motet.kernels import linear_onednn
+from motet.kernels import linear_native, linear_onednn
 assert not linear_onednn.can_pack(torch.bfloat16)
 try:
     linear_onednn.pack_linear(torch.ones(16, 16, dtype=torch.bfloat16))

@@ -12,12 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.kernels.backend import Kernels
-from motet.kernels.sampling import Draw
+from motet.kernels.sampling import Draw, DrawTokens
 from motet.kernels.sampling_torch import draw_tokens
-from motet.tests.native_builds import EXAMPLES, HERE, load_build
+from motet.tests.native_builds import BUILDS, EXAMPLES, HERE, load_build
 
 VOCAB = 5003
+
+
+@pytest.fixture(scope="module", params=[build for build in BUILDS if build[0] == torch.float32], ids=str)
+def draw(request: pytest.FixtureRequest) -> DrawTokens:
+    """Of each build; logits are always float32."""
+    return load_build(request.param).draw
 
 
 def random_logits(num_rows: int, vocab: int, spread: float, seed: int) -> torch.Tensor:
@@ -36,7 +41,7 @@ def random_logits(num_rows: int, vocab: int, spread: float, seed: int) -> torch.
     seed=st.integers(0, 2**20),
 )
 def test_draws_are_the_twins(
-    native: tuple[Kernels, torch.dtype],
+    draw: DrawTokens,
     vocab: int,
     spread: float,
     temperature: float,
@@ -49,33 +54,33 @@ def test_draws_are_the_twins(
     """Two rows of four, each with its own `Draw`. Where tokens are equally likely the logit is the same."""
     logits = random_logits(4, vocab, spread, seed)
     wanted = [Draw(temperature, top_k, top_p, min_p, uniform), Draw(1.0, 0, 0.5, 0.0, uniform)]
-    actual, expected = native[0].draw(logits, [3, 1], wanted), draw_tokens(logits, [3, 1], wanted)
+    actual, expected = draw(logits, [3, 1], wanted), draw_tokens(logits, [3, 1], wanted)
     assert actual.dtype == torch.int64
     assert logits[[3, 1], actual].tolist() == logits[[3, 1], expected].tolist()
 
 
 @pytest.mark.parametrize("spread", [0.1, 2.0, 8.0])
-def test_every_draw_of_a_fine_grid(native: tuple[Kernels, torch.dtype], spread: float) -> None:
+def test_every_draw_of_a_fine_grid(draw: DrawTokens, spread: float) -> None:
     """All limits together and alone, from flat rows to steep ones."""
     logits = random_logits(1, VOCAB, spread, seed=3)
     grid = product((0.5, 1.0), (0, 1, 7, 2000), (1.0, 0.97, 0.3), (0.0, 0.001, 0.2))
     wanted = [Draw(*each, i / 7) for each in grid for i in range(7)]
     rows = [0] * len(wanted)
-    assert torch.equal(native[0].draw(logits, rows, wanted), draw_tokens(logits, rows, wanted))
+    assert torch.equal(draw(logits, rows, wanted), draw_tokens(logits, rows, wanted))
 
 
-def test_equally_likely_tokens_are_taken_in_their_order(native: tuple[Kernels, torch.dtype]) -> None:
+def test_equally_likely_tokens_are_taken_in_their_order(draw: DrawTokens) -> None:
     logits = torch.zeros(1, 1000)
     wanted = [Draw(1.0, top_k, top_p, 0.0, 0.9999) for top_k, top_p in ((10, 1.0), (0, 0.25), (100, 0.5), (0, 1.0))]
-    assert native[0].draw(logits, [0] * 4, wanted).tolist() == [9, 249, 49, 999]
+    assert draw(logits, [0] * 4, wanted).tolist() == [9, 249, 49, 999]
 
 
-def test_tokens_without_weight_are_never_drawn(native: tuple[Kernels, torch.dtype]) -> None:
+def test_tokens_without_weight_are_never_drawn(draw: DrawTokens) -> None:
     logits = torch.full((1, 600), -torch.inf)
     logits[0, [5, 550]] = 1.0
     for top_k, top_p, min_p in product((0, 1, 5, 600), (1.0, 0.999), (0.0, 0.1)):
         wanted = [Draw(1.0, top_k, top_p, min_p, uniform) for uniform in (0.0, 0.3, 0.7, 1 - 2**-53)]
-        assert set(native[0].draw(logits, [0] * 4, wanted).tolist()) <= {5, 550}
+        assert set(draw(logits, [0] * 4, wanted).tolist()) <= {5, 550}
 
 
 def test_strided_rows_on_several_threads_and_after_wider_ones() -> None:
