@@ -1,4 +1,4 @@
-// Linear layers on weights that were laid out for it once.
+// Linear layers, on weights that were laid out for them once.
 //
 // Packed weights are panels of a few vectors of outputs. In a panel lie, for each `kDepth` inputs in turn, those of all its
 // outputs: weights are read in order, once for a few rows of x, and each element of x is multiplied with whole vectors of
@@ -43,10 +43,10 @@ struct Outputs<Bfloat16> {
 #endif
 
 #ifdef __AVX512F__
-constexpr int kPanel = 4;                     // vectors of 16 outputs
-constexpr int64_t kNearInputs = 1 << 20;      // elements of x that are done with all weights before the next ones
+constexpr int kPanel = 4;                 // vectors of 16 outputs
+constexpr int64_t kNearInputs = 1 << 20;  // elements of x that are done with all weights before the next ones
 #else
-constexpr int kPanel = 1;                     // registers hold the sums of six rows of one vector
+constexpr int kPanel = 1;  // registers hold the sums of six rows of one vector
 constexpr int64_t kNearInputs = 1 << 17;
 #endif
 constexpr int kTileRows = 6;         // rows at once
