@@ -5,7 +5,8 @@ both. Pages lie in random order, and calls go through the layers of a pool, larg
 last line of JSON: LoRA on qkv with 64 rows of 64 adapters (ranks 8 to 32) over the base's product, a few layers in turn
 and one again and again; GB/s of a whole step's LoRA, from memory; decode attention of 64 sequences with 512 tokens
 against index_select + SDPA; a layer's linears from memory against oneDNN on weights packed for it, or against torch's
-where it takes none, by rows; the least ratio of a twin's time over its kernel's, and those below 1.
+where it takes none, by rows; experts against their twin, by rows; the least ratio of a twin's time over its kernel's,
+and those below 1.
 
 A laptop's CPU with AVX2, on one with more: `--march x86-64-v3`, with ONEDNN_MAX_CPU_ISA=AVX2, ATEN_CPU_CAPABILITY=avx2
 and MKL_ENABLE_INSTRUCTIONS=AVX2 in the environment, so that what it is compared with keeps to AVX2 too.
@@ -291,6 +292,25 @@ def linears(bench: Bench, shape: Shape, generator: torch.Generator) -> dict[int,
     return found
 
 
+def experts(bench: Bench, generator: torch.Generator) -> dict[int, float]:
+    """Gate and up of a layer of OLMoE-1B-7B: 64 experts, 8 for each row, against a product of each expert, by rows."""
+    hidden, width, num_experts, top_k = 2048, 2048, 64, 8
+    native, twin = bench.both
+    weight = torch.randn(num_experts, width, hidden, generator=generator).bfloat16()
+    packed, found = native.pack_experts(weight), {}
+    for num_rows in (1, 8, 64, 256):
+        chosen = torch.rand(num_rows, num_experts, generator=generator).topk(top_k).indices
+        groups = native.experts.group(chosen, torch.ones(num_rows, top_k), 0, num_experts)
+        x = torch.randn(num_rows * top_k, hidden, generator=generator).bfloat16()
+        ratio = bench.against(
+            f"{num_experts} experts, {top_k} for each row, {num_rows} rows",
+            lambda x=x, groups=groups: native.experts.linear(x, packed, groups),
+            lambda x=x, groups=groups: twin.experts.linear(x, weight, groups),
+        )
+        found[num_rows] = round(ratio, 2)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=30, help="of each call (default 30)")
@@ -315,6 +335,7 @@ def main() -> None:
                 rows(bench, shape, num_rows, generator)
             draws(bench, shape, generator)
             over_onednn[shape.name] = linears(bench, shape, generator)
+        over_each = experts(bench, generator)
         whole = LoraBench(bench, replace(SHAPES[0], num_layers=30), generator)
         step_gb_per_s = round(whole.step_from_memory(), 1)
     results = {
@@ -324,6 +345,7 @@ def main() -> None:
         "lora_step_from_memory_gb_per_s": step_gb_per_s,
         "decode_attention_over_index_select_sdpa": over_sdpa,
         "linears_over_onednn": over_onednn,
+        "experts_over_twin": over_each,
         "least_over_twin": min(bench.over_twin.values()),
         "slower_than_twin": {what: ratio for what, ratio in bench.over_twin.items() if ratio < 1},
     }

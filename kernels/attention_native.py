@@ -53,7 +53,7 @@ class NativeAttention:
         name = str(dtype).removeprefix("torch.")
         pointer = ctypes.c_void_p
         self._write, self._attend = library[f"write_kv_{name}"], library[f"paged_attention_{name}"]
-        self._write.argtypes = [pointer] * 10
+        self._write.argtypes = [*[pointer] * 10, ctypes.c_int]
         self._attend.argtypes = [*[pointer] * 7, ctypes.c_float, ctypes.c_float, ctypes.c_int]
         self._write.restype = self._attend.restype = None
 
@@ -82,6 +82,7 @@ class NativeAttention:
             host.row_slots.data_ptr(),
             turned.data_ptr(),
             ctypes.addressof(sizes),
+            self._num_threads,
         )
         return turned
 

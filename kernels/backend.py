@@ -16,7 +16,8 @@ from . import attention_torch, linear_onednn, norms, pages, sampling_torch
 from .attention import PagedAttention, WriteKV
 from .attention_flash import FlashAttention, FlashPackage, find_flash_attention
 from .attention_native import NativeAttention
-from .experts import ExpertKernels
+from .experts import ExpertKernels, ExpertWeight
+from .experts_native import NativeExperts
 from .experts_torch import TorchExperts
 from .linear_native import NativeLinear
 from .lora import CapturableLora, LoraKernels
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 LinearWeight = Any  # a weight `[out, in]` as `pack_linear` laid it out; opaque to the caller
 PackLinear = Callable[[torch.Tensor], LinearWeight]
+PackExperts = Callable[[torch.Tensor], ExpertWeight]
 Linear = Callable[[torch.Tensor, LinearWeight, torch.Tensor | None], torch.Tensor]
 
 
@@ -48,6 +50,7 @@ class Kernels:
     write_kv: WriteKV
     paged_attention: PagedAttention
     lora: LoraKernels
+    pack_experts: PackExperts  # once for each `[num_experts, out, in]`
     experts: ExpertKernels
     draw: DrawTokens
     read_pages: Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
@@ -78,6 +81,7 @@ def torch_kernels() -> Kernels:
         write_kv=attention_torch.write_kv,
         paged_attention=attention_torch.paged_attention,
         lora=TorchLora(),
+        pack_experts=as_it_is,
         experts=TorchExperts(),
         draw=sampling_torch.draw_tokens,
         read_pages=pages.read_pages,
@@ -87,8 +91,15 @@ def torch_kernels() -> Kernels:
 
 def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -> Kernels:
     """Those in C++, for the CPU, from the `library` that `load_library` gave; the rest are the twins."""
-    attention, rows = NativeAttention(library, dtype, num_threads), NativeRows(library, dtype)
-    pack, multiply, others = _native_linear(dtype, num_threads, library)
+    attention, rows = NativeAttention(library, dtype, num_threads), NativeRows(library, dtype, num_threads)
+    native, others = NativeLinear(library, dtype, num_threads), {"page copies": "torch"}
+    pack, multiply = native.pack, native.linear
+    experts: ExpertKernels = NativeExperts(library, native, num_threads)
+    pack_experts: PackExperts = experts.pack
+    if not native.is_best and linear_onednn.can_pack(dtype):
+        pack, multiply = linear_onednn.pack_linear, linear_onednn.linear
+        pack_experts, experts = as_it_is, TorchExperts()
+        others |= {"linear": "oneDNN", "experts": "torch"}
     return Kernels(
         name="native",
         pack_linear=pack,
@@ -100,22 +111,13 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
         write_kv=attention.write_kv,
         paged_attention=attention.paged_attention,
         lora=NativeLora(library, dtype, num_threads),
-        experts=TorchExperts(),
+        pack_experts=pack_experts,
+        experts=experts,
         draw=NativeSampling(library, num_threads).draw,
         read_pages=pages.read_pages,
         write_pages=pages.write_pages,
-        others={**others, "experts": "torch", "page copies": "torch"},
+        others=others,
     )
-
-
-def _native_linear(
-    dtype: torch.dtype, num_threads: int, library: ctypes.CDLL
-) -> tuple[PackLinear, Linear, dict[str, str]]:
-    """The fastest for this CPU, and whose it is if it is not native."""
-    native = NativeLinear(library, dtype, num_threads)
-    if not native.is_best and linear_onednn.can_pack(dtype):
-        return linear_onednn.pack_linear, linear_onednn.linear, {"linear": "oneDNN"}
-    return native.pack, native.linear, {}
 
 
 def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage | None = None) -> Kernels:
@@ -150,6 +152,7 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         write_kv=attention.write_kv,
         paged_attention=attend,
         lora=lora,
+        pack_experts=as_it_is,
         experts=TritonExperts(),
         draw=sampling_torch.draw_tokens,
         read_pages=pages.read_pages,

@@ -7,9 +7,11 @@ by expert, without padding, so that each expert's weights are read once for all 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+
+ExpertWeight = Any  # a layer's weights `[num_experts, out, in]` as `pack_experts` laid them out; opaque to the caller
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,10 @@ class ExpertKernels(Protocol):
         `experts` `[num_rows, top_k]` int64 and their `weights` `[num_rows, top_k]` are what a router chose.
         """
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: ExpertWeight, groups: ExpertGroups) -> torch.Tensor:
         """Each pair through its own expert: `[num_pairs, out]`.
 
-        x `[num_pairs, in]`, weight `[num_experts, out, in]`.
+        x `[num_pairs, in]`; `weight` of the experts that the pairs were grouped for.
         """
 
     def combine(self, x: torch.Tensor, groups: ExpertGroups, num_rows: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ class NativeLinear:
     """Linears of one dtype."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
-        self._dtype, self._num_threads = dtype, num_threads
+        self.dtype, self._num_threads = dtype, num_threads
         name = str(dtype).removeprefix("torch.")
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._linear = library[f"linear_{name}"]
@@ -35,14 +35,14 @@ class NativeLinear:
         facts = [library[f"linear_{fact}_{name}"] for fact in ("depth", "panel", "is_best")]
         for fact in facts:
             fact.argtypes, fact.restype = [], number
-        self._depth, self._panel, is_best = (int(fact()) for fact in facts)
+        self._depth, self.panel, is_best = (int(fact()) for fact in facts)  # `panel`: outputs of one
         self.is_best = is_best == 1  # nothing known is faster on this CPU
         self._free = torch.empty(0, dtype=dtype)
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
         """A copy of `weight` `[out, in]` for `linear`."""
-        assert weight.dtype == self._dtype, "of the kernels' dtype"
-        (num_out, num_in), depth, panel = weight.shape, self._depth, self._panel
+        assert weight.dtype == self.dtype, "of the kernels' dtype"
+        (num_out, num_in), depth, panel = weight.shape, self._depth, self.panel
         missing = (0, -num_in % depth, 0, -num_out % panel)
         padded = pad(weight, missing) if any(missing) else weight.contiguous()
         panels = padded.view(padded.shape[0] // panel, panel, padded.shape[1] // depth, depth).transpose(1, 2)
@@ -50,10 +50,10 @@ class NativeLinear:
 
     def linear(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """x weightᵀ + bias: `[rows, out]` of `[rows, in]`."""
-        assert x.dtype == self._dtype and x.shape[1] == weight.num_in, "of the kernels' dtype and the weight's width"
+        assert x.dtype == self.dtype and x.shape[1] == weight.num_in, "of the kernels' dtype and the weight's width"
         x = x if x.stride(1) == 1 else x.contiguous()
         bias = None if bias is None else bias.contiguous()
-        assert bias is None or (bias.dtype == self._dtype and len(bias) == weight.num_out), "one for each output"
+        assert bias is None or (bias.dtype == self.dtype and len(bias) == weight.num_out), "one for each output"
         y = x.new_empty(x.shape[0], weight.num_out)
         self._linear(
             x.data_ptr(),
@@ -72,7 +72,7 @@ class NativeLinear:
     def _room(self, num_elements: int) -> torch.Tensor:
         """Zeros in huge pages, beside other weights: each by itself would hardly fill one."""
         if num_elements > len(self._free):
-            most = max(num_elements, _CHUNK_BYTES // self._dtype.itemsize)
-            self._free = zeros_in_huge_pages(most, self._dtype)
+            most = max(num_elements, _CHUNK_BYTES // self.dtype.itemsize)
+            self._free = zeros_in_huge_pages(most, self.dtype)
         taken, self._free = self._free[:num_elements], self._free[num_elements:]
         return taken

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define MOTET_BF16_PRODUCTS 1
@@ -175,6 +176,28 @@ inline void store(T* to, const Floats& value, int64_t count) {
     T padded[kLanes];
     store(padded, value);
     std::memcpy(to, padded, size_t(count) * sizeof(T));
+}
+
+// As T holds it: to the nearest, ties to even; NaN stays NaN.
+
+template <class T>
+inline FloatPart rounded(FloatPart value) {
+    if constexpr (std::is_same<T, Bfloat16>::value) {
+#ifdef MOTET_BF16_PRODUCTS
+        const __m512i halves = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)value));
+        return (FloatPart)_mm512_slli_epi32(halves, 16);
+#else
+        const WordPart bits = (WordPart)value;
+        const WordPart nearest = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
+        return value == value ? (FloatPart)nearest : value;
+#endif
+    }
+    return value;
+}
+
+template <class T, class V>
+inline Two<V> rounded(const Two<V>& value) {
+    return {rounded<T>(value.low), rounded<T>(value.high)};
 }
 
 // x in the lanes after `before` up to `last`, `other` in the rest.

@@ -136,25 +136,39 @@ inline const float* inputs_of(const Bfloat16* x, int64_t& stride, int64_t num_ro
     return spare.data();
 }
 
-// y = x Wᵀ + bias. Threads share the outputs.
+// One thread's part of the outputs, in blocks of rows.
 template <class T>
-void linear(const T* x, int64_t x_stride, int64_t num_rows, LinearCall<T> call, [[maybe_unused]] int num_threads) {
+void linear_share(const T* x, int64_t x_stride, int64_t num_rows, const LinearCall<T>& call, int64_t thread,
+                  int64_t num_threads) {
+    static thread_local std::vector<typename Outputs<T>::Input> spare;
     const int64_t num_vectors = (call.num_out + kLanes - 1) / kLanes;
+    const int64_t start = num_vectors * thread / num_threads, stop = num_vectors * (thread + 1) / num_threads;
+    const int64_t most = std::max(kLeastBlock, kNearInputs / std::max<int64_t>(1, call.num_in) / kTileRows * kTileRows);
+    for (int64_t block = 0; block < num_rows; block += most) {
+        const int64_t rows = std::min(num_rows - block, most);
+        LinearCall<T> own = call;
+        own.x_stride = x_stride, own.y = call.y + block * call.y_stride;
+        own.x = inputs_of(x + block * x_stride, own.x_stride, rows, call.num_in, spare);
+        linear_block(own, rows, start, stop);
+    }
+}
+
+// y = x Wᵀ + bias for each of some groups of rows, with a weight of its own; group g has rows `offsets[g]` to
+// `offsets[g + 1]`, and its weight lies `weight_stride` after the one before. Threads share the outputs.
+template <class T>
+void linear(const T* x, int64_t x_stride, const int64_t* offsets, int64_t num_groups, LinearCall<T> call,
+            int64_t weight_stride, [[maybe_unused]] int num_threads) {
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
         int64_t thread = 0, count = 1;
 #ifdef _OPENMP
         thread = omp_get_thread_num(), count = omp_get_num_threads();
 #endif
-        static thread_local std::vector<typename Outputs<T>::Input> spare;
-        const int64_t start = num_vectors * thread / count, stop = num_vectors * (thread + 1) / count;
-        const int64_t most = std::max(kLeastBlock, kNearInputs / std::max<int64_t>(1, call.num_in) / kTileRows * kTileRows);
-        for (int64_t block = 0; block < num_rows; block += most) {
-            const int64_t rows = std::min(num_rows - block, most);
+        for (int64_t group = 0; group < num_groups; group++) {
+            const int64_t first = offsets[group], num_rows = offsets[group + 1] - first;
             LinearCall<T> own = call;
-            own.x_stride = x_stride, own.y = call.y + block * call.y_stride;
-            own.x = inputs_of(x + block * x_stride, own.x_stride, rows, call.num_in, spare);
-            linear_block(own, rows, start, stop);
+            own.weight += group * weight_stride, own.y += first * call.y_stride;
+            linear_share(x + first * x_stride, x_stride, num_rows, own, thread, count);
         }
     }
 }

@@ -86,22 +86,32 @@ void shrink_singles(const LoraPages<T>& pages, const PartList& parts, const T* x
         }
         if (!is_live) return;
         Floats totals[kReaders] = {};
+        const char* ask[kReaders];  // for lines that are needed later
+        for (int s = 0; s < kReaders; s++) ask[s] = readers[s].ahead.take(width * int64_t(sizeof(T)), a[s]);
         int64_t k = 0;
         for (; k + kTurn * kBlock <= width; k += kTurn * kBlock)
+#pragma GCC unroll 8  // so that the sums stay in registers
             for (int s = 0; s < kReaders; s++) {
-                readers[s].ahead.lines_in_loop(kTurn);
                 const T *from = own[s] + k, *row = a[s] + k;
+                const char* later = ask[s] + k * int64_t(sizeof(T));
+#pragma GCC unroll 2
+                for (int i = 0; i < kTurn; i++) __builtin_prefetch(later + 64 * i, 0, 2);
+#pragma GCC unroll 8
                 for (int64_t i = 0; i < kTurn * kBlock; i += kStep)
                     multiply_add(totals[s], Operand<T>(from + i), Operand<T>(row + i));
             }
         if (k < width)
+#pragma GCC unroll 8
             for (int s = 0; s < kReaders; s++) {
-                readers[s].ahead.lines_in_loop((width - k + kBlock - 1) / kBlock);
+                for (int64_t i = k; i < width; i += kBlock) __builtin_prefetch(ask[s] + i * int64_t(sizeof(T)), 0, 2);
                 for (int64_t i = k; i < width; i += kStep)
                     multiply_add(totals[s], Operand<T>(own[s] + i, width - i), Operand<T>(a[s] + i, width - i));
             }
         float each[kReaders];
-        sums<kReaders>(totals, each);
+        Floats ended[kReaders];  // apart, because what is handed on is in memory all the time
+#pragma GCC unroll 8
+        for (int s = 0; s < kReaders; s++) ended[s] = totals[s];
+        sums<kReaders>(ended, each);
         for (int s = 0; s < kReaders; s++) assign(*to[s], each[s]), readers[s].ahead.settle();
     }
 }

@@ -111,6 +111,19 @@ class ReadAhead {
         for (int64_t i = 0; i < count; i++, next += kLine) ask();
     }
 
+    // Where the next `count` bytes are to be asked for by the caller; `instead`, if they do not lie in one piece: then they
+    // have been asked for, or wait for `settle`.
+    const char* take(int64_t count, const void* instead) {
+        const int64_t num_lines = (count + kLine - 1) / kLine;
+        if (next + uintptr_t(num_lines * kLine) > end) {
+            owed += num_lines;
+            return (const char*)instead;
+        }
+        const char* from = (const char*)next;
+        next += uintptr_t(num_lines * kLine);
+        return from;
+    }
+
     void settle() {
         lines(owed);
         owed = 0;

@@ -27,7 +27,7 @@ struct Operand<Bfloat16> {
     static constexpr int kWidth = 2 * kLanes;
     __m512bh value;
     Operand() = default;
-    explicit Operand(const Bfloat16* from) : value((__m512bh)_mm512_loadu_si512(from)) {}
+    explicit Operand(const Bfloat16* from) { std::memcpy(&value, from, sizeof value); }  // GCC puts a cast one in memory
     Operand(const Bfloat16* from, int64_t count)
         : value((__m512bh)_mm512_maskz_loadu_epi16(count >= kWidth ? ~0u : (1u << count) - 1, from)) {}
 };
@@ -62,6 +62,8 @@ struct RowPair {
             rows[row][1] = count > kLanes ? load(from[row] + kLanes, count - kLanes) : Floats{};
         }
     }
+    // Of a vector of factors, for as many pairs as it has; rounded as T holds them.
+    static void store_factors(Factors* to, const Floats& factors) { store((float*)to, rounded<T>(factors)); }
     static Factors factors(const T* both) { return {to_float(both[0]), to_float(both[1])}; }
     void add_to(Sums& sums, Factors by) const {
         sums.first += rows[0][0] * by.first + rows[1][0] * by.second;
@@ -83,6 +85,7 @@ struct RowPair<Bfloat16> {
         low = (__m512bh)_mm512_unpacklo_epi16(one, other);
         high = (__m512bh)_mm512_unpackhi_epi16(one, other);
     }
+    static void store_factors(Factors* to, const Floats& factors) { store((Bfloat16*)to, factors); }
     static Factors factors(const Bfloat16* both) { return uint32_t(both[0].bits) | uint32_t(both[1].bits) << 16; }
     void add_to(Sums& sums, Factors by) const {
         __m512bh both = (__m512bh)_mm512_set1_epi32(int(by));

@@ -10,17 +10,18 @@ import torch
 class NativeRows:
     """What `norms.py` computes, for one dtype."""
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
+        self._dtype, self._num_threads = dtype, num_threads
         name = str(dtype).removeprefix("torch.")
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._norm = library[f"add_rms_norm_{name}"]
         self._norm.argtypes = [
             *(pointer, number, pointer, pointer, ctypes.c_int, pointer, pointer, number, number),
-            ctypes.c_float,
+            *(ctypes.c_float, ctypes.c_int),
         ]
         self._silu_mul, self._gelu_tanh_mul = library[f"silu_mul_{name}"], library[f"gelu_tanh_mul_{name}"]
-        self._silu_mul.argtypes = self._gelu_tanh_mul.argtypes = [pointer, number, pointer, number, number]
+        gated = [pointer, number, pointer, number, number, ctypes.c_int]
+        self._silu_mul.argtypes = self._gelu_tanh_mul.argtypes = gated
         self._norm.restype = self._silu_mul.restype = self._gelu_tanh_mul.restype = None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -46,6 +47,7 @@ class NativeRows:
             normed.data_ptr(),
             *x.shape,
             eps,
+            self._num_threads,
         )
         return normed, total
 
@@ -66,5 +68,5 @@ class NativeRows:
         num_rows, width = gate_up.shape
         width //= 2
         product = gate_up.new_empty((num_rows, width))
-        kernel(gate_up.data_ptr(), stride, product.data_ptr(), num_rows, width)
+        kernel(gate_up.data_ptr(), stride, product.data_ptr(), num_rows, width, self._num_threads)
         return product

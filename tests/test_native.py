@@ -232,7 +232,7 @@ def test_without_triton_the_twins_serve_a_gpu_and_one_line_says_what_is_lost(
 
 def test_each_operations_choice_is_told(native: tuple[Kernels, torch.dtype]) -> None:
     kernels, _ = native
-    assert kernels.choice.startswith("native; ") and kernels.choice.endswith("experts, page copies by torch")
+    assert kernels.choice.startswith("native; ") and "page copies" in kernels.choice
 
 
 def test_a_library_is_compiled_once_and_a_failing_compiler_leaves_nothing(tmp_path: Path) -> None:

@@ -18,7 +18,13 @@ from motet.kernels.native_build import COMPILERS
 # Without -O1 they take four times as long to build.
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1", "-O1")
 DEADLINE_S = 900
-NATIVE = ("test_native.py", "test_native_lora.py", "test_native_linear.py", "test_native_sampling.py")
+NATIVE = (
+    "test_native.py",
+    "test_native_lora.py",
+    "test_native_linear.py",
+    "test_native_experts.py",
+    "test_native_sampling.py",
+)
 # Each leaves what it may touch, on the word of its caller; a sanitizer that is awake says so.
 PROBE = """
 extern "C" int beyond(const int* from, long index) { return from[index]; }

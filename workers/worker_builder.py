@@ -46,7 +46,7 @@ def build_executor(
     layout = sharding.layout(config.block_size, config.dtype)
     kernels = choose_kernels(device, dtype, config.num_threads, config.cache_path)
     pool = make_pool(geometry, device)
-    decoder = load_decoder(sharding, Checkpoint(config.model_path, dtype, device, on_progress), kernels.pack_linear)
+    decoder = load_decoder(sharding, Checkpoint(config.model_path, dtype, device, on_progress), kernels)
     rotary = rotary_tables(model.rotaries, model.head_dim, config.context_of(model.max_model_len), device)
     runner = Runner(decoder, kernels, parallel, pool, geometry, layout, rotary)
     pinned = device.type == "cuda"  # a copy from other memory would not run beside the steps

@@ -129,7 +129,7 @@ class Bench:
         layout = sharding.layout(BLOCK, dtype_name)
         geometry = plan_pool(sharding, BLOCK, machine.dtype, size.pool_bytes)
         pool = make_pool(geometry, machine.device)
-        decoder = load_decoder(sharding, RandomWeights(machine), kernels.pack_linear)
+        decoder = load_decoder(sharding, RandomWeights(machine), kernels)
         rotary = rotary_tables(model.rotaries, model.head_dim, model.max_model_len, machine.device)
         self.runner = Runner(decoder, kernels, Alone(), pool, geometry, layout, rotary)
         if not machine.is_dry:

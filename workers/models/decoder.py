@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.backend import LinearWeight, PackLinear, as_it_is
+from ...kernels.backend import Kernels, LinearWeight, torch_kernels
 from .context import ForwardContext
 from .layer_loader import load_layer, load_norm
 from .layers import BASE, DecoderLayer
@@ -63,12 +63,16 @@ class Decoder:
         return context.parallel.all_reduce(found, BASE)
 
 
-def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, pack_linear: PackLinear = as_it_is) -> Decoder:
-    """Reads this worker's part of every weight. Raises ValueError for missing, misshapen or left-over tensors."""
+def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Kernels | None = None) -> Decoder:
+    """Reads this worker's part of every weight, laid out for `kernels` (None: the plain twins).
+
+    Raises ValueError for missing, misshapen or left-over tensors.
+    """
+    kernels = kernels or torch_kernels()
     config = sharding.config
     hidden, vocab, own = config.hidden_size, config.vocab_size, sharding.vocabulary
     embedding = checkpoint.take("model.embed_tokens.weight", (vocab, hidden), rows=own)
-    layers = tuple(load_layer(index, sharding, checkpoint, pack_linear) for index in range(config.num_layers))
+    layers = tuple(load_layer(index, sharding, checkpoint, kernels) for index in range(config.num_layers))
     norm = load_norm("model.norm", hidden, sharding, checkpoint)
     if config.tie_word_embeddings:
         checkpoint.drop("lm_head.weight")
@@ -80,5 +84,5 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, pack_linear:
     scale = 1.0
     if config.family.scaled_embedding:  # rounded like the weights, as these families were trained
         scale = float(torch.tensor(hidden**0.5, dtype=embedding.dtype))
-    packed_head = pack_linear(head)
+    packed_head = kernels.pack_linear(head)
     return Decoder(embedding, layers, norm, config.norm_eps, packed_head, own, vocab, scale, config.logit_softcap)

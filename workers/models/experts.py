@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.backend import LinearWeight
+from ...kernels.experts import ExpertWeight
 from .config import Activation
 from .context import ForwardContext
 from .expert_lora import expert_lora
@@ -37,9 +38,10 @@ class ExpertMlp:
     """
 
     router: LinearWeight  # [num_experts, hidden]
-    gate_up: torch.Tensor  # [this worker's experts, 2 * its features, hidden]
-    down: torch.Tensor  # [this worker's experts, hidden, its features]
+    gate_up: ExpertWeight  # [this worker's experts, 2 * its features, hidden]
+    down: ExpertWeight  # [this worker's experts, hidden, its features]
     first: int  # of this worker's experts
+    num_experts: int  # this worker's
     is_cut: bool  # into features; else this worker's experts are whole
     top_k: int
     normalized: bool  # the chosen experts' weights add up to one
@@ -50,7 +52,7 @@ class ExpertMlp:
         kernels = context.kernels.experts
         # Each worker chooses for itself: the same x gives the same choice.
         chosen, weights = choose_experts(context.kernels.linear(x, self.router, None), self.top_k, self.normalized)
-        groups = kernels.group(chosen, weights, self.first, len(self.gate_up))
+        groups = kernels.group(chosen, weights, self.first, self.num_experts)
         lora = expert_lora(groups, self.first, self.is_cut, context)
         pairs = x[groups.rows]
         gate_up = kernels.linear(pairs, self.gate_up, groups)

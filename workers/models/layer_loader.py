@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...kernels.backend import PackLinear
+from ...kernels.backend import Kernels
 from .context import DOWN, GATE_UP, OUTPUT, QKV
 from .experts import ExpertMlp, SharedExpert
 from .layers import Attention, ColumnLinear, DecoderLayer, GatedMlp, HeadNorm, RowLinear
@@ -12,9 +12,9 @@ from .sharding import ModelSharding, Range
 from .weight_source import WeightSource
 
 
-def load_layer(index: int, sharding: ModelSharding, checkpoint: WeightSource, pack_linear: PackLinear) -> DecoderLayer:
+def load_layer(index: int, sharding: ModelSharding, checkpoint: WeightSource, kernels: Kernels) -> DecoderLayer:
     """The layer. Raises ValueError for missing and misshapen tensors."""
-    loader, config = _LayerLoader(index, sharding, checkpoint, pack_linear), sharding.config
+    loader, config = _LayerLoader(index, sharding, checkpoint, kernels), sharding.config
     has_experts = config.experts is not None and config.experts.layers[index]
     has_post_norms = config.family.post_norms
     return DecoderLayer(
@@ -36,10 +36,10 @@ def load_norm(name: str, width: int, sharding: ModelSharding, checkpoint: Weight
 
 
 class _LayerLoader:
-    def __init__(self, index: int, sharding: ModelSharding, checkpoint: WeightSource, pack_linear: PackLinear) -> None:
+    def __init__(self, index: int, sharding: ModelSharding, checkpoint: WeightSource, kernels: Kernels) -> None:
         self.prefix = f"model.layers.{index}."
         self._index, self._sharding, self._checkpoint = index, sharding, checkpoint
-        self._config, self._pack = sharding.config, pack_linear
+        self._config, self._pack, self._pack_experts = sharding.config, kernels.pack_linear, kernels.pack_experts
 
     def norm(self, name: str) -> torch.Tensor:
         return load_norm(f"{self.prefix}{name}", self._config.hidden_size, self._sharding, self._checkpoint)
@@ -99,9 +99,10 @@ class _LayerLoader:
                 self._rows(path + names.down, width, hidden, (0, 0))
         return ExpertMlp(
             router=self._pack(self._rows(f"{names.block}.gate", hidden, config.num_experts, None)),
-            gate_up=torch.stack(gate_up),
-            down=torch.stack(down),
+            gate_up=self._pack_experts(torch.stack(gate_up)),
+            down=self._pack_experts(torch.stack(down)),
             first=first,
+            num_experts=stop - first,
             is_cut=self._sharding.expert_sharding == "tensor",
             top_k=config.top_k,
             normalized=config.normalized,
