@@ -93,9 +93,11 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
     """Those in C++, for the CPU, from the `library` that `load_library` gave; the rest are the twins."""
     attention, rows = NativeAttention(library, dtype, num_threads), NativeRows(library, dtype, num_threads)
     native, others = NativeLinear(library, dtype, num_threads), {"page copies": "torch"}
-    pack, multiply = native.pack, native.linear
-    experts: ExpertKernels = NativeExperts(library, native, num_threads)
-    pack_experts: PackExperts = experts.pack
+    pack: PackLinear = native.pack
+    multiply: Linear = native.linear
+    native_experts = NativeExperts(library, native, num_threads)
+    pack_experts: PackExperts = native_experts.pack
+    experts: ExpertKernels = native_experts
     if not native.is_best and linear_onednn.can_pack(dtype):
         pack, multiply = linear_onednn.pack_linear, linear_onednn.linear
         pack_experts, experts = as_it_is, TorchExperts()

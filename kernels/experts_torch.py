@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch.nn.functional import linear
 
-from .experts import ExpertGroups
+from .experts import ExpertGroups, ExpertWeight
 
 
 class TorchExperts:
@@ -21,7 +21,8 @@ class TorchExperts:
         torch.cumsum(chosen[here].bincount(minlength=num_experts), 0, out=offsets[1:])
         return ExpertGroups(order // experts.shape[1], weights.flatten()[order].float(), offsets)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: ExpertWeight, groups: ExpertGroups) -> torch.Tensor:
+        """`weight` is as it is: `[num_experts, out, in]`."""
         out = x.new_empty(len(x), weight.shape[1])
         for expert, (start, end) in enumerate(pairwise(groups.offsets.tolist())):
             if end > start:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ class NativeRows:
             *(ctypes.c_float, ctypes.c_int),
         ]
         self._silu_mul, self._gelu_tanh_mul = library[f"silu_mul_{name}"], library[f"gelu_tanh_mul_{name}"]
-        gated = [pointer, number, pointer, number, number, ctypes.c_int]
+        gated: list[Any] = [pointer, number, pointer, number, number, ctypes.c_int]
         self._silu_mul.argtypes = self._gelu_tanh_mul.argtypes = gated
         self._norm.restype = self._silu_mul.restype = self._gelu_tanh_mul.restype = None
 

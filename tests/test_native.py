@@ -19,7 +19,7 @@ from motet.kernels import attention_torch, norms
 from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import Kernels, choose_kernels
 from motet.kernels.native_build import NativeUnavailable, load_library
-from motet.tests.native_builds import EXAMPLES, TOLERANCE, close
+from motet.tests.native_builds import DTYPES, EXAMPLES, HERE, TOLERANCE, close, load_build
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.models.rotary import RotaryConfig, rotary_table
 from motet.workers.scheduling.plan import SequencePlan, StepPlan
@@ -185,18 +185,59 @@ def test_nan_stays_nan(native: tuple[Kernels, torch.dtype]) -> None:
     assert kernels.rms_norm(torch.ones(2, 20, dtype=dtype), weight, 1e-5)[:, 3].isnan().all()
 
 
-@pytest.mark.parametrize("best", range(16))
+@pytest.mark.parametrize("best", [*range(16), 16, 31, 32, 47, 48, 62, 63, 64, 79])
 def test_scores_far_apart(native: tuple[Kernels, torch.dtype], best: int) -> None:
-    """The best key of a tile is found in every lane, however far above the next best it is."""
+    """The best key is found in every lane of a tile, and in every tile, however far above the next best it is."""
     kernels, dtype = native
-    kv = torch.zeros(1, 2, 16, 1, 16, dtype=dtype)
-    kv[0, 1, :, 0] = torch.arange(16.0).to(dtype)[:, None]
-    kv[0, 0, best, 0, 0], kv[0, 0, (best + 1) % 16, 0, 0] = 300.0, 200.0
+    kv = torch.zeros(5, 2, 16, 1, 16, dtype=dtype)
+    kv[:, 1, :, 0] = torch.arange(80.0).to(dtype).view(5, 16, 1)
+    for key, score in ((best, 300.0), ((best + 1) % 80, 200.0)):
+        kv[key // 16, 0, key % 16, 0, 0] = score
     q = torch.zeros(1, 1, 16, dtype=dtype)
     q[..., 0] = 1.0
-    plan = SequencePlan(0, (0,), 15, (0,), None, None)
+    plan = SequencePlan(0, (0,), 79, tuple(range(5)), None, None)
     batch = make_inputs(StepPlan(1, (plan,), (), ()), {}, 16, CPU).attention
     close(kernels.paged_attention(q, kv, batch, 1.0, None, None), torch.full((1, 1, 16), float(best), dtype=dtype))
+
+
+@pytest.mark.parametrize("old", [0, 50, 63, 64, 130])
+def test_a_row_attends_the_same_to_the_last_bit_alone_and_in_a_chunk(
+    native: tuple[Kernels, torch.dtype], old: int
+) -> None:
+    """Few queries and many take different ways through the values."""
+    kernels, dtype = native
+    generator, new, dim = torch.Generator().manual_seed(old), 37, 80
+    pages = tuple(torch.randperm(-(-(old + new) // 16), generator=generator).tolist())
+    kv = torch.randn(len(pages), 2, 16, 2, dim, generator=generator).to(dtype)
+    q = torch.randn(new, 6, dim, generator=generator).to(dtype)
+
+    def attend(start: int, end: int) -> torch.Tensor:
+        plan = SequencePlan(0, (0,) * (end - start), old + start, pages, None, None)
+        batch = make_inputs(StepPlan(1, (plan,), (), ()), {}, 16, CPU).attention
+        return kernels.paged_attention(q[start:end], kv, batch, dim**-0.5, None, None)
+
+    whole = attend(0, new)
+    for start, end in ((0, 1), (1, 4), (4, 30), (30, 37), (36, 37)):
+        assert torch.equal(attend(start, end), whole[start:end])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_share_rows(dtype: torch.dtype) -> None:
+    """So many that they do; the result is the same to the last bit."""
+    one, two = (load_build((dtype, num_threads, HERE)) for num_threads in (1, 2))
+    generator = torch.Generator().manual_seed(0)
+    x, gate_up = (torch.randn(61, width, generator=generator).to(dtype) for width in (577, 1154))
+    weight = torch.randn(577, generator=generator).to(dtype)
+    for kernels in (
+        lambda k: k.rms_norm(x, weight, 1e-5),
+        lambda k: k.silu_mul(gate_up),
+        lambda k: k.gelu_tanh_mul(gate_up),
+    ):
+        assert torch.equal(kernels(one), kernels(two))
+    for of_one, of_two in zip(*(k.add_rms_norm(x, x, weight, 1e-5) for k in (one, two)), strict=True):
+        assert torch.equal(of_one, of_two)
+    for kernels_of_build in (one, two):
+        check_attention((kernels_of_build, dtype), [(20, 40), (0, 37)], 64, 4, 2, 16, None, None, seed=0)
 
 
 def test_without_a_compiler_the_twins_serve_and_one_line_says_what_is_lost(
