@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <type_traits>
+#include <vector>
 
 #include "native_vectors.h"
 
@@ -294,20 +295,29 @@ void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t sequen
     }
 }
 
+// What one thread does at a time: some rows of a sequence, for the heads that share one KV head.
+struct AttentionTask {
+    int64_t sequence, kv_head, first, end;
+};
+
 template <class T>
 void attend_all(const AttentionCall<T>& call, [[maybe_unused]] int num_threads) {
     const int64_t group = call.num_heads / call.num_kv_heads, block = std::max<int64_t>(1, kMostQueries / group);
+    std::vector<AttentionTask> tasks;
+    for (int64_t sequence = 0; sequence < call.num_sequences; sequence++)
+        for (int64_t kv_head = 0; kv_head < call.num_kv_heads; kv_head++) {
+            const int64_t end = call.query_starts[sequence + 1];
+            for (int64_t row = call.query_starts[sequence]; row < end; row += block)
+                tasks.push_back({sequence, kv_head, row, std::min(row + block, end)});
+        }
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
         static thread_local std::unique_ptr<AttentionScratch<T>> kept;  // large, and clearing it takes its time
         if (!kept) kept.reset(new AttentionScratch<T>);
         AttentionScratch<T>& scratch = *kept;
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < call.num_sequences * call.num_kv_heads; i++) {
-            const int64_t sequence = i / call.num_kv_heads, end = call.query_starts[sequence + 1];
-            for (int64_t row = call.query_starts[sequence]; row < end; row += block)
-                attend(call, scratch, sequence, i % call.num_kv_heads, row, std::min(row + block, end));
-        }
+        for (size_t i = 0; i < tasks.size(); i++)
+            attend(call, scratch, tasks[i].sequence, tasks[i].kv_head, tasks[i].first, tasks[i].end);
     }
 }
 
