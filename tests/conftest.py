@@ -34,9 +34,13 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Tests are shared out file by file; a long one in the end would run alone.
+LONGEST_FIRST = ("sanitizers", "tensor_parallel", "triton", "exactness", "native", "native_lora", "lora", "native_linear")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest file first: tests are shared out file by file, and in the end it would run alone."""
-    items.sort(key=lambda item: item.path.name != "test_sanitizers.py")
+    order = {f"test_{name}.py": place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 @pytest.fixture(scope="session")

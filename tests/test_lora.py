@@ -60,7 +60,7 @@ ranks_of_adapter = st.dictionaries(st.sampled_from(MODULES), st.sampled_from([1,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     batch=st.lists(st.tuples(st.one_of(st.none(), ranks_of_adapter), st.integers(1, 12)), min_size=1, max_size=12),
     seed=st.integers(0, 2**20),

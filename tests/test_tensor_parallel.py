@@ -31,7 +31,7 @@ from motet.workers.scheduling.plan import Residence, SequencePlan, StepPlan
 from motet.workers.worker_builder import build_executor
 
 BLOCK_SIZE = 8
-NUM_TOKENS = 16
+NUM_TOKENS = 10
 TOLERANCE = 1e-3  # of log-probabilities in float32; below it a choice is a close call, which rounding may decide
 ADAPTERS: tuple[str | None, ...] = (None, *(recipe.name for recipe in RECIPES), None)
 
