@@ -1,4 +1,4 @@
-"""Paged attention in C++: KV is read from the pages where it lies, 16 keys at a time, with online softmax."""
+"""Paged attention in C++: KV is read from the pages where it lies, 64 keys at a time, with online softmax."""
 
 from __future__ import annotations
 

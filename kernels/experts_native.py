@@ -48,9 +48,9 @@ class NativeExperts(TorchExperts):
         """See `experts.ExpertKernels.linear`."""
         assert x.dtype == self._native.dtype, "of the kernels' dtype"
         assert x.shape[1] == weight.num_in, "of the weight's width"
-        assert len(groups.offsets) == weight.num_experts + 1, "groups of these experts"
-        x = x if x.stride(1) == 1 else x.contiguous()
-        offsets = groups.offsets.contiguous()
+        x, offsets = x if x.stride(1) == 1 else x.contiguous(), groups.offsets.contiguous()
+        assert offsets.dtype == torch.int64 and len(offsets) == weight.num_experts + 1, "groups of these experts"
+        assert x.shape[0] == offsets[-1], "as many pairs as the groups have"
         y = x.new_empty(x.shape[0], weight.num_out)
         self._linear(
             x.data_ptr(),

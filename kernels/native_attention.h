@@ -186,7 +186,7 @@ inline void weigh(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t 
         weight_sum *= factor;
         s.highest[query] = highest;
     }
-    for (int t = 0; t < num_tiles; t++) {
+    for (int t = 0; t < num_tiles; t++) {  // what is not seen weighs nothing at all: exponential(-inf) is a little more
         const int64_t last = last_of_first - t * kLanes;
         Floats weights = exponential(scores[t] - s.highest[query]);
         if (last < kLanes - 1 || start(last) >= 0)
@@ -201,16 +201,16 @@ inline void weigh(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t 
 template <class T, int kRows>
 inline void score(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t query, int num_tiles, int64_t first_key,
                   int64_t padded) {
-    Floats scores[kRows][kTiles];
+    Floats scores[kRows * kTiles];
     int t = 0;
     auto some = [&](auto count) {
         KeyTiles<T>::template scores<kRows, decltype(count)::value>(s.keys + t * KeyTiles<T>::words(call.dim),
-                                                                    s.q + query, call.dim, scores[0] + t);
+                                                                    s.q + query, call.dim, scores + t);
         t += count;
     };
     while (t + kScoreTiles <= num_tiles) some(std::integral_constant<int, kScoreTiles>());
     while (t < num_tiles) some(std::integral_constant<int, 1>());
-    for (int m = 0; m < kRows; m++) weigh(call, s, query + m, scores[m], num_tiles, first_key, padded);
+    for (int m = 0; m < kRows; m++) weigh(call, s, query + m, scores + m * kTiles, num_tiles, first_key, padded);
 }
 
 // Adds the weighted rows of V to the totals of all queries.

@@ -35,7 +35,16 @@ def pytest_configure() -> None:
 
 
 # Tests are shared out file by file; a long one in the end would run alone.
-LONGEST_FIRST = ("sanitizers", "tensor_parallel", "triton", "exactness", "native", "native_lora", "lora", "native_linear")
+LONGEST_FIRST = (
+    "sanitizers",
+    "tensor_parallel",
+    "triton",
+    "exactness",
+    "native",
+    "native_lora",
+    "lora",
+    "native_linear",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

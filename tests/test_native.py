@@ -177,6 +177,25 @@ def test_a_weight_in_float32_is_multiplied_before_rounding(native: tuple[Kernels
         assert ((kernel(x, weight, 0.0).double() - expected) / expected).abs().max() <= half_a_bit
 
 
+def test_rounded_where_the_twin_rounds(native: tuple[Kernels, torch.dtype]) -> None:
+    """A normed row before its weight, an activation before its product: another rounding shows in the last bit."""
+    kernels, dtype = native
+    weight = (1 + torch.arange(128) / 128).to(dtype)
+    x = torch.full((1, 128), 2.0).to(dtype)
+    x[:, ::4] = 0  # a mean square of 3
+    gate_up = torch.cat((torch.full((1, 128), 1.5).to(dtype), weight[None]), 1)
+    pairs = [
+        (kernels.rms_norm(x, weight, 0.0), norms.rms_norm(x, weight, 0.0)),
+        (kernels.silu_mul(gate_up), norms.silu_mul(gate_up)),
+        (kernels.gelu_tanh_mul(gate_up), norms.gelu_tanh_mul(gate_up)),
+    ]
+    for actual, expected in pairs:
+        if dtype == torch.bfloat16:
+            assert torch.equal(actual, expected)
+        else:
+            torch.testing.assert_close(actual, expected)
+
+
 def test_nan_stays_nan(native: tuple[Kernels, torch.dtype]) -> None:
     """Whatever its payload: rounded like a number, 0x7fffffff would become -0."""
     kernels, dtype = native

@@ -106,3 +106,18 @@ def test_what_does_not_fit_together_is_refused(native: tuple[NativeExperts, torc
         kernels.linear(torch.zeros(2, 16, dtype=dtype), weight, kernels.group(chosen, weights, 0, 4))
     with pytest.raises(AssertionError, match="of the weight's width"):
         kernels.linear(torch.zeros(2, 17, dtype=dtype), weight, kernels.group(chosen, weights, 0, 3))
+    for num_pairs in (0, 1, 3):
+        with pytest.raises(AssertionError, match="as many pairs as the groups have"):
+            kernels.linear(torch.zeros(num_pairs, 16, dtype=dtype), weight, kernels.group(chosen, weights, 0, 3))
+    groups = kernels.group(chosen, weights, 0, 3)
+    with pytest.raises(AssertionError, match="groups of these experts"):
+        kernels.linear(torch.zeros(2, 16, dtype=dtype), weight, replace(groups, offsets=groups.offsets.int()))
+
+
+def test_rows_that_are_not_contiguous(native: tuple[NativeExperts, torch.dtype]) -> None:
+    (kernels, dtype), generator = native, torch.Generator().manual_seed(0)
+    x, weight = torch.randn(9, 40, generator=generator).to(dtype), draw(2, 24, 40, dtype, generator)
+    groups, columns = ExpertGroups(torch.arange(9), torch.ones(9), torch.tensor([0, 4, 9])), x.t().contiguous().t()
+    assert columns.stride(1) != 1
+    packed = kernels.pack(weight)
+    assert torch.equal(kernels.linear(columns, packed, groups), kernels.linear(x, packed, groups))

@@ -21,6 +21,7 @@ from torch.nn.functional import linear
 
 from motet.kernels import linear_native, linear_onednn
 from motet.kernels.backend import native_kernels
+from motet.kernels.experts_torch import TorchExperts
 from motet.kernels.linear_native import NativeLinear, PackedWeight
 from motet.kernels.native_build import NativeUnavailable, load_library
 from motet.tests.native_builds import BUILDS, EXAMPLES, HERE, SANITIZERS, Build, close, load_build
@@ -149,6 +150,10 @@ def test_onednn_serves_where_it_is_faster(monkeypatch: pytest.MonkeyPatch, is_be
     for num_rows in (0, 1, 5, 64):
         x, weight, bias = draw(num_rows, 96, 40, torch.bfloat16, seed=0)
         close(kernels.linear(x, kernels.pack_linear(weight), bias), linear(x, weight, bias))
+        experts = torch.stack((weight, -weight))
+        groups = kernels.experts.group(torch.arange(num_rows)[:, None] % 2, torch.ones(num_rows, 1), 0, 2)
+        found = kernels.experts.linear(x, kernels.pack_experts(experts), groups)
+        close(found, TorchExperts().linear(x, experts, groups))
     assert native_kernels(torch.float32, 1, library).choice == "native; page copies by torch"
 
 
