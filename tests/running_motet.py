@@ -102,16 +102,33 @@ def running_motet(data_dir: Path, port: int, *options: str, pool_bytes: str | No
 
 
 def holds_nothing(load: dict[str, Any]) -> bool:
-    """Of a gang, as its status tells: all pages are free but those kept for whoever comes."""
+    """Of a gang, as its status tells: all pages are free but those kept for whoever comes.
+
+    Pages that are on their way to host memory are held until they are there, and routers hear of that a beat later: so
+    after sequences have ended this comes true soon, not at once.
+    """
     num_kept = load["num_adapter_pages"] + load["num_idle_prefix_pages"]
     return bool(load["num_free_pages"] + num_kept == load["num_pages"])
 
 
-def eventually(check: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Returns once the check holds; fails after the timeout."""
+def wait_until_nothing_is_held(motet: RunningMotet) -> None:
+    """Fails, with the load, if pages are still held when all copies must long be made: they have leaked."""
+    load: dict[str, Any] = {}
+
+    def is_free() -> bool:
+        load.update(motet.status()["load"])
+        return holds_nothing(load)
+
+    eventually(is_free, what=lambda: f"pages are held: {load}")
+
+
+def eventually(
+    check: Callable[[], bool], timeout_s: float = 60.0, what: Callable[[], str] = lambda: "it did not come about"
+) -> None:
+    """Returns once the check holds; fails after the timeout with `what`."""
     deadline = time.monotonic() + timeout_s
     while not check():
-        assert time.monotonic() < deadline, "it did not come about in time"
+        assert time.monotonic() < deadline, f"{what()} after {timeout_s} s"
         time.sleep(0.05)
 
 

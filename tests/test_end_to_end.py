@@ -20,7 +20,14 @@ import pytest
 
 from motet.examples.demo.questions import held_out
 from motet.examples.demo.styles import ADAPTER_STYLES
-from motet.tests.running_motet import BASE, DEMO, RunningMotet, eventually, holds_nothing, running_motet
+from motet.tests.running_motet import (
+    BASE,
+    DEMO,
+    RunningMotet,
+    eventually,
+    running_motet,
+    wait_until_nothing_is_held,
+)
 
 pytestmark = pytest.mark.cluster
 
@@ -147,7 +154,7 @@ def test_a_client_that_leaves_frees_its_pages(motet: RunningMotet) -> None:
     eventually(lambda: motet.status()["load"]["num_running"] == 0)
     after = motet.status()["load"]
     assert after["num_generated_tokens"] - before["num_generated_tokens"] < 400
-    assert holds_nothing(after)
+    wait_until_nothing_is_held(motet)
 
 
 def test_an_upload_is_used_at_once_and_a_new_version_by_the_next_request(motet: RunningMotet) -> None:
@@ -262,8 +269,7 @@ def test_streams_outlive_their_gangs(motet: RunningMotet, undisturbed: list[Hear
             break
     assert resumed(motet) > num_resumed
     eventually(lambda: len(motet.status()["gangs"]) == 2, timeout_s=90)
-    load = motet.status()["load"]
-    assert holds_nothing(load)
+    wait_until_nothing_is_held(motet)
     assert ask(motet, "shout") == answer_of("shout")
 
 
