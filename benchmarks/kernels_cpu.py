@@ -257,11 +257,13 @@ DRAWS = {  # temperature, top-k, top-p, min-p
 
 
 def draws(bench: Bench, shape: Shape, generator: torch.Generator) -> None:
-    """Tokens for 64 rows of logits."""
+    """Tokens for 64 rows of logits, the highest and drawn ones."""
     logits, rows = torch.randn(64, shape.vocab, generator=generator) * 4, range(64)
+    highest, other = (lambda k=k: k.sampling.highest(logits) for k in bench.both)
+    bench.against(f"{shape.name} greedy tokens", highest, other)
     for name, how in DRAWS.items():
         wanted = [Draw(*how, row / 64) for row in rows]
-        kernel, twin = (lambda k=k, w=wanted: k.draw(logits, rows, w) for k in bench.both)
+        kernel, twin = (lambda k=k, w=wanted: k.sampling.draw(logits, rows, w) for k in bench.both)
         bench.against(f"{shape.name} draws, {name}", kernel, twin)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from . import attention_torch, linear_onednn, norms, pages, sampling_torch
+from . import attention_torch, linear_onednn, norms, pages
 from .attention import PagedAttention, WriteKV
 from .attention_flash import FlashAttention, FlashPackage, find_flash_attention
 from .attention_native import NativeAttention
@@ -25,8 +25,9 @@ from .lora_native import NativeLora
 from .lora_torch import TorchLora
 from .native_build import NativeUnavailable, load_library
 from .rows_native import NativeRows
-from .sampling import DrawTokens
+from .sampling import SamplingKernels
 from .sampling_native import NativeSampling
+from .sampling_torch import TorchSampling
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Kernels:
     lora: LoraKernels
     pack_experts: PackExperts  # once for each `[num_experts, out, in]`
     experts: ExpertKernels
-    draw: DrawTokens
+    sampling: SamplingKernels
     read_pages: Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
     write_pages: Callable[[torch.Tensor, Sequence[int], torch.Tensor], None]
     capturable_lora: CapturableLora | None = None  # there: batches of decodes are launched from tensors alone, so that
@@ -83,7 +84,7 @@ def torch_kernels() -> Kernels:
         lora=TorchLora(),
         pack_experts=as_it_is,
         experts=TorchExperts(),
-        draw=sampling_torch.draw_tokens,
+        sampling=TorchSampling(),
         read_pages=pages.read_pages,
         write_pages=pages.write_pages,
     )
@@ -115,7 +116,7 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
         lora=NativeLora(library, dtype, num_threads),
         pack_experts=pack_experts,
         experts=experts,
-        draw=NativeSampling(library, num_threads).draw,
+        sampling=NativeSampling(library, num_threads),
         read_pages=pages.read_pages,
         write_pages=pages.write_pages,
         others=others,
@@ -156,7 +157,7 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         lora=lora,
         pack_experts=as_it_is,
         experts=TritonExperts(),
-        draw=sampling_torch.draw_tokens,
+        sampling=TorchSampling(),
         read_pages=pages.read_pages,
         write_pages=pages.copy_runs if on_gpu else pages.write_pages,
         capturable_lora=lora,

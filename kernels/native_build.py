@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 COMPILERS = ("c++", "g++", "clang++")
@@ -42,7 +45,10 @@ def load_library(
     library = folder / f"kernels-{_key(compiler, all_flags)}.so"
     try:
         if not library.is_file():
-            _compile(compiler, all_flags, library)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _alone_in(folder):
+                if not library.is_file():
+                    _compile(compiler, all_flags, library)
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise NativeUnavailable(f"{library} cannot be made or loaded: {error}") from error
@@ -72,8 +78,19 @@ def _cpu() -> str:
     return "\n".join([platform.machine(), platform.processor(), *(line for line in lines if line.startswith(known))])
 
 
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """One process at a time: a machine's workers start together, and what one compiles the others need not."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # where folders cannot be locked they all compile, and the last one's result stays
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)  # which unlocks
+
+
 def _compile(compiler: str, flags: Sequence[str], library: Path) -> None:
-    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
         built = Path(folder) / library.name
         source = next(path for path in _SOURCES if path.suffix == ".cpp")
@@ -86,4 +103,4 @@ def _compile(compiler: str, flags: Sequence[str], library: Path) -> None:
         if done.returncode != 0:
             problem = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
             raise NativeUnavailable(f"{compiler} failed: {problem}")
-        built.replace(library)  # whole or not there, also for workers that build at the same time
+        built.replace(library)  # whole or not there

@@ -1,4 +1,5 @@
-// Draws of tokens from logits: by inverse transform over the candidates, in double, in a few passes over a row.
+// Choosing tokens by logits: the highest, or a draw by inverse transform over the candidates, in double, in a few passes
+// over a row.
 //
 // Top-k, top-p and min-p each keep some number of the most likely tokens, and the least number counts. To find it nothing
 // has to be sorted but the tokens near a limit: tokens are counted by how far they lie below the highest logit, and only
@@ -30,6 +31,32 @@ inline DoublePart exponential(DoublePart x) {
     for (double factorial : factorials) series = series * rest + 1.0 / factorial;
     const LongPart exponent = ((LongPart)rounded << 52) + (int64_t(1023) << 52);  // the low bits are the whole number
     return x < -700.0 ? DoublePart{} : series * (DoublePart)exponent;
+}
+
+// The place of the highest of `vocab` logits, the first of several; -1 where it is infinite, or any is NaN.
+inline int64_t highest(const float* logits, int64_t vocab) {
+    constexpr int64_t kBlock = 2048;  // only where the highest was seen is its place looked for
+    float most = -INFINITY;
+    int64_t start = 0;
+    for (int64_t at = 0; at < vocab; at += kBlock) {
+        const int64_t end = std::min(vocab, at + kBlock);
+        int64_t i = at;
+        Floats high = broadcast(-INFINITY), nothing = broadcast(0);
+        for (; i + kLanes <= end; i += kLanes) {
+            const Floats own = load(logits + i);
+            high = larger(own, high);
+            nothing += own * 0.0f;  // NaN of a NaN or an infinity, which are told apart below
+        }
+        float own = largest(high), rest = sum(nothing);
+        for (; i < end; i++) own = std::max(own, logits[i]), rest += logits[i] * 0.0f;
+        if (rest != 0)
+            for (i = at; i < end; i++)
+                if (logits[i] != logits[i]) return -1;
+        if (own > most) most = own, start = at;
+    }
+    if (most == INFINITY || most == -INFINITY) return -1;
+    while (logits[start] != most) start++;
+    return start;
 }
 
 struct Draw {
@@ -212,6 +239,13 @@ inline void draw(const float* logits, int64_t stride, int64_t vocab, const int64
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < num_rows; i++) tokens[i] = drawing.token(logits + rows[i] * stride, vocab, draws[i]);
     }
+}
+
+// The highest token of each of `num_rows` rows of logits.
+inline void highest(const float* logits, int64_t stride, int64_t vocab, int64_t num_rows, int64_t* tokens,
+                    [[maybe_unused]] int num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 1)
+    for (int64_t row = 0; row < num_rows; row++) tokens[row] = highest(logits + row * stride, vocab);
 }
 
 }  // namespace motet

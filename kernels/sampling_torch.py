@@ -1,7 +1,7 @@
-"""Draws of tokens in plain torch: the twin that the fast kernel is compared with.
+"""Choosing tokens in plain torch: the twin that the fast kernels are compared with.
 
-On a CPU row by row: its cache holds no more. On a GPU, where every question costs a wait, all rows at once; a row's
-draw is the same.
+Draws on a CPU go row by row: its cache holds no more. On a GPU, where every question costs a wait, all rows at once; a
+row's draw is the same.
 """
 
 from __future__ import annotations
@@ -10,17 +10,25 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .sampling import Draw
+from .sampling import NOT_FINITE, Draw
 
 FIRST_LOOK = 1024  # candidates tried before a whole vocabulary is sorted
 
 
-def draw_tokens(logits: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> torch.Tensor:
-    """See `sampling.DrawTokens`."""
-    if logits.device.type != "cpu":
-        return draw_together(logits[list(rows)], draws)
-    tokens = [draw_alone(logits[row], draw) for row, draw in zip(rows, draws, strict=True)]
-    return torch.tensor(tokens, dtype=torch.int64)
+class TorchSampling:
+    """`sampling.SamplingKernels` on any device."""
+
+    def highest(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `sampling.SamplingKernels`."""
+        values, tokens = logits.max(dim=-1)
+        return torch.where(values.isfinite(), tokens, NOT_FINITE)
+
+    def draw(self, logits: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> torch.Tensor:
+        """See `sampling.SamplingKernels`."""
+        if logits.device.type != "cpu":
+            return draw_together(logits[list(rows)], draws)
+        tokens = [draw_alone(logits[row], draw) for row, draw in zip(rows, draws, strict=True)]
+        return torch.tensor(tokens, dtype=torch.int64)
 
 
 def draw_alone(row: torch.Tensor, draw: Draw) -> int:

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ import motet.kernels
 from motet.kernels import attention_torch, norms
 from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import Kernels, choose_kernels
-from motet.kernels.native_build import NativeUnavailable, load_library
+from motet.kernels.native_build import COMPILERS, NativeUnavailable, load_library
 from motet.tests.native_builds import DTYPES, EXAMPLES, HERE, TOLERANCE, close, load_build
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.models.rotary import RotaryConfig, rotary_table
@@ -296,14 +298,19 @@ def test_each_operations_choice_is_told(native: tuple[Kernels, torch.dtype]) -> 
 
 
 def test_a_library_is_compiled_once_and_a_failing_compiler_leaves_nothing(tmp_path: Path) -> None:
-    try:
-        load_library(1, cache=tmp_path)
-    except NativeUnavailable as problem:
-        pytest.skip(str(problem))
-    (built,) = tmp_path.glob("kernels-*.so")
-    made_at = built.stat().st_mtime_ns
-    load_library(1, cache=tmp_path)
-    assert built.stat().st_mtime_ns == made_at
+    real = next((name for name in COMPILERS if shutil.which(name)), None)
+    if real is None:
+        pytest.skip("no compiler")
+    counting, calls = tmp_path / "counting-c++", tmp_path / "calls"
+    counting.write_text(f'#!/bin/sh\necho one >> "{calls}"\nexec {real} "$@" -O0\n')
+    counting.chmod(0o755)
+    cache = tmp_path / "cache"
+    with ThreadPoolExecutor(3) as workers:  # they start together
+        list(workers.map(lambda _: load_library(1, cache, compilers=[str(counting)]), range(3)))
+    (built,) = cache.iterdir()
+    assert built.suffix == ".so"
+    load_library(1, cache, compilers=[str(counting)])
+    assert calls.read_text() == "one\n"
     broken = tmp_path / "broken-c++"
     broken.write_text("#!/bin/sh\necho 'fatal error: no such thing' >&2\nexit 1\n")
     broken.chmod(0o755)

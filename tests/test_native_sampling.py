@@ -1,4 +1,4 @@
-"""Native draws of tokens against the plain twin, compiled for this CPU and for lesser ones.
+"""The native choice of tokens against the plain twin, compiled for this CPU and for lesser ones.
 
 `tests/test_sampling.py` holds both against the definition; `tests/test_sanitizers.py` runs this file once more.
 """
@@ -12,17 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.kernels.sampling import Draw, DrawTokens
-from motet.kernels.sampling_torch import draw_tokens
+from motet.kernels.sampling import NOT_FINITE, Draw, SamplingKernels
+from motet.kernels.sampling_torch import TorchSampling
 from motet.tests.native_builds import BUILDS, EXAMPLES, HERE, load_build
 
 VOCAB = 5003
+TWIN = TorchSampling()
 
 
 @pytest.fixture(scope="module", params=[build for build in BUILDS if build[0] == torch.float32], ids=str)
-def draw(request: pytest.FixtureRequest) -> DrawTokens:
+def native(request: pytest.FixtureRequest) -> SamplingKernels:
     """Of each build; logits are always float32."""
-    return load_build(request.param).draw
+    return load_build(request.param).sampling
 
 
 def random_logits(num_rows: int, vocab: int, spread: float, seed: int) -> torch.Tensor:
@@ -41,7 +42,7 @@ def random_logits(num_rows: int, vocab: int, spread: float, seed: int) -> torch.
     seed=st.integers(0, 2**20),
 )
 def test_draws_are_the_twins(
-    draw: DrawTokens,
+    native: SamplingKernels,
     vocab: int,
     spread: float,
     temperature: float,
@@ -54,32 +55,32 @@ def test_draws_are_the_twins(
     """Two rows of four, each with its own `Draw`. Where tokens are equally likely the logit is the same."""
     logits = random_logits(4, vocab, spread, seed)
     wanted = [Draw(temperature, top_k, top_p, min_p, uniform), Draw(1.0, 0, 0.5, 0.0, uniform)]
-    actual, expected = draw(logits, [3, 1], wanted), draw_tokens(logits, [3, 1], wanted)
+    actual, expected = native.draw(logits, [3, 1], wanted), TWIN.draw(logits, [3, 1], wanted)
     assert actual.dtype == torch.int64
     assert logits[[3, 1], actual].tolist() == logits[[3, 1], expected].tolist()
 
 
 @pytest.mark.parametrize("spread", [0.1, 2.0, 8.0])
-def test_every_draw_of_a_fine_grid(draw: DrawTokens, spread: float) -> None:
+def test_every_draw_of_a_fine_grid(native: SamplingKernels, spread: float) -> None:
     """All limits together and alone, from flat rows to steep ones."""
     logits = random_logits(1, VOCAB, spread, seed=3)
     grid = product((0.5, 1.0), (0, 1, 7, 2000), (1.0, 0.97, 0.3), (0.0, 0.001, 0.2))
     wanted = [Draw(*each, i / 7) for each in grid for i in range(7)]
     rows = [0] * len(wanted)
-    assert torch.equal(draw(logits, rows, wanted), draw_tokens(logits, rows, wanted))
+    assert torch.equal(native.draw(logits, rows, wanted), TWIN.draw(logits, rows, wanted))
 
 
-def test_equally_likely_tokens_are_taken_in_their_order(draw: DrawTokens) -> None:
+def test_equally_likely_tokens_are_taken_in_their_order(native: SamplingKernels) -> None:
     logits = torch.zeros(1, 1000)
     wanted = [Draw(1.0, top_k, top_p, 0.0, 0.9999) for top_k, top_p in ((10, 1.0), (0, 0.25), (100, 0.5), (0, 1.0))]
-    assert draw(logits, [0] * 4, wanted).tolist() == [9, 249, 49, 999]
+    assert native.draw(logits, [0] * 4, wanted).tolist() == [9, 249, 49, 999]
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
-def test_the_ends_draw_tokens_that_are_left(draw: DrawTokens, uniform: float) -> None:
+def test_the_ends_draw_tokens_that_are_left(native: SamplingKernels, uniform: float) -> None:
     for spread, top_k, top_p, min_p in product((0.1, 3.0, 300.0), (0, 5), (1.0, 0.8), (0.0, 0.01)):
         logits = random_logits(1, VOCAB, spread, seed=1)
-        token = int(draw(logits, [0], [Draw(1.0, top_k, top_p, min_p, uniform)]))
+        token = int(native.draw(logits, [0], [Draw(1.0, top_k, top_p, min_p, uniform)]))
         assert logits[0, token] > logits.max() - 701
         if top_k:
             assert token in logits[0].topk(top_k).indices.tolist()
@@ -87,22 +88,54 @@ def test_the_ends_draw_tokens_that_are_left(draw: DrawTokens, uniform: float) ->
             assert uniform > 0 or token == int(logits.argmax())
 
 
-def test_tokens_without_weight_are_never_drawn(draw: DrawTokens) -> None:
+def test_tokens_without_weight_are_never_drawn(native: SamplingKernels) -> None:
     logits = torch.full((1, 600), -torch.inf)
     logits[0, [5, 550]] = 1.0
     for top_k, top_p, min_p in product((0, 1, 5, 600), (1.0, 0.999), (0.0, 0.1)):
         wanted = [Draw(1.0, top_k, top_p, min_p, uniform) for uniform in (0.0, 0.3, 0.7, 1 - 2**-53)]
-        assert set(draw(logits, [0] * 4, wanted).tolist()) <= {5, 550}
+        assert set(native.draw(logits, [0] * 4, wanted).tolist()) <= {5, 550}
 
 
 def test_strided_rows_on_several_threads_and_after_wider_ones() -> None:
     """What a thread keeps from call to call is of no consequence."""
-    one, two = (load_build((torch.float32, threads, HERE)).draw for threads in (1, 2))
+    one, two = (load_build((torch.float32, threads, HERE)).sampling for threads in (1, 2))
     wide = random_logits(40, 3001, 2.0, seed=0)
     wanted = [Draw(1.0, 0, 0.9, 0.0, i / 40) for i in range(40)]
     rows = list(range(40))
     for logits in (wide, wide[:, :70], wide[:, 1000:2000], wide.t().contiguous().t()):
-        expected = draw_tokens(logits, rows, wanted).tolist()
-        assert one(logits, rows, wanted).tolist() == expected
-        assert two(logits, rows, wanted).tolist() == expected
-    assert one(wide, [], []).tolist() == []
+        expected = TWIN.draw(logits, rows, wanted).tolist()
+        assert one.draw(logits, rows, wanted).tolist() == expected
+        assert two.draw(logits, rows, wanted).tolist() == expected
+        assert one.highest(logits).tolist() == two.highest(logits).tolist() == logits.argmax(-1).tolist()
+    assert one.draw(wide, [], []).tolist() == []
+    assert one.highest(wide[:0]).tolist() == []
+
+
+@settings(deadline=None, max_examples=4 * EXAMPLES)
+@given(
+    vocab=st.one_of(st.integers(1, 70), st.sampled_from([2047, 2048, 2049, 4096, VOCAB])),
+    num_values=st.sampled_from([1, 2, 1000]),  # few: several of a row are the highest
+    odd=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, VOCAB), st.sampled_from([torch.nan, torch.inf, -torch.inf])),
+        max_size=4,
+    ),
+    seed=st.integers(0, 2**20),
+)
+def test_the_highest_is_the_twins(
+    native: SamplingKernels, vocab: int, num_values: int, odd: list[tuple[int, int, float]], seed: int
+) -> None:
+    logits = torch.randint(-num_values, num_values, (4, vocab), generator=torch.Generator().manual_seed(seed)).float()
+    for row, place, value in odd:
+        logits[row, place % vocab] = value
+    expected = []
+    for row in logits:
+        is_good = not row.isnan().any() and row.max().isfinite()
+        expected.append(int((row == row.max()).nonzero()[0]) if is_good else NOT_FINITE)
+    assert native.highest(logits).tolist() == expected
+    assert TWIN.highest(logits).tolist() == expected
+
+
+def test_a_row_without_any_weight_has_no_highest(native: SamplingKernels) -> None:
+    logits = torch.full((2, 4100), -torch.inf)
+    logits[1, 4099] = -3e38
+    assert native.highest(logits).tolist() == TWIN.highest(logits).tolist() == [NOT_FINITE, 4099]

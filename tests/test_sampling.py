@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.kernels.sampling import Draw
-from motet.kernels.sampling_torch import draw_alone, draw_together, draw_tokens
+from motet.kernels.sampling_torch import TorchSampling, draw_alone, draw_together
 from motet.tests.native_builds import HERE, load_build
 from motet.workers.decoding.sampling import sample as sample_with
 from motet.workers.decoding.sampling import uniform
@@ -25,9 +25,9 @@ Sample = Callable[[torch.Tensor, Sequence[SamplePlan]], list[SampledToken | None
 
 @pytest.fixture(scope="module", params=["torch", "native"])
 def sample(request: pytest.FixtureRequest) -> Sample:
-    """By each kernel that draws on a CPU."""
-    draw = draw_tokens if request.param == "torch" else load_build((torch.float32, 1, HERE)).draw
-    return lambda logits, plans: sample_with(logits, plans, draw)
+    """By each backend that there is for a CPU."""
+    kernels = TorchSampling() if request.param == "torch" else load_build((torch.float32, 1, HERE)).sampling
+    return lambda logits, plans: sample_with(logits, plans, kernels)
 
 
 def plan(index: int = 0, seed: int = 0, prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), **params: object):

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 import torch
 
-from ...kernels.sampling import Draw, DrawTokens
+from ...kernels.sampling import NOT_FINITE, Draw, SamplingKernels
 from ..messages import TokenLogprobs
 from ..scheduling.plan import SampledToken, SamplePlan
 
 _MASK = (1 << 64) - 1
 
 
-def sample(logits: torch.Tensor, plans: Sequence[SamplePlan], draw: DrawTokens) -> list[SampledToken | None]:
+def sample(logits: torch.Tensor, plans: Sequence[SamplePlan], kernels: SamplingKernels) -> list[SampledToken | None]:
     """One token for each row of `[num_rows, vocab]` float32 logits, with log-probabilities where asked for.
 
     None for a row whose largest number is NaN or infinite: nothing can be chosen from it. All of it is computed where
@@ -28,19 +28,17 @@ def sample(logits: torch.Tensor, plans: Sequence[SamplePlan], draw: DrawTokens) 
         shaped = logits.clone()
         for row, plan in zip(shaped, plans, strict=True):
             _apply_penalties(row, plan)
-    largest, chosen = shaped.max(dim=-1)
-    finite = largest.isfinite()
+    chosen = kernels.highest(shaped)
     drawn = [i for i, plan in enumerate(plans) if plan.params.temperature > 0]
     if drawn and logits.device.type == "cpu":  # asking costs nothing here
-        drawn = [i for i, is_finite in enumerate(finite.tolist()) if is_finite and plans[i].params.temperature > 0]
+        highest = chosen.tolist()
+        drawn = [i for i in drawn if highest[i] != NOT_FINITE]
     if drawn:
-        chosen[drawn] = draw(shaped, drawn, [_draw_of(plans[i]) for i in drawn])
-    tokens, are_finite = torch.stack((chosen, finite.long())).tolist()
-    logprobs = _logprobs(logits, tokens, plans)
-    return [
-        SampledToken(token, logprobs.get(i)) if is_finite else None
-        for i, (token, is_finite) in enumerate(zip(tokens, are_finite, strict=True))
-    ]
+        tokens = kernels.draw(shaped, drawn, [_draw_of(plans[i]) for i in drawn])
+        chosen[drawn] = torch.where(chosen[drawn] == NOT_FINITE, NOT_FINITE, tokens)
+    listed = chosen.tolist()
+    logprobs = _logprobs(logits, listed, plans)
+    return [None if token == NOT_FINITE else SampledToken(token, logprobs.get(i)) for i, token in enumerate(listed)]
 
 
 def _draw_of(plan: SamplePlan) -> Draw:
@@ -82,10 +80,10 @@ def _apply_penalties(row: torch.Tensor, plan: SamplePlan) -> None:
 
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], plans: Sequence[SamplePlan]) -> dict[int, TokenLogprobs]:
-    """By row, of those that asked for any."""
+    """By row, of those that asked for any and have a token."""
     by_count: dict[int, list[int]] = {}
     for row, plan in enumerate(plans):
-        if plan.params.num_logprobs is not None:
+        if plan.params.num_logprobs is not None and tokens[row] != NOT_FINITE:
             by_count.setdefault(plan.params.num_logprobs, []).append(row)
     found = {}
     for count, rows in by_count.items():

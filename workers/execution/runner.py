@@ -92,7 +92,7 @@ class Runner:
         logits = self._logits(inputs)
         if self._parallel.rank > 0:
             return {}
-        return dict(zip(inputs.sample_ids, sample(logits, inputs.samples, self._kernels.draw), strict=True))
+        return dict(zip(inputs.sample_ids, sample(logits, inputs.samples, self._kernels.sampling), strict=True))
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
