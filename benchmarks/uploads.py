@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -108,7 +107,7 @@ def main() -> None:
                 num_uploaded = until
                 _print(rows[-1], first=number == 1)
         finally:
-            server.send_signal(signal.SIGINT)
+            server.terminate()
             server.wait(timeout=60)
     _report(rows)
 
