@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .adapter import AdapterVersion
-from .content import AdapterContent
 from .errors import UploadTooLarge
-from .events import AdapterDeleted, AdapterSet
-from .layout import AdapterLayout
+from .format.content import AdapterContent
+from .format.peft import CONFIG_FILE, TENSORS_FILE
+from .format.validation import validate
 from .names import check_name, check_tenant
-from .peft import CONFIG_FILE, TENSORS_FILE
-from .registry import Registry
-from .registry_view import RegistryView
-from .store import AdapterStore
-from .validation import validate
+from .packing.layout import AdapterLayout
+from .registry.events import AdapterDeleted, AdapterSet
+from .registry.registry import Registry
+from .registry.registry_view import RegistryView
+from .store.store import AdapterStore
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from workload import Job, draw_jobs
 from motet.workers.config import EngineConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
-from motet.workers.messages import SamplingParams, SequenceRequest
+from motet.workers.wire.messages import SamplingParams, SequenceRequest
 
 POOL_BYTES = 2 << 30  # holds about 240 of the adapters
 BATCH_SIZE = 32  # sequences that run at once

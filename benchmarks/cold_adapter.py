@@ -28,7 +28,7 @@ from many_adapters import StoredAdapter, write_store
 from motet.workers.config import EngineConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
-from motet.workers.messages import SamplingParams, SequenceRequest
+from motet.workers.wire.messages import SamplingParams, SequenceRequest
 
 NUM_STREAMS = 16
 NUM_STORED = 800  # 5.5 GB

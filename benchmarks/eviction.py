@@ -19,7 +19,7 @@ from traffic import ADAPTER_PAGES, Request, Traffic
 from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.memory.idle_order import IdleOrder
 from motet.workers.memory.paged_memory import PagedMemory
-from motet.workers.messages import AdapterRef
+from motet.workers.wire.messages import AdapterRef
 
 COMPUTE_S, COPY_S = 0.012, 0.0005  # a page on the machine of docs/benchmarks.md, one thread
 NUM_PAGES = 3500

@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 import psutil
 
-from motet.cluster.janitor import Janitor
-from motet.cluster.local_serve import LOOPBACK, free_ports, serve_environment, set_environment, start_serve
+from motet.cluster.launch.janitor import Janitor
+from motet.cluster.launch.local_serve import LOOPBACK, free_ports, serve_environment, set_environment, start_serve
 
 Way = Literal["frames", "handles"]
 ROOT = Path(__file__).parent

@@ -25,17 +25,17 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from motet.adapters.adapter import MODULES, BaseShape
-from motet.adapters.layout import AdapterLayout
-from motet.kernels import linear_onednn
+from motet.adapters.packing.layout import AdapterLayout
 from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import Kernels, Linear, LinearWeight, native_kernels, torch_kernels
 from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
-from motet.kernels.native_build import load_library
+from motet.kernels.native import onednn_linear
+from motet.kernels.native.build import load_library
 from motet.kernels.sampling import Draw
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.memory.pool import PoolGeometry, kv_view, make_pool
 from motet.workers.models.rotary import RotaryConfig, rotary_table
-from motet.workers.scheduling.plan import SequencePlan, StepPlan
+from motet.workers.plan import SequencePlan, StepPlan
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -274,8 +274,8 @@ def linears(bench: Bench, shape: Shape, generator: torch.Generator) -> dict[int,
     num_layers = -(-(160 << 20) // (2 * sum(num_in * num_out for num_in, num_out in layer)))
     weights = [torch.randn(out, num_in, generator=generator).bfloat16() for num_in, out in layer * num_layers]
     ours = [bench.native.pack_linear(weight) for weight in weights]
-    packs = linear_onednn.can_pack(torch.bfloat16)
-    theirs = [linear_onednn.pack_linear(weight) if packs else weight for weight in weights]
+    packs = onednn_linear.can_pack(torch.bfloat16)
+    theirs = [onednn_linear.pack_linear(weight) if packs else weight for weight in weights]
     found = {}
     for num_rows in (1, 4, 16, 64, 256):
         inputs = [torch.randn(num_rows, num_in, generator=generator).bfloat16() for num_in, _ in layer] * num_layers
@@ -287,7 +287,7 @@ def linears(bench: Bench, shape: Shape, generator: torch.Generator) -> dict[int,
         ratio = bench.against(
             f"{shape.name} linears of {num_layers} layers, {num_rows} rows",
             lambda run=all_of: run(bench.native.linear, ours),
-            lambda run=all_of: run(linear_onednn.linear if packs else linear, theirs),
+            lambda run=all_of: run(onednn_linear.linear if packs else linear, theirs),
             "oneDNN" if packs else "torch",
         )
         found[num_rows] = round(ratio, 2)

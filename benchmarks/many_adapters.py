@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from random_model import NUM_LAYERS
 
-from motet.adapters.layout import AdapterLayout
-from motet.adapters.packed_file import write_packed
-from motet.workers.messages import AdapterRef
+from motet.adapters.packing.layout import AdapterLayout
+from motet.adapters.packing.packed_file import write_packed
 from motet.workers.models.config import ModelConfig
+from motet.workers.wire.messages import AdapterRef
 
 # Of adapter i: RANKS[i % 4]. In this order the mean rank by popularity is nearly the same for 5 adapters as for 2,000.
 RANKS = (16, 64, 32, 8)

@@ -23,7 +23,7 @@ from engine_side import BLOCK_SIZE, fill_store
 from motet.workers.config import EngineConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
-from motet.workers.messages import AdapterRef, EngineLoad, SamplingParams, SequenceRequest
+from motet.workers.wire.messages import AdapterRef, EngineLoad, SamplingParams, SequenceRequest
 
 NUM_TURNS = 10
 NUM_ASKED, NUM_ANSWERED = 36, 12  # tokens a turn

@@ -24,8 +24,8 @@ from motet.workers.config import EngineConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.execution.executor import LocalExecutor
-from motet.workers.messages import AdapterRef, Frame, SamplingParams, SequenceRequest
-from motet.workers.scheduling.plan import StepPlan, StepResult
+from motet.workers.plan import StepPlan, StepResult
+from motet.workers.wire.messages import AdapterRef, Frame, SamplingParams, SequenceRequest
 
 NUM_PROMPT, NUM_OUTPUT = 32, 48  # tokens of each sequence
 

@@ -26,8 +26,8 @@ import httpx
 import psutil
 
 from motet.cluster.config import MotetConfig
-from motet.cluster.launch import Deployment
-from motet.cluster.local_serve import free_ports
+from motet.cluster.launch.launch import Deployment
+from motet.cluster.launch.local_serve import free_ports
 
 MODEL_PATH = Path(__file__).parent.parent / "examples" / "demo" / "base"
 KEY = "key-of-the-benchmark"

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from motet.benchmarks.power_law import draw_jobs
-from motet.benchmarks.simulated_fleet import Choose, simulate
-from motet.benchmarks.simulated_gang import Costs, Job
-from motet.router.affinity import GangView, RoutingConfig, RoutingRequest, choose_gang
+from motet.benchmarks.rigs.power_law import draw_jobs
+from motet.benchmarks.rigs.simulated_fleet import Choose, simulate
+from motet.benchmarks.rigs.simulated_gang import Costs, Job
+from motet.router.fleet.affinity import GangView, RoutingConfig, RoutingRequest, choose_gang
 
 HEADROOM = 1.1  # consistent hashing sends no gang more than this times the mean
 CONFIG = RoutingConfig()

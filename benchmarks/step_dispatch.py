@@ -22,8 +22,8 @@ import ray
 from motet.workers.execution.connection import Connection, ConnectionLostError
 from motet.workers.execution.gang_executor import GangExecutor
 from motet.workers.execution.gang_messages import Done, ToWorker
-from motet.workers.messages import SamplingParams
-from motet.workers.scheduling.plan import Residence, SampledToken, SamplePlan, SequencePlan, StepPlan, StepResult
+from motet.workers.plan import Residence, SampledToken, SamplePlan, SequencePlan, StepPlan, StepResult
+from motet.workers.wire.messages import SamplingParams
 
 NUM_SEQUENCES = 64
 

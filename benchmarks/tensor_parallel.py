@@ -18,7 +18,7 @@ from thread_gang import ThreadGroup, run_threads
 
 from motet.adapters.adapter import MODULES
 from motet.workers.config import EngineConfig
-from motet.workers.scheduling.plan import Residence, SequencePlan, StepPlan
+from motet.workers.plan import Residence, SequencePlan, StepPlan
 from motet.workers.worker_builder import build_executor
 
 HIDDEN, NUM_HEADS, NUM_KV_HEADS, INTERMEDIATE, VOCAB_SIZE, RANK = 4096, 32, 8, 512, 256, 16

@@ -26,7 +26,7 @@ import psutil
 import torch
 from safetensors.torch import load_file, save
 
-from motet.cluster.local_serve import free_ports
+from motet.cluster.launch.local_serve import free_ports
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo"
 KEY = "key-of-the-benchmark"

@@ -28,7 +28,7 @@ from engine_side import EngineRun, EngineSide, fill_store
 from peft_baseline import BaselineRun, PeftBaseline
 from workload import Job, draw_jobs
 
-from motet.workers.messages import AdapterRef
+from motet.workers.wire.messages import AdapterRef
 
 BATCH_SIZE = 16
 

@@ -11,10 +11,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..adapters.errors import AdapterInvalid
-from ..adapters.layout import Dtype
 from ..adapters.names import check_name, check_tenant
-from ..router.admission import AdmissionConfig
+from ..adapters.packing.layout import Dtype
 from ..router.config import RouterConfig
+from ..router.fleet.admission import AdmissionConfig
 from ..workers.config import Device, EngineConfig, ExpertSharding
 from ..workers.device import resolve_device
 from .resources import PLACEMENTS, Placement, Resources, why_not_custom, why_not_labels, why_not_num_gpus

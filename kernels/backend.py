@@ -12,22 +12,24 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from . import attention_torch, linear_onednn, norms, pages
+from . import norms, pages
 from .attention import PagedAttention, WriteKV
-from .attention_flash import FlashAttention, FlashPackage, find_flash_attention
-from .attention_native import NativeAttention
 from .experts import ExpertKernels, ExpertWeight
-from .experts_native import NativeExperts
-from .experts_torch import TorchExperts
-from .linear_native import NativeLinear
+from .gpu.flash_attention import FlashAttention, FlashPackage, find_flash_attention
 from .lora import CapturableLora, LoraKernels
-from .lora_native import NativeLora
-from .lora_torch import TorchLora
-from .native_build import NativeUnavailable, load_library
-from .rows_native import NativeRows
+from .native import onednn_linear
+from .native.attention import NativeAttention
+from .native.build import NativeUnavailable, load_library
+from .native.experts import NativeExperts
+from .native.linear import NativeLinear
+from .native.lora import NativeLora
+from .native.rows import NativeRows
+from .native.sampling import NativeSampling
+from .plain import attention as plain_attention
+from .plain.experts import TorchExperts
+from .plain.lora import TorchLora
+from .plain.sampling import TorchSampling
 from .sampling import SamplingKernels
-from .sampling_native import NativeSampling
-from .sampling_torch import TorchSampling
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +81,8 @@ def torch_kernels() -> Kernels:
         add_rms_norm=norms.add_rms_norm,
         silu_mul=norms.silu_mul,
         gelu_tanh_mul=norms.gelu_tanh_mul,
-        write_kv=attention_torch.write_kv,
-        paged_attention=attention_torch.paged_attention,
+        write_kv=plain_attention.write_kv,
+        paged_attention=plain_attention.paged_attention,
         lora=TorchLora(),
         pack_experts=as_it_is,
         experts=TorchExperts(),
@@ -99,8 +101,8 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
     native_experts = NativeExperts(library, native, num_threads)
     pack_experts: PackExperts = native_experts.pack
     experts: ExpertKernels = native_experts
-    if not native.is_best and linear_onednn.can_pack(dtype):
-        pack, multiply = linear_onednn.pack_linear, linear_onednn.linear
+    if not native.is_best and onednn_linear.can_pack(dtype):
+        pack, multiply = onednn_linear.pack_linear, onednn_linear.linear
         pack_experts, experts = as_it_is, TorchExperts()
         others |= {"linear": "oneDNN", "experts": "torch"}
     return Kernels(
@@ -129,10 +131,10 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
     `flash`: computes attention instead, where it can.
     """
     # Here, because Triton is not everywhere, and decides when it is imported whether it interprets or compiles.
-    from . import rows_triton
-    from .attention_triton import TritonAttention
-    from .experts_triton import TritonExperts
-    from .lora_triton import TritonLora
+    from .gpu import rows as triton_rows
+    from .gpu.attention import TritonAttention
+    from .gpu.experts import TritonExperts
+    from .gpu.lora import TritonLora
 
     attention, lora = TritonAttention(), TritonLora()
     on_gpu = device.type == "cuda"
@@ -148,10 +150,10 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         name="triton",
         pack_linear=as_it_is,
         linear=linear,
-        rms_norm=rows_triton.rms_norm,
-        add_rms_norm=rows_triton.add_rms_norm,
-        silu_mul=rows_triton.silu_mul,
-        gelu_tanh_mul=rows_triton.gelu_tanh_mul,
+        rms_norm=triton_rows.rms_norm,
+        add_rms_norm=triton_rows.add_rms_norm,
+        silu_mul=triton_rows.silu_mul,
+        gelu_tanh_mul=triton_rows.gelu_tanh_mul,
         write_kv=attention.write_kv,
         paged_attention=attend,
         lora=lora,

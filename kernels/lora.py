@@ -1,9 +1,9 @@
 """LoRA over pages: what every backend's kernels take and give.
 
 y += x Aᵀ B for each row with its own adapter, at the adapter's real rank. A and B lie in pages of the pool as
-`adapters/layout.py` says; the layer's scaling is already in B. A row's result depends on its own adapter alone: not
-even an overflow in a neighbour's reaches it. Split in two, shrink and expand, because a gang adds the rank-sized
-vectors between them over its workers (S-LoRA, arXiv 2311.03285, §6).
+`adapters/packing/layout.py` says; the layer's scaling is already in B. A row's result depends on its own adapter
+alone: not even an overflow in a neighbour's reaches it. Split in two, shrink and expand, because a gang adds the
+rank-sized vectors between them over its workers (S-LoRA, arXiv 2311.03285, §6).
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from ..adapters.registry_view import RegistryView
-from ..workers.messages import AdapterRef, GangInfo
-from .dispatch import Dispatcher
-from .openai_errors import model_not_found, unavailable
-from .probe import probe
+from ..adapters.registry.registry_view import RegistryView
+from ..workers.wire.messages import AdapterRef, GangInfo
+from .fleet.dispatch import Dispatcher
+from .fleet.probe import probe
+from .openai_api.errors import model_not_found, unavailable
 
 
 class BaseModel:

@@ -9,9 +9,9 @@ from typing import Protocol
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from .generation_response import CLIENT_CLOSED_REQUEST
+from .answers.generation_response import CLIENT_CLOSED_REQUEST
 from .metrics import Metrics
-from .openai_errors import ApiError
+from .openai_api.errors import ApiError
 
 
 class Answer(Protocol):

@@ -9,30 +9,30 @@ from typing import Final
 import msgspec
 from starlette.requests import Request
 
-from ..adapters.registry_view import RegistryView
-from ..workers.messages import AdapterRef
-from .answer_shape import AnswerHead, AnswerShape
+from ..adapters.registry.registry_view import RegistryView
+from ..workers.wire.messages import AdapterRef
+from .answers.answer_shape import AnswerHead, AnswerShape
+from .answers.beam_request import beam_rules, check_beams
+from .answers.best_of import check_best_of, ranked
+from .answers.chat_answer import ChatAnswer
+from .answers.chat_prompt import chat_prompt
+from .answers.completion_answer import CompletionAnswer
+from .answers.completion_prompts import completion_prompts, count_prompts
+from .answers.generation_response import GenerationResponse, StreamStyle
 from .base_model import BaseModel
-from .beam_request import beam_rules, check_beams
-from .best_of import check_best_of, ranked
-from .chat_answer import ChatAnswer
-from .chat_prompt import chat_prompt
-from .completion_answer import CompletionAnswer
-from .completion_prompts import completion_prompts, count_prompts
 from .config import RouterConfig
-from .dispatch import Dispatcher
-from .generation import Generation, GenerationRequest, Prompt
-from .generation_response import GenerationResponse, StreamStyle
-from .json_body import read_json
+from .fleet.dispatch import Dispatcher
+from .generation.generation import Generation, GenerationRequest, Prompt
+from .generation.sampling_params import check_length, sampling_params, stop_strings
 from .metrics import Metrics
-from .openai_errors import invalid_value, unsupported
-from .openai_schema import ChatRequest, CompletionRequest, GenerationFields
-from .response_id import fingerprint_of, new_response_id
-from .sampling import check_length, sampling_params, stop_strings
-from .stream_position import LAST_EVENT_ID, StreamPosition, parse_position, wrong_position
+from .openai_api.errors import invalid_value, unsupported
+from .openai_api.json_body import read_json
+from .openai_api.response_id import fingerprint_of, new_response_id
+from .openai_api.schema import ChatRequest, CompletionRequest, GenerationFields
+from .openai_api.stream_position import LAST_EVENT_ID, StreamPosition, parse_position, wrong_position
+from .openai_api.unsupported_fields import refuse_unsupported
 from .tenants.auth import tenant_of
-from .text import TextService
-from .unsupported_fields import refuse_unsupported
+from .text.text import TextService
 
 _COMPLETION: Final = msgspec.json.Decoder(CompletionRequest)
 _CHAT: Final = msgspec.json.Decoder(ChatRequest)

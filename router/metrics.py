@@ -12,9 +12,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ..workers.messages import EngineLoad, RefusalReason, SequenceError
+from ..workers.wire.messages import EngineLoad, RefusalReason, SequenceError
+from .fleet.leader_connection import FaultKind
 from .histogram import Histogram
-from .leader_connection import FaultKind
 
 FIRST_TOKEN_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 QUEUE_WAIT_BOUNDS_S = (0.001, *FIRST_TOKEN_BOUNDS_S, 120.0, 300.0, 600.0)  # to a gang's start on a new machine

@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..adapters.adapter import AdapterVersion
-from ..adapters.registry_view import RegistryView
+from ..adapters.registry.registry_view import RegistryView
 from .base_model import BaseModel
-from .openai_answers import Model, ModelList
-from .openai_errors import model_not_found
+from .openai_api.answers import Model, ModelList
+from .openai_api.errors import model_not_found
 from .tenants.auth import tenant_of
 
 OWNER_OF_BASE = "motet"

@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from .. import __version__
-from ..adapters.registry_view import RegistryView
-from ..workers.messages import EngineLoad, GangInfo
+from ..adapters.registry.registry_view import RegistryView
+from ..workers.wire.messages import EngineLoad, GangInfo
 from .base_model import BaseModel
-from .dispatch import Dispatcher
+from .fleet.dispatch import Dispatcher
 from .metrics import Metrics
-from .openai_errors import unavailable
+from .openai_api.errors import unavailable
 from .readiness import Readiness
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 
-from ..workers.messages import GangInfo
+from ..workers.wire.messages import GangInfo
 from .config import RouterConfig
-from .dispatch import Dispatcher
+from .fleet.dispatch import Dispatcher
+from .fleet.probe import probe
 from .metrics import Metrics
-from .probe import probe
 
 
 class Readiness:

@@ -8,20 +8,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..adapters.registry_view import RegistryView
+from ..adapters.registry.registry_view import RegistryView
 from ..adapters.upload import UploadService
-from .adapters_api import AdaptersApi
 from .base_model import BaseModel
 from .config import RouterConfig
-from .dispatch import Dispatcher
 from .endpoint import Endpoint, Handler
+from .fleet.dispatch import Dispatcher
 from .generations_api import GenerationsApi
 from .metrics import Metrics
 from .models_api import ModelsApi
-from .openai_errors import ApiError, internal_error
+from .openai_api.errors import ApiError, internal_error
 from .operations_api import OperationsApi
 from .readiness import Readiness
-from .text import TextService
+from .text.text import TextService
+from .uploads.adapters_api import AdaptersApi
 
 
 def create_app(

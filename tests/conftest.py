@@ -12,10 +12,10 @@ import pytest
 import torch
 from redis.asyncio import Redis
 
-from motet.adapters.registry import connect
-from motet.cluster.redis_server import RedisServer
+from motet.adapters.registry.registry import connect
+from motet.cluster.registry_server.redis_server import RedisServer
 from motet.kernels.backend import Kernels
-from motet.tests.native_builds import BUILDS, load_build
+from motet.tests.rigs.native_builds import BUILDS, load_build
 
 # How long an example takes says only how busy the machine is.
 hypothesis.settings.register_profile("motet", deadline=None)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LEVELS = {"kernels": 0, "adapters": 0, "workers": 1, "router": 2, "cluster": 3}
-SEEN_BY_ROUTER = ("motet.workers.messages", "motet.workers.page_keys")  # all of `workers` that `router` may import
+SEEN_BY_ROUTER = (
+    "motet.workers.wire.messages",
+    "motet.workers.wire.page_keys",
+)  # all of `workers` that `router` may import
 DEMO = "motet.examples"  # facts and questions; imports nothing of motet and only `cluster` drives it
 CODE_SUFFIXES = {".py", ".cpp", ".h", ".cu", ".proto", ".sh", ""}
 MAX_LINES = 400
+MAX_FILES = 15  # in a folder of the product
 EMPTY_NAMES = {"utils", "util", "common", "misc", "helpers", "base"}
 NOT_OURS = {"build", "dist", "__pycache__"}
 PATH_OF_A_MACHINE = re.compile(r"/(?:home|Users)/[a-z]\w*/|/roo[t]/|[A-Z]:\\Users\\")
@@ -32,6 +38,11 @@ def our_files(folder: Path) -> Iterator[Path]:
 
 FILES = list(our_files(ROOT))
 PRODUCT = [path for path in FILES if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in LEVELS]
+
+
+def room_of(module: str) -> str:
+    """What must not be in a cycle with another: a sub-folder, or a module that lies beside the sub-folders."""
+    return ".".join(module.split(".")[:3])
 
 
 def relative(paths: list[Path]) -> list[str]:
@@ -87,6 +98,65 @@ def test_imports_run_downwards() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def arrows(modules: Mapping[str, str]) -> dict[str, set[str]]:
+    """Which rooms each room imports, of the source of each module."""
+    graph: dict[str, set[str]] = {room_of(module): set() for module in modules}
+    for module, source in modules.items():
+        for imported in imported_modules(source, module):
+            target = next((name for name in (imported, imported.rpartition(".")[0]) if name in modules), None)
+            if target is not None and room_of(target) != room_of(module):
+                graph[room_of(module)].add(room_of(target))
+    return graph
+
+
+def cycle_in(graph: Mapping[str, set[str]]) -> tuple[str, ...]:
+    """Rooms that import each other in a ring; empty: there are none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return tuple(error.args[1])
+    return ()
+
+
+def test_rooms_do_not_import_each_other_in_a_ring() -> None:
+    assert cycle_in(arrows({module_of(path): path.read_text() for path in PRODUCT})) == ()
+
+
+def test_a_ring_would_be_seen() -> None:
+    sources = {
+        "motet.workers.memory.pool": "from ..scheduling.share import Share",
+        "motet.workers.scheduling.share": "def late():\n    from .. import engine",
+        "motet.workers.scheduling.plan": "",
+        "motet.workers.engine": "from .memory import pool",
+    }
+    assert set(cycle_in(arrows(sources))) == {
+        "motet.workers.memory",
+        "motet.workers.scheduling",
+        "motet.workers.engine",
+    }
+    assert cycle_in(arrows(sources | {"motet.workers.engine": "from .scheduling import plan"})) != ()
+    assert cycle_in(arrows(sources | {"motet.workers.engine": "import torch"})) == ()
+
+
+def test_folders_can_be_taken_in_at_a_glance() -> None:
+    folders = {folder for top in LEVELS for folder in [ROOT / top, *(ROOT / top).iterdir()] if folder.is_dir()}
+    num_files = {folder: sum(path.is_file() for path in folder.iterdir()) for folder in folders}
+    assert relative([folder for folder in sorted(folders) if num_files[folder] > MAX_FILES]) == []
+    nested = [path for path in PRODUCT if len(path.relative_to(ROOT).parts) > 3]
+    assert relative(nested) == []
+
+
+def test_every_folder_of_the_product_is_installed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    code = [path for path in FILES if path.suffix in (".py", ".cpp") and path.relative_to(ROOT).parts[0] in LEVELS]
+    assert sorted(listed) == sorted({"motet", *(module_of(path.parent) for path in code)})
+
+
+def test_tests_lie_where_what_they_test_lies() -> None:
+    folders = {path.parent.name for path in FILES if path.name.startswith("test_") and path.suffix == ".py"}
+    assert folders == {*LEVELS, "tests", "whole", "interpreted"}
+
+
 def test_the_demo_data_imports_nothing_of_the_product() -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {imported}"
@@ -114,17 +184,18 @@ def test_product_code_imports_relatively() -> None:
     [
         ("motet.workers.models.decoder", "from ...kernels import lora", True),
         ("motet.workers.models.decoder", "from ..memory.pool import Pool", True),
-        ("motet.workers.engine", "from ..router.text import Text", False),
-        ("motet.kernels.lora", "from ..adapters.layout import AdapterLayout", False),
-        ("motet.adapters.store", "from .layout import AdapterLayout", True),
-        ("motet.adapters.store", "import motet.workers.config", False),
-        ("motet.router.text", "from ..workers import messages", True),
-        ("motet.router.text", "from ..workers.messages import Frame", True),
+        ("motet.workers.engine", "from ..router.text.text import Text", False),
+        ("motet.kernels.lora", "from ..adapters.packing.layout import AdapterLayout", False),
+        ("motet.adapters.store.store", "from ..packing.layout import AdapterLayout", True),
+        ("motet.adapters.store.store", "import motet.workers.config", False),
+        ("motet.router.text.text", "from ...workers.wire import messages", True),
+        ("motet.router.text.text", "from ...workers.wire.messages import Frame", True),
+        ("motet.router.text.text", "from ...workers.plan import StepPlan", False),
         ("motet.router.tenants.auth", "from ...workers.config import EngineConfig", False),
-        ("motet.router.text", "def late():\n    from ..cluster import launch", False),
-        ("motet.router.text", "from .. import __version__", True),
-        ("motet.cluster.demo", "from ..examples.demo import questions", True),
-        ("motet.router.text", "from ..examples.demo import questions", False),
+        ("motet.router.text.text", "def late():\n    from ...cluster import launch", False),
+        ("motet.router.text.text", "from ... import __version__", True),
+        ("motet.cluster.demo.run_demo", "from ...examples.demo import questions", True),
+        ("motet.router.text.text", "from ...examples.demo import questions", False),
     ],
 )
 def test_the_rule_itself(module: str, source: str, allowed: bool) -> None:

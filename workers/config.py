@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from ..adapters.layout import Dtype
+from ..adapters.packing.layout import Dtype
 
 ExpertSharding = Literal["tensor", "expert"]
 Device = Literal["cpu", "cuda", "auto"]

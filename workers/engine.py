@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 from .execution.executor import Executor
-from .messages import EngineLoad, GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
-from .scheduling.plan import StepPlan
+from .plan import StepPlan
 from .scheduling.scheduler import Scheduler
+from .wire.messages import EngineLoad, GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 
 
 class Engine:

@@ -20,13 +20,13 @@ from .execution.gang_messages import Failed, FromWorker, Join, Ready
 from .execution.gang_messages import Progress as ProgressMessage
 from .loop import EngineLoop
 from .memory.pool import PoolGeometry, plan_pool
-from .messages import GangInfo
 from .models.config import ModelConfig
 from .models.sharding import ModelSharding
 from .models.weights import Progress
 from .parallel import Alone
-from .scheduling.admission import Limits
+from .scheduling.request_limits import Limits
 from .scheduling.scheduler import Scheduler
+from .wire.messages import GangInfo
 from .worker import WorkerSettings
 from .worker_builder import build_executor, tier_sizes
 

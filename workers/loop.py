@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .engine import Engine
-from .messages import EngineLoad, GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 from .step_times import StepTimes
+from .wire.messages import EngineLoad, GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 
 _log = logging.getLogger(__name__)
 _STEP_DEADLINE_S = 300.0  # a step that takes longer hangs

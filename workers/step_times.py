@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from .messages import EngineLoad
+from .wire.messages import EngineLoad
 
 
 class StepTimes:

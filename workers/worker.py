@@ -26,7 +26,7 @@ from .execution.gang_messages import (
     ToWorker,
 )
 from .parallel import ProcessGroup
-from .scheduling.plan import StepPlan
+from .plan import StepPlan
 from .worker_builder import build_executor
 
 _log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from ..adapters.store import AdapterStore
+from ..adapters.store.store import AdapterStore
 from ..kernels.backend import Kernels, choose_kernels
 from .config import EngineConfig
 from .device import resolve_device
@@ -15,16 +15,16 @@ from .execution.executor import LocalExecutor
 from .execution.graphs import CudaRecorder
 from .execution.page_mover import PageMover
 from .execution.runner import Runner
+from .memory.host_adapter_cache import HostAdapterCache
 from .memory.page_arrays import DevicePages, DiskPages, HostPages, PageArray
 from .memory.pool import PoolGeometry, make_pool, plan_pool
-from .memory.tiers import HostTier
 from .models.config import ModelConfig
 from .models.decoder import load_decoder
 from .models.rotary import rotary_tables
 from .models.sharding import ModelSharding
 from .models.weights import Checkpoint, Progress
 from .parallel import Parallel
-from .scheduling.plan import Tier
+from .plan import Tier
 from .scheduling.tier_traffic import TierSizes
 
 
@@ -50,7 +50,7 @@ def build_executor(
     rotary = rotary_tables(model.rotaries, model.head_dim, config.context_of(model.max_model_len), device)
     runner = Runner(decoder, kernels, parallel, pool, geometry, layout, rotary)
     pinned = device.type == "cuda"  # a copy from other memory would not run beside the steps
-    host = HostTier(AdapterStore(config.store_path), layout, config.host_bytes, pinned)
+    host = HostAdapterCache(AdapterStore(config.store_path), layout, config.host_bytes, pinned)
     mover = PageMover(_page_arrays(config, geometry, pool, kernels), device)
     if device.type == "cuda":
         runner.warm_up()

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from machine import Machine
 
-from motet.adapters.layout import AdapterLayout
-from motet.adapters.store import AdapterStore
+from motet.adapters.packing.layout import AdapterLayout
+from motet.adapters.store.store import AdapterStore
 from motet.kernels.backend import Kernels
 from motet.workers.engine import Engine
 from motet.workers.execution.adapter_loader import AdapterLoader
@@ -20,16 +20,16 @@ from motet.workers.execution.executor import LocalExecutor
 from motet.workers.execution.graphs import CudaRecorder
 from motet.workers.execution.page_mover import PageMover
 from motet.workers.execution.runner import Runner
+from motet.workers.memory.host_adapter_cache import HostAdapterCache
 from motet.workers.memory.pool import make_pool, plan_pool
-from motet.workers.memory.tiers import HostTier
-from motet.workers.messages import AdapterRef, GangInfo, SamplingParams, SequenceRequest, SequenceUpdate
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.decoder import load_decoder
 from motet.workers.models.rotary import rotary_tables
 from motet.workers.models.sharding import ModelSharding
 from motet.workers.parallel import Alone
-from motet.workers.scheduling.admission import Limits
+from motet.workers.scheduling.request_limits import Limits
 from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.wire.messages import AdapterRef, GangInfo, SamplingParams, SequenceRequest, SequenceUpdate
 
 RANK = 16
 BLOCK = 16
@@ -135,7 +135,7 @@ class Bench:
         if not machine.is_dry:
             self.runner.warm_up()
             self.runner.record_decodes(size.num_sequences, model.max_model_len, CudaRecorder())
-        host = HostTier(RandomStore(layout, machine.dtype), layout, 1 << 40, pinned=not machine.is_dry)
+        host = HostAdapterCache(RandomStore(layout, machine.dtype), layout, 1 << 40, pinned=not machine.is_dry)
         loader = AdapterLoader(host, pool, kernels)
         mover = PageMover({}, machine.device)  # KV stays where it is
         executor = LocalExecutor(self.runner, loader, mover, kernels.choice, machine.device)

@@ -9,7 +9,7 @@ import torch
 from machine import Machine, Row, relative_error
 
 from motet.adapters.adapter import MODULES, BaseShape
-from motet.adapters.layout import AdapterLayout
+from motet.adapters.packing.layout import AdapterLayout
 from motet.kernels.backend import Kernels
 from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 

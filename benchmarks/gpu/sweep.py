@@ -67,7 +67,7 @@ def _decodes(machine: Any) -> Iterator[tuple[dict[str, int], Callable[[], float]
     """64 sequences of 4,096 tokens."""
     from attention_rows import PagedCase
 
-    from motet.kernels.attention_triton import AttentionTuning, TritonAttention
+    from motet.kernels.gpu.attention import AttentionTuning, TritonAttention
 
     case = PagedCase(machine, [(40, 1)] * 2 if machine.is_dry else [(4096, 1)] * 64, 32, 8, 128)
     choices = {"decode_keys": (32, 64, 128), "decode_stages": (2, 3, 4), "programs": (1056, 2112)}
@@ -81,7 +81,7 @@ def _chunks(machine: Any) -> Iterator[tuple[dict[str, int], Callable[[], float]]
     """A chunk of 2,048 tokens at the end of 8,192."""
     from attention_rows import PagedCase
 
-    from motet.kernels.attention_triton import AttentionTuning, TritonAttention
+    from motet.kernels.gpu.attention import AttentionTuning, TritonAttention
 
     case = PagedCase(machine, [(40, 20) if machine.is_dry else (8192, 2048)], 32, 8, 128)
     for changed, tuning in _varied(AttentionTuning(), chunk_keys=(32, 64, 128), chunk_stages=(2, 3)):
@@ -95,8 +95,8 @@ def _lora(machine: Any) -> Iterator[tuple[dict[str, int], Callable[[], float]]]:
     import torch
     from lora_rows import GROUPS, LLAMA, TINY, LoraCase
 
+    from motet.kernels.gpu.lora import LoraTuning, TritonLora
     from motet.kernels.lora import LoraSegment
-    from motet.kernels.lora_triton import LoraTuning, TritonLora
 
     count = 3 if machine.is_dry else 64
     case = LoraCase(machine, [16] * count, TINY if machine.is_dry else LLAMA, 4, 7)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from ...adapters.registry_view import RegistryView
-from ..openai_errors import ApiError
+from ...adapters.registry.registry_view import RegistryView
+from ..openai_api.errors import ApiError
 
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 

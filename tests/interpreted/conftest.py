@@ -1,6 +1,6 @@
 """Triton decides when it is imported whether it interprets, so these tests need a process of their own.
 
-`tests/test_triton.py` starts it; by hand: `TRITON_INTERPRET=1 python -m pytest tests/interpreted`.
+`tests/kernels/test_triton.py` starts it; by hand: `TRITON_INTERPRET=1 python -m pytest tests/interpreted`.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from motet.kernels.backend import triton_kernels
-from motet.tests.engine_rig import Stock
-from motet.tests.oracle import RECIPES, VOCAB_SIZE, Oracle, write_adapters, write_model
+from motet.tests.rigs.engine_rig import Stock
+from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, Oracle, write_adapters, write_model
 from motet.workers import worker_builder
 from motet.workers.execution.graphs import bucket_sizes
-from motet.workers.messages import SamplingParams
+from motet.workers.wire.messages import SamplingParams
 
 TOLERANCE = 1e-3  # of logits in float32
 NUM_TOKENS = 4

@@ -13,17 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.adapters.adapter import MODULES, BaseShape
-from motet.adapters.layout import AdapterLayout
-from motet.kernels import attention_torch, norms
+from motet.adapters.packing.layout import AdapterLayout
+from motet.kernels import norms
 from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import triton_kernels
-from motet.kernels.experts_torch import TorchExperts
 from motet.kernels.lora import ABSENT, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
-from motet.kernels.lora_torch import TorchLora
+from motet.kernels.plain import attention as plain_attention
+from motet.kernels.plain.experts import TorchExperts
+from motet.kernels.plain.lora import TorchLora
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.models.experts import choose_experts
 from motet.workers.models.rotary import RotaryConfig, rotary_table
-from motet.workers.scheduling.plan import SequencePlan, StepPlan
+from motet.workers.plan import SequencePlan, StepPlan
 
 CPU = torch.device("cpu")
 KERNELS = triton_kernels(CPU, torch.float32)
@@ -100,11 +101,11 @@ def check_attention(
     rotary = rotary_table(RotaryConfig(10000.0, "default", {}), head_dim, 400)
     kv, twin_kv = pool[:, 1], pool.clone()[:, 1]
     turned = KERNELS.write_kv(q, k, v, rotary, kv, batch)
-    expected_turned = attention_torch.write_kv(q, k, v, rotary, twin_kv, batch)
+    expected_turned = plain_attention.write_kv(q, k, v, rotary, twin_kv, batch)
     close(turned, expected_turned)
     close(kv, twin_kv)
     actual = KERNELS.paged_attention(expected_turned, twin_kv, batch, head_dim**-0.5, window, softcap)
-    close(actual, attention_torch.paged_attention(expected_turned, twin_kv, batch, head_dim**-0.5, window, softcap))
+    close(actual, plain_attention.paged_attention(expected_turned, twin_kv, batch, head_dim**-0.5, window, softcap))
     assert pool[:, 0].isnan().all(), "another layer was written"
 
 
@@ -126,7 +127,7 @@ def test_long_context() -> None:
     kv[batch.row_pages, :, batch.row_slots] = torch.randn(4, 2, 1, 16, generator=generator)
     for window in (None, 3000):
         actual = KERNELS.paged_attention(q, kv, batch, 0.25, window)
-        close(actual, attention_torch.paged_attention(q, kv, batch, 0.25, window))
+        close(actual, plain_attention.paged_attention(q, kv, batch, 0.25, window))
 
 
 def test_attention_of_nothing() -> None:
@@ -165,11 +166,11 @@ def test_padding_rows_write_nothing_and_give_zeros() -> None:
     rotary = rotary_table(RotaryConfig(10000.0, "default", {}), 16, 400)
     kv, twin_kv = pool[:, 1], pool.clone()[:, 1]
     turned = KERNELS.write_kv(q, k, v, rotary, kv, padded)
-    expected = attention_torch.write_kv(q[:2], k[:2], v[:2], rotary, twin_kv, batch)
+    expected = plain_attention.write_kv(q[:2], k[:2], v[:2], rotary, twin_kv, batch)
     close(turned[:2], expected)
     close(kv, twin_kv)
     out = KERNELS.paged_attention(turned, kv, padded, 0.25, None)
-    close(out[:2], attention_torch.paged_attention(expected, kv, batch, 0.25, None))
+    close(out[:2], plain_attention.paged_attention(expected, kv, batch, 0.25, None))
     assert (out[2:] == 0).all()
 
 

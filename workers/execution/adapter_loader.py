@@ -11,8 +11,8 @@ import torch
 
 from ...adapters.errors import AdapterError
 from ...kernels.backend import Kernels
-from ..memory.tiers import HostTier
-from ..scheduling.plan import AdapterFailure, AdapterLoad, HostAdapters
+from ..memory.host_adapter_cache import HostAdapterCache
+from ..plan import AdapterFailure, AdapterLoad, HostAdapters
 from .side_stream import Mark, SideStream
 
 _log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class AdapterLoader:
     On a GPU it copies on a stream of its own, beside the kernels of the steps.
     """
 
-    def __init__(self, host: HostTier, pool: torch.Tensor, kernels: Kernels) -> None:
+    def __init__(self, host: HostAdapterCache, pool: torch.Tensor, kernels: Kernels) -> None:
         self._host, self._pool, self._kernels = host, pool, kernels
         self._beside = SideStream(pool.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-loader")

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ..scheduling.plan import StepPlan, StepResult
+from ..plan import StepPlan, StepResult
 from .adapter_loader import AdapterLoader
 from .page_mover import PageMover
 from .runner import Runner

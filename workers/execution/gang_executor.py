@@ -8,7 +8,7 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
-from ..scheduling.plan import AdapterFailure, MoveEnd, SampledToken, StepPlan, StepResult
+from ..plan import AdapterFailure, MoveEnd, SampledToken, StepPlan, StepResult
 from .connection import Connection, ConnectionLostError
 from .executor import WorkerLostError
 from .gang_messages import Done, Execute, Failed, FromWorker, LoadEnded, MoveEnded, Stop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..scheduling.plan import HostAdapters, MoveEnd, SampledToken, StepPlan
+from ..plan import HostAdapters, MoveEnd, SampledToken, StepPlan
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):

@@ -11,7 +11,7 @@ import torch
 
 from ...kernels.attention import AttentionBatch
 from ...kernels.lora import LoraSegment, PagedAdapter
-from ..scheduling.plan import SamplePlan, SequencePlan, StepPlan
+from ..plan import SamplePlan, SequencePlan, StepPlan
 
 
 @dataclass(frozen=True)

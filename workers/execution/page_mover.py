@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from ..memory.page_arrays import PageArray
-from ..scheduling.plan import MoveEnd, PageMove, Tier
+from ..plan import MoveEnd, PageMove, Tier
 from .side_stream import Mark, SideStream
 
 _log = logging.getLogger(__name__)

@@ -7,16 +7,16 @@ from collections.abc import Iterable
 import torch
 
 from ...adapters.adapter import EXPERT_MODULES, MODULES
-from ...adapters.layout import AdapterLayout
+from ...adapters.packing.layout import AdapterLayout
 from ...kernels.attention import AttentionBatch
 from ...kernels.backend import Kernels
 from ...kernels.lora import ABSENT, LoraBatch, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
-from ..decoding.sampling import sample
+from ..decoding.token_choice import sample
 from ..memory.pool import PoolGeometry, kv_view
 from ..models.context import ForwardContext
 from ..models.decoder import Decoder
 from ..parallel import Parallel
-from ..scheduling.plan import Residence, SampledToken, SequencePlan, StepPlan
+from ..plan import Residence, SampledToken, SequencePlan, StepPlan
 from .graphs import DecodeGraphs, Record
 from .inputs import StepInputs, make_inputs
 

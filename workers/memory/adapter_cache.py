@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from ..messages import AdapterRef
-from ..scheduling.plan import AdapterLoad, Residence
+from ..plan import AdapterLoad, Residence
+from ..wire.messages import AdapterRef
 from .idle_order import IdleOrder
 from .page_allocator import PageAllocator
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice, takewhile
 
-from ..page_keys import PageKey
+from ..wire.page_keys import PageKey
 
 _MAX_LOOKED_AT = 32  # pages that begin alike, the newest first
 _Place = tuple[PageKey, tuple[int, ...]]  # the key before a page, and its first tokens

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
-from ..messages import AdapterRef, ResidencyChange
-from ..page_keys import PageKey, short_key
-from ..scheduling.plan import AdapterLoad
+from ..plan import AdapterLoad
+from ..wire.messages import AdapterRef, ResidencyChange
+from ..wire.page_keys import PageKey, short_key
 from .adapter_cache import AdapterCache
 from .idle_order import IdleOrder, Item
 from .page_allocator import PageAllocator

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..page_keys import PageKey
+from ..wire.page_keys import PageKey
 from .idle_order import IdleOrder
 from .page_allocator import PageAllocator
 from .page_beginnings import PageBeginnings

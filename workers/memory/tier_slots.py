@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..page_keys import PageKey
+from ..wire.page_keys import PageKey
 
 
 class TierSlots:

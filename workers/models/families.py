@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .sliding import Slides, below_layer_alternating, every_other, five_of_six, from_layer, if_asked, never, throughout
+from .sliding import (
+    Slides,
+    below_layer_alternating,
+    every_other,
+    five_of_six,
+    from_layer,
+    if_asked,
+    never,
+    throughout,
+)
 
 
 @dataclass(frozen=True)

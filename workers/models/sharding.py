@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...adapters.adapter import EXPERT_MODULES
-from ...adapters.layout import AdapterLayout, Dtype
-from ...adapters.sharding import Sharding
+from ...adapters.packing.layout import AdapterLayout, Dtype
+from ...adapters.packing.sharding import Sharding
 from ..config import ExpertSharding
 from .config import ModelConfig
 

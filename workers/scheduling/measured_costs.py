@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .plan import Tier
+from ..plan import Tier
 
 _FADE = 0.95  # of what was seen before, at each observation
 _MOST = 10.0  # times the mean, that one observation counts at most

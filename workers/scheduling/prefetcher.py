@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from ..memory.adapter_cache import AdapterState
 from ..memory.idle_order import Item
 from ..memory.paged_memory import PagedMemory
-from ..messages import AdapterRef
-from .admission import pages_for
-from .plan import AdapterLoad
-from .prefetch import MAX_LOADS_UNDER_WAY, Waiter, choose_prefetch
+from ..plan import AdapterLoad
+from ..wire.messages import AdapterRef
+from .prefetch_policy import MAX_LOADS_UNDER_WAY, Waiter, choose_prefetch
 from .prefix_reuse import PrefixReuse
+from .request_limits import pages_for
 from .sequence import Sequence
 
 

@@ -9,8 +9,8 @@ from itertools import takewhile
 
 from ..memory.idle_order import Item
 from ..memory.prefix_cache import PrefixCache
-from ..page_keys import PageKey, first_link, next_keys
-from .plan import PageCopy
+from ..plan import PageCopy
+from ..wire.page_keys import PageKey, first_link, next_keys
 from .sequence import Sequence
 from .tier_traffic import TierTraffic
 

@@ -14,20 +14,20 @@ import msgspec
 
 from ..memory.adapter_cache import AdapterState
 from ..memory.paged_memory import PagedMemory
-from ..messages import AdapterRef, EngineLoad, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
-from ..page_keys import PageKey
-from .admission import Limits, pages_for, refusal
+from ..plan import AdapterLoad, HostAdapters, SampledToken, StepPlan, StepResult
+from ..wire.messages import AdapterRef, EngineLoad, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
+from ..wire.page_keys import PageKey
 from .measured_costs import MeasuredCosts
-from .plan import AdapterLoad, HostAdapters, SampledToken, StepPlan, StepResult
 from .preemption import choose_victim
-from .prefetch import MAX_LOADS_UNDER_WAY
+from .prefetch_policy import MAX_LOADS_UNDER_WAY
 from .prefetcher import Prefetcher
 from .prefix_reuse import PrefixReuse
+from .request_limits import Limits, pages_for, refusal
 from .sequence import Sequence
 from .share import Share
 from .stopping import finish_reason, is_long_enough, is_stop
 from .tier_traffic import TierSizes, TierTraffic
-from .waiting_line import WaitingLine
+from .waiting_queue import WaitingQueue
 
 _BEFORE_ALL = 1 << 62  # what another gang began has waited already: it is older than all that arrived here
 
@@ -56,7 +56,7 @@ class Scheduler:
         self._tiers = TierTraffic(self._memory, tiers or TierSizes(), self._costs)
         self._prefixes = PrefixReuse(self._memory.prefixes, self._tiers, limits.block_size, prefix_cache)
         self._prefetcher = Prefetcher(self._memory, self._prefixes, pages_of_adapter, limits.block_size)
-        self._waiting = WaitingLine()
+        self._waiting = WaitingQueue()
         self._running: dict[int, Sequence] = {}
         self._under_way: dict[int, dict[int, Share]] = {}  # by step and sequence id; plans that are not committed
         self._host_adapters = HostAdapters()

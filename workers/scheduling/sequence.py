@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..messages import SamplingParams, SequenceRequest
-from ..page_keys import PageKey
-from .plan import SamplePlan
+from ..plan import SamplePlan
+from ..wire.messages import SamplingParams, SequenceRequest
+from ..wire.page_keys import PageKey
 
 
 @dataclass(eq=False)

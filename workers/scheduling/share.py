@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .plan import SampledToken, SequencePlan
+from ..plan import SampledToken, SequencePlan
 from .sequence import Sequence
 
 _UNKNOWN = 0  # stands for a token that is still coming, until the plan is settled

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 
-from ..messages import FinishReason
-from .admission import Limits
+from ..wire.messages import FinishReason
+from .request_limits import Limits
 from .sequence import Sequence
 
 

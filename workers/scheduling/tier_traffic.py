@@ -17,9 +17,9 @@ from typing import Literal
 from ..memory.idle_order import Item
 from ..memory.paged_memory import PagedMemory
 from ..memory.tier_slots import TierSlots
-from ..page_keys import PageKey
+from ..plan import MoveEnd, PageMove, Tier
+from ..wire.page_keys import PageKey
 from .measured_costs import MeasuredCosts, is_worth_bringing
-from .plan import MoveEnd, PageMove, Tier
 
 _log = logging.getLogger(__name__)
 _PAGES_PER_MOVE = 32

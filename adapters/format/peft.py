@@ -1,0 +1,219 @@
+"""Reads PEFT's adapter_config.json and knows PEFT's tensor names.
+
+Everything that changes what an adapter computes is either understood or refused by its name; keys that only steer
+training are let through.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..adapter import MAX_RANK, MODULES
+from ..errors import AdapterInvalid, shown
+from .strict_json import parse_object
+
+CONFIG_FILE = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
+MODULE_PATHS = {module: f"{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}" for module in MODULES}
+
+_UNDERSTOOD = {
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "bias",
+}
+# They describe where an adapter comes from or how it was trained, not what it computes.
+_HARMLESS = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",
+    "eva_config",
+    "inference_mode",
+    "init_lora_weights",
+    "loftq_config",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
+    "velora_config",
+}
+_UNSUPPORTED = {
+    "alora_invocation_tokens": "activated LoRA (aLoRA)",
+    "arrow_config": "Arrow routing",
+    "corda_config": "CorDA, which changes the base's weights",
+    "fan_in_fan_out": "transposed weights",
+    "kasa_config": "KaSA, which changes the base's weights",
+    "layer_replication": "layer replication",
+    "lora_bias": "LoRA with a bias",
+    "lora_ga_config": "LoRA-GA, which changes the base's weights",
+    "megatron_config": "Megatron layers",
+    "modules_to_save": "fully trained modules beside LoRA",
+    "monteclora_config": "Monte Carlo LoRA",
+    "target_parameters": "LoRA on bare parameters",
+    "trainable_token_indices": "trained token embeddings",
+    "use_bdlora": "block-diagonal LoRA",
+    "use_dora": "DoRA",
+    "use_qalora": "QA-LoRA",
+}
+_TENSOR_NAME = re.compile(
+    r"base_model\.model\.model\.layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:self_attn|mlp)\.(?P<module>[a-z_]+)"
+    r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"  # an adapter's name may stand before .weight
+)
+_EXPERT_TENSOR_NAME = re.compile(
+    r"base_model\.model\.model\.layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:mlp|block_sparse_moe)"
+    r"\.experts\.(?P<expert>0|[1-9][0-9]{0,5})\.(?P<name>gate_proj|up_proj|down_proj|w1|w2|w3)"
+    r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"
+)
+_EXPERT_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's
+_FOREIGN_TENSORS = (  # part of a name, and the feature that it belongs to
+    ("lora_magnitude_vector", "DoRA (use_dora)"),
+    ("lora_embedding_", "embedding LoRA (lora_embedding_A, lora_embedding_B)"),
+    ("modules_to_save", "modules_to_save"),
+    ("trainable_tokens", "trainable_token_indices"),
+    ("token_adapter", "trainable_token_indices"),
+    ("lora_A.bias", "lora_bias"),
+    ("lora_B.bias", "lora_bias"),
+    ("embed_tokens", "trained embeddings (save with save_embedding_layers=False)"),
+    ("lm_head", "a trained lm_head"),
+    (".bias", "trained biases (bias)"),
+    (".shared_expert", "LoRA of a shared expert"),
+)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """What adapter_config.json says of a plain LoRA. Patterns keep the file's order, which decides among them."""
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    target_modules: str | tuple[str, ...]
+    exclude_modules: str | tuple[str, ...]
+    layers_to_transform: tuple[int, ...]  # empty: all
+    layers_pattern: tuple[str, ...]  # empty: any
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+
+    def scaling(self, rank: int, alpha: float) -> float:
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+
+def parse_config(data: bytes) -> LoraConfig:
+    """The config that `data` holds. Raises AdapterInvalid for all but plain LoRA, naming the key."""
+    config = parse_object(data, CONFIG_FILE)
+    _refuse_unsupported(config)
+    layers = config.get("layers_to_transform")
+    return LoraConfig(
+        r=_rank(config.get("r"), "r"),
+        lora_alpha=_alpha(config.get("lora_alpha", 8), "lora_alpha"),
+        use_rslora=_flag(config, "use_rslora"),
+        target_modules=_names(config, "target_modules"),
+        exclude_modules=_names(config, "exclude_modules"),
+        layers_to_transform=_layers([layers] if type(layers) is int else layers or []),
+        layers_pattern=_as_tuple(_names(config, "layers_pattern")),
+        rank_pattern={
+            key: _rank(rank, f"rank_pattern[{shown(key)}]") for key, rank in _pattern(config, "rank_pattern")
+        },
+        alpha_pattern={
+            key: _alpha(alpha, f"alpha_pattern[{shown(key)}]") for key, alpha in _pattern(config, "alpha_pattern")
+        },
+    )
+
+
+def tensor_name(layer: int, module: str, letter: str) -> str:
+    """PEFT's name of a matrix, `letter` being A or B; of an expert's as most families call it."""
+    path = MODULE_PATHS.get(module, f"mlp.{module}")
+    return f"base_model.model.model.layers.{layer}.{path}.lora_{letter}.weight"
+
+
+def parse_tensor_name(name: str) -> tuple[int, str, str] | None:
+    """(layer, module, letter), or None for a name that is no LoRA matrix of a decoder layer."""
+    match = _EXPERT_TENSOR_NAME.fullmatch(name)
+    if match is not None:
+        own = _EXPERT_NAMES.get(match["name"], match["name"])
+        return int(match["layer"]), f"experts.{int(match['expert'])}.{own}", match["letter"]
+    match = _TENSOR_NAME.fullmatch(name)
+    if match is None or match["module"] not in MODULE_PATHS or f".{MODULE_PATHS[match['module']]}." not in name:
+        return None
+    return int(match["layer"]), match["module"], match["letter"]
+
+
+def foreign_feature(name: str) -> str | None:
+    """The unsupported feature that a tensor's name gives away, or None."""
+    return next((feature for part, feature in _FOREIGN_TENSORS if part in name), None)
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise AdapterInvalid(f"peft_type is {shown(kind)}: only LORA is accepted")
+    for key, value in config.items():
+        if key in _UNSUPPORTED and value:
+            raise AdapterInvalid(f"{key} = {shown(value)} is not supported ({_UNSUPPORTED[key]}): only plain LoRA is")
+        if key not in _UNSUPPORTED and key not in _UNDERSTOOD and key not in _HARMLESS and value:
+            raise AdapterInvalid(f"{shown(key)} = {shown(value)} is not known here: remove it if it changes nothing")
+    bias = config.get("bias", "none")
+    if bias != "none":
+        raise AdapterInvalid(f"bias = {shown(bias)} is not supported: only 'none' is")
+
+
+def _rank(value: Any, key: str) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_RANK:
+        raise AdapterInvalid(f"{key} = {shown(value)}: an integer from 1 to {MAX_RANK} is needed")
+    return value
+
+
+def _alpha(value: Any, key: str) -> float:
+    # The bound keeps scaling and products finite; nobody trains with more.
+    if type(value) not in (int, float) or not abs(value) <= 1e6:
+        raise AdapterInvalid(f"{key} = {shown(value)}: a number up to 1e6 is needed")
+    return float(value)
+
+
+def _flag(config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key)
+    if value is not None and type(value) is not bool:
+        raise AdapterInvalid(f"{key} = {shown(value)}: true or false is needed")
+    return bool(value)
+
+
+def _names(config: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
+    value = config.get(key)
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise AdapterInvalid(f"{key} = {shown(value)}: a list of names or one regular expression is needed")
+    return tuple(value)
+
+
+def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return ((names,) if names else ()) if isinstance(names, str) else names
+
+
+def _layers(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(layer) is int for layer in value):
+        raise AdapterInvalid(f"layers_to_transform = {shown(value)}: a layer or a list of layers is needed")
+    return tuple(value)
+
+
+def _pattern(config: Mapping[str, Any], key: str) -> list[tuple[str, Any]]:
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise AdapterInvalid(f"{key} = {shown(value)}: an object from module names to numbers is needed")
+    return list(value.items())

@@ -1,0 +1,119 @@
+"""Which modules of a base a LoRA config means, decided as PEFT decides it.
+
+The rules are those of PEFT's `check_target_module_exists`, `get_pattern_key` and `all-linear`: a list matches names and
+dotted suffixes, a string is a regular expression for the whole name, and the first pattern that matches gives the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..adapter import BaseShape
+from ..errors import AdapterInvalid, shown
+from .patterns import first_matches
+from .peft import LoraConfig
+
+_ALL_LINEAR = "all-linear"
+_OTHER_MODULES = ("model.embed_tokens", "lm_head")  # PEFT could target them; motet cannot
+
+
+@dataclass(frozen=True)
+class Target:
+    """One module of one layer."""
+
+    rank: int
+    scaling: float
+
+
+def resolve_targets(config: LoraConfig, shape: BaseShape) -> dict[tuple[int, str], Target]:
+    """Rank and scaling of each (layer, module) that the config targets. Raises AdapterInvalid for a wrong one."""
+    keys = {
+        f"model.layers.{layer}.{shape.path(module)}": (layer, module)
+        for layer in range(shape.num_layers)
+        for entry in shape.modules
+        for module in shape.members(entry)
+        if shape.has(layer, module)
+    }
+    _check_against_base(config, shape, keys)
+    targeted = _targeted(config, [*keys, *_OTHER_MODULES])
+    for other in _OTHER_MODULES:
+        if other in targeted:
+            raise AdapterInvalid(
+                f"target_modules includes {other.removeprefix('model.')}: LoRA of embeddings and of the output layer "
+                f"is not supported, {', '.join(shape.modules)} are"
+            )
+    if not targeted:
+        raise AdapterInvalid(f"target_modules = {shown(config.target_modules)} matches no module of the base")
+    ranks = _by_pattern(config.rank_pattern, targeted, "rank_pattern")
+    alphas = _by_pattern(config.alpha_pattern, targeted, "alpha_pattern")
+    found = {}
+    for key in targeted:
+        rank = config.r if (own := ranks.get(key)) is None else int(own)
+        found[keys[key]] = Target(rank, config.scaling(rank, alphas.get(key, config.lora_alpha)))
+    return found
+
+
+def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Mapping[str, tuple[int, str]]) -> None:
+    if not config.target_modules:
+        raise AdapterInvalid(f"target_modules is missing: name some of {', '.join(shape.modules)}")
+    for layer in config.layers_to_transform:
+        if not 0 <= layer < shape.num_layers:
+            raise AdapterInvalid(
+                f"layers_to_transform names layer {layer}: the base has layers 0 to {shape.num_layers - 1}"
+            )
+    if isinstance(config.target_modules, str):
+        if config.layers_to_transform:
+            raise AdapterInvalid("layers_to_transform needs target_modules to be a list, as in PEFT")
+        return
+    known = [*keys, *_OTHER_MODULES]
+    for target in config.target_modules:
+        if not any(_is_suffix(target, key) for key in known):
+            raise AdapterInvalid(
+                f"target_modules names {shown(target)}, which adapters of this base cannot have: "
+                f"{', '.join(shape.modules)} are accepted"
+            )
+
+
+def _targeted(config: LoraConfig, keys: Sequence[str]) -> list[str]:
+    """The keys that the config targets, in order."""
+    targets, excluded = config.target_modules, config.exclude_modules
+    if isinstance(excluded, str):
+        hits = first_matches([excluded], keys, "exclude_modules", full=True) if excluded else [None] * len(keys)
+        keys = [key for key, hit in zip(keys, hits, strict=True) if hit is None]
+    else:
+        keys = [key for key in keys if not any(_is_suffix(name, key) for name in excluded)]
+    if isinstance(targets, str):
+        if targets.lower() == _ALL_LINEAR:
+            return [key for key in keys if key not in _OTHER_MODULES]
+        hits = first_matches([targets], keys, "target_modules", full=True)
+        return [key for key, hit in zip(keys, hits, strict=True) if hit is not None]
+    named = [key for key in keys if any(_is_suffix(name, key) for name in targets)]
+    if not config.layers_to_transform:
+        return named
+    exact = {key for key in named if key in targets}  # layers do not matter to a module given by its whole name
+    in_layers = _in_layers(config, named)
+    return [key for key in named if key in exact or key in in_layers]
+
+
+def _in_layers(config: LoraConfig, keys: Sequence[str]) -> set[str]:
+    in_layers = [key for key in keys if _layer(key) in config.layers_to_transform]
+    if not config.layers_pattern:
+        return set(in_layers)
+    template = (r"(?:^|.*?\.)", r"\.[0-9]+\.")
+    hits = first_matches(config.layers_pattern, in_layers, "layers_pattern", template)
+    return {key for key, hit in zip(in_layers, hits, strict=True) if hit is not None}
+
+
+def _layer(key: str) -> int | None:
+    return next((int(part) for part in key.split(".") if part.isdecimal()), None)
+
+
+def _by_pattern(pattern: Mapping[str, float], keys: Sequence[str], what: str) -> dict[str, float]:
+    names = list(pattern)
+    hits = first_matches(names, keys, what, (r"(.*\.)?(", r")$"))
+    return {key: pattern[names[hit]] for key, hit in zip(keys, hits, strict=True) if hit is not None}
+
+
+def _is_suffix(name: str, key: str) -> bool:
+    return key == name or key.endswith(f".{name}")

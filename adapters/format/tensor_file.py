@@ -1,0 +1,133 @@
+"""Reads and writes tensors in the safetensors format, checking every byte of the header.
+
+The file is mapped, not read: a large upload costs no memory until its tensors are looked at. The format: 8 bytes with
+the header's length, a JSON header, then the tensors without gaps (https://github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from ..errors import AdapterInvalid, shown
+from .strict_json import parse_object
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_HEADER_BYTES = 8 << 20
+MAX_DIMENSIONS = 8
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies: `start` and `end` in bytes of the data that follow the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class TensorFile:
+    """A file whose header holds: known dtypes, shapes that fit their bytes, no gaps, no overlaps, nothing left over.
+
+    Tensors are views of the mapped file and keep it mapped. Raises AdapterInvalid, naming `what`.
+    """
+
+    def __init__(self, path: Path, what: str) -> None:
+        with path.open("rb") as file:
+            num_bytes = path.stat().st_size
+            header_bytes = _header_length(file.read(8), num_bytes, what)
+            header = parse_object(file.read(header_bytes), f"the header of {what}")
+            self._start = 8 + header_bytes
+            self.entries: Mapping[str, TensorEntry] = _entries(header, num_bytes - self._start, what)
+            # A private mapping, because torch wants writable memory.
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        entry = self.entries[name]
+        offset = self._start + entry.start
+        raw = torch.frombuffer(self._bytes, dtype=torch.uint8, offset=offset, count=entry.end - entry.start)
+        if offset % entry.dtype.itemsize:  # the format does not promise alignment
+            raw = raw.clone()
+        return raw.view(entry.dtype).view(entry.shape)
+
+
+def write_tensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes tensors in the order of their names: equal tensors make equal files."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in sorted(tensors.items()):
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for _, tensor in sorted(tensors.items()):
+        file.write(tensor_bytes(tensor))
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a CPU tensor, row after row, without a copy if it is contiguous."""
+    array: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _header_length(prefix: bytes, num_bytes: int, what: str) -> int:
+    if len(prefix) < 8:
+        raise AdapterInvalid(f"{what} is truncated: {num_bytes} bytes are no safetensors file")
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:
+        raise AdapterInvalid(
+            f"{what} is no safetensors file: its header would take {length} bytes, at most {MAX_HEADER_BYTES} are "
+            "accepted (pickle and other formats are not read)"
+        )
+    if 8 + length > num_bytes:
+        raise AdapterInvalid(f"{what} is truncated: its header takes {length} bytes, the file has {num_bytes}")
+    return length
+
+
+def _entries(header: dict[str, Any], data_bytes: int, what: str) -> dict[str, TensorEntry]:
+    entries = {name: _entry(name, facts, what) for name, facts in header.items() if name != "__metadata__"}
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
+        if entry.start != end:
+            problem = "overlaps the tensor before it" if entry.start < end else "leaves a gap before it"
+            raise AdapterInvalid(f"{what}: {shown(name)} {problem}: tensors must follow one another")
+        end = entry.end
+    if end > data_bytes:
+        raise AdapterInvalid(f"{what} is truncated: its tensors take {end} bytes, the file has {data_bytes} of them")
+    if end < data_bytes:
+        raise AdapterInvalid(f"{what} has {data_bytes - end} bytes after its last tensor: nothing may follow it")
+    return entries
+
+
+def _entry(name: str, facts: Any, what: str) -> TensorEntry:
+    where = f"{what}: {shown(name, 160)}"
+    if not isinstance(facts, dict) or set(facts) != {"dtype", "shape", "data_offsets"}:
+        raise AdapterInvalid(f"{where} is described by {shown(facts)}: dtype, shape and data_offsets are needed")
+    dtype = DTYPES.get(facts["dtype"]) if isinstance(facts["dtype"], str) else None
+    if dtype is None:
+        raise AdapterInvalid(f"{where} has dtype {shown(facts['dtype'])}: {', '.join(DTYPES)} are accepted")
+    shape, offsets = facts["shape"], facts["data_offsets"]
+    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
+        raise AdapterInvalid(f"{where} has shape {shown(shape)}: a list of sizes is needed")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise AdapterInvalid(f"{where} has data_offsets {shown(offsets)}: a begin and an end are needed")
+    num_bytes = prod(shape) * dtype.itemsize
+    if num_bytes == 0:
+        raise AdapterInvalid(f"{where} has shape {shape}: it holds nothing")
+    if offsets[1] - offsets[0] != num_bytes:
+        raise AdapterInvalid(f"{where} has {num_bytes} bytes by its shape and {offsets[1] - offsets[0]} by its offsets")
+    return TensorEntry(dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 62 for size in value)

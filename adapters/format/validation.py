@@ -1,0 +1,104 @@
+"""Decides whether an upload is a plain LoRA that fits the base. Only JSON and safetensors are read, never pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from ..adapter import BaseShape, family_of_module
+from ..errors import AdapterInvalid, listed, shown
+from .content import AdapterContent, LoraMatrices
+from .peft import TENSORS_FILE, foreign_feature, parse_config, parse_tensor_name, tensor_name
+from .targets import Target, resolve_targets
+from .tensor_file import TensorFile
+
+_Key = tuple[int, str, str]  # layer, module, letter
+
+
+def validate(config: bytes, tensors: Path, shape: BaseShape) -> AdapterContent:
+    """The adapter that the two files hold, its tensors still mapped from `tensors`.
+
+    Raises AdapterInvalid, saying what is wrong and what is accepted, unless every tensor that the config calls for is
+    there, fits the base, is finite, and nothing else is there.
+    """
+    targets = resolve_targets(parse_config(config), shape)
+    file = TensorFile(tensors, TENSORS_FILE)
+    names = _match_names(file, targets, shape)
+    for key, name in names.items():
+        _check_shape(name, key, file.entries[name].shape, targets, shape)
+    found = {key: _finite(file, name) for key, name in names.items()}
+    return AdapterContent(
+        {
+            (layer, module): LoraMatrices(found[layer, module, "A"], found[layer, module, "B"], target.scaling)
+            for (layer, module), target in targets.items()
+        }
+    )
+
+
+def _match_names(file: TensorFile, targets: Mapping[tuple[int, str], Target], shape: BaseShape) -> dict[_Key, str]:
+    """The file's name for each matrix. Raises AdapterInvalid for missing, extra and doubled ones."""
+    names: dict[_Key, str] = {}
+    for name in file.entries:
+        key = parse_tensor_name(name)
+        if key is None or family_of_module(key[1]) not in shape.modules or f".{shape.path(key[1])}." not in name:
+            _refuse_tensor(name, shape)
+        elif key in names:
+            raise AdapterInvalid(
+                f"{TENSORS_FILE} holds both {shown(names[key], 160)} and {shown(name, 160)}: one is needed"
+            )
+        else:
+            names[key] = name
+    beyond = [name for key, name in names.items() if key[0] >= shape.num_layers]
+    if beyond:
+        raise AdapterInvalid(
+            f"{TENSORS_FILE} holds tensors of layers that the base does not have, its {shape.num_layers} layers "
+            f"are 0 to {shape.num_layers - 1}: {listed(beyond)}"
+        )
+    extra = [name for key, name in names.items() if key[:2] not in targets]
+    if extra:
+        raise AdapterInvalid(f"{TENSORS_FILE} holds tensors that adapter_config.json does not target: {listed(extra)}")
+    missing = [
+        tensor_name(layer, module, letter)
+        for layer, module in targets
+        for letter in ("A", "B")
+        if (layer, module, letter) not in names
+    ]
+    if missing:
+        raise AdapterInvalid(f"{TENSORS_FILE} lacks tensors that adapter_config.json targets: {listed(missing)}")
+    return names
+
+
+def _refuse_tensor(name: str, shape: BaseShape) -> None:
+    feature = foreign_feature(name)
+    if feature is not None:
+        raise AdapterInvalid(
+            f"{TENSORS_FILE} holds {shown(name, 160)}: {feature} is not supported, "
+            f"only plain LoRA of {', '.join(shape.modules)} is"
+        )
+    raise AdapterInvalid(
+        f"{TENSORS_FILE} holds {shown(name, 160)}, which is no LoRA matrix of this base: names like "
+        f"{tensor_name(0, 'q_proj', 'A')} of {', '.join(shape.modules)} are accepted"
+    )
+
+
+def _check_shape(
+    name: str, key: _Key, got: tuple[int, ...], targets: Mapping[tuple[int, str], Target], shape: BaseShape
+) -> None:
+    layer, module, letter = key
+    rank = targets[layer, module].rank
+    num_in, num_out = shape.modules[family_of_module(module)]
+    expected = (rank, num_in) if letter == "A" else (num_out, rank)
+    if got != expected:
+        raise AdapterInvalid(
+            f"{name} has shape {list(got)}, expected {list(expected)}: adapter_config.json gives rank {rank}, and the "
+            f"base's {module} has {num_in} inputs and {num_out} outputs"
+        )
+
+
+def _finite(file: TensorFile, name: str) -> torch.Tensor:
+    tensor = file.tensor(name)
+    if not torch.isfinite(tensor).all():
+        raise AdapterInvalid(f"{name} holds NaN or infinity: only finite numbers are accepted")
+    return tensor

@@ -1,0 +1,107 @@
+"""Where an adapter's matrices lie in the pages of the unified pool.
+
+Per layer an adapter is one virtual array: for each present module, A `[rank, in]` then B transposed `[rank, out]`,
+row after row. The array is cut into slabs of `slab` elements; slab i of every layer lies in the adapter's i-th page, a
+block `[num_layers, slab]`. One page table therefore serves all layers, and one offset table all layers too. A module
+whose rank differs between layers is padded with zero rows to its largest rank. The idea of one paged pool for KV and
+adapters is S-LoRA's (arXiv 2311.03285) §5.1; pages as plain bytes make it hold for grouped-query attention.
+
+In a gang each worker packs its own part (`sharding.py`), and parts are equally long: page ids are the same on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
+from typing import Literal
+
+from ..adapter import BaseShape
+from .sharding import Sharding
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class ModuleOffsets:
+    """Offsets of one module in the virtual array of a layer, in elements."""
+
+    rank: int  # rows of B
+    a_rows: int  # rows of A: the rank, or this worker's part of it
+    a: int  # A [a_rows, in]
+    b: int  # B transposed [rank, out]
+    stride: int  # from one expert's matrices to the next one's
+
+
+@dataclass(frozen=True)
+class ModulePart:
+    """What a layout packs of one module: these inputs and outputs, and of A these rows in `num_parts`."""
+
+    inputs: tuple[int, int]  # start, stop
+    outputs: tuple[int, int]
+    num_parts: int  # A's rows are cut into so many parts
+    part: int  # and this is the one packed
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Elements of a row of A and of a row of B."""
+        return self.inputs[1] - self.inputs[0], self.outputs[1] - self.outputs[0]
+
+
+@dataclass(frozen=True)
+class AdapterLayout:
+    """How adapters of one base are packed for one worker's part, page size and dtype."""
+
+    shape: BaseShape  # unsharded
+    slab: int  # elements that a page of this worker holds in one layer
+    dtype: Dtype
+    sharding: Sharding | None = None  # None: a gang of one worker
+
+    @property
+    def tile(self) -> int:
+        """Elements of the widest run that never straddles a slab at any row of any module."""
+        return gcd(self.slab, *(width for module in self.shape.modules for width in self.part(module).widths))
+
+    @property
+    def key(self) -> str:
+        """Names the layout: equal keys mean byte-identical packing."""
+        worker = "tp1" if self.sharding is None else self.sharding.key(self.shape.modules)
+        experts = "" if self.shape.experts is None else f"-experts{self.shape.experts.num_experts}"
+        return f"{worker}-slab{self.slab}-layers{self.shape.num_layers}{experts}-{self.dtype}"
+
+    def part(self, module: str) -> ModulePart:
+        """This worker's part of a module."""
+        num_in, num_out = self.shape.modules[module]
+        if self.sharding is None:
+            return ModulePart((0, num_in), (0, num_out), 1, 0)
+        degree, rank = self.sharding.degree, self.sharding.rank
+        if module in self.sharding.outputs:
+            return ModulePart((0, num_in), self.sharding.outputs[module], degree, rank)
+        if module not in self.sharding.inputs:
+            return ModulePart((0, num_in), (0, num_out), 1, 0)
+        share = num_out // degree
+        return ModulePart(self.sharding.inputs[module], (rank * share, (rank + 1) * share), 1, 0)
+
+    def offsets(self, module_ranks: Mapping[str, int]) -> dict[str, ModuleOffsets]:
+        """Offsets of the present modules, in packing order."""
+        found: dict[str, ModuleOffsets] = {}
+        start = 0
+        for module in self.shape.modules:
+            if module_ranks.get(module, 0) == 0:
+                continue
+            part = self.part(module)
+            rank = module_ranks[module] if self.sharding is None else self.sharding.padded(module_ranks[module])
+            a_rows, (a_width, b_width) = rank // part.num_parts, part.widths
+            stride = a_rows * a_width + rank * b_width
+            found[module] = ModuleOffsets(rank, a_rows, start, start + a_rows * a_width, stride)
+            start += stride * self.shape.count(module)
+        return found
+
+    def num_elements(self, module_ranks: Mapping[str, int]) -> int:
+        """Elements of the virtual array of one layer."""
+        places = self.offsets(module_ranks)
+        return sum(at.stride * self.shape.count(module) for module, at in places.items())
+
+    def num_pages(self, module_ranks: Mapping[str, int]) -> int:
+        """Pages that an adapter takes, the same on every worker of a gang."""
+        return -(-self.num_elements(module_ranks) // self.slab)

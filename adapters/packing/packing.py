@@ -1,0 +1,53 @@
+"""Turns an adapter's matrices into the pages that the pool holds."""
+
+from __future__ import annotations
+
+import torch
+
+from ..adapter import BaseShape, family_of_module
+from ..errors import AdapterInvalid
+from ..format.content import AdapterContent
+from .layout import AdapterLayout
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def pack(content: AdapterContent, layout: AdapterLayout) -> torch.Tensor:
+    """`[num_pages, num_layers, slab]` in the layout's dtype: slab i of layer l is `[i, l]`.
+
+    The scaling is multiplied into B in float32, so kernels need none. What no matrix covers is zero. Raises
+    AdapterInvalid if the adapter does not fit the layout's base, or its numbers do not fit the dtype.
+    """
+    _check_fit(content, layout.shape)
+    dtype = TORCH_DTYPES[layout.dtype]
+    offsets = layout.offsets(content.module_ranks)
+    num_pages = layout.num_pages(content.module_ranks)
+    pages = torch.zeros(num_pages, layout.shape.num_layers, layout.slab, dtype=dtype)
+    for layer in range(layout.shape.num_layers):
+        array = torch.zeros(num_pages * layout.slab, dtype=dtype)
+        for module, place in offsets.items():
+            part = layout.part(module)
+            first_row = part.part * place.a_rows
+            for index, member in enumerate(layout.shape.members(module)):
+                found = content.matrices.get((layer, member))
+                if found is None:
+                    continue
+                a_start, b_start = place.a + index * place.stride, place.b + index * place.stride
+                a = found.a[first_row : first_row + place.a_rows, slice(*part.inputs)]
+                array[a_start : a_start + a.numel()] = a.reshape(-1).to(dtype)
+                scaled = (found.b[slice(*part.outputs)].to(torch.float32) * found.scaling).t()  # [rank, out]
+                array[b_start : b_start + scaled.numel()] = scaled.reshape(-1).to(dtype)
+        if not torch.isfinite(array).all():
+            raise AdapterInvalid(f"layer {layer} overflows {layout.dtype} once scaled: its numbers are too large")
+        pages[:, layer] = array.view(num_pages, layout.slab)
+    return pages
+
+
+def _check_fit(content: AdapterContent, shape: BaseShape) -> None:
+    for (layer, module), found in content.matrices.items():
+        sides = shape.modules.get(family_of_module(module))
+        if not shape.has(layer, module) or sides != (found.a.shape[1], found.b.shape[0]):
+            raise AdapterInvalid(
+                f"{module} of layer {layer} with {found.a.shape[1]} inputs and {found.b.shape[0]} outputs does not fit "
+                f"the base: it has {shape.num_layers} layers, and {sides} there"
+            )

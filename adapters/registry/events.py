@@ -1,0 +1,70 @@
+"""What changes in a registry, and how a record is written down there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..adapter import AdapterVersion
+
+
+@dataclass(frozen=True)
+class AdapterSet:
+    """A name has a new current version."""
+
+    adapter: AdapterVersion
+
+
+@dataclass(frozen=True)
+class AdapterDeleted:
+    """A name is gone. `version` is the last that it had."""
+
+    tenant: str
+    name: str
+    version: int
+
+
+@dataclass(frozen=True)
+class KeySet:
+    """An API key, known by its hash only, belongs to a tenant; None: to nobody any more."""
+
+    key_hash: str
+    tenant: str | None
+
+
+RegistryEvent = AdapterSet | AdapterDeleted | KeySet
+
+
+def encode_facts(module_ranks: Mapping[str, int], num_bytes: int, created_at: float) -> str:
+    """What a record holds after version and digest."""
+    return json.dumps({"module_ranks": dict(module_ranks), "num_bytes": num_bytes, "created_at": created_at})
+
+
+def decode_adapter(field: str, record: str) -> AdapterVersion:
+    """The version that `tenant/name` and `version digest facts` describe."""
+    tenant, name = field.split("/")
+    version, digest, text = record.split(" ", 2)
+    facts = json.loads(text)
+    return AdapterVersion(
+        tenant=tenant,
+        name=name,
+        version=int(version),
+        digest=digest,
+        module_ranks=facts["module_ranks"],
+        num_bytes=facts["num_bytes"],
+        created_at=facts["created_at"],
+    )
+
+
+def decode_event(fields: dict[str, str]) -> RegistryEvent:
+    """The event that an entry of the stream describes."""
+    kind, field, value = fields["kind"], fields["field"], fields["value"]
+    if kind == "set":
+        return AdapterSet(decode_adapter(field, value))
+    if kind == "delete":
+        tenant, name = field.split("/")
+        return AdapterDeleted(tenant, name, int(value))
+    if kind == "key":
+        return KeySet(field, value or None)
+    raise ValueError(f"an event of kind {kind!r} is not known: set, delete and key are")

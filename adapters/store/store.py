@@ -1,0 +1,193 @@
+"""Adapters on disk, by digest.
+
+```
+root/
+├── lock                     shared by writers, exclusive for the sweep
+├── base                     fingerprint and name of the base that all of it belongs to
+├── tmp/                     unfinished files
+└── ab/abcdef…/              first two digits of the digest, then the digest
+    ├── adapter_model.safetensors   the tensors as uploaded, under PEFT's names
+    ├── manifest.json               scaling of each module of each layer
+    ├── <layout key>.packed         pages, ready to be loaded; can be made again from the two above
+    └── unreferenced                when the sweep first saw that nobody refers to it
+```
+Equal digests have equal files, so writers never fight: each replaces whole files with the same bytes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..base_identity import BaseIdentity
+from ..errors import AdapterCorrupt, AdapterInvalid
+from ..format.content import AdapterContent, LoraMatrices
+from ..format.peft import TENSORS_FILE, parse_tensor_name, tensor_name
+from ..format.strict_json import parse_object
+from ..format.tensor_file import TensorFile, write_tensors
+from ..packing.layout import AdapterLayout
+from ..packing.packed_file import PackedFileDamaged, read_packed, write_packed
+from ..packing.packing import pack
+from .durable_file import make_folder, replacing, sync_folder
+
+_LOG = logging.getLogger(__name__)
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_MANIFEST_FILE = "manifest.json"
+_MARK_FILE = "unreferenced"
+_BASE_FILE = "base"
+
+
+class AdapterStore:
+    """Many processes may use one store at a time. All methods block: call them from a thread."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._temporary = root / "tmp"
+        make_folder(self._temporary)
+
+    def check_base(self, base: BaseIdentity, remedy: str) -> None:
+        """Raises OtherBase, with `remedy` in its message, if there are adapters of another base."""
+        path = self._root / _BASE_FILE
+        if path.exists() and self.digests():
+            base.check(BaseIdentity.parse(path.read_text()), f"the data folder {self._root.parent}", remedy)
+
+    def claim_base(self, base: BaseIdentity, remedy: str) -> None:
+        """Makes the store this base's. Raises as `check_base`."""
+        self.check_base(base, remedy)
+        with self._lock(fcntl.LOCK_SH), replacing(self._root / _BASE_FILE, self._temporary) as file:
+            file.write(f"{base}\n".encode())
+
+    def put(self, content: AdapterContent, layouts: Sequence[AdapterLayout]) -> None:
+        """Keeps an adapter, packed for each layout. When it returns, the adapter survives the death of the machine.
+
+        Raises AdapterInvalid, and stores nothing, if it cannot be packed.
+        """
+        packed = [(layout, pack(content, layout)) for layout in layouts]
+        folder = self._folder(content.digest)
+        with self._lock(fcntl.LOCK_SH):
+            make_folder(folder)
+            (folder / _MARK_FILE).unlink(missing_ok=True)
+            tensors: dict[str, torch.Tensor] = {}
+            scalings: dict[str, str] = {}
+            for (layer, module), found in content.matrices.items():
+                tensors[tensor_name(layer, module, "A")] = found.a
+                tensors[tensor_name(layer, module, "B")] = found.b
+                scalings[tensor_name(layer, module, "B")] = found.scaling.hex()
+            with replacing(folder / TENSORS_FILE, self._temporary) as file:
+                write_tensors(file, tensors)
+            with replacing(folder / _MANIFEST_FILE, self._temporary) as file:
+                file.write(json.dumps({"format": 1, "digest": content.digest, "scalings": scalings}, indent=1).encode())
+            for layout, pages in packed:
+                with replacing(self._packed_path(content.digest, layout), self._temporary) as file:
+                    write_packed(file, content.digest, layout, pages)
+
+    def load_packed(self, digest: str, layout: AdapterLayout) -> torch.Tensor:
+        """The adapter's pages `[num_pages, num_layers, slab]`, verified.
+
+        Packs them again if the packed file is missing or damaged. Raises AdapterCorrupt if that cannot be done either.
+        """
+        path = self._packed_path(digest, layout)
+        try:
+            return read_packed(path, digest, layout)
+        except FileNotFoundError:
+            problem = "it is missing"
+        except (PackedFileDamaged, OSError) as error:
+            problem = str(error)
+        _LOG.warning("packing adapter %s again, because of its packed file %s: %s", digest, path.name, problem)
+        try:
+            pages = pack(self.load_content(digest), layout)
+        except AdapterInvalid as error:
+            raise AdapterCorrupt(f"adapter {digest} does not fit: {error}") from error
+        try:
+            with self._lock(fcntl.LOCK_SH), replacing(path, self._temporary) as file:
+                write_packed(file, digest, layout, pages)
+        except OSError as error:  # the pages are right all the same
+            _LOG.warning("adapter %s could not be written again: %s", digest, error)
+        return pages
+
+    def load_content(self, digest: str) -> AdapterContent:
+        """The adapter as uploaded, verified by its digest. Raises AdapterCorrupt."""
+        folder = self._folder(digest)
+        try:
+            manifest = parse_object((folder / _MANIFEST_FILE).read_bytes(), _MANIFEST_FILE)
+            content = _content(TensorFile(folder / TENSORS_FILE, TENSORS_FILE), manifest)
+            found = content.digest
+        except FileNotFoundError as error:
+            raise AdapterCorrupt(f"adapter {digest} is not in the store: upload it again") from error
+        except (AdapterInvalid, OSError, KeyError, TypeError, ValueError) as error:
+            raise AdapterCorrupt(f"adapter {digest} is damaged in the store: {error}; upload it again") from error
+        if found != digest:
+            raise AdapterCorrupt(f"adapter {digest} is damaged in the store: its digest is {found}; upload it again")
+        return content
+
+    def digests(self) -> list[str]:
+        """What the store holds, whole or not."""
+        return sorted(folder.name for folder in self._root.glob("??/*") if _DIGEST.fullmatch(folder.name))
+
+    def sweep(self, referenced: Collection[str], older_than_s: float) -> list[str]:
+        """Removes adapters that no sweep has seen referenced for `older_than_s`, and returns their digests.
+
+        The first sweep that finds an adapter unreferenced only marks it, so that sequences still running on it, and
+        uploads that are stored and not yet registered, have that long. A put takes the mark away.
+        """
+        removed = []
+        keep = set(referenced)
+        for digest in self.digests():
+            with self._lock(fcntl.LOCK_EX):
+                folder = self._folder(digest)
+                mark = folder / _MARK_FILE
+                if digest in keep:
+                    mark.unlink(missing_ok=True)
+                elif not mark.exists():
+                    mark.touch()
+                elif time.time() - mark.stat().st_mtime >= older_than_s:
+                    shutil.rmtree(folder)
+                    sync_folder(folder.parent)
+                    removed.append(digest)
+        with self._lock(fcntl.LOCK_EX):  # nobody writes now: what lies there was left by the dead
+            for path in self._temporary.iterdir():
+                path.unlink()
+        return removed
+
+    def _folder(self, digest: str) -> Path:
+        if not _DIGEST.fullmatch(digest):
+            raise AdapterCorrupt(f"{digest!r} is no digest: 64 hexadecimal digits are needed")
+        return self._root / digest[:2] / digest
+
+    def _packed_path(self, digest: str, layout: AdapterLayout) -> Path:
+        return self._folder(digest) / f"{layout.key}.packed"
+
+    @contextmanager
+    def _lock(self, kind: int) -> Iterator[None]:
+        handle = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, kind)
+            yield
+        finally:
+            os.close(handle)
+
+
+def _content(file: TensorFile, manifest: dict[str, Any]) -> AdapterContent:
+    matrices = {}
+    for name, scaling in manifest["scalings"].items():
+        key = parse_tensor_name(name)
+        if key is None:
+            raise ValueError(f"{_MANIFEST_FILE} names {name!r}")
+        layer, module, _ = key
+        matrices[layer, module] = LoraMatrices(
+            file.tensor(tensor_name(layer, module, "A")),
+            file.tensor(tensor_name(layer, module, "B")),
+            float.fromhex(scaling),
+        )
+    return AdapterContent(matrices)

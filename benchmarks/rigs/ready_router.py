@@ -1,0 +1,119 @@
+"""The real HTTP front of a router in front of a ready gang, with the data plane or a Serve handle between them."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Literal
+
+from fastapi import FastAPI
+
+from motet.cluster.replicas.gang_directory import GangDirectory
+from motet.router.config import RouterConfig
+from motet.router.fleet.admission import TimeLimit
+from motet.router.fleet.dispatch import FleetDispatcher
+from motet.router.rest_server import create_app
+from motet.router.text.text import TextService
+from motet.workers.wire.messages import (
+    AdapterRef,
+    EngineLoad,
+    GangInfo,
+    SamplingParams,
+    SequenceRequest,
+    SequenceUpdate,
+)
+
+Way = Literal["frames", "handles"]
+
+
+class OneTenant:
+    """Stands in for the registry's view: every key is the same tenant's, and there are no adapters."""
+
+    connected = True
+
+    def tenant_of_key(self, key: str) -> str:
+        return "tenant"
+
+    def resolve(self, tenant: str, name: str) -> None:
+        return None
+
+
+class HandleStream:
+    """A sequence whose updates come as the results of a streaming handle call."""
+
+    def __init__(self, results: Any) -> None:
+        self._results = results
+
+    def __aiter__(self) -> AsyncIterator[SequenceUpdate]:
+        iterator: AsyncIterator[SequenceUpdate] = self._results.__aiter__()
+        return iterator
+
+    def cancel(self) -> None:
+        self._results.cancel()
+
+
+class HandleDispatcher:
+    """The baseline: each sequence is a streaming call of Serve's `DeploymentHandle`."""
+
+    def __init__(self, gang: Any, info: GangInfo) -> None:
+        self._stream = gang.options(stream=True).stream
+        self._info = info
+        self._last_id = 0
+
+    def submit(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        tenant: str,
+        adapter: AdapterRef | None,
+        *,
+        key: str = "",
+        is_resumed: bool = False,
+        cache_salt: str = "",
+        limit: TimeLimit | None = None,
+    ) -> HandleStream:
+        self._last_id += 1
+        request = SequenceRequest(
+            sequence_id=self._last_id, prompt_token_ids=prompt_token_ids, sampling=sampling, tenant=tenant
+        )
+        return HandleStream(self._stream.remote(request))
+
+    def gang(self) -> GangInfo:
+        return self._info
+
+    def gangs(self) -> list[tuple[GangInfo, EngineLoad]]:
+        return [(self._info, EngineLoad())]
+
+    def load(self) -> EngineLoad:
+        return EngineLoad()
+
+
+class ReadyRouter:
+    """The ingress replica."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, way: Way, token: str, model_path: Path, gang: Any
+    ) -> None:
+        if way == "frames":
+            fleet = FleetDispatcher(token, gang_wait_s=10.0, adapter_pages=lambda adapter: 1)
+            self._directory = GangDirectory(gang.app_name, gang.deployment_name, fleet.update)
+            self._directory.start()
+            while fleet.gang() is None:  # noqa: ASYNC110  # once, at the start
+                await asyncio.sleep(0.05)
+            dispatcher: Any = fleet
+        else:
+            dispatcher = HandleDispatcher(gang, await gang.info.remote())
+        nothing: Any = None
+        view: Any = OneTenant()
+        self._app = create_app(
+            config=RouterConfig(model_name="ready", spool_path=Path(tempfile.gettempdir())),
+            dispatcher=dispatcher,
+            view=view,
+            uploads=nothing,  # its routes are not asked for
+            text=TextService.from_folder(model_path),
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._app

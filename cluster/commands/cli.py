@@ -1,0 +1,69 @@
+"""The `motet` command."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import click
+
+from ... import __version__
+from .adapter_commands import adapters
+from .chat import Chat
+from .client import MotetClient
+from .client_options import with_client
+from .serve_command import serve
+from .status import status_lines
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__, prog_name="motet")
+def main() -> None:
+    """One base model, many voices: serve LoRA fine-tunes of one base, and talk to them."""
+
+
+@main.command()
+@click.option("--model", help="The base's name or an adapter's; without it: the base.")
+@with_client
+def chat(client: MotetClient, model: str | None) -> None:
+    """Talk to a running motet in the terminal."""
+    conversation = Chat(client, model, lambda text: click.echo(text, nl=False))
+    if not conversation.run(_typed_lines(conversation)) and not sys.stdin.isatty():
+        raise click.exceptions.Exit(1)
+
+
+@main.command()
+@click.option(
+    "--over",
+    "seconds",
+    type=click.FloatRange(min=0, max=60),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Measure what happens in a second over so long. 0: show counts since the start.",
+)
+@with_client
+def status(client: MotetClient, seconds: float) -> None:
+    """Show what a running motet serves and how busy it is."""
+    before = client.status() if seconds else None
+    time.sleep(seconds)
+    for line in status_lines(client.status(), before=before, seconds=seconds):
+        click.echo(line)
+
+
+main.add_command(serve)
+main.add_command(adapters)
+
+
+def _typed_lines(conversation: Chat) -> Iterator[str]:
+    """Lines as they are typed, until Ctrl-D or Ctrl-C at the prompt."""
+    at_terminal = sys.stdin.isatty()
+    if at_terminal:
+        import readline  # noqa: F401  # gives input() line editing and recall
+    while True:
+        try:
+            yield input(f"{conversation.model}> " if at_terminal else "")
+        except (EOFError, KeyboardInterrupt):
+            click.echo()
+            return

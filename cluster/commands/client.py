@@ -1,0 +1,265 @@
+"""A small HTTP client of a running motet: adapters, streamed chat, status.
+
+ClientError               what a person is told, without a traceback
+├── ServerUnreachable     nothing answers at the address, or the connection broke
+└── RequestRefused        the server answered with an error; `status_code` says which
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from ...adapters.errors import AdapterInvalid
+from ...adapters.names import check_name
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+class ClientError(Exception):
+    """A request could not be answered; the message says why."""
+
+
+class ServerUnreachable(ClientError):  # noqa: N818
+    """No server answered."""
+
+
+class RequestRefused(ClientError):  # noqa: N818
+    """The server's own message. `status_code` is None where the error came in the middle of a stream."""
+
+    def __init__(self, message: str, status_code: int | None) -> None:
+        super().__init__(message)
+        self.status_code = status_code
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """An adapter's current version, as the server describes it."""
+
+    name: str
+    version: int
+    digest: str
+    rank: int
+    targets: tuple[str, ...]
+    num_bytes: int
+    fields: Mapping[str, Any] = field(repr=False, compare=False)  # all that the server tells
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> AdapterInfo:
+        return cls(
+            name=fields["name"],
+            version=fields["version"],
+            digest=fields["digest"],
+            rank=fields["rank"],
+            targets=tuple(fields["targets"]),
+            num_bytes=fields["bytes"],
+            fields=fields,
+        )
+
+
+@dataclass(frozen=True)
+class ChatPiece:
+    """What one event of a stream brought. The last one has the token count."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    completion_tokens: int | None = None
+
+
+class MotetClient:
+    """Speaks for one tenant's key. Safe to share between threads."""
+
+    def __init__(self, url: str, key: str | None = None, *, read_timeout_s: float = 600.0) -> None:
+        self.url = url.strip().rstrip("/").removesuffix("/v1")  # where OpenAI's clients want the /v1
+        try:
+            parsed = httpx.URL(self.url)
+            host = parsed.host
+            self._http = httpx.Client(
+                base_url=self.url,
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+                timeout=httpx.Timeout(60.0, connect=5.0, read=read_timeout_s, pool=None),
+                trust_env=host not in LOOPBACK_HOSTS,  # a proxy of the environment cannot reach this machine's loopback
+            )
+            if parsed.scheme not in ("http", "https") or not host:
+                self._http.close()
+                raise ClientError(f"url {url!r} is none of a motet: one like http://127.0.0.1:8000 is needed")
+        except (httpx.InvalidURL, UnicodeEncodeError) as error:
+            raise ClientError(f"url {url!r} or the key cannot be sent: {error}") from error
+
+    def __enter__(self) -> MotetClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def models(self) -> list[str]:
+        """Names that `model` may be: the base first, then the tenant's adapters."""
+        return [model["id"] for model in self._json("GET", "/v1/models")["data"]]
+
+    def adapters(self) -> list[AdapterInfo]:
+        return [AdapterInfo.from_json(fields) for fields in self._json("GET", "/v1/adapters")["data"]]
+
+    def upload_adapter(
+        self, name: str, folder: Path, on_progress: Callable[[int, int], None] | None = None
+    ) -> tuple[AdapterInfo, bool]:
+        """The registered version, and whether it is new. `on_progress(sent, total)` counts the tensors' bytes.
+
+        The tensors are streamed from disk.
+        """
+        _check_name(name)
+        config_path, tensors_path = (folder / file for file in ADAPTER_FILES)
+        for path in (config_path, tensors_path):
+            if path is tensors_path and not path.is_file() and (folder / "adapter_model.bin").is_file():
+                raise ClientError(
+                    f"{folder} holds adapter_model.bin and no {path.name}: pickle is never read; save the adapter with "
+                    "save_pretrained(..., safe_serialization=True)"
+                )
+            if not path.is_file():
+                raise ClientError(f"{path} is missing: an adapter folder holds {' and '.join(ADAPTER_FILES)}")
+        with _MeteredFile(tensors_path, on_progress) as tensors:
+            response = self._request(
+                "POST",
+                "/v1/adapters",
+                data={"name": name},
+                files={
+                    "adapter_config.json": (config_path.name, config_path.read_bytes(), "application/json"),
+                    "adapter_model.safetensors": (tensors_path.name, tensors, "application/octet-stream"),
+                },
+            )
+        return AdapterInfo.from_json(response.json()), response.status_code == 201
+
+    def adapter(self, name: str) -> AdapterInfo:
+        _check_name(name)
+        return AdapterInfo.from_json(self._json("GET", f"/v1/adapters/{quote(name, safe='')}"))
+
+    def delete_adapter(self, name: str) -> None:
+        _check_name(name)
+        self._request("DELETE", f"/v1/adapters/{quote(name, safe='')}")
+
+    def status(self) -> dict[str, Any]:
+        """Model, gangs and load, as the server tells them."""
+        return dict(self._json("GET", "/status"))
+
+    def chat(
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        max_tokens: int | None = None,
+        temperature: float = 0.0,
+    ) -> Generator[ChatPiece, None, None]:
+        """The pieces of the answer as they come. Closing the generator early cancels the request at the server.
+
+        Without `max_tokens` the answer may fill the model's context.
+        """
+        request: dict[str, Any] = {
+            "model": model,
+            "messages": list(messages),
+            "temperature": temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if max_tokens is not None:
+            request["max_tokens"] = max_tokens
+        with (
+            self._transport_errors(),
+            self._http.stream("POST", "/v1/chat/completions", json=request) as response,
+        ):
+            if response.is_error:
+                response.read()
+                raise _refusal(response)
+            yield from _chat_pieces(response.iter_lines())
+
+    def _json(self, method: str, path: str) -> Any:
+        response = self._request(method, path)
+        try:
+            return response.json()
+        except ValueError as error:
+            raise ClientError(f"{self.url} answered something that is not JSON: is a motet there?") from error
+
+    def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        with self._transport_errors():
+            response = self._http.request(method, path, **options)
+        if response.is_error:
+            raise _refusal(response)
+        return response
+
+    @contextmanager
+    def _transport_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.ConnectError as error:
+            raise ServerUnreachable(f"nothing answers at {self.url}, is `motet serve` running? ({error})") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ServerUnreachable(f"the connection to {self.url} broke: {error or type(error).__name__}") from error
+
+
+class _MeteredFile(io.FileIO):
+    """A file that reports how much of it was read."""
+
+    def __init__(self, path: Path, on_progress: Callable[[int, int], None] | None) -> None:
+        super().__init__(path)
+        self._num_bytes = path.stat().st_size
+        self._on_progress = on_progress
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        chunk = super().read(-1 if size is None else size)
+        if self._on_progress is not None:
+            self._on_progress(self.tell(), self._num_bytes)
+        return chunk
+
+
+def _check_name(name: str) -> None:
+    try:
+        check_name(name)
+    except AdapterInvalid as error:
+        raise ClientError(str(error)) from error
+
+
+def _chat_pieces(lines: Iterator[str]) -> Iterator[ChatPiece]:
+    """Pieces out of server-sent events. A stream that ends without [DONE] was cut off."""
+    for line in lines:
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        event = json.loads(data)
+        if "error" in event:
+            raise RequestRefused(_message(event) or data, None)
+        choice = event["choices"][0] if event["choices"] else {}
+        usage = event.get("usage") or {}
+        yield ChatPiece(
+            text=choice.get("delta", {}).get("content") or "",
+            finish_reason=choice.get("finish_reason"),
+            completion_tokens=usage.get("completion_tokens"),
+        )
+    raise ServerUnreachable("the stream ended before the answer was complete")
+
+
+def _refusal(response: httpx.Response) -> RequestRefused:
+    try:
+        message = _message(response.json())
+    except ValueError:
+        message = None
+    return RequestRefused(message or f"HTTP {response.status_code}: {response.text[:200]}", response.status_code)
+
+
+def _message(body: Any) -> str | None:
+    """The message of an error in OpenAI's shape, None for anything else."""
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return message if isinstance(message, str) else None

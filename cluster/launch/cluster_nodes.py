@@ -1,0 +1,136 @@
+"""The nodes of a running Ray cluster: whether motet has room there, and whether they are fit for it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ... import __version__
+from ...adapters.registry.registry import PREFIX
+from ..config import MotetConfig
+from .base_fingerprint import identify_base
+from .feasibility import Demand, Node, can_host, why_no_place
+from .node_check import NodeExpectations, problems_of_this_node
+
+CHECK_TIMEOUT_S = 120.0  # of all nodes together; a node may have to start a process, and that to import torch
+MARKER_TTL_S = 600
+
+
+class CannotJoin(Exception):  # noqa: N818
+    """The cluster cannot be used as it is; the message says why and what would help."""
+
+
+def check_room(config: MotetConfig) -> None:
+    """Raises CannotJoin if the nodes could not hold the first gangs and the routers even if they were empty."""
+    nodes = alive_nodes()
+    for demand, wanted in demands(config):
+        if (problem := why_no_place(demand, wanted, nodes)) is not None:
+            raise CannotJoin(
+                f"{wanted} {demand.what}{'s' * (wanted > 1)} cannot be placed: {problem}. Start nodes that have "
+                "it, ask for less, or, where the cluster grows by itself, add --wait-for-nodes"
+            )
+
+
+def room_taken(config: MotetConfig) -> list[str]:
+    """Warnings: what has room in the cluster, but not beside what others take of it at the moment."""
+    nodes = free_nodes()
+    found = [(demand, why_no_place(demand, wanted, nodes)) for demand, wanted in demands(config)]
+    return [
+        f"a {demand.what} must wait for others to leave: of what is free now, {problem}"
+        for demand, problem in found
+        if problem
+    ]
+
+
+def check_nodes(config: MotetConfig) -> None:
+    """Has every node that may get a part of motet look whether it can. Raises CannotJoin with all that is wrong."""
+    assert config.redis_url is not None
+    wanted = [demand for demand, _ in demands(config)]
+    hosts = [node for node in alive_nodes() if any(can_host(demand, node) for demand in wanted)]
+    marker = secrets.token_hex(8)
+    expected = NodeExpectations(
+        version=__version__,
+        model_path=config.model_path,
+        fingerprint=identify_base(config.model_path, config.name).fingerprint,
+        marker_path=config.data_dir / f"joining-{marker}",
+        marker=marker,
+        redis_url=config.redis_url,
+        redis_key=f"{PREFIX}joining:{marker}",
+        memory_bytes=config.pool_bytes,
+    )
+    with expected.prepared(MARKER_TTL_S):
+        problems = _ask_nodes(hosts, expected)
+    if problems:
+        raise CannotJoin("the cluster is not ready for motet:\n" + "\n".join(f"- {line}" for line in problems))
+
+
+def demands(config: MotetConfig) -> list[tuple[Demand, int]]:
+    """What must have room at the start, and how often."""
+    gang = Demand(what="gang", bundles=config.gang_bundles, labels=dict(config.gang_labels), placement=config.placement)
+    router = Demand(what="router", bundles=(dict(config.router_resources),), labels={}, placement="strict-pack")
+    return [(gang, max(1, config.scaling.min_gangs)), (router, config.num_routers)]
+
+
+def alive_nodes() -> list[Node]:
+    """With all that they have."""
+    return [_node(node, node["Resources"]) for node in _ray_nodes()]
+
+
+def addresses_of_nodes() -> dict[str, str]:
+    """Of those that are alive, by node id."""
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in _ray_nodes()}
+
+
+def free_nodes() -> list[Node]:
+    """With what nobody has taken."""
+    # There is no public call that says it by node.
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    return [_node(node, free.get(node["NodeID"], {})) for node in _ray_nodes()]
+
+
+def _ray_nodes() -> list[Mapping[str, Any]]:
+    import ray
+
+    return sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeManagerAddress"]))
+
+
+def _node(node: Mapping[str, Any], resources: Mapping[str, float]) -> Node:
+    labels = {**(node.get("Labels") or {}), "ray.io/node-id": node["NodeID"]}
+    return Node(name=node["NodeManagerAddress"], resources=dict(resources), labels=labels)
+
+
+def _ask_nodes(nodes: Sequence[Node], expected: NodeExpectations) -> list[str]:
+    """What every node finds wrong with itself, after the node's name; a node that cannot be asked is wrong, too."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ask = ray.remote(problems_of_this_node)
+    asked = [
+        ask.options(
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node.labels["ray.io/node-id"], soft=False),
+        ).remote(expected)
+        for node in nodes
+    ]
+    done, _ = ray.wait(asked, num_returns=len(asked), timeout=CHECK_TIMEOUT_S)
+    found = []
+    for node, answer in zip(nodes, asked, strict=True):
+        if answer not in done:
+            found.append(f"{node.name}: it did not answer within {CHECK_TIMEOUT_S:g} s")
+            continue
+        try:
+            found += [f"{node.name}: {problem}" for problem in ray.get(answer)]
+        except ray.exceptions.RayError as error:
+            found.append(f"{node.name}: {_cause(error)}")
+    return found
+
+
+def _cause(error: Exception) -> str:
+    text = str(error)
+    if "No module named 'motet'" in text:
+        return "motet is not installed there"
+    return "it could not be checked: " + next((line for line in reversed(text.splitlines()) if line.strip()), text)

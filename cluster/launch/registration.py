@@ -1,0 +1,96 @@
+"""What a launch writes into the registry before anything serves: whose it is, and the trial keys."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ...adapters.base_identity import BaseIdentity
+from ...adapters.registry.registry import Registry, connect
+from ...adapters.store.store import AdapterStore
+from ..config import ConfigError, MotetConfig
+from .base_fingerprint import identify_base
+
+OWNER_FILE = "launch_id"  # in the data folder
+OTHER_FOLDER = "choose another folder with --data-dir"
+OTHER_REDIS = "set REDIS_URL to another server, or to another database of this one (redis://HOST:PORT/1)"
+
+
+async def register_launch(config: MotetConfig, *, embedded_redis: bool) -> None:
+    """Makes store and registry this base's, and the config's keys the only ones that this data folder's launches gave.
+
+    Raises OtherBase, KeyTaken, RegistryUnavailable, ConfigError if the base's name is an adapter's or a tenant with a
+    latency objective has no key; then nothing that belonged to somebody has changed.
+    """
+    base = identify_base(config.model_path, config.name)
+    store = AdapterStore(config.store_path)
+    store.check_base(base, OTHER_FOLDER)
+    async with _registry(config) as registry:
+        # Nobody else uses an embedded registry: as long as it is empty, it may change hands.
+        await registry.claim_base(base, OTHER_FOLDER if embedded_redis else OTHER_REDIS, if_empty=embedded_redis)
+        store.claim_base(base, OTHER_FOLDER)
+        await _check_name(registry, base)
+        await _check_objectives(registry, config)
+        await registry.set_launch_keys(_owner(config), config.keys)
+
+
+async def forget_launch_keys(config: MotetConfig) -> None:
+    """Deletes the keys that this data folder's launches gave. Raises RegistryUnavailable."""
+    async with _registry(config) as registry:
+        await registry.set_launch_keys(_owner(config), ())
+
+
+async def check_objectives(config: MotetConfig) -> None:
+    """Raises ConfigError for a latency objective of a tenant that has no key, and RegistryUnavailable."""
+    async with _registry(config) as registry:
+        await _check_objectives(registry, config)
+
+
+@asynccontextmanager
+async def _registry(config: MotetConfig) -> AsyncIterator[Registry]:
+    assert config.redis_url is not None
+    client = connect(config.redis_url)
+    try:
+        yield Registry(client)
+    finally:
+        await client.aclose()
+
+
+async def _check_name(registry: Registry, base: BaseIdentity) -> None:
+    """An adapter of the base's name could not be asked for any more."""
+    tenants = sorted({one.tenant for one in (await registry.snapshot()).adapters if one.name == base.name})
+    if tenants:
+        raise ConfigError(
+            "name",
+            base.name,
+            f"{', '.join(tenants)} has an adapter of this name; choose another with --name, or start with the former "
+            "name and delete the adapter first",
+        )
+
+
+async def _check_objectives(registry: Registry, config: MotetConfig) -> None:
+    known = {tenant for tenant, _ in config.keys}
+    asked = [(tenant, seconds) for tenant, seconds in config.latency_objectives_s if tenant not in known]
+    if not asked:
+        return
+    known |= await registry.tenants_besides(_owner(config))
+    for tenant, seconds in asked:
+        if tenant not in known:
+            names = ", ".join(sorted(known)) or "none"
+            accepted = f"there is no tenant {tenant}; those with a key are: {names}"
+            raise ConfigError("latency_objectives_s", f"{tenant}={seconds:g}", accepted)
+
+
+def _owner(config: MotetConfig) -> str:
+    """Names this data folder's launches, among all that share a Redis; made at the first one."""
+    path = config.data_dir / OWNER_FILE
+    try:
+        with path.open("x") as file:
+            file.write(secrets.token_hex(16))
+    except FileExistsError:
+        pass
+    owner = path.read_text().strip()
+    if not owner.isalnum():
+        raise ConfigError("data_dir", str(config.data_dir), f"its {OWNER_FILE} is damaged; delete that file")
+    return owner

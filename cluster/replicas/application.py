@@ -1,0 +1,95 @@
+"""The Serve application: routers in front of gangs."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+
+from ..config import MotetConfig
+from ..resources import Resources, actor_options
+from ..scaling import ScalingConfig
+from .autoscaler import autoscaling_config
+from .gang import GangReplica
+from .ingress import RouterReplica
+
+APP = "motet"
+SHUTDOWN_MARGIN_S = 5.0
+
+
+def build_application(
+    config: MotetConfig, token: str, progress_path: Path | None = None, *, is_update: bool = False
+) -> Any:
+    """What `serve.run` takes. `token`: a secret that routers and gangs share; `progress_path`: see GangReplica.
+
+    `is_update`: it replaces a running one, which must have had the same token, and keeps its number of gangs where that
+    goes with the load. Replicas whose version is the same stay.
+    """
+    gangs: Any = serve.deployment(
+        GangReplica,
+        name="gang",
+        **_number_of_gangs(config.scaling, is_update),
+        **_place_of_a_gang(config),
+        # A process that dies is noticed at once; this is for an engine that stopped inside a living one.
+        health_check_period_s=1.0,
+        health_check_timeout_s=30.0,
+        graceful_shutdown_timeout_s=config.drain_s + SHUTDOWN_MARGIN_S,
+        max_constructor_retry_count=1,  # a model that cannot be loaded cannot be loaded again
+    )
+    routers: Any = serve.deployment(
+        serve.ingress()(RouterReplica),
+        name="router",
+        max_surge_percent=100,  # an update starts new ones first, so that there is always one to connect to
+        num_replicas=config.num_routers,
+        # No CPUs: it waits more than it works; the machine's share is the gangs'.
+        ray_actor_options=Resources(custom=config.router_resources).actor_options,
+        max_ongoing_requests=100_000,  # admission is the router's own business
+        health_check_period_s=5.0,
+        health_check_timeout_s=30.0,
+        graceful_shutdown_timeout_s=config.router_drain_s,
+        max_constructor_retry_count=3,
+    )
+    gangs = _with_version(gangs, config.engine, config.drain_s, config.orphan_s, _place_of_a_gang(config))
+    routers = _with_version(routers, *_settings_of_a_router(config))
+    gang = gangs.bind(config.engine, token, config.drain_s, config.orphan_s, progress_path)
+    return routers.bind(config, token, gang)
+
+
+def _settings_of_a_router(config: MotetConfig) -> tuple[object, ...]:
+    """All that a RouterReplica reads of the config."""
+    packing = (config.tensor_parallel, config.block_size, config.dtype, config.expert_sharding)
+    waiting = (config.sequence_wait_s, config.min_gangs == 0, config.admission)
+    return (config.router, config.redis_url, config.model_path, config.store_path, config.name, packing, waiting)
+
+
+def _with_version(deployment: Any, *settings: object) -> Any:
+    """The deployment, whose replicas an update replaces only if these settings have changed.
+
+    Serve replaces all replicas at each `serve.run` unless it is told a version, which only its own code may tell.
+    """
+    version = hashlib.sha256(repr(settings).encode()).hexdigest()
+    return deployment.options(version=version, _internal=True)
+
+
+def _number_of_gangs(scaling: ScalingConfig, is_update: bool) -> dict[str, Any]:
+    """Options of the gangs' deployment: a policy runs only where there is something to decide."""
+    if scaling.is_fixed:
+        return {"num_replicas": scaling.max_gangs}
+    return {"autoscaling_config": autoscaling_config(scaling, is_update=is_update)}
+
+
+def _place_of_a_gang(config: MotetConfig) -> dict[str, Any]:
+    """Options of the gangs' deployment: the replica itself, or with it a bundle for each worker."""
+    labels = dict(config.gang_labels)
+    if config.tensor_parallel == 1:
+        options = config.worker_resources.actor_options
+        return {"ray_actor_options": options | ({"label_selector": labels} if labels else {})}
+    bundles = list(config.gang_bundles)
+    place: dict[str, Any] = {
+        "ray_actor_options": actor_options(bundles[0]),
+        "placement_group_bundles": bundles,
+        "placement_group_strategy": config.placement.replace("-", "_").upper(),
+    }
+    return place | ({"placement_group_bundle_label_selector": [labels] * len(bundles)} if labels else {})

@@ -1,0 +1,78 @@
+"""The scaling policy as Ray Serve's controller runs it, ten times a second.
+
+Serve wraps a policy in delays, factors and averages of its own. They are set to do nothing here, since the policy has
+better knowledge. Two things of the wrapper stay and are welcome: bounds, and that a call which waits at a handle while
+no replica runs brings the first replica without asking the policy (`GangDemand` makes such calls).
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+
+from ..scaling import FleetState, ScalingConfig, ScalingHistory, decide
+from .gang_stats import NUM_SEQUENCES, gang_load
+
+HISTORY = "history"  # key in the state that Serve keeps for the policy
+SAMPLES_PER_WINDOW = 5
+
+
+class GangAutoscaler:
+    """Serve makes one and calls it with a context; what it must remember travels in the context."""
+
+    def __init__(self, **config: Any) -> None:
+        """Fields of ScalingConfig, since Serve hands arguments over as JSON."""
+        self._config = ScalingConfig(**config)
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        # Monotonic: the context's time would jump with the machine's clock.
+        state = fleet_state(context, time.monotonic())
+        history = context.policy_state.get(HISTORY) or ScalingHistory.start(state, self._config)
+        history = history.observe(state, self._config)
+        return decide(state, self._config, history), {HISTORY: history}
+
+
+def fleet_state(context: AutoscalingContext, now_s: float) -> FleetState:
+    """What Serve knows of the gangs."""
+    means: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
+    series: Mapping[str, Mapping[Any, Any]] = context.raw_metrics or {}
+    told = [replica for replica in context.running_replicas if replica in means.get(NUM_SEQUENCES, {})]
+    return FleetState(
+        now_s=now_s,
+        target=context.target_num_replicas,
+        num_running=context.current_num_replicas,
+        gangs=tuple(gang_load(_of(replica, means), _of(replica, series)) for replica in told),
+        is_awaited=context.total_queued_requests > 0,
+    )
+
+
+def autoscaling_config(scaling: ScalingConfig, *, is_update: bool = False) -> AutoscalingConfig:
+    """What the gangs' deployment is given.
+
+    It starts with a gang in any case, so that a bad model is told at once. `is_update`: of a deployment that runs; it
+    keeps as many gangs as it has, where Serve would bring their number back to that of the start.
+    """
+    with warnings.catch_warnings():
+        # Ray 2.60 calls the interval deprecated in favour of variables that it does not read for replicas yet.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return AutoscalingConfig(
+            min_replicas=scaling.min_gangs,
+            max_replicas=scaling.max_gangs,
+            initial_replicas=None if is_update else max(1, scaling.min_gangs),
+            upscale_delay_s=0.0,
+            downscale_delay_s=0.0,
+            downscale_to_zero_delay_s=0.0,
+            look_back_period_s=scaling.window_s,
+            metrics_interval_s=scaling.window_s / SAMPLES_PER_WINDOW,
+            policy=AutoscalingPolicy(policy_function=GangAutoscaler, policy_kwargs=asdict(scaling)),
+        )
+
+
+def _of(replica: Any, by_name: Mapping[str, Mapping[Any, Any]]) -> dict[str, Any]:
+    """The values of one replica by name."""
+    return {name: values[replica] for name, values in by_name.items() if replica in values}

@@ -1,0 +1,74 @@
+"""A gang as Ray Serve sees it: a replica that holds the leader, an engine behind a frame server.
+
+A gang of one worker computes in the replica's own process. One of several has an actor for each, in the bundles of the
+replica's placement group; they end with the replica that owns them, so a gang is replaced as one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from pathlib import Path
+
+import msgspec
+import ray
+
+from ...workers.config import EngineConfig
+from ...workers.engine_builder import build_engine_loop
+from ...workers.leader.frame_server import FrameServer
+from ...workers.leader.queue_limit import QueueBounds
+from ...workers.leader.sequence_journal import JournalConfig
+from ..progress_log import ProgressWriter
+from .gang_directory import ADDRESS
+from .gang_stats import gang_stats
+from .gang_workers import RayWorkers
+from .replica_logging import configure_replica_logging
+
+_log = logging.getLogger(__name__)
+
+
+class GangReplica:
+    """Serves one engine to the routers. Tokens do not pass through Serve, which only keeps the replica alive."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: EngineConfig, token: str, drain_s: float, orphan_s: float, progress_path: Path | None
+    ) -> None:
+        """`token`: the cluster's secret. `progress_path`: where to tell how far the engine's building is."""
+        configure_replica_logging()
+        self._drain_s = drain_s
+        self._max_num_sequences = config.max_num_sequences
+        on_progress = None if progress_path is None else ProgressWriter(progress_path)
+        host = ray.util.get_node_ip_address()  # loopback on a cluster of one machine
+        workers = None if config.tensor_parallel == 1 else RayWorkers(ray.util.get_current_placement_group())
+        # In a thread, so that the replica answers Serve while a large model loads.
+        spawn = None if workers is None else workers.spawn
+        engine = await asyncio.to_thread(build_engine_loop, config, on_progress, spawn, host)
+        info = msgspec.structs.replace(engine.info, gang_id=secrets.token_hex(4))
+        bounds = QueueBounds(config.max_waiting_sequences, config.max_waiting_tokens)
+        self._server = FrameServer(engine, info, token, JournalConfig(orphan_s=orphan_s), bounds)
+        self._address = await self._server.start(host)
+        _log.info("gang %s serves %s at %s", info.gang_id, info.model, self._address)
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        """What the directory of every router hears of this replica."""
+        return {ADDRESS: self._address}
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the autoscaler hears of this replica."""
+        return gang_stats(self._server.load, self._max_num_sequences)
+
+    async def wake(self) -> None:
+        """Nothing: a router calls this so that Serve sees that a gang is wanted."""
+
+    async def check_health(self) -> None:
+        """Raises when the replica must be replaced."""
+        if not self._server.healthy:
+            raise RuntimeError("the gang's engine or frame server has stopped")
+
+    async def __del__(self) -> None:
+        """Serve's hook for a graceful end; routers have heard by now that this gang takes nothing new."""
+        num_handed_over = await self._server.drain(self._drain_s)
+        if num_handed_over:
+            _log.info("%d sequences were handed over", num_handed_over)
+        await self._server.stop()

@@ -1,0 +1,67 @@
+"""What a gang's replica tells the autoscaler, and how the autoscaler reads it.
+
+Ray Serve asks each replica some times in a window for numbers by name, and hands them to the policy as time series.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from ...workers.wire.messages import EngineLoad
+from ..scaling import GangLoad
+
+# Gauges: their mean over the window counts.
+NUM_SEQUENCES = "num_sequences"
+QUEUED_TOKENS = "queued_tokens"
+POOL_PRESSURE = "pool_pressure"
+# Counters: their growth over the window counts.
+ADAPTER_LOADS = "adapter_loads"
+ADAPTER_EVICTIONS = "adapter_evictions"
+COMPUTED_TOKENS = "computed_tokens"
+
+
+class Sample(Protocol):
+    """One of a series, as Serve keeps them."""
+
+    @property
+    def timestamp(self) -> float: ...
+    @property
+    def value(self) -> float: ...
+
+
+def gang_stats(load: EngineLoad, max_num_sequences: int) -> dict[str, float]:
+    """The numbers to tell. A full pool and too few places for sequences are one pressure, by the scarcer of them."""
+    num_evictable_pages = load.num_idle_adapter_pages + load.num_idle_prefix_pages
+    num_used_pages = load.num_pages - load.num_free_pages - num_evictable_pages
+    return {
+        NUM_SEQUENCES: load.num_running + load.num_waiting,
+        QUEUED_TOKENS: max(0, load.num_queued_tokens - load.num_running),  # each running one's next token is no queue
+        POOL_PRESSURE: max(num_used_pages / max(load.num_pages, 1), load.num_running / max_num_sequences),
+        ADAPTER_LOADS: load.num_adapter_loads,
+        ADAPTER_EVICTIONS: load.num_adapter_evictions,
+        COMPUTED_TOKENS: load.num_computed_tokens,
+    }
+
+
+def gang_load(means: Mapping[str, float], series: Mapping[str, Sequence[Sample]]) -> GangLoad:
+    """One gang's load from the means and the series of its numbers.
+
+    Of the adapters' loads only those count that pushed another one out: an empty pool fills without more gangs' help,
+    and more gangs would be more empty pools.
+    """
+    loads_per_s = min(growth_per_s(series.get(ADAPTER_LOADS, ())), growth_per_s(series.get(ADAPTER_EVICTIONS, ())))
+    return GangLoad(
+        num_sequences=means.get(NUM_SEQUENCES, 0.0),
+        queued_tokens=means.get(QUEUED_TOKENS, 0.0),
+        pool_pressure=means.get(POOL_PRESSURE, 0.0),
+        adapter_loads_per_s=loads_per_s,
+        computed_tokens_per_s=growth_per_s(series.get(COMPUTED_TOKENS, ())),
+    )
+
+
+def growth_per_s(series: Sequence[Sample]) -> float:
+    """Of a counter, from the first to the last sample; 0 if there are not two."""
+    if len(series) < 2 or series[-1].timestamp <= series[0].timestamp:
+        return 0.0
+    return max(0.0, series[-1].value - series[0].value) / (series[-1].timestamp - series[0].timestamp)

@@ -1,0 +1,47 @@
+"""The workers of a gang as Ray actors, one in each bundle of the leader's placement group."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ...workers.worker import WorkerSettings, run_worker
+from ..resources import actor_options
+from .network_interface import interface_of
+from .replica_logging import configure_replica_logging
+
+
+class WorkerActor:
+    """A process for one worker. Plans do not pass through Ray, which only places the process and ends it."""
+
+    def run(self, settings: WorkerSettings) -> None:
+        """Obeys the leader until it ends the connection."""
+        configure_replica_logging()
+        interface = interface_of(ray.util.get_node_ip_address())
+        if interface is not None:
+            # By itself the library takes what the host's name resolves to, which other nodes may not reach.
+            for library in ("GLOO", "NCCL"):
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
+        run_worker(settings)
+
+
+class RayWorkers:
+    """Starts workers beside the leader that calls it; they end with the leader's process, which owns them."""
+
+    def __init__(self, placement_group: Any) -> None:
+        """`placement_group`: the leader's; its bundle 0 is the leader's own, worker r takes bundle r + 1."""
+        if placement_group is None:
+            raise RuntimeError("a gang of several workers needs a placement group with a bundle for each")
+        self._placement_group = placement_group
+        self._actors: list[Any] = []
+
+    def spawn(self, settings: WorkerSettings) -> None:
+        """Returns at once; the worker reports to the leader when it is up."""
+        place = PlacementGroupSchedulingStrategy(self._placement_group, settings.rank + 1)
+        options = actor_options(self._placement_group.bundle_specs[settings.rank + 1])
+        actor = ray.remote(WorkerActor).options(scheduling_strategy=place, **options).remote()
+        self._actors.append(actor)
+        actor.run.remote(settings)

@@ -1,0 +1,105 @@
+"""A router as Ray Serve sees it: the ingress replica that builds the HTTP front and all that it works with."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from fastapi import FastAPI
+
+from ...adapters.errors import RegistryUnavailable
+from ...adapters.registry.registry import Registry, connect
+from ...adapters.registry.registry_view import RegistryView
+from ...adapters.store.store import AdapterStore
+from ...adapters.upload import UploadLimits, UploadService
+from ...router.fleet.dispatch import FleetDispatcher
+from ...router.rest_server import create_app
+from ...router.text.text import TextService
+from ...workers.models.config import ModelConfig
+from ...workers.models.sharding import layouts_of_gang
+from ..config import MotetConfig
+from .bounded_receive import BoundedReceive
+from .gang_demand import GangDemand
+from .gang_directory import GangDirectory
+from .replica_logging import configure_replica_logging
+
+SWEEP_INTERVAL_S = 3600.0
+
+_log = logging.getLogger(__name__)
+
+
+class RouterReplica:
+    """Serves HTTP. Composes what `router` and `adapters` define; decides nothing itself."""
+
+    async def __init__(self, config: MotetConfig, token: str, gang: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        """`token`: the cluster's secret. `gang`: Serve's handle of the gangs, which names them."""
+        configure_replica_logging()
+        assert config.redis_url is not None
+        self._redis = connect(config.redis_url)
+        registry = Registry(self._redis)
+        self._view = RegistryView(registry)
+        await self._view.start()
+        model = await asyncio.to_thread(ModelConfig.from_folder, config.model_path)
+        layouts = layouts_of_gang(
+            model, config.tensor_parallel, config.block_size, config.dtype, config.expert_sharding
+        )
+        self._uploads = UploadService(
+            await asyncio.to_thread(AdapterStore, config.store_path),
+            registry,
+            self._view,
+            layouts=layouts,
+            reserved=[config.name],
+            limits=UploadLimits(max_tensors_bytes=config.max_upload_bytes),
+        )
+        self._dispatcher = FleetDispatcher(
+            token,
+            config.sequence_wait_s,
+            self._show_demand,
+            adapter_pages=lambda adapter: layouts[0].num_pages(adapter.module_ranks),  # the same on every worker
+            admission=config.admission,
+        )
+        self._demand = GangDemand(gang, lambda: self._dispatcher.num_waiting) if config.min_gangs == 0 else None
+        self._directory = GangDirectory(gang.app_name, gang.deployment_name, self._dispatcher.update)
+        self._directory.start()
+        self._text = await asyncio.to_thread(TextService.from_folder, config.model_path)
+        self._app = create_app(
+            config=config.router,
+            dispatcher=self._dispatcher,
+            view=self._view,
+            uploads=self._uploads,
+            text=self._text,
+        )
+        self._app.add_middleware(BoundedReceive)
+        self._sweeper = asyncio.create_task(self._sweep_forever())
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Serve's hook for the app of a replica."""
+        return self._app
+
+    async def __del__(self) -> None:
+        """Serve's hook for a graceful end, after the last request."""
+        self._sweeper.cancel()
+        if self._demand is not None:
+            self._demand.stop()
+        self._directory.stop()
+        await self._dispatcher.close()
+        await self._view.stop()
+        await self._redis.aclose()
+        self._text.close()
+
+    def _show_demand(self) -> None:
+        """A sequence waits for a gang. Where there is always to be one, Serve sees to it without being told."""
+        if self._demand is not None:
+            self._demand.show()
+
+    async def _sweep_forever(self) -> None:
+        """Frees the disk of adapters that no name points to any more."""
+        while True:
+            try:
+                num_removed = await self._uploads.sweep()
+                if num_removed:
+                    _log.info("removed %d adapters that no name points to from the store", num_removed)
+            except (RegistryUnavailable, OSError) as error:
+                _log.warning("the store was not swept: %s", error)
+            await asyncio.sleep(SWEEP_INTERVAL_S)

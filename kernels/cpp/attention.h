@@ -1,0 +1,324 @@
+// Paged attention with online softmax (FlashAttention-2, arXiv 2307.08691), 64 keys at a time.
+#pragma once
+
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "vectors.h"
+
+namespace motet {
+
+constexpr int64_t kMostDims = 512;   // of a head
+constexpr int64_t kTilesAhead = 3;   // of 16 keys, that memory is asked for before they are needed
+constexpr int kTiles = 4;            // of 16 keys, that are weighed together
+constexpr int64_t kManyQueries = 8;  // for so many V is paired once and serves them all
+#ifdef __AVX512F__
+constexpr int kScoreTiles = 4, kSumRows = 4;  // whose sums are in registers at once: of scores, of weighted rows of V
+#else
+constexpr int kScoreTiles = 1, kSumRows = 1;
+#endif
+constexpr int64_t kMostQueries = 32;  // query rows that share the keys of a tile: rows times heads of a group
+
+template <class T>
+struct AttentionCall {
+    const T* q;
+    T* out;  // [rows, heads, dim], contiguous
+    const T* kv;
+    const int64_t *query_starts, *context_lens, *page_table;
+    int64_t num_sequences, table_width;
+    int64_t num_heads, num_kv_heads, dim, block_size;
+    int64_t q_row_stride, q_head_stride, page_stride, v_offset, slot_stride;  // elements
+    float scale;
+    int64_t window;  // 0: none
+    float softcap;   // 0: none
+};
+
+// Tiles of 16 keys, transposed for products with queries: element d of all keys of a tile lies together.
+template <class T>
+struct KeyTiles {
+    typedef float Query;  // what an element of a query is taken as
+    static constexpr int64_t words(int64_t dim) { return dim * kLanes; }  // floats of one tile
+
+    static void take(const T* const* rows, int64_t dim, float* to) {
+        for (int64_t d = 0; d < dim; d += kLanes) transpose(rows, d, dim - d, to + d * kLanes);
+    }
+
+    // Scores of `kRows` queries for `kCount` tiles, to `[kRows, kTiles]`.
+    template <int kRows, int kCount>
+    static void scores(const float* tiles, const Query* const* q, int64_t dim, Floats* to) {
+        Floats totals[kRows][kCount] = {};
+        for (int64_t d = 0; d < dim; d++)
+            for (int t = 0; t < kCount; t++) {
+                const Floats keys = load(tiles + t * words(dim) + d * kLanes);
+                for (int m = 0; m < kRows; m++) totals[m][t] += keys * q[m][d];
+            }
+        for (int m = 0; m < kRows; m++)
+            for (int t = 0; t < kCount; t++) to[m * kTiles + t] = totals[m][t];
+    }
+};
+
+#ifdef MOTET_BF16_PRODUCTS
+// Pairs of elements lie together.
+template <>
+struct KeyTiles<Bfloat16> {
+    typedef Bfloat16 Query;
+    static constexpr int64_t words(int64_t dim) { return dim / 2 * kLanes; }
+
+    static void take(const Bfloat16* const* rows, int64_t dim, float* to) {
+        for (int64_t pair = 0; 2 * pair < dim; pair += kLanes)
+            transpose((const float* const*)rows, pair, dim / 2 - pair, to + pair * kLanes);
+    }
+
+    template <int kRows, int kCount>
+    static void scores(const float* tiles, const Bfloat16* const* q, int64_t dim, Floats* to) {
+        __m512 totals[kRows][kCount];
+        for (int m = 0; m < kRows; m++)
+            for (int t = 0; t < kCount; t++) totals[m][t] = _mm512_setzero_ps();
+        for (int64_t pair = 0; 2 * pair < dim; pair++) {
+            __m512bh keys[kCount];
+            for (int t = 0; t < kCount; t++)
+                std::memcpy(&keys[t], tiles + t * words(dim) + pair * kLanes, sizeof keys[t]);
+            for (int m = 0; m < kRows; m++) {
+                uint32_t own;
+                std::memcpy(&own, q[m] + 2 * pair, sizeof own);
+                const __m512bh query = (__m512bh)_mm512_set1_epi32(int(own));
+                for (int t = 0; t < kCount; t++) totals[m][t] = _mm512_dpbf16_ps(totals[m][t], query, keys[t]);
+            }
+        }
+        for (int m = 0; m < kRows; m++)
+            for (int t = 0; t < kCount; t++) to[m * kTiles + t] = (Floats)totals[m][t];
+    }
+};
+#endif
+
+// A query as key tiles take it: where it lies, or converted to `spare`.
+template <class T>
+inline const T* query_of(const T* from, int64_t, T*) {
+    return from;
+}
+
+inline const float* query_of(const Bfloat16* from, int64_t dim, float* spare) {
+    for (int64_t d = 0; d < dim; d += kLanes) store(spare + d, load(from + d, dim - d), dim - d);
+    return spare;
+}
+
+// Walks a sequence's tokens through its pages, 16 at a time.
+template <class T>
+struct TokenWalk {
+    const AttentionCall<T>& call;
+    const int64_t* pages;
+    int64_t token, page, slot;
+
+    TokenWalk(const AttentionCall<T>& call, int64_t sequence, int64_t first)
+        : call(call), pages(call.page_table + sequence * call.table_width), token(first),
+          page(first / call.block_size), slot(first % call.block_size) {}
+
+    // Asks memory for K and V of the next tokens below `end`.
+    void ask(int64_t end, int64_t head_offset, int64_t dim) {
+        const int64_t step = 64 / int64_t(sizeof(T));
+        for (int i = 0; i < kLanes && token < end; i++, token++) {
+            const T* k = call.kv + pages[page] * call.page_stride + slot * call.slot_stride + head_offset;
+            for (int64_t d = 0; d < dim; d += step) {
+                __builtin_prefetch(k + d, 0, 2);
+                __builtin_prefetch(k + call.v_offset + d, 0, 2);
+            }
+            if (++slot == call.block_size) slot = 0, page++;
+        }
+    }
+
+    // K and V of the next tokens below `end`; `zeros` in place of those after it, so that nothing beyond is read.
+    void next(int64_t end, int64_t head_offset, const T* zeros, const T** k, const T** v) {
+        for (int i = 0; i < kLanes; i++, token++) {
+            if (token >= end) {
+                k[i] = v[i] = zeros;
+                continue;
+            }
+            k[i] = call.kv + pages[page] * call.page_stride + slot * call.slot_stride + head_offset;
+            v[i] = k[i] + call.v_offset;
+            if (++slot == call.block_size) slot = 0, page++;
+        }
+    }
+};
+
+template <class T>
+struct AttentionScratch {
+    typedef typename RowPair<T>::Factors Factors;
+    typedef typename KeyTiles<T>::Query Query;
+    static constexpr int kPairs = kTiles * kLanes / 2;
+    alignas(64) float keys[kTiles * KeyTiles<T>::words(kMostDims)];
+    alignas(64) float totals[kMostQueries * kMostDims];
+    alignas(64) Factors weights[kMostQueries][kPairs];
+    alignas(64) T zeros[kMostDims] = {};
+    RowPair<T> values[kPairs];  // of V, for one span of columns
+    Floats weight_sum[kMostQueries];
+    const Query* q[kMostQueries];
+    Query spare[kMostQueries * kMostDims];  // for queries
+    int64_t position[kMostQueries];
+    float highest[kMostQueries];
+};
+
+// Weights of some tiles of keys for one query, relative to the highest score so far; earlier totals are scaled down
+// when it rises.
+template <class T>
+inline void weigh(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t query, Floats* scores, int num_tiles,
+                  int64_t first_key, int64_t padded) {
+    // Lanes after `start` up to `end` of a tile are seen.
+    const auto start = [&](int64_t last) {
+        return call.window > 0 ? int32_t(std::clamp<int64_t>(last - call.window, -1, kLanes)) : -1;
+    };
+    const int64_t last_of_first = s.position[query] - first_key;
+    Floats best = broadcast(-INFINITY);
+    for (int t = 0; t < num_tiles; t++) {
+        const int64_t last = last_of_first - t * kLanes;
+        scores[t] *= call.scale;
+        if (call.softcap > 0) scores[t] = call.softcap * hyperbolic_tangent(scores[t] / call.softcap);
+        if (last < kLanes - 1 || start(last) >= 0)
+            scores[t] = keep_lanes(scores[t], start(last), int32_t(std::max<int64_t>(last, -1)), -INFINITY);
+        best = larger(best, scores[t]);
+    }
+    const float highest = std::max(s.highest[query], largest(best));
+    Floats weight_sum = s.weight_sum[query];
+    if (highest > s.highest[query]) {
+        const float factor = std::exp(s.highest[query] - highest);
+        float* totals = s.totals + query * padded;
+        for (int64_t d = 0; d < padded; d += kLanes) store(totals + d, load(totals + d) * factor);
+        weight_sum *= factor;
+        s.highest[query] = highest;
+    }
+    for (int t = 0; t < num_tiles; t++) {  // what is not seen weighs nothing at all: exponential(-inf) is a little more
+        const int64_t last = last_of_first - t * kLanes;
+        Floats weights = exponential(scores[t] - s.highest[query]);
+        if (last < kLanes - 1 || start(last) >= 0)
+            weights = keep_lanes(weights, start(last), int32_t(std::max<int64_t>(last, -1)), 0.0f);
+        weight_sum += weights;
+        RowPair<T>::store_factors(s.weights[query] + t * kLanes / 2, weights);
+    }
+    s.weight_sum[query] = weight_sum;
+}
+
+// Scores and weights of `kRows` queries.
+template <class T, int kRows>
+inline void score(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t query, int num_tiles, int64_t first_key,
+                  int64_t padded) {
+    Floats scores[kRows * kTiles];
+    int t = 0;
+    auto some = [&](auto count) {
+        KeyTiles<T>::template scores<kRows, decltype(count)::value>(s.keys + t * KeyTiles<T>::words(call.dim),
+                                                                    s.q + query, call.dim, scores + t);
+        t += count;
+    };
+    while (t + kScoreTiles <= num_tiles) some(std::integral_constant<int, kScoreTiles>());
+    while (t < num_tiles) some(std::integral_constant<int, 1>());
+    for (int m = 0; m < kRows; m++) weigh(call, s, query + m, scores + m * kTiles, num_tiles, first_key, padded);
+}
+
+// Adds the weighted rows of V to the totals of all queries.
+template <class T>
+inline void add_values(AttentionScratch<T>& s, int64_t num_queries, const T* const* v, int num_tiles, int64_t dim,
+                       int64_t padded) {
+    const int64_t num_pairs = num_tiles * kLanes / 2;
+    if (num_queries < kManyQueries) {
+        for (int t = 0; t < num_tiles; t++)
+            add_weighted_rows<T, kLanes / 2>(s.totals, padded, num_queries, s.weights[0] + t * kLanes / 2,
+                                             AttentionScratch<T>::kPairs, v + t * kLanes, dim);
+        return;
+    }
+    for (int64_t column = 0; column < dim; column += kSpan) {
+        for (int64_t i = 0; i < num_pairs; i++)
+            s.values[i] = RowPair<T>(v[2 * i] + column, v[2 * i + 1] + column, dim - column);
+        int64_t query = 0;
+        auto rows = [&](auto count) {
+            constexpr int kRows = decltype(count)::value;
+            Sums sums[kRows];
+            float* totals = s.totals + query * padded + column;
+            for (int m = 0; m < kRows; m++)
+                sums[m] = {load(totals + m * padded), load(totals + m * padded + kLanes)};
+            for (int64_t i = 0; i < num_pairs; i++)
+                for (int m = 0; m < kRows; m++) s.values[i].add_to(sums[m], s.weights[query + m][i]);
+            for (int m = 0; m < kRows; m++) {
+                store(totals + m * padded, sums[m].first);
+                store(totals + m * padded + kLanes, sums[m].second);
+            }
+            query += kRows;
+        };
+        while (query + kSumRows <= num_queries) rows(std::integral_constant<int, kSumRows>());
+        while (query < num_queries) rows(std::integral_constant<int, 1>());
+    }
+}
+
+// Rows `first` to `end` of one sequence, for the heads that share one KV head.
+template <class T>
+void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t sequence, int64_t kv_head, int64_t first,
+            int64_t end) {
+    const int64_t group = call.num_heads / call.num_kv_heads, num_queries = (end - first) * group, dim = call.dim;
+    const int64_t padded = (dim + kSpan - 1) / kSpan * kSpan;
+    const int64_t first_position = call.context_lens[sequence] - (call.query_starts[sequence + 1] - first);
+    const int64_t end_key = first_position + (end - first);
+    for (int64_t i = 0; i < num_queries; i++) {
+        const int64_t row = first + i / group, head = kv_head * group + i % group;
+        s.q[i] = query_of(call.q + row * call.q_row_stride + head * call.q_head_stride, dim, s.spare + i * dim);
+        s.position[i] = first_position + i / group;
+        s.highest[i] = -1e30f;
+        s.weight_sum[i] = Floats{};
+    }
+    std::fill(s.totals, s.totals + num_queries * padded, 0.0f);
+    int64_t key = call.window > 0 ? std::max<int64_t>(0, first_position - call.window + 1) : 0;
+    TokenWalk<T> walk(call, sequence, key), ahead(call, sequence, key);
+    for (int64_t i = 0; i < kTilesAhead; i++) ahead.ask(end_key, kv_head * dim, dim);
+    for (; key < end_key; key += kTiles * kLanes) {
+        const T *k[kLanes], *v[kTiles * kLanes];
+        const int num_tiles = int(std::min<int64_t>(kTiles, (end_key - key + kLanes - 1) / kLanes));
+        for (int t = 0; t < num_tiles; t++) {
+            ahead.ask(end_key, kv_head * dim, dim);
+            walk.next(end_key, kv_head * dim, s.zeros, k, v + t * kLanes);
+            KeyTiles<T>::take(k, dim, s.keys + t * KeyTiles<T>::words(dim));
+        }
+        int64_t query = 0;
+        for (; query + 4 <= num_queries; query += 4) score<T, 4>(call, s, query, num_tiles, key, padded);
+        const int left = int(num_queries - query);
+        if (left == 3) score<T, 3>(call, s, query, num_tiles, key, padded);
+        if (left == 2) score<T, 2>(call, s, query, num_tiles, key, padded);
+        if (left == 1) score<T, 1>(call, s, query, num_tiles, key, padded);
+        add_values(s, num_queries, v, num_tiles, dim, padded);
+    }
+    for (int64_t i = 0; i < num_queries; i++) {
+        const int64_t row = first + i / group, head = kv_head * group + i % group;
+        T* to = call.out + (row * call.num_heads + head) * dim;
+        const float scale = 1.0f / sum(s.weight_sum[i]);
+        for (int64_t d = 0; d < dim; d += kSpan) {
+            const float* total = s.totals + i * padded + d;
+            Sums sums = RowPair<T>::in_order({load(total), load(total + kLanes)});
+            store(to + d, sums.first * scale, dim - d);
+            if (dim - d > kLanes) store(to + d + kLanes, sums.second * scale, dim - d - kLanes);
+        }
+    }
+}
+
+// What one thread does at a time: some rows of a sequence, for the heads that share one KV head.
+struct AttentionTask {
+    int64_t sequence, kv_head, first, end;
+};
+
+template <class T>
+void attend_all(const AttentionCall<T>& call, [[maybe_unused]] int num_threads) {
+    const int64_t group = call.num_heads / call.num_kv_heads, block = std::max<int64_t>(1, kMostQueries / group);
+    std::vector<AttentionTask> tasks;
+    for (int64_t sequence = 0; sequence < call.num_sequences; sequence++)
+        for (int64_t kv_head = 0; kv_head < call.num_kv_heads; kv_head++) {
+            const int64_t end = call.query_starts[sequence + 1];
+            for (int64_t row = call.query_starts[sequence]; row < end; row += block)
+                tasks.push_back({sequence, kv_head, row, std::min(row + block, end)});
+        }
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    {
+        static thread_local std::unique_ptr<AttentionScratch<T>> kept;  // large, and clearing it takes its time
+        if (!kept) kept.reset(new AttentionScratch<T>);
+        AttentionScratch<T>& scratch = *kept;
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < tasks.size(); i++)
+            attend(call, scratch, tasks[i].sequence, tasks[i].kv_head, tasks[i].first, tasks[i].end);
+    }
+}
+
+}  // namespace motet

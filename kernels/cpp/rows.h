@@ -1,0 +1,111 @@
+// What is done to each row by itself: rotary embedding with the KV write, norms, gated activations.
+#pragma once
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "vectors.h"
+
+namespace motet {
+
+constexpr int64_t kLeastShared = 1 << 14;  // elements; for fewer a second thread is not worth its call
+
+// Shares rows out to threads: `some(start, end)`.
+template <class F>
+void share_rows(int64_t num_rows, int64_t width, [[maybe_unused]] int num_threads, F some) {
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1 && num_rows * width >= kLeastShared)
+    {
+        int64_t thread = 0, count = 1;
+#ifdef _OPENMP
+        thread = omp_get_thread_num(), count = omp_get_num_threads();
+#endif
+        some(num_rows * thread / count, num_rows * (thread + 1) / count);
+    }
+}
+
+// Both halves of a head turned by the position's angles (the halves convention of Llama).
+template <class T>
+inline void rotate(const T* from, const float* cosines, const float* sines, int64_t dim, T* to) {
+    const int64_t half = dim / 2;
+    for (int64_t d = 0; d < half; d += kLanes) {
+        const int64_t count = half - d;
+        Floats first = load(from + d, count), second = load(from + half + d, count);
+        Floats cosine = load(cosines + d, count), sine = load(sines + d, count);
+        store(to + d, first * cosine - second * sine, count);
+        store(to + half + d, second * cosine + first * sine, count);
+    }
+}
+
+// Rotates q into `q_out` `[rows, heads, dim]` and k into its pages; copies v into its pages.
+template <class T>
+void write_kv(const T* q, const T* k, const T* v, const float* rotary, T* kv, const int64_t* positions,
+              const int64_t* row_pages, const int64_t* row_slots, T* q_out, const int64_t* sizes, int num_threads) {
+    const int64_t num_rows = sizes[0], num_heads = sizes[1], num_kv_heads = sizes[2], dim = sizes[3];
+    const int64_t q_row = sizes[4], q_head = sizes[5], k_row = sizes[6], k_head = sizes[7], v_row = sizes[8];
+    const int64_t v_head = sizes[9], page_stride = sizes[10], v_offset = sizes[11], slot_stride = sizes[12];
+    share_rows(num_rows, (num_heads + num_kv_heads) * dim, num_threads, [&](int64_t start, int64_t end) {
+        for (int64_t row = start; row < end; row++) {
+            const float *cosines = rotary + positions[row] * dim, *sines = cosines + dim / 2;
+            for (int64_t head = 0; head < num_heads; head++)
+                rotate(q + row * q_row + head * q_head, cosines, sines, dim, q_out + (row * num_heads + head) * dim);
+            T* to = kv + row_pages[row] * page_stride + row_slots[row] * slot_stride;
+            for (int64_t head = 0; head < num_kv_heads; head++) {
+                rotate(k + row * k_row + head * k_head, cosines, sines, dim, to + head * dim);
+                std::memcpy(to + v_offset + head * dim, v + row * v_row + head * v_head, size_t(dim) * sizeof(T));
+            }
+        }
+    });
+}
+
+// total = x + residual (or x), normed = weight * total over its root mean square. W: the weight's type, to which the
+// normed row is rounded before the product.
+template <class T, class W>
+void add_rms_norm(const T* x, int64_t x_stride, const T* residual, const W* weight, T* total, T* normed,
+                  int64_t num_rows, int64_t width, float eps, int num_threads) {
+    share_rows(num_rows, width, num_threads, [&](int64_t start, int64_t end) {
+        for (int64_t row = start; row < end; row++) {
+            const T* from = x + row * x_stride;
+            Floats squares = {};
+            for (int64_t i = 0; i < width; i += kLanes) {
+                const int64_t count = width - i;
+                Floats value = load(from + i, count);
+                if (residual) {
+                    value = rounded<T>(value + load(residual + row * width + i, count));
+                    store(total + row * width + i, value, count);
+                }
+                squares += value * value;
+            }
+            if (residual) from = total + row * width;
+            const float scale = 1.0f / std::sqrt(sum(squares) / float(width) + eps);
+            for (int64_t i = 0; i < width; i += kLanes) {
+                const int64_t count = width - i;
+                const Floats value = rounded<W>(load(from + i, count) * scale);
+                store(normed + row * width + i, value * load(weight + i, count), count);
+            }
+        }
+    });
+}
+
+inline Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
+
+inline Floats gelu_tanh(Floats x) {
+    return 0.5f * x * (1.0f + hyperbolic_tangent(0.7978845608f * (x + 0.044715f * x * x * x)));
+}
+
+// activation(gate) * up of `[rows, 2 * width]`, gate first. The activation is rounded before the product, as in torch.
+template <class T, Floats (*kActivation)(Floats)>
+void gated(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width, int num_threads) {
+    share_rows(num_rows, width, num_threads, [&](int64_t start, int64_t end) {
+        for (int64_t row = start; row < end; row++) {
+            const T *gate = gate_up + row * stride, *up = gate + width;
+            for (int64_t i = 0; i < width; i += kLanes) {
+                const int64_t count = width - i;
+                const Floats value = rounded<T>(kActivation(load(gate + i, count)));
+                store(to + row * width + i, value * load(up + i, count), count);
+            }
+        }
+    });
+}
+
+}  // namespace motet

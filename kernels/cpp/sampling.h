@@ -1,0 +1,251 @@
+// Choosing tokens by logits: the highest, or a draw by inverse transform over the candidates, in double, in a few passes
+// over a row.
+//
+// Top-k, top-p and min-p each keep some number of the most likely tokens, and the least number counts. To find it nothing
+// has to be sorted but the tokens near a limit: tokens are counted by how far they lie below the highest logit, and only
+// the bucket in which a limit or the draw falls is put in order.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "floats.h"
+
+namespace motet {
+
+constexpr int kDoubles = kRegister / 2;  // of a register
+typedef double DoublePart __attribute__((vector_size(8 * kDoubles)));
+typedef int64_t LongPart __attribute__((vector_size(8 * kDoubles)));
+typedef float NarrowPart __attribute__((vector_size(4 * kDoubles)));
+typedef int32_t BucketPart __attribute__((vector_size(4 * kDoubles)));
+
+// e^x for x up to 0, to a unit in the last place; 0 below -700.
+inline DoublePart exponential(DoublePart x) {
+    const DoublePart limited = x < -700.0 ? DoublePart{} - 700.0 : x;
+    const DoublePart magic = DoublePart{} + 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to a whole number
+    const DoublePart rounded = limited * 1.4426950408889634 + magic, turns = rounded - magic;
+    const DoublePart rest = (limited - turns * 6.93147180369123816490e-01) - turns * 1.90821492927058770002e-10;  // ln 2
+    DoublePart series = DoublePart{} + 1.0 / 6227020800.0;  // of Taylor, to 1 / 13!
+    const double factorials[] = {479001600.0, 39916800.0, 3628800.0, 362880.0, 40320.0, 5040.0,
+                                 720.0,       120.0,      24.0,      6.0,      2.0,     1.0,    1.0};
+    for (double factorial : factorials) series = series * rest + 1.0 / factorial;
+    const LongPart exponent = ((LongPart)rounded << 52) + (int64_t(1023) << 52);  // the low bits are the whole number
+    return x < -700.0 ? DoublePart{} : series * (DoublePart)exponent;
+}
+
+// The place of the highest of `vocab` logits, the first of several; -1 where it is infinite, or any is NaN.
+inline int64_t highest(const float* logits, int64_t vocab) {
+    constexpr int64_t kBlock = 2048;  // only where the highest was seen is its place looked for
+    float most = -INFINITY;
+    int64_t start = 0;
+    for (int64_t at = 0; at < vocab; at += kBlock) {
+        const int64_t end = std::min(vocab, at + kBlock);
+        int64_t i = at;
+        Floats high = broadcast(-INFINITY), nothing = broadcast(0);
+        for (; i + kLanes <= end; i += kLanes) {
+            const Floats own = load(logits + i);
+            high = larger(own, high);
+            nothing += own * 0.0f;  // NaN of a NaN or an infinity, which are told apart below
+        }
+        float own = largest(high), rest = sum(nothing);
+        for (; i < end; i++) own = std::max(own, logits[i]), rest += logits[i] * 0.0f;
+        if (rest != 0)
+            for (i = at; i < end; i++)
+                if (logits[i] != logits[i]) return -1;
+        if (own > most) most = own, start = at;
+    }
+    if (most == INFINITY || most == -INFINITY) return -1;
+    while (logits[start] != most) start++;
+    return start;
+}
+
+struct Draw {
+    double temperature, top_p, min_p, uniform;  // the last in [0, 1)
+    double top_k;                               // 0: all
+};
+
+class Drawing {
+  public:
+    // The highest of `num_tokens` logits is finite.
+    int64_t token(const float* logits, int64_t num_tokens, const Draw& how) {
+        vocab = num_tokens;
+        const bool is_filtered = how.top_k > 0 || how.top_p < 1 || how.min_p > 0;
+        // Of the smallest temperatures the inverse is infinite; to two different logits any this small is the same.
+        weigh(logits, 1 / std::max(how.temperature, 1e-300), is_filtered);
+        if (!is_filtered) return anywhere(how.uniform);
+        count();
+        int64_t kept = how.top_k > 0 ? std::min(vocab, int64_t(how.top_k)) : vocab;
+        if (how.top_p < 1) kept = std::min(kept, within(how.top_p * (how.top_k > 0 ? mass_of(kept) : total)));
+        if (how.min_p > 0) {
+            int64_t likely = 0;
+            for (int64_t i = 0; i < vocab; i++) likely += weights[size_t(i)] >= how.min_p;
+            kept = std::min(kept, likely);
+        }
+        return among(std::max<int64_t>(1, kept), how.uniform);
+    }
+
+  private:
+    static constexpr int kBuckets = 4096;
+    static constexpr double kPerNat = 32;      // buckets
+    static constexpr int64_t kBlock = 512;     // tokens whose sum is kept, to find a draw without adding all again
+
+    int64_t vocab;
+    float highest;
+    double total;
+    std::vector<double> weights, blocks;  // by token, that of the likeliest is 1; by block
+    std::vector<int32_t> bucket;          // by token
+    double mass[kBuckets];
+    int64_t size[kBuckets];
+    std::vector<int32_t> ordered;  // tokens of one bucket, the likeliest first, of equals the first one
+
+    void weigh(const float* logits, double inverse, bool is_filtered) {
+        highest = logits[0];
+        int64_t i = 0;
+        Floats most = broadcast(logits[0]);
+        for (; i + kLanes <= vocab; i += kLanes) most = larger(load(logits + i), most);
+        highest = largest(most);
+        for (; i < vocab; i++) highest = std::max(highest, logits[i]);
+        const int64_t padded = (vocab + kDoubles - 1) / kDoubles * kDoubles;
+        if (int64_t(weights.size()) < padded) weights.resize(size_t(padded)), bucket.resize(size_t(padded));
+        blocks.clear();
+        total = 0;
+        for (int64_t start = 0; start < vocab; start += kBlock) {
+            const int64_t end = std::min(vocab, start + kBlock);
+            DoublePart sums = {};
+            for (i = start; i < end; i += kDoubles) {
+                NarrowPart narrow = NarrowPart{} - INFINITY;
+                std::memcpy(&narrow, logits + i, size_t(std::min<int64_t>(kDoubles, end - i)) * sizeof(float));
+                const DoublePart below = (__builtin_convertvector(narrow, DoublePart) - double(highest)) * inverse;
+                const DoublePart weight = exponential(below);
+                std::memcpy(weights.data() + i, &weight, sizeof weight);
+                sums += weight;
+                if (!is_filtered) continue;
+                const DoublePart at = below * -kPerNat;
+                const DoublePart last = DoublePart{} + double(kBuckets - 1);
+                const BucketPart own = __builtin_convertvector(at < last ? at : last, BucketPart);
+                std::memcpy(bucket.data() + i, &own, sizeof own);
+            }
+            double sum = 0;
+            for (int lane = 0; lane < kDoubles; lane++) sum += sums[lane];
+            blocks.push_back(sum);
+            total += sum;
+        }
+    }
+
+    // Of all tokens, in their order.
+    int64_t anywhere(double uniform) const {
+        const double target = uniform * total;
+        double before = 0;
+        size_t block = 0;
+        while (block + 1 < blocks.size() && before + blocks[block] <= target) before += blocks[block++];
+        for (int64_t i = int64_t(block) * kBlock; i < vocab; i++)
+            if ((before += weights[size_t(i)]) > target) return i;
+        int64_t last = vocab - 1;  // the sums were rounded
+        while (weights[size_t(last)] == 0) last--;
+        return last;
+    }
+
+    void count() {
+        std::fill(mass, mass + kBuckets, 0.0);
+        std::fill(size, size + kBuckets, 0);
+        for (int64_t i = 0; i < vocab; i++) {
+            const int32_t own = bucket[size_t(i)];
+            mass[own] += weights[size_t(i)];
+            size[own]++;
+        }
+    }
+
+    void order(int own) {
+        ordered.clear();
+        for (int64_t i = 0; i < vocab; i++)
+            if (bucket[size_t(i)] == own) ordered.push_back(int32_t(i));
+        std::stable_sort(ordered.begin(), ordered.end(),
+                         [this](int32_t a, int32_t b) { return weights[size_t(a)] > weights[size_t(b)]; });
+    }
+
+    // The sum of the first `number` of `ordered`.
+    double sum_of(int64_t number) const {
+        double sum = 0;
+        for (int64_t i = 0; i < number; i++) sum += weights[size_t(ordered[size_t(i)])];
+        return sum;
+    }
+
+    // The mass of so many of the likeliest tokens.
+    double mass_of(int64_t kept) {
+        double sum = 0;
+        for (int own = 0; own < kBuckets; kept -= size[own++]) {
+            if (kept <= size[own]) {
+                if (kept == size[own]) return sum + mass[own];
+                order(own);
+                return sum + sum_of(kept);
+            }
+            sum += mass[own];
+        }
+        return sum;
+    }
+
+    // How many of the likeliest tokens have less than `limit` before them.
+    int64_t within(double limit) {
+        double before = 0;
+        int64_t kept = 0;
+        for (int own = 0; own < kBuckets; own++) {
+            if (before + mass[own] < limit) {
+                before += mass[own], kept += size[own];
+                continue;
+            }
+            order(own);
+            for (int32_t token : ordered) {
+                if (before >= limit) break;
+                before += weights[size_t(token)], kept++;
+            }
+            return kept;
+        }
+        return kept;
+    }
+
+    // Of so many of the likeliest tokens, in their order.
+    int64_t among(int64_t kept, double uniform) {
+        const double target = uniform * mass_of(kept);
+        double before = 0;
+        for (int own = 0; own < kBuckets; kept -= size[own++]) {
+            const bool is_last = kept <= size[own];
+            if (!is_last && before + mass[own] <= target) {
+                before += mass[own];
+                continue;
+            }
+            if (size[own] == 0) continue;
+            order(own);
+            const int64_t number = std::min(kept, size[own]);
+            for (int64_t i = 0; i < number; i++)
+                if ((before += weights[size_t(ordered[size_t(i)])]) > target) return ordered[size_t(i)];
+            if (is_last) {  // the sums were rounded
+                int64_t i = number - 1;
+                while (i > 0 && weights[size_t(ordered[size_t(i)])] == 0) i--;
+                return ordered[size_t(i)];
+            }
+        }
+        return 0;
+    }
+};
+
+// A token for each of `num_rows` of the rows of logits.
+inline void draw(const float* logits, int64_t stride, int64_t vocab, const int64_t* rows, int64_t num_rows,
+                 const Draw* draws, int64_t* tokens, [[maybe_unused]] int num_threads) {
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    {
+        static thread_local std::unique_ptr<Drawing> kept;
+        if (!kept) kept.reset(new Drawing);
+        Drawing& drawing = *kept;
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < num_rows; i++) tokens[i] = drawing.token(logits + rows[i] * stride, vocab, draws[i]);
+    }
+}
+
+// The highest token of each of `num_rows` rows of logits.
+inline void highest(const float* logits, int64_t stride, int64_t vocab, int64_t num_rows, int64_t* tokens,
+                    [[maybe_unused]] int num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 1)
+    for (int64_t row = 0; row < num_rows; row++) tokens[row] = highest(logits + row * stride, vocab);
+}
+
+}  // namespace motet

@@ -1,0 +1,107 @@
+"""Paged attention by vllm-flash-attn where it is installed: FlashAttention 3 on Hopper, 2 elsewhere.
+
+It reads the same pages through strided views. The living package is part of vllm (`vllm.vllm_flash_attn`); the
+stand-alone one (`vllm_flash_attn`) has the same interface. Both want the table and the lengths in int32.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..attention import AttentionBatch, PagedAttention
+
+PACKAGES = ("vllm.vllm_flash_attn", "vllm_flash_attn")
+_PAGE_MULTIPLE = 16  # tokens: what FlashAttention 2 takes
+
+
+@dataclass(frozen=True)
+class FlashPackage:
+    name: str  # as `motet status` shows it
+    attend: Callable[..., torch.Tensor]  # flash_attn_varlen_func
+    version: int  # of FlashAttention
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    """A batch as the package wants it, worked out once for all layers."""
+
+    of: AttentionBatch
+    query_starts: torch.Tensor  # [num_sequences + 1] int32
+    context_lens: torch.Tensor  # [num_sequences] int32
+    page_table: torch.Tensor  # int32
+    most_queries: int
+
+
+def find_flash_attention(capability: tuple[int, int]) -> FlashPackage | None:
+    """The first package that is importable, for a GPU of that compute capability; None: there is none."""
+    version = 3 if capability[0] == 9 else 2
+    for package in PACKAGES:
+        try:
+            attend = importlib.import_module(package).flash_attn_varlen_func
+        except (
+            ImportError,
+            AttributeError,
+            OSError,
+        ):  # absent, another package of that name, or built for another torch
+            continue
+        return FlashPackage(f"{package} (FA{version})", attend, version)
+    return None
+
+
+class FlashAttention:
+    """`attention.PagedAttention`; what the package cannot do goes to `otherwise`."""
+
+    def __init__(self, package: FlashPackage, otherwise: PagedAttention) -> None:
+        self._package, self._otherwise = package, otherwise
+        self._lengths: _Lengths | None = None  # of the last batch, which all layers of a step share
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """See `attention.PagedAttention`."""
+        head_dim, block_size = q.shape[2], kv.shape[2]
+        if q.dtype == torch.float32 or head_dim > 256 or head_dim % 8 or block_size % _PAGE_MULTIPLE:
+            return self._otherwise(q, kv, batch, scale, window, softcap)
+        if self._lengths is None or self._lengths.of is not batch:
+            self._lengths = _lengths(batch)
+        lengths = self._lengths
+        return self._package.attend(
+            q.contiguous(),
+            kv[:, 0],
+            kv[:, 1],
+            max_seqlen_q=lengths.most_queries,
+            cu_seqlens_q=lengths.query_starts,
+            max_seqlen_k=batch.page_table.shape[1] * block_size,
+            seqused_k=lengths.context_lens,
+            block_table=lengths.page_table,
+            softmax_scale=scale,
+            causal=True,
+            window_size=(-1, -1) if window is None else (window - 1, 0),
+            softcap=softcap or 0.0,
+            fa_version=self._package.version,
+        )
+
+
+def _lengths(batch: AttentionBatch) -> _Lengths:
+    """For decodes alone from the tensors, so that a captured launch follows them; the lists tell the rest."""
+    device, starts = batch.positions.device, batch.query_starts
+    most_queries = max((end - start for start, end in itertools.pairwise(starts)), default=0)
+    num_sequences = len(starts) - 1
+    if starts == tuple(range(num_sequences + 1)):
+        query_starts = torch.arange(num_sequences + 1, dtype=torch.int32, device=device)
+        context_lens = (batch.positions + 1).to(torch.int32)
+    else:
+        staged = torch.tensor([*starts, *batch.context_lens], dtype=torch.int32, pin_memory=device.type == "cuda")
+        query_starts, context_lens = torch.split(staged.to(device, non_blocking=True), [len(starts), num_sequences])
+    return _Lengths(batch, query_starts, context_lens, batch.page_table.to(torch.int32), most_queries)

@@ -1,0 +1,253 @@
+"""LoRA over pages in Triton, the host's side: a batch's tables. The device code is `triton_lora.py`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import triton
+
+from ..lora import LoraGeometry, LoraSegment
+from ..plain.lora import TorchLora, TorchLoraBatch
+from .lora_device import expand_kernel, shrink_kernel
+
+log = logging.getLogger(__name__)
+
+_LEAST_TILE = 16  # elements of a row that a matrix instruction takes at once
+_ROWS_OF_SHORT_TILES = 256  # of one adapter: with more, wider tiles read its matrices less often
+_LEAST_STEPS = 2  # tiles of x's columns in a split
+
+
+@dataclass(frozen=True)
+class LoraTuning:
+    """What may be chosen freely. `benchmarks/gpu/sweep.py` times others."""
+
+    programs: int = 528  # of a shrink's launch, aimed at: four for each of an H200's 132 multiprocessors
+    most_splits: int = 8  # of a shrink, whose sums the expand reads; half as many for long segments
+    shrink_width: int = 128  # columns of x at a time
+    shrink_stages: int = 4
+    expand_width: int = 128  # columns of y in a program
+    expand_stages: int = 2
+
+
+@dataclass(frozen=True)
+class TritonLoraBatch:
+    """A batch's tables on the device, as `triton_lora.py` describes them."""
+
+    geometry: LoraGeometry
+    tiles: torch.Tensor  # [num_tiles, 3] int64
+    parts: torch.Tensor  # [num_segments, num_modules, 4] int64
+    first_pages: torch.Tensor  # [num_segments] int64
+    pages: torch.Tensor  # int64
+    tile_rows: int
+    ranks: int  # room for the rank-sized vector of a row and module, a multiple of 16
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.tiles, self.parts, self.first_pages, self.pages
+
+
+class TritonLora:
+    """`lora.LoraKernels`. Where rows cannot be cut into runs of 16 elements, its torch twin computes and warns once."""
+
+    def __init__(self, tuning: LoraTuning | None = None) -> None:
+        self._tuning, self._twin = tuning or LoraTuning(), TorchLora()
+        self._has_warned = False
+
+    def prepare(
+        self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device
+    ) -> TritonLoraBatch | TorchLoraBatch:
+        if _tile_width(geometry) < _LEAST_TILE:
+            if not self._has_warned:
+                log.warning("plain torch LoRA serves, several times slower: no runs of 16 elements in pages and rows")
+            self._has_warned = True
+            return self._twin.prepare(segments, geometry, device)
+        longest = max((segment.end - segment.start for segment in segments), default=0)
+        tile_rows = _tile_rows(longest)
+        tiles = [
+            (row, min(tile_rows, segment.end - row), index)
+            for index, segment in enumerate(segments)
+            for row in range(segment.start, segment.end, tile_rows)
+        ]
+        slices = [at for segment in segments for at in segment.adapter.modules]
+        first_pages = accumulate((len(segment.adapter.pages) for segment in segments[:-1]), initial=0)
+        tables = (
+            [number for tile in tiles for number in tile],
+            [number for at in slices for number in (at.rank, at.a_rows, at.a, at.b)],
+            list(first_pages)[: len(segments)],
+            [page for segment in segments for page in segment.adapter.pages],
+        )
+        flat = torch.tensor(
+            [number for table in tables for number in table], dtype=torch.int64, pin_memory=device.type == "cuda"
+        ).to(device, non_blocking=True)
+        on_tiles, on_parts, on_first_pages, on_pages = torch.split(flat, [len(table) for table in tables])
+        ranks = _rounded(max((at.a_rows for at in slices), default=0))
+        return TritonLoraBatch(
+            geometry,
+            on_tiles.view(-1, 3),
+            on_parts.view(-1, len(geometry.sides), 4),
+            on_first_pages,
+            on_pages,
+            tile_rows=tile_rows,
+            ranks=ranks,
+        )
+
+    def reserve(
+        self, num_rows: int, num_pages: int, ranks: int, geometry: LoraGeometry, device: torch.device
+    ) -> TritonLoraBatch | None:
+        """An empty batch that `refill` can make any batch of so many rows, pages and ranks; a launch of it is captured.
+
+        None: this base's sizes leave no tiles that the kernels could read.
+        """
+        if _tile_width(geometry) < _LEAST_TILE:
+            return None
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        modules = len(geometry.sides)
+        tables = zeros(num_rows, 3), zeros(num_rows, modules, 4), zeros(num_rows), zeros(num_pages)
+        return TritonLoraBatch(geometry, *tables, _tile_rows(num_rows), _rounded(ranks))
+
+    def refill(self, reserved: TritonLoraBatch, batch: TritonLoraBatch | TorchLoraBatch | None) -> bool:
+        """Makes `reserved` compute `batch` (None: nothing). False: it has no room for it, and is as it was."""
+        if batch is None:
+            reserved.tiles.zero_()
+            return True
+        if isinstance(batch, TorchLoraBatch) or batch.ranks > reserved.ranks or batch.tile_rows > reserved.tile_rows:
+            return False
+        pairs = list(zip(reserved.tensors, batch.tensors, strict=True))
+        if any(len(given) > len(room) for room, given in pairs):
+            return False
+        for room, given in pairs:
+            room[: len(given)].copy_(given)
+        reserved.tiles[len(batch.tiles) :].zero_()
+        return True
+
+    def add(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        batch: TritonLoraBatch,
+        modules: tuple[int, ...],
+    ) -> None:
+        self.expand(y, self.shrink(x, pool, layer, batch, modules).unsqueeze(0), pool, layer, batch, modules)
+
+    def shrink(
+        self,
+        x: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        batch: TritonLoraBatch | TorchLoraBatch,
+        modules: tuple[int, ...],
+    ) -> torch.Tensor:
+        if isinstance(batch, TorchLoraBatch):
+            return self._twin.shrink(x, pool, layer, batch, modules)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        num_in, width = batch.geometry.sides[modules[0]][0], self._shrink_width(batch)
+        splits = self._num_splits(batch, modules)
+        shape = (len(modules), splits, len(x), batch.ranks)
+        shrunk = torch.empty(shape, dtype=torch.float32, device=x.device)
+        if len(batch.tiles):
+            shrink_kernel[(len(modules), len(batch.tiles), splits)](
+                x,
+                pool[:, layer],
+                *batch.tensors,
+                shrunk,
+                x.stride(0),
+                pool.stride(0),
+                len(x),
+                batch.ranks,
+                **_modules(modules),
+                NUM_MODULES=len(batch.geometry.sides),
+                NUM_IN=num_in,
+                SLAB=batch.geometry.slab,
+                ROWS=batch.tile_rows,
+                WIDTH=width,
+                SPLITS=splits,
+                PRECISION=_precision(x),
+                num_warps=4,
+                num_stages=self._tuning.shrink_stages,
+            )
+        return shrunk.flatten()
+
+    def expand(
+        self,
+        y: torch.Tensor,
+        shrunk: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        batch: TritonLoraBatch | TorchLoraBatch,
+        modules: tuple[int, ...],
+    ) -> None:
+        if isinstance(batch, TorchLoraBatch):
+            self._twin.expand(y, shrunk, pool, layer, batch, modules)
+            return
+        assert y.stride(1) == 1 and shrunk.stride(1) == 1, "rows are contiguous"
+        sides = [batch.geometry.sides[module] for module in modules]
+        width = min(_tile_width(batch.geometry), self._tuning.expand_width)
+        if len(batch.tiles) == 0:
+            return
+        outputs = [num_out for _, num_out in sides]
+        expand_kernel[(sum(outputs) // width, len(batch.tiles))](
+            y,
+            shrunk,
+            pool[:, layer],
+            *batch.tensors,
+            y.stride(0),
+            pool.stride(0),
+            len(y),
+            batch.ranks,
+            len(shrunk),
+            shrunk.stride(0),
+            **_modules(modules),
+            NUM_MODULES=len(batch.geometry.sides),
+            **{f"OUT_{slot}": outputs[slot] if slot < len(outputs) else 0 for slot in range(3)},
+            SLAB=batch.geometry.slab,
+            ROWS=batch.tile_rows,
+            WIDTH=width,
+            SPLITS=self._num_splits(batch, modules),
+            PRECISION=_precision(y),
+            num_warps=8 if batch.tile_rows == 64 else 4,
+            num_stages=self._tuning.expand_stages,
+        )
+
+    def _shrink_width(self, batch: TritonLoraBatch) -> int:
+        return min(_tile_width(batch.geometry), self._tuning.shrink_width)
+
+    def _num_splits(self, batch: TritonLoraBatch, modules: tuple[int, ...]) -> int:
+        """Splits of a shrink: a power of two that fills the chip, but leaves each something to do."""
+        num_steps = batch.geometry.sides[modules[0]][0] // self._shrink_width(batch)
+        wanted = triton.next_power_of_2(triton.cdiv(self._tuning.programs, max(len(batch.tiles) * len(modules), 1)))
+        splits = min(int(wanted), self._tuning.most_splits if batch.tile_rows == 16 else self._tuning.most_splits // 2)
+        while splits > 1 and splits * _LEAST_STEPS > num_steps:
+            splits //= 2
+        return splits
+
+
+def _tile_rows(longest: int) -> int:
+    """Rows of a tile where the longest segment has so many."""
+    return 64 if longest > _ROWS_OF_SHORT_TILES else 16
+
+
+def _tile_width(geometry: LoraGeometry) -> int:
+    """The largest power of two that divides every run of a row."""
+    return geometry.tile & -geometry.tile
+
+
+def _modules(modules: tuple[int, ...]) -> dict[str, int]:
+    assert len(modules) <= 3, "at most three modules share an input"
+    return {f"MODULE_{slot}": modules[min(slot, len(modules) - 1)] for slot in range(3)}
+
+
+def _precision(x: torch.Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def _rounded(ranks: int) -> int:
+    return max(-(-ranks // 16) * 16, 16)

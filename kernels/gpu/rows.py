@@ -1,0 +1,75 @@
+"""Norms and gated activations in Triton, the host's side. The device code is `triton_rows.py`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from .rows_device import gated_kernel, norm_kernel
+
+_PIECE = 1024  # columns of a program of a gated activation
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `norms.rms_norm`. x `[num_rows, width]`, or `[num_rows, num_heads, width]` normed over each head."""
+    heads = x if x.dim() == 3 else x.unsqueeze(1)
+    return _norm(heads, None, weight, eps)[0].view(x.shape)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `norms.add_rms_norm`."""
+    normed, total = _norm(x.unsqueeze(1), residual, weight, eps)
+    return normed.view(x.shape), x if total is None else total
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `norms.silu_mul`."""
+    return _gated(gate_up, gelu=False)
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `norms.gelu_tanh_mul`."""
+    return _gated(gate_up, gelu=True)
+
+
+def _norm(
+    heads: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    heads = heads if heads.stride(2) == 1 else heads.contiguous()
+    num_rows, num_heads, width = heads.shape
+    normed = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+    total = None
+    if residual is not None:
+        assert num_heads == 1 and residual.stride(1) == 1, "a residual is added to whole rows"
+        total = torch.empty((num_rows, width), dtype=heads.dtype, device=heads.device)
+    if num_rows:
+        block = triton.next_power_of_2(width)
+        norm_kernel[(num_rows, num_heads)](
+            heads,
+            residual,
+            weight,
+            normed,
+            total,
+            heads.stride(0),
+            heads.stride(1),
+            0 if residual is None else residual.stride(0),
+            eps,
+            WIDTH=width,
+            BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16),
+        )
+    return normed, total
+
+
+def _gated(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
+    gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
+    num_rows, width = len(gate_up), gate_up.shape[1] // 2
+    out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    if num_rows:
+        block = min(_PIECE, triton.next_power_of_2(width))
+        gated_kernel[(num_rows, triton.cdiv(width, block))](
+            gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=block, GELU=gelu, num_warps=4
+        )
+    return out

@@ -1,0 +1,140 @@
+"""Paged attention in C++: KV is read from the pages where it lies, 64 keys at a time, with online softmax."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from ..attention import AttentionBatch
+from ..plain import attention as plain_attention
+
+log = logging.getLogger(__name__)
+
+# Limits of native_attention.h.
+_MOST_DIMS = 512
+_MOST_GROUPED = 32
+
+
+@dataclass(frozen=True)
+class _HostBatch:
+    """A batch's lists as arrays, worked out once for all layers."""
+
+    of: AttentionBatch
+    query_starts: torch.Tensor
+    context_lens: torch.Tensor
+    page_table: torch.Tensor
+    positions: torch.Tensor
+    row_pages: torch.Tensor
+    row_slots: torch.Tensor
+
+    @staticmethod
+    def make(batch: AttentionBatch) -> _HostBatch:
+        return _HostBatch(
+            batch,
+            torch.tensor(batch.query_starts, dtype=torch.int64),
+            torch.tensor(batch.context_lens, dtype=torch.int64),
+            *(
+                tensor.to(torch.int64).contiguous()
+                for tensor in (batch.page_table, batch.positions, batch.row_pages, batch.row_slots)
+            ),
+        )
+
+
+class NativeAttention:
+    """`attention.WriteKV` and `attention.PagedAttention` of one dtype."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
+        self._dtype, self._num_threads = dtype, num_threads
+        self._has_warned = False
+        self._host: _HostBatch | None = None  # of the last batch, which all layers of a step share
+        name = str(dtype).removeprefix("torch.")
+        pointer = ctypes.c_void_p
+        self._write, self._attend = library[f"write_kv_{name}"], library[f"paged_attention_{name}"]
+        self._write.argtypes = [*[pointer] * 10, ctypes.c_int]
+        self._attend.argtypes = [*[pointer] * 7, ctypes.c_float, ctypes.c_float, ctypes.c_int]
+        self._write.restype = self._attend.restype = None
+
+    def write_kv(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: torch.Tensor,
+        kv: torch.Tensor,
+        batch: AttentionBatch,
+    ) -> torch.Tensor:
+        """The rotated q; k (rotated) and v are in their pages afterwards. See `attention.WriteKV`."""
+        self._check(q, k, v, kv)
+        host, turned = self._of(batch), torch.empty(q.shape, dtype=q.dtype)
+        strides = (stride for x in (q, k, v) for stride in x.stride()[:2])
+        sizes = (ctypes.c_int64 * 13)(*q.shape[:2], k.shape[1], q.shape[2], *strides, *kv.stride()[:3])
+        self._write(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            rotary.data_ptr(),
+            kv.data_ptr(),
+            host.positions.data_ptr(),
+            host.row_pages.data_ptr(),
+            host.row_slots.data_ptr(),
+            turned.data_ptr(),
+            ctypes.addressof(sizes),
+            self._num_threads,
+        )
+        return turned
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Attention of all rows: `[num_rows, num_heads, head_dim]`. See `attention.PagedAttention`.
+
+        Heads of more than 512 and groups of more than 32 go to the plain twin, with one warning.
+        """
+        _, num_heads, head_dim = q.shape
+        block_size, num_kv_heads = kv.shape[2:4]
+        if head_dim > _MOST_DIMS or num_heads // num_kv_heads > _MOST_GROUPED:
+            self._warn_once(head_dim, num_heads // num_kv_heads)
+            return plain_attention.paged_attention(q, kv, batch, scale, window, softcap)
+        self._check(q, kv)
+        host, out = self._of(batch), torch.empty(q.shape, dtype=q.dtype)
+        shape = (*host.page_table.shape, num_heads, num_kv_heads, head_dim, block_size)
+        sizes = (ctypes.c_int64 * 12)(*shape, *q.stride()[:2], *kv.stride()[:3], window or 0)
+        self._attend(
+            q.data_ptr(),
+            out.data_ptr(),
+            kv.data_ptr(),
+            host.query_starts.data_ptr(),
+            host.context_lens.data_ptr(),
+            host.page_table.data_ptr(),
+            ctypes.addressof(sizes),
+            scale,
+            softcap or 0.0,
+            self._num_threads,
+        )
+        return out
+
+    def _warn_once(self, head_dim: int, group: int) -> None:
+        if not self._has_warned:
+            what = f"heads of {head_dim} in groups of {group}, at most {_MOST_DIMS} and {_MOST_GROUPED} are native"
+            log.warning("plain torch attention serves, several times slower: %s", what)
+        self._has_warned = True
+
+    def _of(self, batch: AttentionBatch) -> _HostBatch:
+        if self._host is None or self._host.of is not batch:
+            self._host = _HostBatch.make(batch)
+        return self._host
+
+    def _check(self, *tensors: torch.Tensor) -> None:
+        for x in tensors:
+            assert x.dtype == self._dtype and x.stride(-1) == 1, "heads are contiguous and of the kernels' dtype"
+        kv = tensors[-1]
+        assert kv.dim() != 5 or kv.stride(3) == kv.shape[4], "the heads of a token lie side by side in its page"

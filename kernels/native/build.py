@@ -1,0 +1,106 @@
+"""The native CPU kernels as a loaded library: compiled at first use with the system's compiler, then kept."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+COMPILERS = ("c++", "g++", "clang++")
+_SOURCES = tuple(sorted((Path(__file__).parents[1] / "cpp").glob("*.[ch]*")))
+# Hidden: a library for another CPU may be loaded beside, and what a thread keeps in one is laid out otherwise there.
+_HIDDEN = ("-fvisibility=hidden", "-shared", "-fPIC")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-strict-aliasing", "-w", *_HIDDEN)
+_DEADLINE_S = 120.0
+
+
+class NativeUnavailable(Exception):  # noqa: N818
+    """There is no library; the message says why, in one line."""
+
+
+def load_library(
+    num_threads: int,
+    cache: Path | None = None,
+    compilers: Sequence[str] = COMPILERS,
+    flags: Sequence[str] | None = None,
+) -> ctypes.CDLL:
+    """The compiled kernels, for this CPU. Raises NativeUnavailable without a compiler that can build them.
+
+    `cache`: the folder that keeps libraries, by their sources, compiler, flags and CPU; None: `.cache/motet` in the
+    user's home. `flags`: the compiler's, of the CPU to compile for; None: this one, with all that it can do.
+    """
+    compiler = next((found for name in compilers if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise NativeUnavailable(f"no C++ compiler was found ({', '.join(compilers)})")
+    all_flags = (*_FLAGS, *(cpu_flags() if flags is None else flags), *(("-fopenmp",) if num_threads > 1 else ()))
+    folder = cache if cache is not None else Path.home() / ".cache" / "motet"
+    library = folder / f"kernels-{_key(compiler, all_flags)}.so"
+    try:
+        if not library.is_file():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _alone_in(folder):
+                if not library.is_file():
+                    _compile(compiler, all_flags, library)
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise NativeUnavailable(f"{library} cannot be made or loaded: {error}") from error
+
+
+def cpu_flags() -> tuple[str, ...]:
+    """The compiler's flags for this very CPU."""
+    return ("-march=native",) if platform.machine() in ("x86_64", "AMD64") else ("-mcpu=native",)
+
+
+def _key(compiler: str, flags: Sequence[str]) -> str:
+    program = Path(compiler).resolve()
+    version = program.stat()  # another one after an upgrade
+    digest = hashlib.sha256(repr((str(program), version.st_size, version.st_mtime_ns, flags, _cpu())).encode())
+    for source in _SOURCES:
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _cpu() -> str:
+    """What tells CPUs with different instructions apart."""
+    known = ("model name", "flags", "Features", "CPU part")
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        lines = []
+    return "\n".join([platform.machine(), platform.processor(), *(line for line in lines if line.startswith(known))])
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """One process at a time: a machine's workers start together, and what one compiles the others need not."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # where folders cannot be locked they all compile, and the last one's result stays
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)  # which unlocks
+
+
+def _compile(compiler: str, flags: Sequence[str], library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
+        built = Path(folder) / library.name
+        source = next(path for path in _SOURCES if path.suffix == ".cpp")
+        try:
+            done = subprocess.run(
+                [compiler, *flags, str(source), "-o", str(built)], capture_output=True, text=True, timeout=_DEADLINE_S
+            )
+        except subprocess.TimeoutExpired:
+            raise NativeUnavailable(f"{compiler} took longer than {_DEADLINE_S:g} s") from None
+        if done.returncode != 0:
+            problem = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+            raise NativeUnavailable(f"{compiler} failed: {problem}")
+        built.replace(library)  # whole or not there

@@ -1,0 +1,78 @@
+"""Linear layers in C++, on weights that were laid out for them once."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from ..huge_pages import zeros_in_huge_pages
+
+_CHUNK_BYTES = 64 << 20  # of memory for weights; what is never used of one is never taken from the system
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight `[num_out, num_in]` as native_linear.h reads it; outputs and inputs are padded with zeros."""
+
+    panels: torch.Tensor  # [num_panels, num_in / depth, outputs of a panel, depth]
+    num_out: int
+    num_in: int
+
+
+class NativeLinear:
+    """Linears of one dtype."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
+        self.dtype, self._num_threads = dtype, num_threads
+        name = str(dtype).removeprefix("torch.")
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._linear = library[f"linear_{name}"]
+        self._linear.argtypes = [*(pointer, number, number), *(pointer,) * 3, *(number,) * 3, ctypes.c_int]
+        self._linear.restype = None
+        facts = [library[f"linear_{fact}_{name}"] for fact in ("depth", "panel", "is_best")]
+        for fact in facts:
+            fact.argtypes, fact.restype = [], number
+        self._depth, self.panel, is_best = (int(fact()) for fact in facts)  # `panel`: outputs of one
+        self.is_best = is_best == 1  # nothing known is faster on this CPU
+        self._free = torch.empty(0, dtype=dtype)
+
+    def pack(self, weight: torch.Tensor) -> PackedWeight:
+        """A copy of `weight` `[out, in]` for `linear`."""
+        assert weight.dtype == self.dtype, "of the kernels' dtype"
+        (num_out, num_in), depth, panel = weight.shape, self._depth, self.panel
+        missing = (0, -num_in % depth, 0, -num_out % panel)
+        padded = pad(weight, missing) if any(missing) else weight.contiguous()
+        panels = padded.view(padded.shape[0] // panel, panel, padded.shape[1] // depth, depth).transpose(1, 2)
+        return PackedWeight(self._room(padded.numel()).view(panels.shape).copy_(panels), num_out, num_in)
+
+    def linear(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """x weightᵀ + bias: `[rows, out]` of `[rows, in]`."""
+        assert x.dtype == self.dtype and x.shape[1] == weight.num_in, "of the kernels' dtype and the weight's width"
+        x = x if x.stride(1) == 1 else x.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        assert bias is None or (bias.dtype == self.dtype and len(bias) == weight.num_out), "one for each output"
+        y = x.new_empty(x.shape[0], weight.num_out)
+        self._linear(
+            x.data_ptr(),
+            x.stride(0),
+            x.shape[0],
+            weight.panels.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            y.stride(0),
+            weight.num_in,
+            weight.num_out,
+            self._num_threads,
+        )
+        return y
+
+    def _room(self, num_elements: int) -> torch.Tensor:
+        """Zeros in huge pages, beside other weights: each by itself would hardly fill one."""
+        if num_elements > len(self._free):
+            most = max(num_elements, _CHUNK_BYTES // self.dtype.itemsize)
+            self._free = zeros_in_huge_pages(most, self.dtype)
+        taken, self._free = self._free[:num_elements], self._free[num_elements:]
+        return taken

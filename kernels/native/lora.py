@@ -1,0 +1,137 @@
+"""LoRA over pages in C++: each segment at its adapter's real rank, rows read from the pages where they lie."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from ..lora import LoraGeometry, LoraSegment
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Each segment's share of some modules that share an input, as `LoraPart` of native_lora.h has it."""
+
+    table: torch.Tensor  # [num_parts, 11] int64
+    length: int  # of what is shrunk
+
+
+@dataclass
+class NativeLoraBatch:
+    """The tables of a batch, worked out once for each group of modules."""
+
+    geometry: LoraGeometry
+    segments: tuple[LoraSegment, ...]
+    pages: torch.Tensor  # int64, of all segments
+    first_pages: tuple[int, ...]  # by segment
+    parts: dict[tuple[int, ...], _Parts] = field(default_factory=dict)
+
+
+class NativeLora:
+    """`lora.LoraKernels` of one dtype."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
+        self._dtype, self._num_threads = dtype, num_threads
+        name = str(dtype).removeprefix("torch.")
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        pages: list[Any] = [pointer, number, number, pointer, pointer, number]
+        self._shrink, self._expand = library[f"lora_shrink_{name}"], library[f"lora_expand_{name}"]
+        self._shrink.argtypes = [*pages, pointer, number, pointer, ctypes.c_int]
+        self._expand.argtypes = [*pages, pointer, number, pointer, number, ctypes.c_int]
+        self._add = library[f"lora_add_{name}"]
+        self._add.argtypes = [*pages, pointer, number, pointer, number, number, ctypes.c_int]
+        self._shrink.restype = self._expand.restype = self._add.restype = None
+
+    def prepare(self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device) -> NativeLoraBatch:
+        pages = [page for segment in segments for page in segment.adapter.pages]
+        first_pages = tuple(accumulate((len(segment.adapter.pages) for segment in segments), initial=0))
+        return NativeLoraBatch(geometry, tuple(segments), torch.tensor(pages, dtype=torch.int64), first_pages)
+
+    def add(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        batch: NativeLoraBatch,
+        modules: tuple[int, ...],
+    ) -> None:
+        parts = _parts(batch, modules)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        assert y.stride(1) == 1 and y.dtype == self._dtype, "y's rows are contiguous and of the kernels' dtype"
+        self._add(
+            *self._pages(pool, layer, batch, parts),
+            x.data_ptr(),
+            x.stride(0),
+            y.data_ptr(),
+            y.stride(0),
+            parts.length,
+            self._num_threads,
+        )
+
+    def shrink(
+        self, x: torch.Tensor, pool: torch.Tensor, layer: int, batch: NativeLoraBatch, modules: tuple[int, ...]
+    ) -> torch.Tensor:
+        parts = _parts(batch, modules)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        shrunk = x.new_empty(parts.length)
+        self._shrink(
+            *self._pages(pool, layer, batch, parts), x.data_ptr(), x.stride(0), shrunk.data_ptr(), self._num_threads
+        )
+        return shrunk
+
+    def expand(
+        self,
+        y: torch.Tensor,
+        shrunk: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        batch: NativeLoraBatch,
+        modules: tuple[int, ...],
+    ) -> None:
+        parts = _parts(batch, modules)
+        assert y.stride(1) == 1 and y.dtype == self._dtype, "y's rows are contiguous and of the kernels' dtype"
+        shrunk = shrunk.contiguous()
+        self._expand(
+            *self._pages(pool, layer, batch, parts),
+            shrunk.data_ptr(),
+            shrunk.stride(0),
+            y.data_ptr(),
+            y.stride(0),
+            self._num_threads,
+        )
+
+    def _pages(
+        self, pool: torch.Tensor, layer: int, batch: NativeLoraBatch, parts: _Parts
+    ) -> tuple[int, int, int, int, int, int]:
+        assert pool.dtype == self._dtype and pool.stride(2) == 1, "slabs are contiguous and of the kernels' dtype"
+        layer_pointer = pool.data_ptr() + layer * pool.stride(1) * pool.element_size()
+        pages, table = batch.pages, parts.table
+        return layer_pointer, pool.stride(0), batch.geometry.slab, pages.data_ptr(), table.data_ptr(), table.shape[0]
+
+
+def _parts(batch: NativeLoraBatch, modules: tuple[int, ...]) -> _Parts:
+    found = batch.parts.get(modules)
+    if found is None:
+        found = batch.parts[modules] = _worked_out(batch, modules)
+    return found
+
+
+def _worked_out(batch: NativeLoraBatch, modules: tuple[int, ...]) -> _Parts:
+    rows: list[tuple[int, ...]] = []
+    length = 0
+    for segment, first_page in zip(batch.segments, batch.first_pages, strict=False):
+        column = 0
+        for module in modules:
+            at, (num_in, num_out) = segment.adapter.modules[module], batch.geometry.sides[module]
+            if at.rank:
+                place = (segment.start, segment.end, first_page, at.rank, at.a_rows, at.a, at.b)
+                rows.append((*place, length, column, num_in, num_out))
+                length += (segment.end - segment.start) * at.a_rows
+            column += num_out
+    return _Parts(torch.tensor(rows, dtype=torch.int64).view(-1, 11), length)

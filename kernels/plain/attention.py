@@ -1,0 +1,121 @@
+"""Paged attention in plain torch: the twin that the fast kernels are compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..attention import AttentionBatch
+
+
+def write_kv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotary: torch.Tensor,
+    kv: torch.Tensor,
+    batch: AttentionBatch,
+) -> torch.Tensor:
+    """The rotated q; k (rotated) and v are in their pages afterwards. See `attention.WriteKV`."""
+    cos, sin = rotary[batch.positions].unbind(1)  # [num_rows, head_dim // 2] each
+    kv[batch.row_pages, 0, batch.row_slots] = _rotate(k, cos, sin)
+    kv[batch.row_pages, 1, batch.row_slots] = v
+    return _rotate(q, cos, sin)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attention of all rows: `[num_rows, num_heads, head_dim]`. See `attention.PagedAttention`."""
+    out = torch.empty_like(q)
+    decodes: list[int] = []
+    for sequence, context_len in enumerate(batch.context_lens):
+        start, end = batch.query_starts[sequence], batch.query_starts[sequence + 1]
+        if end - start == 1:
+            decodes.append(sequence)
+            continue
+        pages = batch.page_table[sequence, : -(-context_len // kv.shape[2])]
+        out[start:end] = _attend_chunk(q[start:end], kv[pages], context_len, scale, window, softcap)
+    for group in _by_length(decodes, batch.context_lens):
+        rows = torch.tensor([batch.query_starts[sequence] for sequence in group], device=q.device)
+        num_pages = -(-max(batch.context_lens[sequence] for sequence in group) // kv.shape[2])
+        table = batch.page_table[torch.tensor(group, device=q.device), :num_pages]
+        lengths = batch.positions[rows] + 1
+        out[rows] = _attend_decodes(q[rows], kv, table, lengths, scale, window, softcap)
+    return out
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def _by_length(sequences: list[int], context_lens: tuple[int, ...]) -> list[list[int]]:
+    """Groups whose shortest context is at least half of the longest, so that padding stays under half."""
+    groups: list[list[int]] = []
+    for sequence in sorted(sequences, key=lambda s: context_lens[s]):
+        if groups and context_lens[groups[-1][0]] * 2 >= context_lens[sequence]:
+            groups[-1].append(sequence)
+        else:
+            groups.append([sequence])
+    return groups
+
+
+def _attend_chunk(
+    q: torch.Tensor, pages: torch.Tensor, context_len: int, scale: float, window: int | None, softcap: float | None
+) -> torch.Tensor:
+    """Rows `[n, heads, dim]` are the last n of the context that `pages` `[p, 2, block, kv_heads, dim]` hold."""
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = pages.shape[3]
+    group = num_heads // num_kv_heads
+    k, v = (pages[:, i].flatten(0, 1)[:context_len].transpose(0, 1) for i in (0, 1))  # [kv_heads, context, dim]
+    position = torch.arange(context_len - num_rows, context_len, device=q.device).unsqueeze(1)
+    key = torch.arange(context_len, device=q.device).unsqueeze(0)
+    seen = key <= position
+    if window is not None:
+        seen &= key > position - window
+    grouped = q.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+    attended = _attend(grouped.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), seen.repeat(group, 1), scale, softcap)
+    return attended.view(num_kv_heads, group, num_rows, head_dim).permute(2, 0, 1, 3).reshape(q.shape)
+
+
+def _attend_decodes(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """One row `[n, heads, dim]` for each sequence, whose pages are the rows of `table` `[n, p]`."""
+    num_rows, _, head_dim = q.shape
+    num_kv_heads = kv.shape[3]
+    pages = kv[table]  # [n, p, 2, block, kv_heads, dim]
+    k, v = (pages[:, :, i].flatten(1, 2).transpose(1, 2) for i in (0, 1))  # [n, kv_heads, p * block, dim]
+    key = torch.arange(k.shape[2], device=q.device).unsqueeze(0)
+    seen = key < lengths.unsqueeze(1)
+    if window is not None:
+        seen &= key >= (lengths - window).unsqueeze(1)
+    # Pages hold anything beyond a sequence's end, and a weight of zero would not hide a NaN.
+    unseen = ~seen[:, None, :, None]
+    k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
+    grouped = q.view(num_rows, num_kv_heads, -1, head_dim)  # the heads of a group are rows that see the same keys
+    return _attend(grouped, k, v, seen[:, None, None, :], scale, softcap).reshape(q.shape)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float, softcap: float | None
+) -> torch.Tensor:
+    """q `[n, heads, rows, dim]` over k and v `[n, heads, keys, dim]`; `seen` broadcasts to `[n, heads, rows, keys]`."""
+    if softcap is None:
+        return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    scores = (q @ k.transpose(2, 3) * scale).float()
+    capped = softcap * torch.tanh(scores / softcap)
+    return capped.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype) @ v

@@ -1,0 +1,35 @@
+"""Mixture-of-experts products in plain torch: the twin that the fast kernels are compared with."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch.nn.functional import linear
+
+from ..experts import ExpertGroups, ExpertWeight
+
+
+class TorchExperts:
+    """`experts.ExpertKernels` for any device: one product for each expert that has a row."""
+
+    def group(self, experts: torch.Tensor, weights: torch.Tensor, first: int, num_experts: int) -> ExpertGroups:
+        chosen = experts.flatten() - first
+        here = ((chosen >= 0) & (chosen < num_experts)).nonzero().squeeze(1)
+        order = here[chosen[here].argsort(stable=True)]
+        offsets = chosen.new_zeros(num_experts + 1)
+        torch.cumsum(chosen[here].bincount(minlength=num_experts), 0, out=offsets[1:])
+        return ExpertGroups(order // experts.shape[1], weights.flatten()[order].float(), offsets)
+
+    def linear(self, x: torch.Tensor, weight: ExpertWeight, groups: ExpertGroups) -> torch.Tensor:
+        """`weight` is as it is: `[num_experts, out, in]`."""
+        out = x.new_empty(len(x), weight.shape[1])
+        for expert, (start, end) in enumerate(pairwise(groups.offsets.tolist())):
+            if end > start:
+                out[start:end] = linear(x[start:end], weight[expert])
+        return out
+
+    def combine(self, x: torch.Tensor, groups: ExpertGroups, num_rows: int) -> torch.Tensor:
+        total = x.new_zeros(num_rows, x.shape[1], dtype=torch.float32)
+        total.index_add_(0, groups.rows, x.float() * groups.weights.unsqueeze(1))
+        return total.to(x.dtype)

@@ -1,0 +1,45 @@
+"""What a request says of beam search, as vLLM's API has it."""
+
+from __future__ import annotations
+
+from ...workers.wire.messages import GangInfo
+from ..generation.beam_search import BeamRules
+from ..generation.generation import Prompt
+from ..openai_api.errors import unsupported
+from ..openai_api.schema import GenerationFields
+
+
+def check_beams(request: GenerationFields) -> None:
+    """Raises a 400 for fields that do not go with `use_beam_search`, or that mean nothing without it."""
+    if not request.use_beam_search:
+        if request.length_penalty is not None and request.length_penalty != 1:
+            raise unsupported("length_penalty", "only beams have one: send it with use_beam_search, or leave it out.")
+        return
+    if request.stream:
+        raise unsupported("stream", "which beams are the best is only known at the end: leave it out.")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise unsupported("best_of", "n is the number of beams, and all of them are answered: leave it out.")
+    for field, neutral in (("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0)):
+        if getattr(request, field) not in (None, neutral):
+            raise unsupported(field, "beams are ranked by the model's own probabilities: leave it out.")
+    if request.logit_bias:
+        raise unsupported("logit_bias", "beams are ranked by the model's own probabilities: leave it out.")
+
+
+def beam_rules(request: GenerationFields, prompts: list[Prompt], gang: GangInfo) -> list[BeamRules]:
+    """How each prompt's search goes; empty: beams were not asked for."""
+    if not request.use_beam_search:
+        return []
+    ends = set(request.stop_token_ids or ())
+    if not request.ignore_eos:
+        ends.update(gang.eos_token_ids)
+    return [
+        BeamRules(
+            width=request.n or 1,
+            max_tokens=prompt.sampling.max_tokens or gang.max_model_len - len(prompt.token_ids),
+            end_token_ids=frozenset(ends),
+            length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+            num_logprobs=prompt.sampling.num_logprobs or 0,
+        )
+        for prompt in prompts
+    ]

@@ -1,0 +1,86 @@
+"""The shape of answers to /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import UNSET
+
+from ..generation.choice import Delta
+from ..openai_api.answers import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChunkUsage,
+    Usage,
+)
+from .answer_shape import AnswerHead
+from .openai_logprobs import BytesOfToken, chat_logprobs
+
+
+class ChatAnswer:
+    """`prompt`: the tokens that the messages became, the same for every choice."""
+
+    def __init__(
+        self,
+        head: AnswerHead,
+        bytes_of: BytesOfToken,
+        *,
+        num_choices: int,
+        prompt: list[int],
+        with_logprobs: bool,
+        with_token_ids: bool,
+    ) -> None:
+        self._head = head
+        self._bytes_of = bytes_of
+        self._num_choices = num_choices
+        self._prompt = prompt
+        self._with_logprobs = with_logprobs
+        self._with_token_ids = with_token_ids
+
+    def opening(self, usage: ChunkUsage) -> list[ChatChunk]:
+        """A chunk for each choice that tells the role; the first tells the prompt's tokens."""
+        head = self._head
+        prompts = [self._prompt if self._with_token_ids and index == 0 else UNSET for index in range(self._num_choices)]
+        delta = ChatDelta(role="assistant", content="")
+        return [
+            ChatChunk(head.id, head.created, head.model, [ChatChunkChoice(index, delta)], usage, prompt)
+            for index, prompt in enumerate(prompts)
+        ]
+
+    def chunk(self, index: int, delta: Delta, usage: ChunkUsage) -> ChatChunk:
+        head = self._head
+        choice = ChatChunkChoice(
+            index,
+            ChatDelta(content=delta.text if delta.text else UNSET),
+            self._logprobs(delta) if delta.logprobs else None,
+            delta.finish_reason,
+            delta.token_ids if self._with_token_ids else UNSET,
+        )
+        return ChatChunk(head.id, head.created, head.model, [choice], usage)
+
+    def closing(self, usage: Usage) -> ChatChunk:
+        head = self._head
+        return ChatChunk(head.id, head.created, head.model, [], usage)
+
+    def whole(self, deltas: Sequence[Delta], usage: Usage) -> ChatCompletion:
+        head = self._head
+        choices = [
+            ChatChoice(
+                index,
+                AnswerMessage(delta.text),
+                self._logprobs(delta),
+                delta.finish_reason,
+                delta.token_ids if self._with_token_ids else UNSET,
+            )
+            for index, delta in enumerate(deltas)
+        ]
+        prompt = self._prompt if self._with_token_ids else UNSET
+        return ChatCompletion(head.id, head.created, head.model, choices, usage, prompt)
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        return chat_logprobs(delta.logprobs, self._bytes_of) if self._with_logprobs else None

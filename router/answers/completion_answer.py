@@ -1,0 +1,67 @@
+"""The shape of answers to /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import UNSET
+
+from ..generation.choice import Delta
+from ..openai_api.answers import ChunkUsage, Completion, CompletionChoice, CompletionLogprobs, Usage
+from .answer_shape import AnswerHead
+from .openai_logprobs import BytesOfToken, completion_logprobs
+
+
+class CompletionAnswer:
+    """`echoes` and `prompts` hold, for each choice, its prompt's text (empty: no echo) and its tokens."""
+
+    def __init__(
+        self,
+        head: AnswerHead,
+        bytes_of: BytesOfToken,
+        *,
+        echoes: Sequence[str],
+        prompts: Sequence[list[int]],
+        with_logprobs: bool,
+        with_token_ids: bool,
+    ) -> None:
+        self._head = head
+        self._bytes_of = bytes_of
+        self._echoes = echoes
+        self._prompts = prompts
+        self._with_logprobs = with_logprobs
+        self._with_token_ids = with_token_ids
+
+    def opening(self, usage: ChunkUsage) -> list[Completion]:
+        """A chunk for each choice that has an echo or prompt tokens to tell."""
+        return [
+            self._completion([self._choice(index, Delta(echo, [], [], None), with_prompt=True)], usage)
+            for index, echo in enumerate(self._echoes)
+            if echo or self._with_token_ids
+        ]
+
+    def chunk(self, index: int, delta: Delta, usage: ChunkUsage) -> Completion:
+        return self._completion([self._choice(index, delta)], usage)
+
+    def closing(self, usage: Usage) -> Completion:
+        return self._completion([], usage)
+
+    def whole(self, deltas: Sequence[Delta], usage: Usage) -> Completion:
+        choices = [
+            self._choice(index, delta._replace(text=self._echoes[index] + delta.text), with_prompt=True)
+            for index, delta in enumerate(deltas)
+        ]
+        return self._completion(choices, usage)
+
+    def _completion(self, choices: list[CompletionChoice], usage: ChunkUsage) -> Completion:
+        head = self._head
+        return Completion(head.id, head.created, head.model, choices, usage)
+
+    def _choice(self, index: int, delta: Delta, *, with_prompt: bool = False) -> CompletionChoice:
+        logprobs: CompletionLogprobs | None = None
+        if self._with_logprobs:
+            logprobs = completion_logprobs(delta.logprobs, self._bytes_of)
+        if not self._with_token_ids:
+            return CompletionChoice(index, delta.text, logprobs, delta.finish_reason)
+        prompt = self._prompts[index] if with_prompt else UNSET
+        return CompletionChoice(index, delta.text, logprobs, delta.finish_reason, delta.token_ids, prompt)

@@ -1,0 +1,64 @@
+"""The prompts of a completion request as token ids."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from ...workers.wire.messages import GangInfo
+from ..generation.sampling_params import check_length, check_text, check_token_ids
+from ..openai_api.errors import invalid_value
+from ..openai_api.schema import CompletionRequest
+from ..text.text import TextService
+
+T = TypeVar("T")
+
+
+def count_prompts(request: CompletionRequest) -> int:
+    """How many prompts there are, told without looking at them."""
+    prompt = request.prompt
+    return 1 if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else len(prompt)
+
+
+async def completion_prompts(request: CompletionRequest, text: TextService, gang: GangInfo) -> list[list[int]]:
+    """One token list for each prompt: a text, texts, a list of token ids, or lists of them. Raises 400.
+
+    What is too long for the context is refused as early as that can be told, before it costs much.
+    """
+    prompts = _listed(request, gang)
+    texts = [(param, prompt) for param, prompt in prompts if isinstance(prompt, str)]
+    token_lists = [(param, prompt) for param, prompt in prompts if not isinstance(prompt, str)]
+    for _, prompt in texts:
+        check_text(prompt, text, gang, "prompt")
+    for param, token_ids in token_lists:
+        check_length(len(token_ids), None, gang, prompt_param="prompt")
+        check_token_ids(token_ids, gang.vocab_size, param)
+    if texts:  # then all are texts
+        encoded = await text.encode_all(
+            [prompt for _, prompt in texts], add_special_tokens=request.add_special_tokens is not False
+        )
+        token_lists = [(param, token_ids) for (param, _), token_ids in zip(texts, encoded, strict=True)]
+    for param, token_ids in token_lists:
+        if not token_ids:
+            raise invalid_value(param, "the prompt is empty, and at least one token is needed.")
+    return [token_ids for _, token_ids in token_lists]
+
+
+def _listed(request: CompletionRequest, gang: GangInfo) -> list[tuple[str, str | list[int]]]:
+    """Each prompt with the name of its field."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [("prompt", prompt)]
+    if not prompt:
+        raise invalid_value("prompt", "it is an empty list, and at least one prompt is needed.")
+    if isinstance(prompt[0], int):
+        check_length(len(prompt), None, gang, prompt_param="prompt")
+        return [("prompt", [_same_kind(one, int, position) for position, one in enumerate(prompt)])]
+    if isinstance(prompt[0], str):
+        return [(f"prompt[{position}]", _same_kind(one, str, position)) for position, one in enumerate(prompt)]
+    return [(f"prompt[{position}]", _same_kind(one, list, position)) for position, one in enumerate(prompt)]
+
+
+def _same_kind(value: object, kind: type[T], position: int) -> T:
+    if not isinstance(value, kind):
+        raise invalid_value(f"prompt[{position}]", "texts, token ids and lists of token ids cannot be mixed.")
+    return value

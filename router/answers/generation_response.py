@@ -1,0 +1,176 @@
+"""The HTTP answer of a generation: one JSON document, or server-sent events.
+
+An ASGI response of its own, because every token passes here: one event a step goes straight to the server. The status
+waits for the first update, so that an early failure has the right one. A client that goes away cancels the sequences.
+Each event has an id that says how far the stream is with it; a client that comes back with it gets what follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+from msgspec import UNSET
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..generation.choice import Delta
+from ..generation.generation import Generation, SequenceFailedError
+from ..metrics import Metrics
+from ..openai_api.answers import ChunkUsage
+from ..openai_api.errors import ApiError, from_sequence_error, internal_error
+from ..openai_api.stream_position import AT_USAGE, StreamPosition, event_id, wrong_position
+from .answer_shape import AnswerShape, joined
+
+CLIENT_CLOSED_REQUEST: Final = 499  # nobody sees it but the metrics
+
+_HEADERS: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies hold back streams otherwise
+]
+_encode: Final = msgspec.json.Encoder().encode
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StreamStyle:
+    """How events are told to be, and where they begin."""
+
+    response_id: str
+    include_usage: bool = False
+    usage_in_every_chunk: bool = False
+    position: StreamPosition | None = None  # of a client that has come back
+
+
+class GenerationResponse:
+    """`status_code` is what was sent, once the call is over."""
+
+    def __init__(
+        self, generation: Generation, shape: AnswerShape, stream: StreamStyle | None, metrics: Metrics
+    ) -> None:
+        """`stream`: None for one JSON document."""
+        self.status_code = CLIENT_CLOSED_REQUEST
+        self._generation = generation
+        self._shape = shape
+        self._stream = stream
+        self._metrics = metrics
+        self._has_started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = asyncio.create_task(self._answer(scope, receive, send))
+        gone = asyncio.create_task(_client_gone(receive))
+        self._metrics.num_open_generations += 1
+        try:
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._metrics.num_open_generations -= 1
+            self._generation.cancel()
+            gone.cancel()
+            answer.cancel()  # a no-op when it is done
+            await asyncio.gather(answer, gone, return_exceptions=True)
+        if answer.cancelled():
+            gone.result()  # raises if the server could not tell whether the client is there
+        else:
+            answer.result()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if self._stream is None:
+                await self._send_whole(scope, receive, send)
+            else:
+                await self._send_events(send, self._stream)
+            return
+        except SequenceFailedError as failure:
+            self._metrics.count_failure(failure.error)
+            error = from_sequence_error(failure.error)
+        except ApiError as refusal:
+            error = refusal
+        except OSError:  # of a server that says so when the client is gone
+            return
+        except Exception:
+            _log.exception("a generation failed")
+            error = internal_error()
+        await self._send_error(error, scope, receive, send)
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation = self._generation
+        deltas: list[list[Delta]] = [[] for _ in generation.choices]
+        async with aclosing(generation.updates()) as updates:
+            async for index, update in updates:
+                deltas[index].append(generation.take(index, update))
+        answer = self._shape.whole([joined(deltas[index]) for index in generation.answers()], generation.usage())
+        response = Response(_encode(answer), media_type="application/json")
+        self.status_code = response.status_code
+        self._has_started = True
+        await response(scope, receive, send)
+
+    async def _send_events(self, send: Send, style: StreamStyle) -> None:
+        generation, shape = self._generation, self._shape
+        async with aclosing(generation.updates()) as updates:
+            async for index, update in updates:
+                if not self._has_started and style.position is not None and style.position.has_usage:
+                    raise wrong_position("it tells of the answer's end, and the answer goes on.")
+                delta = generation.take(index, update)
+                usage = self._chunk_usage(style)
+                opening = b"" if self._has_started else await self._start_events(send, usage, style)
+                if not delta.is_empty:
+                    line = event_id(style.response_id, generation.num_tokens)
+                    await _send_body(send, opening + line + _event(shape.chunk(index, delta, usage)))
+                elif opening:
+                    await _send_body(send, opening)
+        ending = b"" if self._has_started else await self._start_events(send, self._chunk_usage(style), style)
+        if style.include_usage and not (style.position is not None and style.position.has_usage):
+            ending += event_id(style.response_id, generation.num_tokens, AT_USAGE)
+            ending += _event(shape.closing(generation.usage()))
+        await _send_body(send, ending + b"data: [DONE]\n\n", more=False)
+
+    async def _start_events(self, send: Send, usage: ChunkUsage, style: StreamStyle) -> bytes:
+        """Sends the headers. Returns the first events, as far as the client has not had them."""
+        self.status_code = 200
+        self._has_started = True
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        none_yet = [0] * len(self._generation.choices)
+        chunks = self._shape.opening(usage)
+        suffixes = [*range(1, len(chunks)), ""]  # the last one has none: nothing but tokens follows
+        events = [
+            event_id(style.response_id, none_yet, suffix) + _event(chunk)
+            for suffix, chunk in zip(suffixes, chunks, strict=False)
+        ]
+        if style.position is None:
+            return b"".join(events)
+        num_had = style.position.num_openings
+        return b"" if num_had is None else b"".join(events[num_had:])
+
+    async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        """As the answer, or as the last event of a stream: without [DONE], so that nobody takes it for whole."""
+        if self._has_started:
+            self._metrics.num_broken_streams += 1
+            await _send_body(send, b"data: " + error.body() + b"\n\n", more=False)
+        else:
+            self.status_code = error.status_code
+            self._has_started = True
+            await error.response()(scope, receive, send)
+
+    def _chunk_usage(self, style: StreamStyle) -> ChunkUsage:
+        if style.usage_in_every_chunk:
+            return self._generation.usage()
+        return None if style.include_usage else UNSET
+
+
+def _event(chunk: msgspec.Struct) -> bytes:
+    return b"data: " + _encode(chunk) + b"\n\n"
+
+
+async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def _client_gone(receive: Receive) -> None:
+    """Returns when the client has closed the connection. The request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,161 @@
+"""Whether a new sequence can be served in time: a pure policy of what a router knows at that moment.
+
+Refused is what would be refused late otherwise: a client that hears so at once can go elsewhere, or come back. What may
+be served is never refused for want of knowledge: as long as a gang has told of nobody who waits, nobody is expected to,
+and a sequence that may end at any token is expected to take no more than one.
+
+A tenant's latency objective is about first tokens: they are what a queue makes late, and what can be told beforehand.
+Only a queue is a reason to refuse for it. A prompt that is too long for it, or an adapter that comes too slowly, would
+be as late the next time, and where nobody waits only what is admitted can show that costs are believed too high.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...workers.wire.messages import SequenceError
+from .affinity import GangView, RoutingConfig, RoutingRequest, choose_gang
+
+SLACK = 2.0  # times the longest wait that is expected, after which who still waits is given up
+_DOUBT = 1.25  # a queue may take so many times what is expected; under overload every admitted one is near its limit
+_QUEUES_BEFORE_REFUSAL = 2.0  # times that which calls for another gang, as the autoscaler must see it for a while
+
+
+@dataclass(frozen=True)
+class AdmissionConfig:
+    """When a request is refused. `max_gangs` and `queued_tokens_per_gang` are the autoscaler's."""
+
+    max_queue_wait_s: float = 60.0  # that a sequence may be expected to wait for its turn; 0: any
+    max_gangs: int = 1
+    queued_tokens_per_gang: int = 0  # a longer queue calls for another gang, if there may be more
+    latency_objectives_s: tuple[tuple[str, float], ...] = ()  # (tenant, until the first token); others have none
+
+    def __post_init__(self) -> None:
+        for tenant, objective_s in self.latency_objectives_s:
+            if not 0 < objective_s < math.inf:
+                problem = "a positive number of seconds is needed"
+                raise ValueError(f"latency_objectives_s = '{tenant}={objective_s:g}': {problem}")
+        if not 0 <= self.max_queue_wait_s < math.inf:
+            raise ValueError(f"max_queue_wait_s = {self.max_queue_wait_s!r}: zero or a positive number is needed")
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """How long a request's client will wait, and for how much."""
+
+    timeout_s: float | None = None  # until the last token; None: as long as it takes
+    num_new_tokens: int = 1  # that it generates at least
+    has_begun: bool = False  # of a request that is being answered: late or not, it is not refused
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """Of a sequence at one gang, in seconds."""
+
+    queue_s: float  # until those who wait there have had their turn
+    answer_s: float  # until its last token, if the queue takes as long as it well may
+    alone_s: float  # the same if nobody waited there
+
+
+@dataclass(frozen=True)
+class Admitted:
+    gang_key: str
+    wait_s: float | None  # after which it is to be given up if it still waits; None: never
+
+
+def expect(request: RoutingRequest, gang: GangView, num_new_tokens: int) -> Expectation:
+    """What the sequence has to expect there, at the costs that were measured there.
+
+    Its adapter comes while it waits. Its own prompt costs what it makes steps longer, not what a token of the queue
+    took, which holds the time that running sequences need to end.
+    """
+    costs = gang.costs
+    queue_s = gang.num_queued_tokens * costs.s_per_waiting_token if gang.num_waiting else 0.0
+    load_s = 0.0 if gang.has_adapter else request.num_adapter_pages * costs.s_per_page
+    num_own_tokens = max(1, request.num_tokens - gang.num_cached_tokens)
+    own_s = num_own_tokens * costs.s_per_token + num_new_tokens * costs.s_per_step
+    return Expectation(queue_s, max(_DOUBT * queue_s, load_s) + own_s, load_s + own_s)
+
+
+def admit(
+    request: RoutingRequest,
+    limit: TimeLimit,
+    gangs: Sequence[GangView],
+    routing: RoutingConfig,
+    config: AdmissionConfig,
+    objective_s: float | None = None,
+) -> Admitted | SequenceError:
+    """The gang to send a new sequence to, or why no gang can serve it in time. `gangs` are not empty.
+
+    `objective_s`: its tenant's, until its first token; None: its tenant has none.
+
+    It is the one that `choose_gang` chooses, or if that would be late, the one it chooses of those that would not be.
+    A gang that holds the sequence already takes it in any case.
+    """
+    chosen = choose_gang(request, gangs, routing)
+    assert chosen is not None
+    by_key = {gang.key: gang for gang in gangs}
+    refusals: dict[str, SequenceError] = {}
+    for key in (chosen, *(by_key.keys() - {chosen})):
+        refusal = _refusal(request, limit, by_key[key], len(gangs), config, objective_s)
+        if refusal is None and key == chosen:
+            return Admitted(key, _wait_s(request, by_key[key], config))
+        if refusal is not None:
+            refusals[key] = refusal
+    in_time = [gang for gang in gangs if gang.key not in refusals]
+    if not in_time:
+        return min(refusals.values(), key=lambda error: error.retry_after_s or 0.0)
+    other = choose_gang(request, in_time, routing)
+    assert other is not None
+    return Admitted(other, _wait_s(request, by_key[other], config))
+
+
+def _refusal(
+    request: RoutingRequest,
+    limit: TimeLimit,
+    gang: GangView,
+    num_gangs: int,
+    config: AdmissionConfig,
+    objective_s: float | None,
+) -> SequenceError | None:
+    if gang.has_sequence:
+        return None
+    expectation = expect(request, gang, limit.num_new_tokens)
+    if limit.timeout_s is not None and expectation.answer_s > limit.timeout_s:
+        return SequenceError(
+            "overloaded",
+            f"the answer needs up to {expectation.answer_s:.1f} s, as {expectation.queue_s:.1f} s are expected in the "
+            f"queue, and {limit.timeout_s:.1f} s of its timeout are left",
+            expectation.queue_s,
+            "timeout",
+        )
+    may_grow = num_gangs < config.max_gangs
+    if may_grow and gang.num_queued_tokens <= _QUEUES_BEFORE_REFUSAL * config.queued_tokens_per_gang:
+        return None
+    first = expect(request, gang, num_new_tokens=1)
+    if objective_s is not None and first.answer_s > max(objective_s, first.alone_s):
+        return SequenceError(
+            "overloaded",
+            f"the first token needs up to {first.answer_s:.2f} s, as {first.queue_s:.2f} s are expected in the queue, "
+            f"and the tenant's latency objective is {objective_s:g} s",
+            first.queue_s,
+            "objective",
+        )
+    if config.max_queue_wait_s and expectation.queue_s > config.max_queue_wait_s:
+        return SequenceError(
+            "overloaded",
+            f"the request is expected to wait {expectation.queue_s:.1f} s for its turn, and at most "
+            f"{config.max_queue_wait_s:g} s are accepted",
+            expectation.queue_s,
+            "wait",
+        )
+    return None
+
+
+def _wait_s(request: RoutingRequest, gang: GangView, config: AdmissionConfig) -> float | None:
+    """After how long of waiting it is to be given up there: never for a wait that is expected now."""
+    if not config.max_queue_wait_s or gang.has_sequence:
+        return None
+    return SLACK * max(config.max_queue_wait_s, expect(request, gang, 1).queue_s)

@@ -1,0 +1,282 @@
+"""The way of a sequence from a request handler to a gang and back.
+
+`Dispatcher` and `SequenceStream` are what request handlers are written against; `FleetDispatcher` is the one that
+talks to gangs. A sequence outlives its gang: when that dies or is told to go, the sequence goes on at another one from
+its prompt and the tokens so far, and its reader notices a pause. One that finds no gang connected waits for one a
+bounded time. One that its client comes back for, after the loss of a router, goes to the gang that has kept it; the
+news of which gang that is may take a moment, for which it waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import Protocol
+
+import msgspec
+
+from ...workers.wire.messages import (
+    AdapterRef,
+    EngineLoad,
+    GangInfo,
+    SamplingParams,
+    SequenceError,
+    SequenceRequest,
+    SequenceUpdate,
+)
+from .admission import AdmissionConfig, TimeLimit
+from .affinity import RoutingConfig
+from .fleet import Fleet
+from .leader_connection import FaultKind
+from .open_sequence import OpenSequence
+
+MAX_PARKED = 1024  # sequences that wait for a gang
+# Gangs that may die with one sequence, and no token of it between, before it is given up: it may be what kills them.
+# One that never had a token is the likelier culprit, so those that got on until it came outlive it.
+MAX_LOSSES_BEFORE_BEGUN = 2
+MAX_LOSSES = 3
+# Gangs that died before they told that the sequence had reached them are not its victims. But one that kills whoever
+# gets it faster than that can be told must come to an end as well.
+MAX_VAIN_TRIES = 10
+NEWS_WAIT_S = 0.5  # for the gang that holds a sequence to say so
+
+_log = logging.getLogger(__name__)
+
+
+class SequenceStream(Protocol):
+    """One submitted sequence: an async iterator that ends after an update with `finish_reason` or `error`."""
+
+    def __aiter__(self) -> AsyncIterator[SequenceUpdate]: ...
+
+    def cancel(self) -> None:
+        """Forgets the sequence and frees its memory at the leader. No-op when it has ended."""
+
+
+class Dispatcher(Protocol):
+    """Sends sequences to gangs."""
+
+    @property
+    def num_resumed(self) -> int:
+        """How often a sequence has gone on at another gang, or waited for one, because it lost its own."""
+
+    @property
+    def num_gang_faults(self) -> Mapping[FaultKind, int]:
+        """How often a gang was lost that had not been told to go, by what was lost of it."""
+
+    def submit(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        tenant: str,
+        adapter: AdapterRef | None,
+        *,
+        key: str = "",
+        is_resumed: bool = False,
+        cache_salt: str = "",
+        limit: TimeLimit | None = None,
+    ) -> SequenceStream:
+        """Starts a sequence. A missing gang is no exception but an update with error "gang_lost" or "overloaded".
+
+        `limit`: one that cannot be served in time gets "overloaded" at once, one that is not "timeout" when it is over.
+
+        `cache_salt`: sequences of the tenant share KV only if this is the same.
+
+        `key`: a name by which any router can ask for it again (`is_resumed`), and gets all its tokens from the first
+        one on. Without a seed its draws follow from its key; without either they are random.
+        """
+
+    def gang(self) -> GangInfo | None:
+        """Facts of a connected gang; None: none is connected."""
+
+    def gangs(self) -> Sequence[tuple[GangInfo, EngineLoad]]:
+        """Every connected gang with its latest load."""
+
+    def load(self) -> EngineLoad | None:
+        """The latest load, summed over the connected gangs, the oldest wait of all; None: none is connected."""
+
+
+class FleetDispatcher:
+    """The `Dispatcher` over gRPC. Belongs to one event loop; `update` tells it the gangs."""
+
+    def __init__(
+        self,
+        token: str,
+        gang_wait_s: float,
+        on_wait: Callable[[], None] = lambda: None,
+        *,
+        adapter_pages: Callable[[AdapterRef], int],
+        admission: AdmissionConfig | None = None,
+    ) -> None:
+        """`gang_wait_s`: how long a sequence waits for a gang while none is connected. `on_wait`: one begins to.
+
+        `adapter_pages`: that an adapter takes in a gang's pool.
+        """
+        self._fleet = Fleet(
+            token, RoutingConfig(), adapter_pages, self._connected, self._lost, self._send_found, admission
+        )
+        self._gang_wait_s = gang_wait_s
+        self._on_wait = on_wait
+        self._parked: dict[OpenSequence, asyncio.TimerHandle] = {}  # in order of arrival
+        self._sought: dict[OpenSequence, asyncio.TimerHandle] = {}  # wait for news of the gang that holds them
+        self._closed = False
+        self._num_resumed = 0
+
+    @property
+    def num_resumed(self) -> int:
+        return self._num_resumed
+
+    @property
+    def num_gang_faults(self) -> Mapping[FaultKind, int]:
+        return self._fleet.num_faults
+
+    def update(self, addresses: Mapping[str, str]) -> None:
+        """Makes these the gangs: key to address of the leader."""
+        _log.info("gangs: %s", ", ".join(f"{key} at {address}" for key, address in addresses.items()) or "none")
+        self._fleet.update(addresses)
+
+    def submit(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        tenant: str,
+        adapter: AdapterRef | None,
+        *,
+        key: str = "",
+        is_resumed: bool = False,
+        cache_salt: str = "",
+        limit: TimeLimit | None = None,
+    ) -> OpenSequence:
+        if sampling.seed is None:  # drawn here, so that another gang would go on with the same draws
+            sampling = msgspec.structs.replace(sampling, seed=_seed_of(key) if key else secrets.randbits(63))
+        sequence = OpenSequence(
+            SequenceRequest(
+                sequence_id=0,  # each connection gives it one
+                prompt_token_ids=prompt_token_ids,
+                sampling=sampling,
+                tenant=tenant,
+                adapter=adapter,
+                cache_salt=cache_salt,
+                key=key,
+            ),
+            is_resumed=is_resumed,
+            limit=limit,
+        )
+        if is_resumed and not self._fleet.holds(key):
+            self._seek(sequence)
+        else:
+            self._send(sequence)
+        return sequence
+
+    def gang(self) -> GangInfo | None:
+        for leader in self._fleet.connected:
+            return leader.info
+        return None
+
+    def gangs(self) -> list[tuple[GangInfo, EngineLoad]]:
+        """Every connected gang with its latest load."""
+        return [(leader.info, leader.load) for leader in self._fleet.connected if leader.info is not None]
+
+    def load(self) -> EngineLoad | None:
+        loads = [leader.load for leader in self._fleet.connected]
+        if not loads:
+            return None
+        names = msgspec.structs.fields(EngineLoad)
+        total = EngineLoad(**{field.name: sum(getattr(load, field.name) for load in loads) for field in names})
+        return msgspec.structs.replace(total, oldest_waiting_s=max(load.oldest_waiting_s for load in loads))
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait because no gang is connected."""
+        return len(self._parked)
+
+    async def close(self) -> None:
+        """Ends all connections; open sequences end with "gang_lost"."""
+        self._closed = True
+        for sequence in list(self._parked):
+            self._give_up(sequence, "this router is shutting down")
+        for sequence in list(self._sought):
+            self._stop_seeking(sequence)
+            sequence.on_cancel = None
+            sequence.fail("gang_lost", "this router is shutting down")
+        await self._fleet.close()
+
+    def _send(self, sequence: OpenSequence) -> None:
+        if self._fleet.submit(sequence):
+            return
+        has_begun = sequence.has_begun or sequence.is_resumed
+        if len(self._parked) >= MAX_PARKED and not has_begun:
+            message = f"no gang is connected and {MAX_PARKED} requests wait for one; try again later"
+            sequence.refuse(SequenceError("overloaded", message, reason="no_gang"))
+        else:
+            self._park(sequence)
+
+    def _lost(self, sequences: list[OpenSequence], reason: str) -> None:
+        """Sends on what the loss of a gang left, in the order of its submission there."""
+        for sequence in sequences:
+            limit = MAX_LOSSES if sequence.has_begun else MAX_LOSSES_BEFORE_BEGUN
+            if self._closed:
+                sequence.fail("gang_lost", "this router is shutting down")
+            elif sequence.num_losses >= limit:
+                message = f"{limit} gangs were lost with this request before its next token, the last one to: {reason}"
+                sequence.fail("gang_lost", message)
+            elif sequence.num_vain_tries >= MAX_VAIN_TRIES:
+                message = f"{MAX_VAIN_TRIES} gangs were lost as this request came to them, the last one to: {reason}"
+                sequence.fail("gang_lost", message)
+            else:
+                self._num_resumed += 1
+                self._send(sequence)
+
+    def _park(self, sequence: OpenSequence) -> None:
+        message = f"no gang was connected within {self._gang_wait_s:g} s; try again later"
+        timer = asyncio.get_running_loop().call_later(self._gang_wait_s, self._give_up, sequence, message)
+        sequence.keep()
+        self._parked[sequence] = timer
+        sequence.on_cancel = partial(self._unpark, sequence)
+        self._on_wait()
+
+    def _unpark(self, sequence: OpenSequence) -> None:
+        self._parked.pop(sequence).cancel()
+
+    def _give_up(self, sequence: OpenSequence, message: str) -> None:
+        self._unpark(sequence)
+        sequence.on_cancel = None
+        sequence.fail("gang_lost", message)
+
+    def _seek(self, sequence: OpenSequence) -> None:
+        """Sends it when its gang tells that it has it, and anywhere if that takes too long."""
+        timer = asyncio.get_running_loop().call_later(NEWS_WAIT_S, self._end_search, sequence)
+        self._sought[sequence] = timer
+        sequence.on_cancel = partial(self._stop_seeking, sequence)
+
+    def _stop_seeking(self, sequence: OpenSequence) -> None:
+        self._sought.pop(sequence).cancel()
+
+    def _end_search(self, sequence: OpenSequence) -> None:
+        self._stop_seeking(sequence)
+        sequence.on_cancel = None
+        self._send(sequence)
+
+    def _send_found(self) -> None:
+        """A gang has told what it holds."""
+        for sequence in [one for one in self._sought if self._fleet.holds(one.request.key)]:
+            self._end_search(sequence)
+
+    def _connected(self) -> None:
+        self._send_found()
+        self._send_parked()
+
+    def _send_parked(self) -> None:
+        if not self._fleet.connected:
+            return  # the one that connected has just been told to go
+        for sequence in list(self._parked):
+            self._unpark(sequence)
+            self._send(sequence)
+
+
+def _seed_of(key: str) -> int:
+    """63 bits that every router derives alike, and that look random."""
+    return int.from_bytes(blake2b(key.encode(), digest_size=8).digest()) >> 1

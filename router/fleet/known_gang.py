@@ -1,0 +1,99 @@
+"""What one router knows of one gang: what the gang's frames tell, and what this router sent since."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from ...workers.wire.messages import EngineLoad, Frame
+from .affinity import GangView, RoutingConfig, RoutingRequest
+from .observed_costs import ObservedCosts
+
+_MAX_HOPED_PAGES = 1 << 14
+
+
+class KnownGang:
+    """Fed by the connection to the gang, and made anew with each greeting: another engine may answer then."""
+
+    def __init__(
+        self,
+        config: RoutingConfig,
+        resident: Iterable[str] = (),
+        resident_pages: Iterable[int] = (),
+        orphans: Iterable[str] = (),
+    ) -> None:
+        """What the gang greeted with: digests of adapters, short keys of full pages of KV, and keys of sequences."""
+        self.load = EngineLoad()  # as of the last frame
+        self._resident = set(resident)  # coming ones too, as the gang told
+        self._pages = set(resident_pages)
+        self._hoped_pages: dict[int, None] = {}  # of sequences sent there: it will tell of them when they are computed
+        self._orphans = set(orphans)
+        self._open: Counter[str] = Counter()  # unfinished sequences of this router, by digest
+        self._num_unseen = self._num_unseen_tokens = 0  # sent since the last frame, whose load may not count them
+        self._observed = ObservedCosts(config.belief)
+
+    def receive(self, frame: Frame) -> None:
+        self._resident.difference_update(frame.residency.went)
+        self._resident.update(frame.residency.came)
+        self._pages.difference_update(frame.residency.pages_went)
+        self._pages.update(frame.residency.pages_came)
+        for page_key in (*frame.residency.pages_came, *frame.residency.pages_went):
+            self._hoped_pages.pop(page_key, None)
+        if frame.orphans is not None:
+            self._orphans.difference_update(frame.orphans.went)
+            self._orphans.update(frame.orphans.came)
+        if frame.load != self.load:  # else no step was made since, and it cannot count what was sent
+            self._observed.observe(self.load, frame.load)
+            self.load = frame.load
+            self._num_unseen = self._num_unseen_tokens = 0
+
+    def sent(self, request: RoutingRequest, page_keys: Sequence[int] = ()) -> None:
+        """A sequence of this router is on its way there. Its adapter counts as coming until `ended`.
+
+        `page_keys`: short keys of its full pages, which are as good as there for whoever begins alike.
+        """
+        self._num_unseen += 1
+        self._num_unseen_tokens += request.num_tokens
+        self._hoped_pages.update(dict.fromkeys(key for key in page_keys if key not in self._pages))
+        while len(self._hoped_pages) > _MAX_HOPED_PAGES:  # some never come: their sequence was cancelled
+            del self._hoped_pages[next(iter(self._hoped_pages))]
+        if request.digest is not None:
+            self._open[request.digest] += 1
+
+    def ended(self, digest: str | None) -> None:
+        """A sequence that was sent there, with this adapter, is finished or forgotten."""
+        if digest is not None:
+            self._open[digest] -= 1
+            if not self._open[digest]:
+                del self._open[digest]
+
+    def has(self, digest: str) -> bool:
+        """The adapter is there, or coming as far as this router can know."""
+        return digest in self._resident or digest in self._open
+
+    def num_cached_pages(self, page_keys: Iterable[int]) -> int:
+        """How many of a sequence's first full pages are there, or coming as far as this router can know."""
+        num_pages = 0
+        for page_key in page_keys:
+            if page_key not in self._pages and page_key not in self._hoped_pages:
+                break
+            num_pages += 1
+        return num_pages
+
+    def holds(self, sequence_key: str) -> bool:
+        """A sequence with this key is there for whoever asks."""
+        return sequence_key in self._orphans
+
+    def view(self, key: str, digest: str | None, num_cached_tokens: int = 0, sequence_key: str = "") -> GangView:
+        """The gang, called `key`, as a request sees it: for this adapter, so many of whose tokens are kept there."""
+        load = self.load
+        return GangView(
+            key,
+            has_adapter=digest is not None and self.has(digest),
+            num_queued_tokens=load.num_queued_tokens + self._num_unseen_tokens,
+            num_sequences=load.num_running + load.num_waiting + self._num_unseen,
+            costs=self._observed.costs,
+            num_cached_tokens=num_cached_tokens,
+            has_sequence=sequence_key in self._orphans,
+            num_waiting=max(0, load.num_waiting - load.num_waiting_for_adapters),
+        )

@@ -1,0 +1,342 @@
+"""One router's connection to one gang leader: many sequences over one gRPC stream.
+
+There is one writer and one reader, since concurrent writes to a gRPC stream may hang; what sequences have to say while
+a write is under way goes out together in the next message. The connection is made again, with growing pauses, for as
+long as the leader is wanted. When it breaks, or the leader hands its sequences over, all on it are given back. Those
+with a key are held back for a moment: a leader that is still there has kept them, and they go on where they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import grpc
+import msgspec
+
+from ...workers.wire.messages import (
+    MAX_MESSAGE_BYTES,
+    STREAM_METHOD,
+    STREAM_SERVICE,
+    TOKEN_KEY,
+    Cancel,
+    EngineLoad,
+    Frame,
+    FromLeader,
+    GangInfo,
+    Hello,
+    SequenceError,
+    Submit,
+)
+from .adrift import Adrift, Castaway
+from .affinity import RoutingConfig, RoutingRequest
+from .known_gang import KnownGang
+from .open_sequence import OpenSequence
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 5_000),  # notices a leader whose host vanished
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # of a ping that was under way already; a minute by default
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),  # a proxy of the environment is not for inside the cluster
+    ("grpc.use_local_subchannel_pool", 1),  # no memory of failed attempts at the same address
+)
+MAX_REQUEST_BYTES = 32 << 20  # encoded; a longer one would break the stream that all others share
+FULL_MESSAGE_BYTES = 4 << 20  # a message that has grown to this size takes no more requests
+assert FULL_MESSAGE_BYTES + MAX_REQUEST_BYTES < MAX_MESSAGE_BYTES
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 2.0
+HELLO_TIMEOUT_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+FaultKind = Literal[
+    "connection", "engine"
+]  # how a gang was lost: its process or the way to it, or what it computes with
+
+
+class _HandedOverError(Exception):
+    """The leader leaves, and its sequences must go on elsewhere."""
+
+
+class _EngineFailedError(ConnectionError):
+    """The leader is there, but cannot compute any more."""
+
+
+class _EncodedToLeader(msgspec.Struct, frozen=True):
+    """A `ToLeader` whose messages are encoded already."""
+
+    messages: list[msgspec.Raw]
+
+
+class LeaderConnection:
+    """Keeps itself connected from `start` on until it is closed, or retired and idle. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        routing: RoutingConfig,
+        on_connect: Callable[[], None],
+        on_lost: Callable[[list[OpenSequence], str], None],
+        on_orphans: Callable[[], None] = lambda: None,
+        on_fault: Callable[[FaultKind], None] = lambda kind: None,
+    ) -> None:
+        """`on_lost` gets the unfinished sequences of a connection that ended, and the reason.
+
+        `on_orphans`: the leader has begun to hold sequences for whoever asks. `on_fault`: a connected gang was lost
+        that had not been told to go.
+        """
+        self.address = address
+        self.info: GangInfo | None = None  # None: not connected
+        self.known = KnownGang(routing)
+        self.retired = False
+        self._token = token
+        self._routing = routing
+        self._on_connect = on_connect
+        self._on_lost = on_lost
+        self._on_orphans = on_orphans
+        self._on_fault = on_fault
+        self._adrift = Adrift(self._lose)
+        self._last_gang_id = ""
+        self._last_arrived = 0  # id of the newest sequence that the leader is known to have got
+        self._sequences: dict[int, OpenSequence] = {}
+        self._last_id = 0
+        self._outbox: deque[Submit | Cancel] = deque()
+        self._outbox_filled = asyncio.Event()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromLeader] = msgspec.msgpack.Decoder(FromLeader)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def load(self) -> EngineLoad:
+        """As of the last frame."""
+        return self.known.load
+
+    @property
+    def block_size(self) -> int:
+        """Tokens to a page there. Only while connected."""
+        assert self.info is not None
+        return self.info.block_size
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._sequences)
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._stay_connected(), name=f"leader {self.address}")
+
+    def retire(self) -> None:
+        """Takes no new sequences; closes itself once the last one has ended, or when the connection breaks."""
+        self.retired = True
+        if not self._sequences and self._task is not None:
+            self._task.cancel()
+
+    async def close(self) -> None:
+        """Ends the connection now; its sequences are lost."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def submit(self, sequence: OpenSequence, request: RoutingRequest, page_keys: Sequence[int] = ()) -> None:
+        """Sends a sequence's request under an id of this connection's own. Only while connected and not retired.
+
+        `request`: what it was routed by, with the tokens that are to be computed there. `page_keys`: short keys of its
+        full pages, as far as they were made.
+        """
+        assert self.info is not None
+        assert not self.retired
+        self._start(sequence, request, page_keys)
+
+    def _start(self, sequence: OpenSequence, request: RoutingRequest, page_keys: Sequence[int] = ()) -> None:
+        self._last_id += 1
+        sequence_id = self._last_id
+        self._sequences[sequence_id] = sequence
+        sequence.on_cancel = partial(self._cancel, sequence_id)
+        self.known.sent(request, page_keys)
+        self._send(Submit(sequence.request_from_here(sequence_id)))
+
+    def _cancel(self, sequence_id: int) -> None:
+        if sequence_id in self._sequences:
+            self._send(Cancel(sequence_id))
+            self._forget(sequence_id)
+
+    def _send(self, message: Submit | Cancel) -> None:
+        self._outbox.append(message)
+        self._outbox_filled.set()
+
+    def _forget(self, sequence_id: int) -> None:
+        adapter = self._sequences.pop(sequence_id).request.adapter
+        self.known.ended(None if adapter is None else adapter.digest)
+        if self.retired and not self._sequences and self._task is not None:
+            self._task.cancel()
+
+    async def _stay_connected(self) -> None:
+        try:
+            await self._connect_until_retired()
+        finally:
+            self._adrift.give_up()
+
+    async def _connect_until_retired(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while not self.retired:
+            reason, is_fault = "the connection was closed", True
+            fault_kind: FaultKind = "connection"
+            try:
+                async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+                    call: Any = channel.stream_stream(f"/{STREAM_SERVICE}/{STREAM_METHOD}")(
+                        metadata=((TOKEN_KEY, self._token),)
+                    )
+                    await self._greet(call)
+                    pause_s = FIRST_PAUSE_S
+                    await self._exchange(call)
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+            except _HandedOverError as farewell:
+                reason, is_fault = str(farewell), False
+            except _EngineFailedError as error:
+                reason, fault_kind = str(error), "engine"
+            except (TimeoutError, msgspec.DecodeError, ConnectionError) as error:
+                reason = str(error)
+            except Exception as error:  # a defect of ours must not leave the router without its gang for good
+                _log.exception("the connection to %s broke unexpectedly", self.address)
+                reason = repr(error)
+            finally:
+                if is_fault and self.info is not None and (self._sequences or not self.retired):
+                    self._on_fault(fault_kind)
+                self._disconnected(reason, is_fault=is_fault)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _greet(self, call: Any) -> None:
+        """Learns who the leader is; from here on it can be chosen."""
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                data = await call.read()
+        except TimeoutError:
+            raise TimeoutError(f"no greeting within {HELLO_TIMEOUT_S} s") from None
+        if data is grpc.aio.EOF:
+            raise ConnectionError("the leader ended the stream before its greeting")
+        hello = self._decoder.decode(data)
+        if not isinstance(hello, Hello):
+            raise ConnectionError("the leader sent a frame before its greeting")
+        self.info = hello.info
+        self.known = KnownGang(self._routing, hello.resident, hello.resident_pages, hello.orphans)
+        _log.info("connected to gang %s at %s", hello.info.gang_id, self.address)
+        if hello.info.gang_id != self._last_gang_id:  # another one, at the same address
+            self._adrift.give_up()
+        self._last_gang_id = hello.info.gang_id
+        self._go_on(hello.orphans)
+        self._on_connect()
+
+    def _go_on(self, orphans: list[str]) -> None:
+        """Submits again what the leader has kept of a connection that was lost."""
+        for sequence in self._adrift.take(orphans):
+            adapter = sequence.request.adapter
+            self._start(sequence, RoutingRequest(None if adapter is None else adapter.digest, 0, 0))
+
+    async def _exchange(self, call: Any) -> None:
+        """Reads frames and writes messages until the stream breaks or the leader gives sequences back."""
+        writer = asyncio.create_task(self._write(call))
+        try:
+            while (data := await call.read()) is not grpc.aio.EOF:
+                message = self._decoder.decode(data)
+                if isinstance(message, Frame):
+                    self._receive(message)
+        finally:
+            writer.cancel()
+        raise ConnectionError("the leader ended the stream")
+
+    def _receive(self, frame: Frame) -> None:
+        self.known.receive(frame)
+        self._last_arrived = frame.last_submitted
+        given_back: SequenceError | None = None
+        for update in frame.updates:
+            sequence = self._sequences.get(update.sequence_id)
+            if sequence is None:
+                continue  # cancelled while the update was under way
+            if update.error is not None and update.error.kind in ("handed_over", "gang_lost"):
+                given_back = update.error
+                continue
+            sequence.push(update)
+            if sequence.closed:
+                self._forget(update.sequence_id)
+        if given_back is not None:  # the others, which may not have reached the leader, must go elsewhere too
+            is_farewell = given_back.kind == "handed_over"
+            raise (_HandedOverError if is_farewell else _EngineFailedError)(given_back.message)
+        if frame.orphans is not None and frame.orphans.came:
+            self._go_on(frame.orphans.came)
+            self._on_orphans()
+
+    async def _write(self, call: Any) -> None:
+        """Writes what the outbox holds. Ends quietly when the stream breaks: the reader learns why."""
+        while True:
+            await self._outbox_filled.wait()
+            try:
+                data = self._take_message()
+                if data is not None:
+                    await call.write(data)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return
+
+    def _take_message(self) -> bytes | None:
+        """What the outbox holds as an encoded `ToLeader`, or as much of it as fits; None: nothing may be sent."""
+        entries: list[msgspec.Raw] = []
+        num_bytes = 0
+        while self._outbox and num_bytes < FULL_MESSAGE_BYTES:
+            message = self._outbox.popleft()
+            entry = self._encoder.encode(message)
+            if len(entry) > MAX_REQUEST_BYTES:
+                self._refuse(message, len(entry))
+                continue
+            entries.append(msgspec.Raw(entry))
+            num_bytes += len(entry)
+        if not self._outbox:
+            self._outbox_filled.clear()
+        return self._encoder.encode(_EncodedToLeader(entries)) if entries else None
+
+    def _refuse(self, message: Submit | Cancel, num_bytes: int) -> None:
+        assert isinstance(message, Submit)  # the others are a few bytes
+        sequence_id = message.request.sequence_id
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            return  # cancelled meanwhile
+        sequence.fail(
+            "invalid_request",
+            f"the request takes {num_bytes} bytes on its way to the workers: at most {MAX_REQUEST_BYTES} are accepted",
+        )
+        self._forget(sequence_id)
+
+    def _disconnected(self, reason: str, *, is_fault: bool) -> None:
+        """The connection has ended, or could not be made."""
+        self._adrift.give_up()  # of an earlier loss: one attempt is enough
+        if self.info is not None and not self.retired:
+            _log.warning("lost gang %s at %s: %s", self.info.gang_id, self.address, reason)
+        self.info = None
+        self.known = KnownGang(self._routing)
+        self._outbox.clear()
+        self._outbox_filled.clear()
+        castaways = [Castaway(sequence, key <= self._last_arrived) for key, sequence in self._sequences.items()]
+        self._sequences = {}
+        if not is_fault:
+            self._lose(castaways, reason, is_fault=False)
+            return
+        may_return = not self.retired
+        self._lose([one for one in castaways if not (may_return and one.sequence.request.key)], reason)
+        self._adrift.wait([one for one in castaways if may_return and one.sequence.request.key], reason)
+
+    def _lose(self, castaways: list[Castaway], reason: str, *, is_fault: bool = True) -> None:
+        """Gives sequences back, without those that were cancelled meanwhile."""
+        lost = [one for one in castaways if not one.sequence.closed]
+        for one in lost:
+            one.sequence.lose_gang(is_fault=is_fault, had_arrived=one.had_arrived)
+        self._on_lost([one.sequence for one in lost], reason)

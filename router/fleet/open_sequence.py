@@ -1,0 +1,168 @@
+"""One submitted sequence as its request handler sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from ...workers.wire.messages import ErrorKind, SequenceError, SequenceRequest, SequenceUpdate
+from .admission import TimeLimit
+
+
+class OpenSequence:
+    """An async iterator of updates that ends after one with `finish_reason` or `error`, or once cancelled.
+
+    Updates that arrive while the reader is busy are merged into one: a slow reader costs fewer, larger updates, never
+    a growing queue. One reader at a time; everything belongs to one event loop.
+
+    It remembers all tokens that came, so that it can go on elsewhere when its gang is lost.
+    """
+
+    def __init__(self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None) -> None:
+        """`is_resumed`: its client has had some of it, over another connection. `limit`: begins to pass now."""
+        self.request = request
+        self.is_resumed = is_resumed
+        self.limit = limit or TimeLimit()
+        self.is_new = not (is_resumed or self.limit.has_begun)  # not yet sent anywhere, and does not wait for a gang
+        self._wait_s: float | None = None
+        self._deadline: float | None = None  # by the event loop's clock
+        self._alarm: asyncio.TimerHandle | None = None
+        if self.limit.timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            self._deadline = loop.time() + self.limit.timeout_s
+            self._alarm = loop.call_at(self._deadline, self._time_out)
+        self.on_cancel: Callable[[], None] | None = None  # set by whoever holds the sequence at the time
+        self.num_losses = 0  # gangs that died with it since its last token
+        self.num_vain_tries = 0  # gangs that died before it had reached them, since its last token
+        self._token_ids: list[int] = []  # all that came, read or not
+        self._arrived: SequenceUpdate | None = None  # not yet read
+        self._reader: asyncio.Future[None] | None = None
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """No update will be added any more."""
+        return self._closed
+
+    @property
+    def has_begun(self) -> bool:
+        """A token has come."""
+        return bool(self._token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Those of the prompt and all that came."""
+        return len(self.request.prompt_token_ids) + len(self._token_ids)
+
+    def request_from_here(self, sequence_id: int) -> SequenceRequest:
+        """What a leader needs to go on after the tokens that came, under an id of its connection's."""
+        left_s = None
+        if self._deadline is not None:
+            left_s = max(0.0, self._deadline - asyncio.get_running_loop().time())
+        return msgspec.structs.replace(
+            self.request,
+            sequence_id=sequence_id,
+            generated_token_ids=[*self._token_ids],
+            has_begun=self.is_resumed or self.has_begun or self.limit.has_begun,
+            wait_s=self._wait_s,
+            timeout_s=left_s,
+        )
+
+    def admit(self, wait_s: float | None) -> None:
+        """It is sent to its first gang, which is to give it up if it still waits after so long."""
+        self.is_new = False
+        self._wait_s = wait_s
+
+    def keep(self) -> None:
+        """It waits elsewhere than at a gang, or goes to another one: from now on it waits as long as it takes."""
+        self.is_new = False
+        self._wait_s = None
+
+    def __aiter__(self) -> OpenSequence:
+        return self
+
+    async def __anext__(self) -> SequenceUpdate:
+        while self._arrived is None:
+            if self._closed:
+                raise StopAsyncIteration
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        update, self._arrived = self._arrived, None
+        return update
+
+    def push(self, update: SequenceUpdate) -> None:
+        """Adds what one step brought."""
+        if self._closed:
+            return
+        if update.token_ids:
+            self._token_ids += update.token_ids
+            self.num_losses = self.num_vain_tries = 0
+        if update.finish_reason is not None or update.error is not None:
+            self._close()
+        self._arrived = update if self._arrived is None else _merged(self._arrived, update)
+        self._wake()
+
+    def lose_gang(self, *, is_fault: bool, had_arrived: bool) -> None:
+        """Nobody holds it now. `is_fault`: its gang died or broke, and was not told to go.
+
+        `had_arrived`: the gang is known to have got it, and may have died of it.
+        """
+        self.on_cancel = None
+        self.keep()
+        self.num_losses += is_fault and had_arrived
+        self.num_vain_tries += is_fault and not had_arrived
+
+    def fail(self, kind: ErrorKind, message: str) -> None:
+        """Ends the sequence with an error update, unless it has ended."""
+        self.refuse(SequenceError(kind, message))
+
+    def refuse(self, error: SequenceError) -> None:
+        """The same."""
+        self.push(SequenceUpdate(self.request.sequence_id, error=error))
+
+    def cancel(self) -> None:
+        """Forgets the sequence, here and at its leader; unread updates are dropped. No-op when it has ended."""
+        if self._closed:
+            return
+        self._close()
+        self._arrived = None
+        if self.on_cancel is not None:
+            self.on_cancel()
+        self._wake()
+
+    def _time_out(self) -> None:
+        """Its leader gives it up as well, if it has one: what is unread is given out before the error."""
+        held_by = self.on_cancel
+        self.fail("timeout", "the request's timeout passed before the answer was complete")
+        if held_by is not None:
+            held_by()
+
+    def _close(self) -> None:
+        self._closed = True
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+def _merged(first: SequenceUpdate, second: SequenceUpdate) -> SequenceUpdate:
+    """Both updates of one sequence as one, in order."""
+    logprobs = first.logprobs
+    if second.logprobs is not None:
+        logprobs = [*(logprobs or ()), *second.logprobs]
+    return SequenceUpdate(
+        first.sequence_id,
+        [*first.token_ids, *second.token_ids],
+        logprobs,
+        second.finish_reason,
+        second.error,
+        second.num_cached_tokens if first.num_cached_tokens is None else first.num_cached_tokens,
+        second.computing_s if first.computing_s is None else first.computing_s,
+    )

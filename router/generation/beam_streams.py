@@ -1,0 +1,164 @@
+"""Beam search over gangs that know nothing of it: each round asks for one token after each live beam.
+
+What the beams have in common the gang's prefix cache keeps, so that a round computes less than a page for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Final
+
+import msgspec
+
+from ...workers.wire.messages import (
+    AdapterRef,
+    FinishReason,
+    SamplingParams,
+    SequenceError,
+    SequenceUpdate,
+    TokenLogprobs,
+)
+from ..fleet.admission import TimeLimit
+from ..fleet.dispatch import Dispatcher, SequenceStream
+from ..text.stop_strings import StopStrings
+from ..text.text import TextService
+from .beam_search import NEW_SEARCH, Beam, BeamRules, advanced
+
+_TOO_FEW: Final = "the model gives too few continuations a chance to fill {width} beams: n must be smaller"
+_NUM_CONTEXT_TOKENS: Final = 16  # more than a detokenizer looks at
+
+
+def stopped_by(stop: StopStrings, text: TextService, prompt_token_ids: list[int]) -> Callable[[Beam], bool]:
+    """Whether a beam's last token completes one of the strings; those before it did not."""
+    if not stop.strings:
+        return lambda _: False
+    num_tokens = 1 + max(len(string.encode()) for string in stop.strings)  # that such a string may take
+    context = prompt_token_ids[-_NUM_CONTEXT_TOKENS:]
+
+    def is_stopped(beam: Beam) -> bool:
+        before = [*context, *beam.token_ids[:-num_tokens]]
+        detokenizer = text.detokenizer(before[-_NUM_CONTEXT_TOKENS:])
+        return stop.find("".join(map(detokenizer.step, beam.token_ids[-num_tokens:]))) is not None
+
+    return is_stopped
+
+
+class _BeamLostError(Exception):
+    def __init__(self, error: SequenceError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class BeamRun:
+    """One prompt's search. It begins at once, and is cancelled with any of its streams."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        prompt_token_ids: list[int],
+        rules: BeamRules,
+        tenant: str,
+        adapter: AdapterRef | None,
+        cache_salt: str,
+        is_stopped: Callable[[Beam], bool],
+        limit: Callable[[SamplingParams], TimeLimit | None],
+    ) -> None:
+        """`limit`: what the search has left at the time of the call."""
+        self._dispatcher = dispatcher
+        self._prompt_token_ids = prompt_token_ids
+        self._rules = rules
+        self._tenant, self._adapter, self._cache_salt = tenant, adapter, cache_salt
+        self._is_stopped, self._limit = is_stopped, limit
+        self._sampling = SamplingParams(
+            max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=rules.num_candidates
+        )
+        self._num_cached_tokens: int | None = None  # of the prompt, when it was first asked about
+        self._began_at: float | None = None  # when a step was first planned for it, by time.perf_counter()
+        self._open: list[SequenceStream] = []
+        self._task = asyncio.create_task(self._found())
+
+    def streams(self) -> list[BeamStream]:
+        """One for each beam that will be found, the best first."""
+        return [BeamStream(self._task, rank) for rank in range(self._rules.width)]
+
+    async def _found(self) -> list[SequenceUpdate]:
+        """All of each beam that was found, or why none was."""
+        try:
+            search = NEW_SEARCH
+            while search.live:
+                told = await self._ask(search.live)
+                search = advanced(search, told, self._rules, self._is_stopped)
+        except _BeamLostError as failure:
+            return [SequenceUpdate(0, error=failure.error)] * self._rules.width
+        finally:
+            for stream in self._open:
+                stream.cancel()
+        if len(search.finished) < self._rules.width:
+            error = SequenceError("invalid_request", _TOO_FEW.format(width=self._rules.width))
+            return [SequenceUpdate(0, error=error)] * self._rules.width
+        return [self._update(beam) for beam in search.finished]
+
+    async def _ask(self, beams: tuple[Beam, ...]) -> list[TokenLogprobs]:
+        """The likeliest next tokens of each beam. Raises what one of them was refused or given up for."""
+        limit = self._limit(self._sampling)
+        if beams != NEW_SEARCH.live:  # what was admitted is not refused half-way
+            limit = replace(limit or TimeLimit(), has_begun=True)
+        self._open = [
+            self._dispatcher.submit(
+                [*self._prompt_token_ids, *beam.token_ids],
+                self._sampling,
+                self._tenant,
+                self._adapter,
+                cache_salt=self._cache_salt,
+                limit=limit,
+            )
+            for beam in beams
+        ]
+        told = [await _only_update(stream) for stream in self._open]
+        if beams == NEW_SEARCH.live:
+            self._num_cached_tokens = told[0].num_cached_tokens
+            if told[0].computing_s is not None:
+                self._began_at = time.perf_counter() - told[0].computing_s
+        return [_logprobs(update) for update in told]
+
+    def _update(self, beam: Beam) -> SequenceUpdate:
+        # One that a stop string has ended says "length" here: the text's reader finds the string, and says "stop".
+        is_ended = beam.token_ids[-1] in self._rules.end_token_ids
+        reason: FinishReason = "stop" if is_ended else "length"
+        computing_s = None if self._began_at is None else time.perf_counter() - self._began_at
+        return SequenceUpdate(
+            0, [*beam.token_ids], [*beam.logprobs], reason, None, self._num_cached_tokens, computing_s
+        )
+
+
+class BeamStream:
+    """A `SequenceStream` of one update: the beam that came out at this rank."""
+
+    def __init__(self, task: asyncio.Task[list[SequenceUpdate]], rank: int) -> None:
+        self._task, self._rank = task, rank
+
+    async def __aiter__(self) -> AsyncIterator[SequenceUpdate]:
+        await asyncio.wait((self._task,))
+        if not self._task.cancelled():
+            yield msgspec.structs.replace(self._task.result()[self._rank], sequence_id=self._rank)
+
+    def cancel(self) -> None:
+        """Ends the whole search; its sequences are forgotten at their leaders. No-op when it is over."""
+        self._task.cancel()
+
+
+async def _only_update(stream: SequenceStream) -> SequenceUpdate:
+    async for update in stream:
+        if update.error is not None:
+            raise _BeamLostError(update.error)
+        if update.logprobs:
+            return update
+    raise _BeamLostError(SequenceError("internal", "a beam's sequence ended without a token"))
+
+
+def _logprobs(update: SequenceUpdate) -> TokenLogprobs:
+    assert update.logprobs
+    return update.logprobs[0]

@@ -1,0 +1,286 @@
+"""The sequences of one request, from submission to the last token."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from msgspec import UNSET
+
+from ...workers.wire.messages import AdapterRef, SamplingParams, SequenceError, SequenceUpdate
+from ..fleet.admission import TimeLimit
+from ..fleet.dispatch import Dispatcher, SequenceStream
+from ..metrics import Metrics
+from ..openai_api.answers import PromptTokensDetails, Usage
+from ..openai_api.stream_position import wrong_position
+from ..text.stop_strings import StopStrings
+from ..text.text import TextService
+from .beam_search import BeamRules
+from .beam_streams import BeamRun, stopped_by
+from .choice import Choice, Delta
+from .sampling_params import seeded
+
+_LOST = SequenceError("internal", "the sequence ended without saying why")
+
+
+class SequenceFailedError(Exception):
+    """A sequence was given up; so is the whole request."""
+
+    def __init__(self, error: SequenceError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+@dataclass(frozen=True)
+class Prompt:
+    token_ids: list[int]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What to generate: `n` sequences for each prompt. Choices are numbered prompt by prompt.
+
+    Of each prompt's choices the `num_best` likeliest are the answer's. For less than `n` the sampling must ask for
+    log-probabilities.
+    """
+
+    prompts: Sequence[Prompt]
+    n: int
+    tenant: str
+    adapter: AdapterRef | None
+    stop: StopStrings
+    keep_token_ids: bool
+    keep_logprobs: bool
+    num_best: int | None = None  # None: all
+    beams: Sequence[BeamRules] = ()  # of each prompt, n wide: its choices are the beams found; empty: they are drawn
+    key: str = ""  # of the answer; empty: nobody can come back for its sequences
+    cache_salt: str = ""  # the tenant's sequences share KV only where it is the same
+    timeout_s: float | None = None  # from its arrival to the last token; None: as long as it takes
+    num_seen: Sequence[int] = ()  # tokens of each choice that the client had before it came back; empty: it is new
+
+
+class Generation:
+    """Submits a request's sequences at the first `updates()`, and cancels what is unfinished at `cancel()`.
+
+    What a client had before is computed again or fetched, and goes through the same folds without being shown: what
+    a choice shows after k tokens follows from these k tokens alone.
+    """
+
+    def __init__(
+        self, request: GenerationRequest, dispatcher: Dispatcher, text: TextService, metrics: Metrics, started_at: float
+    ) -> None:
+        """`started_at`: when the request came, by `time.perf_counter()`."""
+        self.request = request
+        self.choices = [
+            Choice(
+                text.detokenizer(prompt.token_ids),
+                request.stop,
+                keep_token_ids=request.keep_token_ids,
+                keep_logprobs=request.keep_logprobs,
+            )
+            for prompt in request.prompts
+            for _ in range(request.n)
+        ]
+        self._dispatcher = dispatcher
+        self._text = text
+        self._metrics = metrics
+        self._num_seen = request.num_seen or [0] * len(self.choices)
+        self._deadline = None if request.timeout_s is None else started_at + request.timeout_s
+        self._updated_at = [started_at] * len(self.choices)
+        self._num_unfinished = len(self.choices)
+        self._num_cached: list[int | None] = [None] * len(self.choices)  # tokens of the prompt, not computed
+        self._total_logprobs = [0.0] * len(self.choices)  # as far as they are told
+        self._streams: list[SequenceStream] = []
+        self._pumps: list[asyncio.Task[None]] = []
+
+    async def updates(self) -> AsyncGenerator[tuple[int, SequenceUpdate], None]:
+        """Choice and update, as they come; each must be given to `take` before the next is asked for.
+
+        Ends when every choice is finished. Raises `SequenceFailedError` once any of the sequences fails.
+        """
+        self._submit()
+        source = self._merged() if len(self._streams) > 1 else _numbered(self._streams[0])
+        async for index, update in source:
+            choice = self.choices[index]
+            if choice.finish_reason is not None:
+                continue  # after a stop string
+            if self._num_cached[index] is None:  # another gang that goes on with it is not asked
+                self._num_cached[index] = update.num_cached_tokens
+            if choice.num_tokens < self._num_seen[index]:
+                update = self._take_seen(index, update)
+            if choice.finish_reason is None and (update.token_ids or update.finish_reason is not None):
+                yield index, update
+            if update.error is not None:
+                raise SequenceFailedError(update.error)
+            if self._num_unfinished == 0:
+                return
+        raise SequenceFailedError(_LOST)
+
+    def take(self, index: int, update: SequenceUpdate) -> Delta:
+        """What the update lets the client see."""
+        num_tokens = self.choices[index].num_tokens
+        delta = self._fold(index, update)
+        self._observe(index, self.choices[index].num_tokens - num_tokens, update.computing_s, is_first=num_tokens == 0)
+        return delta
+
+    def _take_seen(self, index: int, update: SequenceUpdate) -> SequenceUpdate:
+        """Folds what of an update the client has had; returns the rest. Raises a 400 if there never was so much."""
+        choice, num_seen = self.choices[index], self._num_seen[index]
+        seen, rest = _split(update, num_seen - choice.num_tokens)
+        self._fold(index, seen)
+        if choice.finish_reason is not None and choice.num_tokens < num_seen:
+            raise wrong_position(f"choice {index} ends after {choice.num_tokens} tokens, and it tells of {num_seen}.")
+        return rest
+
+    def _fold(self, index: int, update: SequenceUpdate) -> Delta:
+        choice = self.choices[index]
+        num_tokens = choice.num_tokens
+        delta = choice.fold(update)
+        if update.logprobs is not None:  # those of tokens after a stop string do not count
+            shown = update.logprobs[: choice.num_tokens - num_tokens]
+            self._total_logprobs[index] += sum(token.chosen for token in shown)
+        if choice.finish_reason is not None:
+            self._num_unfinished -= 1
+            if update.finish_reason is None:
+                self._streams[index].cancel()
+        return delta
+
+    def cancel(self) -> None:
+        """Frees what is unfinished. Idempotent; a no-op when all is finished."""
+        for pump in self._pumps:
+            pump.cancel()
+        for stream, choice in zip(self._streams, self.choices, strict=False):  # none are submitted yet, or all
+            if choice.finish_reason is None:
+                stream.cancel()
+
+    @property
+    def num_tokens(self) -> list[int]:
+        """Of each choice, up to which everything is the client's once it has all deltas so far."""
+        return [max(c.num_tokens, num_seen) for c, num_seen in zip(self.choices, self._num_seen, strict=True)]
+
+    def answers(self) -> list[int]:
+        """Choices that are the answer's, prompt by prompt; the likeliest first where not all of them are.
+
+        Call it when all are finished. Likeliest: with the highest mean log-probability per token, as OpenAI ranks.
+        """
+        n, num_best = self.request.n, self.request.num_best
+        if num_best is None or num_best == n:
+            return list(range(len(self.choices)))
+        found: list[int] = []
+        for start in range(0, len(self.choices), n):
+            ranked = sorted(range(start, start + n), key=self._mean_logprob, reverse=True)  # ties: in their order
+            found += ranked[:num_best]
+        return found
+
+    def usage(self) -> Usage:
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.request.prompts)
+        completion_tokens = sum(self.num_tokens)
+        num_cached = self._num_cached_tokens()
+        details = UNSET if num_cached is None else PromptTokensDetails(num_cached)
+        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+
+    def _num_cached_tokens(self) -> int | None:
+        """Tokens of the prompts that no choice had to compute; None: not all have told yet."""
+        n, found = self.request.n, 0
+        for start, prompt in zip(range(0, len(self.choices), n), self.request.prompts, strict=True):
+            told = [num_cached for num_cached in self._num_cached[start : start + n] if num_cached is not None]
+            if len(told) < n:
+                return None
+            found += min(*told, len(prompt.token_ids))
+        return found
+
+    def _mean_logprob(self, index: int) -> float:
+        return self._total_logprobs[index] / max(self.choices[index].num_tokens, 1)
+
+    def _submit(self) -> None:
+        request = self.request
+        for position, prompt in enumerate(request.prompts):
+            self._metrics.num_prompt_tokens += len(prompt.token_ids)
+            if request.beams:
+                self._streams += self._search(prompt.token_ids, request.beams[position])
+                continue
+            for number in range(request.n):
+                sampling = seeded(prompt.sampling, number)
+                self._streams.append(
+                    self._dispatcher.submit(
+                        prompt.token_ids,
+                        sampling,
+                        request.tenant,
+                        request.adapter,
+                        key=f"{request.key}/{len(self._streams)}" if request.key else "",
+                        is_resumed=bool(request.num_seen),
+                        cache_salt=request.cache_salt,
+                        limit=self._limit(sampling),
+                    )
+                )
+
+    def _search(self, prompt_token_ids: list[int], rules: BeamRules) -> Sequence[SequenceStream]:
+        request = self.request
+        is_stopped = stopped_by(request.stop, self._text, prompt_token_ids)
+        run = BeamRun(
+            self._dispatcher,
+            prompt_token_ids,
+            rules,
+            request.tenant,
+            request.adapter,
+            request.cache_salt,
+            is_stopped,
+            self._limit,
+        )
+        return run.streams()
+
+    def _limit(self, sampling: SamplingParams) -> TimeLimit | None:
+        """What a sequence has left; None: all the time in the world."""
+        if self._deadline is None:
+            return None
+        may_end_at_once = not sampling.ignore_eos or bool(sampling.stop_token_ids) or bool(self.request.stop.strings)
+        num_new_tokens = 1 if may_end_at_once else sampling.max_tokens or 1
+        return TimeLimit(max(0.0, self._deadline - time.perf_counter()), num_new_tokens)
+
+    async def _merged(self) -> AsyncIterator[tuple[int, SequenceUpdate]]:
+        queue: asyncio.Queue[tuple[int, SequenceUpdate]] = asyncio.Queue()
+        self._pumps = [asyncio.create_task(_pump(stream, index, queue)) for index, stream in enumerate(self._streams)]
+        while True:
+            yield await queue.get()
+
+    def _observe(self, index: int, num_tokens: int, computing_s: float | None, *, is_first: bool) -> None:
+        now = time.perf_counter()
+        metrics = self._metrics
+        elapsed_s = now - self._updated_at[index]
+        histogram = metrics.first_token_s if is_first else metrics.inter_token_s
+        histogram.observe(elapsed_s)
+        if is_first and computing_s is not None:
+            metrics.queue_wait_s.observe(max(0.0, elapsed_s - computing_s))  # two machines' clocks
+        self._updated_at[index] = metrics.last_token_at = now
+        metrics.num_completion_tokens += num_tokens
+
+
+def _split(update: SequenceUpdate, num_tokens: int) -> tuple[SequenceUpdate, SequenceUpdate]:
+    """The update's first tokens, with the end if it comes with them, and the rest."""
+    sequence_id, token_ids, logprobs = update.sequence_id, update.token_ids, update.logprobs
+    if len(token_ids) <= num_tokens:
+        seen = SequenceUpdate(sequence_id, token_ids, logprobs, update.finish_reason)
+        return seen, SequenceUpdate(sequence_id, error=update.error)
+    before, after = (None, None) if logprobs is None else (logprobs[:num_tokens], logprobs[num_tokens:])
+    rest = SequenceUpdate(sequence_id, token_ids[num_tokens:], after, update.finish_reason, update.error)
+    return SequenceUpdate(sequence_id, token_ids[:num_tokens], before), rest
+
+
+async def _numbered(stream: SequenceStream) -> AsyncIterator[tuple[int, SequenceUpdate]]:
+    async for update in stream:
+        yield 0, update
+
+
+async def _pump(stream: SequenceStream, index: int, queue: asyncio.Queue[tuple[int, SequenceUpdate]]) -> None:
+    """Puts a stream's updates into the queue, and an error after them if it ends without having said why."""
+    last = SequenceUpdate(index)
+    try:
+        async for update in stream:
+            last = update
+            queue.put_nowait((index, update))
+    finally:
+        if last.finish_reason is None and last.error is None:
+            queue.put_nowait((index, SequenceUpdate(index, error=_LOST)))

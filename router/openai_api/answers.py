@@ -1,0 +1,131 @@
+"""Answers of OpenAI's API. A field that is UNSET is left out; `token_ids` and `prompt_token_ids` are vLLM's."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ...workers.wire.messages import FinishReason
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int  # that were not computed
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET  # left out as long as it is not known
+
+
+ChunkUsage = Usage | None | UnsetType  # null in chunks before the last, if usage was asked for; else left out
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """The whole answer, and a chunk of it too."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: ChunkUsage = UNSET
+    object: Literal["text_completion"] = "text_completion"
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: ChunkUsage = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+class AnswerMessage(msgspec.Struct, frozen=True):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class Model(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    owned_by: str
+    root: str  # the base's name
+    parent: str | None  # the base's name; null for the base itself
+    max_model_len: int | None  # null until a gang has connected
+    object: Literal["model"] = "model"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[Model]
+    object: Literal["list"] = "list"

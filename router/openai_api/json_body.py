@@ -1,0 +1,54 @@
+"""JSON bodies of requests: read within a limit, decoded with errors that name the field."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from .errors import ApiError, invalid_value
+
+T = TypeVar("T")
+
+_AT_PATH: Final = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_MISSING: Final = re.compile(r"^Object missing required field `(?P<field>.*)`$")
+
+
+async def read_json(request: Request, decoder: msgspec.json.Decoder[T], max_bytes: int) -> T:
+    """The decoded body, or an `ApiError`: 413 for one over the limit, 400 for one that does not fit the schema."""
+    chunks = []
+    num_bytes = 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise ApiError(413, f"The request's body is larger than {max_bytes} bytes.", code="request_too_large")
+        chunks.append(chunk)
+    return decode(b"".join(chunks), decoder)
+
+
+def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"The request's body is not JSON: {error}", code="invalid_json") from error
+    except RecursionError as error:
+        raise ApiError(400, "The request's body is nested too deeply.", code="invalid_json") from error
+
+
+def _explained(problem: str) -> ApiError:
+    """The error for a message of msgspec's, such as "Expected `int`, got `str` - at `$.messages[0].role`"."""
+    match = _AT_PATH.match(problem)
+    assert match is not None  # every part of the pattern is optional
+    what, path = match["what"], (match["path"] or "").removesuffix("[...]")
+    missing = _MISSING.match(what)
+    if missing is not None:
+        param = f"{path}.{missing['field']}" if path else missing["field"]
+        message = f"Missing required parameter: '{param}'."
+        return ApiError(400, message, param=param, code="missing_required_parameter")
+    if not path:
+        return ApiError(400, f"The request's body does not fit: {what}.", code="invalid_value")
+    return invalid_value(path, f"{what[:1].lower()}{what[1:]}.")

@@ -1,0 +1,121 @@
+"""/v1/adapters: upload, list, show, delete."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...adapters.adapter import AdapterVersion
+from ...adapters.errors import AdapterInvalid, RegistryUnavailable, UploadTooLarge
+from ...adapters.registry.registry_view import RegistryView
+from ...adapters.upload import UploadService
+from ..config import RouterConfig
+from ..openai_api.errors import ApiError, unavailable
+from ..tenants.auth import tenant_of
+from .upload_form import check_form, declared_bytes, receive_upload
+from .upload_spool import UploadSpool
+
+DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class AdaptersApi:
+    """Handlers of a tenant's adapters. The registry itself answers, not this router's memory of it."""
+
+    def __init__(self, config: RouterConfig, view: RegistryView, uploads: UploadService) -> None:
+        self._config = config
+        self._view = view
+        self._uploads = uploads
+        self._spool = UploadSpool(config.spool_path, config.min_free_bytes)
+        self._open_uploads = asyncio.Semaphore(config.max_open_uploads)
+
+    async def upload(self, request: Request) -> Response:
+        """201 for a new version, 200 for bytes that the name already points to."""
+        tenant = tenant_of(request, self._view)
+        async with self._open_uploads:  # held to the end: what has arrived takes disk until it is stored
+            try:
+                adapter, created = await self._receive(request, tenant)
+            except AdapterInvalid as error:
+                raise ApiError(400, str(error), code="invalid_adapter") from error
+            except UploadTooLarge as error:
+                raise ApiError(413, str(error), code="too_large") from error
+            except RegistryUnavailable as error:
+                raise _registry_away(error) from error
+            except OSError as error:
+                if error.errno not in DISK_FULL:
+                    raise
+                raise _disk_full() from error
+        return _json(_shown(adapter), 201 if created else 200)
+
+    async def _receive(self, request: Request, tenant: str) -> tuple[AdapterVersion, bool]:
+        config = self._config
+        check_form(request, config.max_upload_bytes)
+        if not self._spool.has_room(declared_bytes(request) or 0):
+            raise _disk_full()
+        with self._spool.file() as tensors_path:
+            form = await receive_upload(request, tensors_path, config.max_upload_bytes, config.upload_idle_s)
+            return await self._uploads.upload(tenant, form.name, form.config, tensors_path)
+
+    async def list(self, request: Request) -> Response:
+        tenant = tenant_of(request, self._view)
+        try:
+            adapters = await self._uploads.list(tenant)
+        except RegistryUnavailable as error:
+            raise _registry_away(error) from error
+        return _json({"object": "list", "data": [_shown(adapter) for adapter in adapters]})
+
+    async def show(self, request: Request) -> Response:
+        tenant = tenant_of(request, self._view)
+        name = request.path_params["name"]
+        try:
+            adapter = await self._uploads.get(tenant, name)
+        except RegistryUnavailable as error:
+            raise _registry_away(error) from error
+        if adapter is None:
+            raise _not_found(name)
+        return _json(_shown(adapter))
+
+    async def delete(self, request: Request) -> Response:
+        tenant = tenant_of(request, self._view)
+        name = request.path_params["name"]
+        try:
+            deleted = await self._uploads.delete(tenant, name)
+        except RegistryUnavailable as error:
+            raise _registry_away(error) from error
+        if not deleted:
+            raise _not_found(name)
+        return _json({"name": name, "object": "adapter", "deleted": True})
+
+
+def _shown(adapter: AdapterVersion) -> dict[str, Any]:
+    return {
+        "name": adapter.name,
+        "version": adapter.version,
+        "digest": adapter.digest,
+        "rank": adapter.rank,
+        "targets": adapter.targets,
+        "bytes": adapter.num_bytes,
+        "created_at": int(adapter.created_at),
+        "object": "adapter",
+    }
+
+
+def _json(body: Any, status_code: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status_code, media_type="application/json")
+
+
+def _not_found(name: str) -> ApiError:
+    return ApiError(404, f"The adapter `{name}` does not exist.", param="name", code="adapter_not_found")
+
+
+def _disk_full() -> ApiError:
+    message = "The server's disk is too full for this adapter, so it is not there; free some, and upload it again."
+    return ApiError(507, message, code="insufficient_storage")
+
+
+def _registry_away(error: RegistryUnavailable) -> ApiError:
+    return unavailable(f"Adapters cannot be read or changed now, try again: {error}", "registry_unavailable")

@@ -1,0 +1,168 @@
+"""The multipart form of an adapter's upload, taken apart as it arrives: tensors go to disk, never to memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from python_multipart import MultipartParser
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import parse_options_header
+from starlette.requests import Request
+
+from ...adapters.format.peft import CONFIG_FILE, TENSORS_FILE
+from ..openai_api.errors import ApiError
+
+if TYPE_CHECKING:  # the library has it for type checkers only
+    from python_multipart.multipart import MultipartCallbacks
+
+NAME_FIELD: Final = "name"
+FIELDS: Final = (NAME_FIELD, CONFIG_FILE, TENSORS_FILE)
+MAX_NAME_BYTES: Final = 1024
+MAX_CONFIG_BYTES: Final = 1 << 20
+MAX_FRAMING_BYTES: Final = 1 << 16  # boundaries and headers of the parts
+FLUSH_BYTES: Final = 1 << 20  # of tensors in memory at most, beside one chunk of the server's
+
+
+@dataclass(frozen=True)
+class UploadForm:
+    name: str
+    config: bytes  # adapter_config.json
+
+
+def declared_bytes(request: Request) -> int | None:
+    """The length of the body, if the client tells it."""
+    declared = request.headers.get("content-length", "")
+    return int(declared) if declared.isascii() and declared.isdigit() else None
+
+
+def check_form(request: Request, max_tensors_bytes: int) -> bytes:
+    """The boundary of the form's parts. Raises 413 and 400, as far as the headers tell that the body is of no use."""
+    content_type, options = parse_options_header(request.headers.get("content-type"))
+    boundary = options.get(b"boundary")
+    if content_type != b"multipart/form-data" or not boundary:
+        raise _bad_form(f"The body must be multipart/form-data with the parts {', '.join(FIELDS)}.")
+    largest = max_tensors_bytes + MAX_CONFIG_BYTES + MAX_NAME_BYTES + MAX_FRAMING_BYTES
+    if (declared_bytes(request) or 0) > largest:
+        raise _too_large(TENSORS_FILE, max_tensors_bytes)
+    return boundary
+
+
+async def receive_upload(request: Request, tensors_path: Path, max_tensors_bytes: int, idle_s: float) -> UploadForm:
+    """The form, its tensors written to `tensors_path`.
+
+    Raises 413 over a limit, 400 for another form than this, 408 if nothing arrives for `idle_s`, OSError of the disk.
+    """
+    boundary = check_form(request, max_tensors_bytes)
+    reader = _FormReader({NAME_FIELD: MAX_NAME_BYTES, CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: max_tensors_bytes})
+    try:
+        parser = MultipartParser(boundary, reader.callbacks())
+        with tensors_path.open("wb") as file:
+            chunks = request.stream()
+            while chunk := await _next(chunks, idle_s):
+                parser.write(chunk)
+                if len(reader.tensors) >= FLUSH_BYTES:
+                    await asyncio.to_thread(file.write, reader.take_tensors())
+            await asyncio.to_thread(file.write, reader.take_tensors())
+    except FormParserError as error:
+        raise _bad_form(f"The multipart body is malformed: {error}") from error
+    return reader.form()
+
+
+async def _next(chunks: AsyncGenerator[bytes, None], idle_s: float) -> bytes:
+    """What arrives next; nothing at the end."""
+    try:
+        async with asyncio.timeout(idle_s):
+            return await anext(chunks, b"")
+    except TimeoutError:
+        message = f"Nothing of the upload arrived for {idle_s:g} s: send it again."
+        raise ApiError(408, message, code="upload_timeout") from None
+
+
+class _FormReader:
+    """Sorts the bytes of parts into fields, counting them against their limits."""
+
+    def __init__(self, limits: dict[str, int]) -> None:
+        self.tensors = bytearray()  # arrived and not yet taken
+        self._limits = limits
+        self._fields = {NAME_FIELD: bytearray(), CONFIG_FILE: bytearray(), TENSORS_FILE: self.tensors}
+        self._num_bytes: dict[str, int] = {}  # by field that has begun
+        self._part = ""
+        self._header_name = bytearray()
+        self._header_value = bytearray()
+        self._is_complete = False
+
+    def callbacks(self) -> MultipartCallbacks:
+        return {
+            "on_part_begin": self._begin_part,
+            "on_header_begin": self._begin_header,
+            "on_header_field": lambda data, start, end: self._header_name.extend(data[start:end]),
+            "on_header_value": lambda data, start, end: self._header_value.extend(data[start:end]),
+            "on_header_end": self._end_header,
+            "on_headers_finished": self._begin_data,
+            "on_part_data": self._take_data,
+            "on_end": self._end,
+        }
+
+    def take_tensors(self) -> bytes:
+        """What arrived since the last call."""
+        taken = bytes(self.tensors)
+        self.tensors.clear()
+        return taken
+
+    def form(self) -> UploadForm:
+        """The small fields, once everything has arrived."""
+        if not self._is_complete:
+            raise _bad_form("The multipart body is truncated: its closing boundary is missing.")
+        for field in FIELDS:
+            if field not in self._num_bytes:
+                raise ApiError(
+                    400,
+                    f"Missing required part: '{field}'. The parts are {', '.join(FIELDS)}.",
+                    param=field,
+                    code="missing_required_parameter",
+                )
+        try:
+            name = self._fields[NAME_FIELD].decode()
+        except UnicodeDecodeError as error:
+            raise _bad_form("The adapter's name is not UTF-8.", NAME_FIELD) from error
+        return UploadForm(name, bytes(self._fields[CONFIG_FILE]))
+
+    def _begin_part(self) -> None:
+        self._part = ""
+
+    def _begin_header(self) -> None:
+        self._header_name.clear()
+        self._header_value.clear()
+
+    def _end_header(self) -> None:
+        if self._header_name.lower() == b"content-disposition":
+            _, options = parse_options_header(self._header_value.decode("latin-1"))
+            self._part = options.get(b"name", b"").decode("utf-8", "replace")
+
+    def _begin_data(self) -> None:
+        if self._part not in self._limits:
+            raise _bad_form(f"Unknown part {self._part[:80]!r}. The parts are {', '.join(FIELDS)}.")
+        if self._part in self._num_bytes:
+            raise _bad_form(f"The part '{self._part}' came twice.", self._part)
+        self._num_bytes[self._part] = 0
+
+    def _take_data(self, data: bytes, start: int, end: int) -> None:
+        self._num_bytes[self._part] += end - start
+        if self._num_bytes[self._part] > self._limits[self._part]:
+            raise _too_large(self._part, self._limits[self._part])
+        self._fields[self._part].extend(data[start:end])
+
+    def _end(self) -> None:
+        self._is_complete = True
+
+
+def _bad_form(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code="invalid_form")
+
+
+def _too_large(field: str, limit: int) -> ApiError:
+    return ApiError(413, f"{field} is too large: at most {limit} bytes are accepted.", param=field, code="too_large")

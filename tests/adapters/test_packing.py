@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.adapters.adapter import EXPERT_MODULES, MODULES, BaseShape, ExpertShape, family_of_module
+from motet.adapters.errors import AdapterInvalid
+from motet.adapters.format.content import AdapterContent, LoraMatrices
+from motet.adapters.packing.layout import AdapterLayout, Dtype
+from motet.adapters.packing.packing import TORCH_DTYPES, pack
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@st.composite
+def adapters(draw: st.DrawFn) -> tuple[AdapterContent, AdapterLayout]:
+    """A base, which need not have all modules, an adapter of any targets and ranks for it, and a layout."""
+    sizes, num_layers = st.integers(1, 9), draw(st.integers(1, 3))
+    experts, present = None, MODULES
+    if draw(st.booleans()):
+        layers = draw(st.sets(st.integers(0, num_layers - 1), min_size=1))
+        experts = ExpertShape(draw(st.integers(1, 4)), tuple(sorted(layers)), "mlp", {})
+        present = (*MODULES[:4], *EXPERT_MODULES)
+    shape = BaseShape(num_layers, {module: (draw(sizes), draw(sizes)) for module in present}, experts)
+    keys = [
+        (layer, module)
+        for layer in range(num_layers)
+        for entry in present
+        for module in shape.members(entry)
+        if shape.has(layer, module)
+    ]
+    chosen = draw(st.lists(st.sampled_from(keys), min_size=1, unique=True))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    matrices = {}
+    for key in chosen:
+        num_in, num_out = shape.modules[family_of_module(key[1])]
+        rank, dtype = draw(st.integers(1, 5)), draw(st.sampled_from(DTYPES))
+        a = torch.randn(rank, num_in, generator=generator).to(dtype)
+        b = torch.randn(num_out, rank, generator=generator).to(dtype)
+        matrices[key] = LoraMatrices(a, b, draw(st.floats(-4, 4)))
+    layout_dtype: Dtype = draw(st.sampled_from(["float32", "bfloat16"]))
+    return AdapterContent(matrices), AdapterLayout(shape, draw(st.integers(1, 64)), layout_dtype)
+
+
+@settings(max_examples=100, deadline=None)
+@given(adapters())
+def test_pages_hold_the_padded_scaled_matrices_and_nothing_else(case: tuple[AdapterContent, AdapterLayout]) -> None:
+    content, layout = case
+    pages = pack(content, layout)
+    dtype = TORCH_DTYPES[layout.dtype]
+    assert pages.dtype == dtype
+    assert pages.shape == (layout.num_pages(content.module_ranks), layout.shape.num_layers, layout.slab)
+    for layer in range(layout.shape.num_layers):
+        array = pages[:, layer].reshape(-1)
+        end = 0
+        for entry, place in layout.offsets(content.module_ranks).items():
+            num_in, num_out = layout.shape.modules[entry]
+            for index, module in enumerate(layout.shape.members(entry)):
+                a_start, b_start = place.a + index * place.stride, place.b + index * place.stride
+                assert a_start == end
+                assert b_start == a_start + place.rank * num_in
+                end = b_start + place.rank * num_out
+                a, b = torch.zeros(place.rank, num_in, dtype=dtype), torch.zeros(place.rank, num_out, dtype=dtype)
+                found = content.matrices.get((layer, module))
+                if found is not None:
+                    rank = found.a.shape[0]
+                    a[:rank] = found.a.to(dtype)
+                    b[:rank] = (found.b.float() * found.scaling).T.to(dtype)
+                assert torch.equal(array[a_start:b_start].view(place.rank, num_in), a)
+                assert torch.equal(array[b_start:end].view(place.rank, num_out), b)
+        assert not array[end:].any()
+
+
+def content_of(layer: int = 0, num_in: int = 4, num_out: int = 6, factor: float = 1.0) -> AdapterContent:
+    return AdapterContent(
+        {(layer, "q_proj"): LoraMatrices(torch.ones(2, num_in), torch.ones(num_out, 2) * factor, 2.0)}
+    )
+
+
+LAYOUT = AdapterLayout(BaseShape(2, dict.fromkeys(MODULES, (4, 6))), slab=8, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("content", [content_of(layer=2), content_of(num_in=5), content_of(num_out=5)])
+def test_refuses_an_adapter_of_another_base(content: AdapterContent) -> None:
+    with pytest.raises(AdapterInvalid, match="does not fit the base"):
+        pack(content, LAYOUT)
+
+
+def test_refuses_numbers_that_overflow_once_scaled() -> None:
+    pack(content_of(factor=1e38), LAYOUT)
+    with pytest.raises(AdapterInvalid, match="overflows bfloat16"):
+        pack(content_of(factor=3e38), LAYOUT)

@@ -1,0 +1,203 @@
+"""Our reading of adapter_config.json against PEFT's own."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from motet.adapters.errors import AdapterInvalid
+from motet.adapters.format.peft import parse_config, parse_tensor_name, tensor_name
+from motet.adapters.format.targets import resolve_targets
+from motet.adapters.format.validation import validate
+from motet.tests.rigs.lora_files import SHAPE
+
+
+def config_bytes(**changes: Any) -> bytes:
+    facts = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], **changes}
+    return json.dumps(facts).encode()
+
+
+def llama() -> LlamaForCausalLM:
+    """A model of SHAPE."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=32,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+PEFT_CONFIGS: dict[str, dict[str, Any]] = {
+    "list": {"target_modules": ["q_proj", "down_proj"]},
+    "all linear": {"target_modules": "all-linear"},
+    "suffix with parent": {"target_modules": ["self_attn.q_proj", "mlp.up_proj"]},
+    "whole names": {"target_modules": ["model.layers.1.self_attn.q_proj", "v_proj"], "layers_to_transform": [0]},
+    "expression": {"target_modules": r".*\.(?:[02])\..*(q|gate)_proj"},
+    "plain expression": {"target_modules": r"model.layers.0.self_attn.k_proj"},
+    "layers": {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 2]},
+    "one layer": {"target_modules": ["q_proj"], "layers_to_transform": 1, "layers_pattern": "layers"},
+    "excluded list": {"target_modules": "all-linear", "exclude_modules": ["q_proj", "layers.1.mlp.up_proj"]},
+    "excluded expression": {"target_modules": ["q_proj", "o_proj"], "exclude_modules": r".*\.0\..*"},
+    "rslora": {"target_modules": ["q_proj"], "use_rslora": True, "rank_pattern": {"layers.1.self_attn.q_proj": 9}},
+    "patterns": {
+        "target_modules": ["q_proj", "v_proj", "up_proj"],
+        "rank_pattern": {r"layers\.[12]\..*q_proj": 3, "q_proj": 5, "^model.layers.0.mlp.up_proj": 1},
+        "alpha_pattern": {"v_proj": 32, r".*\.2\.mlp\.up_proj": 0.5},
+    },
+}
+
+
+@pytest.mark.parametrize("case", PEFT_CONFIGS)
+def test_targets_ranks_and_scalings_are_those_of_peft(case: str, tmp_path: Path) -> None:
+    model = get_peft_model(llama(), LoraConfig(r=4, lora_alpha=12, task_type="CAUSAL_LM", **PEFT_CONFIGS[case]))
+    expected = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A"):
+            found = parse_tensor_name(f"{name}.lora_A.weight")
+            assert found is not None, name
+            expected[found[:2]] = (module.r["default"], module.scaling["default"])
+    model.save_pretrained(tmp_path)
+    saved = (tmp_path / "adapter_config.json").read_bytes()
+
+    targets = resolve_targets(parse_config(saved), SHAPE)
+    assert {key: (target.rank, target.scaling) for key, target in targets.items()} == expected
+    content = validate(saved, tmp_path / "adapter_model.safetensors", SHAPE)
+    assert set(content.matrices) == set(expected)
+
+
+def test_all_linear_as_a_string_reads_like_the_list_that_peft_saves() -> None:
+    targets = resolve_targets(parse_config(config_bytes(target_modules="all-linear")), SHAPE)
+    assert len(targets) == 7 * SHAPE.num_layers
+
+
+def test_rslora_divides_by_the_root() -> None:
+    targets = resolve_targets(parse_config(config_bytes(use_rslora=True, r=16)), SHAPE)
+    assert targets[0, "q_proj"].scaling == 8 / math.sqrt(16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"peft_type": "ADALORA"}, "ADALORA"),
+        ({"peft_type": None}, "peft_type"),
+        ({"use_dora": True}, "DoRA"),
+        ({"bias": "all"}, "bias"),
+        ({"bias": "lora_only"}, "bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"megatron_config": {"a": 1}}, "megatron_config"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"target_parameters": ["w"]}, "target_parameters"),
+        ({"corda_config": {"x": 1}}, "corda_config"),
+        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
+        ({"arrow_config": {"top_k": 1}}, "arrow_config"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"brand_new_trick": True}, "brand_new_trick"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens"),
+        ({"target_modules": ["lm_head"]}, "lm_head"),
+        ({"target_modules": ".*"}, "embed_tokens"),
+        ({"target_modules": ["c_attn"]}, "c_attn"),
+        ({"target_modules": None}, "target_modules"),
+        ({"target_modules": []}, "target_modules"),
+        ({"target_modules": [1]}, "target_modules"),
+        ({"target_modules": "nothing"}, "matches no module"),
+        ({"target_modules": "(q_proj"}, "no regular expression"),
+        ({"layers_to_transform": [3]}, "layer 3"),
+        ({"layers_to_transform": "1"}, "layers_to_transform"),
+        ({"r": 0}, "r = 0"),
+        ({"r": 257}, "256"),
+        ({"r": True}, "r = True"),
+        ({"r": 4.0}, "r = 4.0"),
+        ({"rank_pattern": {"q_proj": 300}}, "rank_pattern"),
+        ({"rank_pattern": [1]}, "rank_pattern"),
+        ({"alpha_pattern": {"q_proj": "8"}}, "alpha_pattern"),
+        ({"lora_alpha": 1e300}, "lora_alpha"),
+        ({"use_rslora": "yes"}, "use_rslora"),
+    ],
+)
+def test_refuses_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(AdapterInvalid) as refusal:
+        resolve_targets(parse_config(config_bytes(**changes)), SHAPE)
+    assert named in str(refusal.value)
+
+
+def test_training_keys_and_unset_features_are_let_through() -> None:
+    parse_config(
+        config_bytes(
+            init_lora_weights="pissa",
+            loftq_config={"loftq_bits": 4},
+            eva_config={"rho": 2.0},
+            lora_dropout=0.1,
+            task_type="CAUSAL_LM",
+            use_dora=False,
+            modules_to_save=None,
+            megatron_core="megatron.core",
+            unheard_of=None,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"\xff\xfe",
+        b'{"r": 1, "r": 2}',
+        b'{"peft_type": "LORA", "r": NaN}',
+        b'{"a":' * 100_000,
+        b'{"r": ' + b"9" * 5000 + b"}",
+        b"\x80\x04\x95pickle",
+    ],
+)
+def test_refuses_what_is_not_one_json_object(data: bytes) -> None:
+    with pytest.raises(AdapterInvalid, match=r"adapter_config\.json"):
+        parse_config(data)
+
+
+def test_a_hostile_expression_is_refused_and_does_not_stop_the_process() -> None:
+    ticks = 0
+    began = time.process_time()
+    for pattern in (r"(.*.*)*(.*.*)*(.*.*)*(.*.*)*x", r"(\w+|[a-z._0-9]+)+!"):
+        with pytest.raises(AdapterInvalid, match="takes too long"):
+            resolve_targets(parse_config(config_bytes(target_modules=pattern)), SHAPE)
+        ticks += 1
+    assert ticks == 2
+    assert time.process_time() - began < 1.0  # the work was the child's, which has a limit of its own
+
+
+def test_too_many_patterns_are_refused() -> None:
+    with pytest.raises(AdapterInvalid, match="rank_pattern is too large"):
+        resolve_targets(parse_config(config_bytes(rank_pattern={f"p{i}": 1 for i in range(3000)})), SHAPE)
+
+
+def test_tensor_names() -> None:
+    assert parse_tensor_name(tensor_name(2, "down_proj", "B")) == (2, "down_proj", "B")
+    infix = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    assert parse_tensor_name(infix) == (0, "q_proj", "A")
+    for wrong in (
+        "base_model.model.model.layers.00.self_attn.q_proj.lora_A.weight",
+        "base_model.model.model.layers.0.mlp.q_proj.lora_A.weight",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_C.weight",
+        "base_model.model.model.layers.٣.self_attn.q_proj.lora_A.weight",
+        "base_model.model.lm_head.lora_A.weight",
+        "model.layers.0.self_attn.q_proj.lora_A.weight",
+    ):
+        assert parse_tensor_name(wrong) is None, wrong

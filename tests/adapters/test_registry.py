@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from motet.adapters.adapter import AdapterVersion
+from motet.adapters.base_identity import BaseIdentity
+from motet.adapters.errors import AdapterInvalid, KeyTaken, OtherBase, RegistryUnavailable
+from motet.adapters.registry.events import AdapterDeleted, AdapterSet, KeySet
+from motet.adapters.registry.registry import PREFIX, Registry, connect, hash_key
+
+
+@pytest.fixture
+def registry(redis_client: Redis) -> Registry:
+    return Registry(redis_client, clock=lambda: 1234567890.125)
+
+
+def facts(digest: str = "a", rank: int = 8) -> dict[str, Any]:
+    return {"digest": digest * 64, "module_ranks": {"q_proj": rank, "v_proj": 4}, "num_bytes": 1000}
+
+
+async def test_register_get_list_delete(registry: Registry) -> None:
+    adapter, created = await registry.register("acme", "pirate", **facts())
+    assert created
+    assert adapter == AdapterVersion("acme", "pirate", 1, "a" * 64, {"q_proj": 8, "v_proj": 4}, 1000, 1234567890.125)
+    assert await registry.get("acme", "pirate") == adapter
+    assert await registry.list("acme") == [adapter]
+    assert await registry.digests() == {"a" * 64}
+    assert await registry.delete("acme", "pirate") == 1
+    assert await registry.delete("acme", "pirate") is None
+    assert await registry.get("acme", "pirate") is None
+    assert await registry.list("acme") == []
+    assert await registry.digests() == set()
+
+
+async def test_versions_count_up_and_the_same_digest_is_the_same_version(registry: Registry) -> None:
+    first = await registry.register("acme", "x", **facts("a"))
+    again = await registry.register("acme", "x", **facts("a"))
+    assert (first[1], again) == (True, (first[0], False))
+    assert (await registry.register("acme", "x", **facts("b")))[0].version == 2
+    assert (await registry.register("acme", "x", **facts("a")))[0].version == 3
+    await registry.delete("acme", "x")
+    adapter, created = await registry.register("acme", "x", **facts("a"))
+    assert (adapter.version, created) == (4, True)
+
+
+async def test_many_at_once_get_versions_of_their_own(registry: Registry) -> None:
+    async def register(number: int) -> tuple[AdapterVersion, bool]:
+        return await registry.register("acme", "x", **facts("0123456789abcdef"[number % 16]))
+
+    answers = await asyncio.gather(*(register(number) for number in range(16)))
+    assert sorted(adapter.version for adapter, _ in answers) == list(range(1, 17))
+    same = await asyncio.gather(*(registry.register("acme", "y", **facts()) for _ in range(16)))
+    assert sorted(created for _, created in same) == [False] * 15 + [True]
+    assert {adapter.version for adapter, _ in same} == {1}
+
+
+async def test_tenants_do_not_see_each_other(registry: Registry) -> None:
+    for tenant in ("acme", "acme.", "acme-2", "acme0", "a", "ACME", "z"):
+        await registry.register(tenant, "shared", **facts())
+        await registry.register(tenant, f"own-{tenant}", **facts())
+    for tenant in ("acme", "acme.", "acme-2", "acme0", "a", "ACME", "z"):
+        assert {(adapter.tenant, adapter.name) for adapter in await registry.list(tenant)} == {
+            (tenant, "shared"),
+            (tenant, f"own-{tenant}"),
+        }
+    assert await registry.get("acme", "own-a") is None
+    assert await registry.delete("acme", "own-a") is None
+    assert await registry.get("a", "own-a") is not None
+
+
+async def test_lists_are_sorted_by_name(registry: Registry) -> None:
+    for name in ("b", "a.1", "B", "0", "a"):
+        await registry.register("acme", name, **facts())
+    assert [adapter.name for adapter in await registry.list("acme")] == ["0", "B", "a", "a.1", "b"]
+
+
+@pytest.mark.parametrize("tenant", ["a/b", "", "a\n", "{x}"])
+async def test_names_cannot_break_out(tenant: str, registry: Registry) -> None:
+    with pytest.raises(AdapterInvalid):
+        await registry.register(tenant, "x", **facts())
+    with pytest.raises(AdapterInvalid):
+        await registry.register("acme", f"{tenant}/x", **facts())
+    with pytest.raises(AdapterInvalid):
+        await registry.list(tenant)
+    with pytest.raises(AdapterInvalid):
+        await registry.set_key(tenant, "secret")
+
+
+async def test_keys_belong_to_tenants_and_are_stored_hashed(registry: Registry, redis_client: Redis) -> None:
+    await registry.set_key("acme", "secret-1")
+    await registry.set_key("acme", "secret-2")
+    await registry.set_key("zoo", "secret-3")
+    assert await registry.tenant_of_key("secret-2") == "acme"
+    assert await registry.tenant_of_key("secret-3") == "zoo"
+    assert await registry.tenant_of_key(hash_key("secret-3")) is None
+    assert await registry.tenant_of_key("") is None
+    with pytest.raises(KeyTaken, match="given for zoo is acme's already") as taken:
+        await registry.set_key("zoo", "secret-2")
+    assert "secret" not in str(taken.value)
+    assert await registry.tenant_of_key("secret-2") == "acme"
+    await registry.delete_key("secret-3")
+    assert await registry.tenant_of_key("secret-3") is None
+    await registry.set_key("acme", "secret-3")  # free again
+    await registry.set_launch_keys("launch-1", [("acme", "secret-4")])
+    for key in await redis_client.keys("*"):
+        assert key.startswith(PREFIX)
+        assert "secret" not in str(await _content(redis_client, key))
+
+
+async def _content(client: Any, key: str) -> Any:
+    kind = await client.type(key)
+    if kind == "hash":
+        return await client.hgetall(key)
+    if kind == "set":
+        return await client.smembers(key)
+    if kind == "zset":
+        return await client.zrange(key, 0, -1)
+    if kind == "stream":
+        return await client.xrange(key)
+    assert kind == "string"
+    return await client.get(key)
+
+
+async def test_a_launch_takes_back_what_it_gives_no_more(registry: Registry) -> None:
+    start = (await registry.snapshot()).event_id
+    await registry.set_launch_keys("launch-1", [("acme", "old"), ("zoo", "kept")])
+    await registry.set_launch_keys("launch-1", [("acme", "new"), ("zoo", "kept")])
+    assert await registry.tenant_of_key("old") is None
+    assert await registry.tenant_of_key("new") == "acme"
+    assert await registry.tenant_of_key("kept") == "zoo"
+    events = [entry.event for entry in await registry.read_events(start, 0.01)]
+    assert events == [
+        KeySet(hash_key("old"), "acme"),
+        KeySet(hash_key("kept"), "zoo"),
+        KeySet(hash_key("new"), "acme"),
+        KeySet(hash_key("old"), None),
+    ]
+    await registry.set_launch_keys("launch-1", [])
+    assert (await registry.snapshot()).key_tenants == {}
+
+
+async def test_launches_that_share_a_registry_leave_each_others_keys(registry: Registry) -> None:
+    await registry.set_key("acme", "for good")
+    await registry.set_launch_keys("launch-1", [("acme", "mine"), ("acme", "shared"), ("acme", "for good")])
+    await registry.set_launch_keys("launch-2", [("acme", "yours"), ("acme", "shared")])
+    await registry.set_launch_keys("launch-1", [])
+    assert await registry.tenant_of_key("mine") is None
+    for key in ("yours", "shared", "for good"):
+        assert await registry.tenant_of_key(key) == "acme"
+    await registry.set_launch_keys("launch-2", [])
+    assert await registry.tenant_of_key("shared") is None
+    assert await registry.tenant_of_key("for good") == "acme"
+
+
+async def test_a_launch_key_that_is_set_for_good_stays(registry: Registry) -> None:
+    await registry.set_launch_keys("launch-1", [("acme", "x"), ("acme", "y")])
+    await registry.set_key("acme", "x")
+    await registry.delete_key("y")
+    await registry.set_key("zoo", "y")
+    await registry.set_launch_keys("launch-1", [])
+    assert await registry.tenant_of_key("x") == "acme"
+    assert await registry.tenant_of_key("y") == "zoo"
+
+
+async def test_a_launch_cannot_take_another_tenants_key(registry: Registry) -> None:
+    await registry.set_key("acme", "x")
+    await registry.set_launch_keys("launch-1", [("acme", "y")])
+    before = await registry.snapshot()
+    for owner, taken in (("launch-2", "x"), ("launch-2", "y"), ("launch-1", "y")):
+        with pytest.raises(KeyTaken, match="given for zoo is acme's already"):
+            await registry.set_launch_keys(owner, [("zoo", "new"), ("zoo", taken)])
+    assert await registry.snapshot() == before
+
+
+async def test_a_registry_belongs_to_one_base(registry: Registry) -> None:
+    mine, renamed, other = BaseIdentity("a" * 64, "mine"), BaseIdentity("a" * 64, "x"), BaseIdentity("b" * 64, "other")
+    await registry.claim_base(mine, "go away", if_empty=False)
+    await registry.claim_base(renamed, "go away", if_empty=False)
+    with pytest.raises(OtherBase, match=r"mine.*other.*trained again.*go away"):
+        await registry.claim_base(other, "go away", if_empty=False)
+    await registry.claim_base(other, "go away", if_empty=True)
+    await registry.register("acme", "x", **facts())
+    with pytest.raises(OtherBase):
+        await registry.claim_base(mine, "go away", if_empty=True)
+
+
+async def test_changes_are_told_in_order_and_only_once(registry: Registry) -> None:
+    start = await registry.snapshot()
+    assert (start.adapters, start.event_number) == ((), 0)
+    adapter, _ = await registry.register("acme", "x", **facts())
+    await registry.register("acme", "x", **facts())
+    await registry.delete("acme", "x")
+    await registry.delete("acme", "x")
+    for _ in range(2):
+        await registry.set_key("acme", "secret")
+    await registry.delete_key("secret")
+    events = await registry.read_events(start.event_id, 0.01)
+    assert [entry.event for entry in events] == [
+        AdapterSet(adapter),
+        AdapterDeleted("acme", "x", 1),
+        KeySet(hash_key("secret"), "acme"),
+        KeySet(hash_key("secret"), None),
+    ]
+    assert [entry.number for entry in events] == [1, 2, 3, 4]
+    assert await registry.read_events(events[-1].event_id, 0.01) == []
+    end = await registry.snapshot()
+    assert (end.event_id, end.event_number) == (events[-1].event_id, 4)
+
+
+async def test_waits_for_an_event(registry: Registry) -> None:
+    waiting = asyncio.create_task(registry.read_events("0-0", 1.0))
+    await asyncio.sleep(0.05)
+    await registry.register("acme", "x", **facts())
+    assert len(await waiting) == 1
+
+
+async def test_a_snapshot_holds_everything(registry: Registry) -> None:
+    adapters = [(await registry.register(tenant, name, **facts()))[0] for tenant in "ab" for name in "xy"]
+    await registry.set_key("a", "secret")
+    snapshot = await registry.snapshot()
+    assert sorted(snapshot.adapters, key=lambda adapter: (adapter.tenant, adapter.name)) == adapters
+    assert snapshot.key_tenants == {hash_key("secret"): "a"}
+    assert snapshot.event_number == 5
+
+
+async def test_without_redis_every_call_is_unavailable() -> None:
+    registry = Registry(connect("redis://127.0.0.1:1", timeout_s=0.5))
+    calls = [
+        registry.ping(),
+        registry.register("acme", "x", **facts()),
+        registry.get("acme", "x"),
+        registry.list("acme"),
+        registry.delete("acme", "x"),
+        registry.digests(),
+        registry.set_key("acme", "x"),
+        registry.delete_key("x"),
+        registry.set_launch_keys("launch-1", [("acme", "x")]),
+        registry.claim_base(BaseIdentity("a", "x"), "go away", if_empty=True),
+        registry.tenant_of_key("x"),
+        registry.snapshot(),
+        registry.read_events("0-0", 0.01),
+    ]
+    for call in calls:
+        with pytest.raises(RegistryUnavailable, match="try again"):
+            await call
+
+
+async def test_a_server_that_accepts_and_says_nothing_is_unavailable() -> None:
+    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(mute, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    client = connect(f"redis://127.0.0.1:{port}", timeout_s=30.0)
+    with pytest.raises(RegistryUnavailable):  # the registry's own limit holds, whatever the client's
+        await Registry(client, timeout_s=0.2).register("acme", "x", **facts())
+    await client.aclose()
+    server.close()
+
+
+async def test_a_client_that_does_not_decode_is_refused(redis_url: str) -> None:
+    client = Redis.from_url(redis_url)
+    with pytest.raises(ValueError, match="decodes"):
+        Registry(client)
+    await client.aclose()

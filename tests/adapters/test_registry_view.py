@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from motet.adapters.adapter import AdapterVersion
+from motet.adapters.errors import RegistryUnavailable
+from motet.adapters.registry.events import AdapterDeleted, AdapterSet, KeySet
+from motet.adapters.registry.registry import PREFIX, NumberedEvent, Registry, connect, hash_key
+from motet.adapters.registry.registry_view import RegistryView
+from motet.cluster.registry_server.redis_server import RedisServer
+
+
+class GatedRegistry(Registry):
+    """Reads no events while `gate` is closed."""
+
+    def __init__(self, client: Redis) -> None:
+        super().__init__(client)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.num_snapshots = 0
+
+    async def read_events(self, after: str, wait_s: float) -> Sequence[NumberedEvent]:
+        await self.gate.wait()
+        events = await super().read_events(after, min(wait_s, 0.1))
+        await self.gate.wait()
+        return events
+
+    async def snapshot(self) -> Any:
+        self.num_snapshots += 1
+        return await super().snapshot()
+
+
+@pytest.fixture
+async def registry(redis_client: Redis) -> GatedRegistry:
+    return GatedRegistry(redis_client)
+
+
+@pytest.fixture
+async def view(registry: GatedRegistry) -> AsyncIterator[RegistryView]:
+    view = RegistryView(registry)
+    await view.start()
+    yield view
+    await view.stop()
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"not seen within 10 s: {what}")
+
+
+async def register(registry: Registry, name: str = "x", digest: str = "a") -> AdapterVersion:
+    adapter, _ = await registry.register("acme", name, digest=digest * 64, module_ranks={"q_proj": 8}, num_bytes=1000)
+    return adapter
+
+
+async def test_starts_with_what_is_there_and_follows(registry: GatedRegistry) -> None:
+    old = await register(registry, "old")
+    await registry.set_key("acme", "old key")
+    view = RegistryView(registry)
+    assert not view.connected
+    await view.start()
+    assert view.connected
+    assert view.resolve("acme", "old") == old
+    assert view.resolve("other", "old") is None
+    assert view.tenant_of_key("old key") == "acme"
+
+    new = await register(registry, "new")
+    await registry.set_key("zoo", "new key")
+    await registry.delete_key("old key")
+    await registry.delete("acme", "old")
+    await until(lambda: view.resolve("acme", "old") is None, "the deletion")
+    assert view.list("acme") == [new]
+    assert view.tenant_of_key("new key") == "zoo"
+    assert view.tenant_of_key("old key") is None
+    assert registry.num_snapshots == 1
+    await view.stop()
+    assert not view.connected
+    assert view.resolve("acme", "new") == new
+
+
+async def test_own_changes_are_seen_at_once_and_not_undone_by_the_stream(
+    registry: GatedRegistry, view: RegistryView
+) -> None:
+    registry.gate.clear()
+    first = await register(registry, digest="a")
+    view.apply(AdapterSet(first))
+    second = await register(registry, digest="b")
+    view.apply(AdapterSet(second))
+    view.apply(AdapterSet(first))  # late
+    assert view.resolve("acme", "x") == second
+    version = await registry.delete("acme", "x")
+    assert version is not None
+    view.apply(AdapterDeleted("acme", "x", version))
+    view.apply(AdapterSet(second))  # late
+    assert view.resolve("acme", "x") is None
+    third = await register(registry, digest="a")
+    view.apply(AdapterSet(third))
+    view.apply(AdapterDeleted("acme", "x", version))  # late
+    assert view.resolve("acme", "x") == third
+    view.apply(KeySet(hash_key("k"), "acme"))
+    assert view.tenant_of_key("k") == "acme"
+
+    seen = []
+    registry.gate.set()
+    await register(registry, "last")
+    while view.resolve("acme", "last") is None:
+        seen.append(view.resolve("acme", "x"))
+        await asyncio.sleep(0)
+    assert all(adapter == third for adapter in seen)
+    assert view.resolve("acme", "x") == third
+
+
+async def test_changes_made_while_a_snapshot_is_under_way_are_kept(registry: GatedRegistry) -> None:
+    snapshot = await registry.snapshot()
+    adapter = await register(registry)
+
+    class SlowRegistry(GatedRegistry):
+        async def snapshot(self) -> Any:
+            view.apply(AdapterSet(adapter))
+            return snapshot  # as it was before the change
+
+    slow = SlowRegistry(registry._client)
+    slow.gate.clear()
+    view = RegistryView(slow)
+    await view.start()
+    assert view.resolve("acme", "x") == adapter
+    await view.stop()
+
+
+async def test_events_trimmed_before_they_were_read_are_not_missed(
+    registry: GatedRegistry, view: RegistryView, redis_client: Redis
+) -> None:
+    registry.gate.clear()
+    await asyncio.sleep(0.15)  # the read that was under way is over
+    adapters = [await register(registry, name) for name in "abc"]
+    await registry.set_key("acme", "k")
+    await redis_client.xtrim(PREFIX + "events", maxlen=1, approximate=False)
+    registry.gate.set()
+    await until(lambda: view.tenant_of_key("k") == "acme", "the last event")
+    assert view.list("acme") == adapters
+    assert registry.num_snapshots == 2
+    assert view.connected
+
+
+async def test_a_registry_that_lost_everything_is_loaded_anew(
+    registry: GatedRegistry, view: RegistryView, redis_client: Redis
+) -> None:
+    await register(registry, "old")
+    await registry.set_key("acme", "k")
+    await until(lambda: view.tenant_of_key("k") == "acme", "the events")
+    await redis_client.flushall()
+    await register(registry, "new")
+    await until(lambda: view.resolve("acme", "new") is not None, "the new event")
+    assert view.resolve("acme", "old") is None
+    assert view.tenant_of_key("k") is None
+
+
+async def test_a_random_history_ends_in_the_same_state_and_versions_never_go_back(
+    registry: GatedRegistry, view: RegistryView, redis_client: Redis
+) -> None:
+    chooser = random.Random(7)
+    latest: dict[str, int] = {}
+    for step in range(300):
+        name = chooser.choice("xyz")
+        match chooser.randrange(10):
+            case 0:
+                version = await registry.delete("acme", name)
+                if version is not None and chooser.random() < 0.5:
+                    view.apply(AdapterDeleted("acme", name, version))
+            case 1:
+                await redis_client.xtrim(PREFIX + "events", maxlen=chooser.randrange(3), approximate=False)
+            case 2:
+                await asyncio.sleep(0.002)
+            case _:
+                adapter = await register(registry, name, chooser.choice("abcdef"))
+                if chooser.random() < 0.5:
+                    view.apply(AdapterSet(adapter))
+        for known in view.list("acme"):
+            assert known.version >= latest.get(known.name, 0), step
+            latest[known.name] = known.version
+    await registry.set_key("acme", "the end")
+    await until(lambda: view.tenant_of_key("the end") == "acme", "the last event")
+    assert view.list("acme") == await registry.list("acme")
+
+
+async def test_an_outage_is_served_from_memory_and_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = RedisServer(tmp_path / "redis")
+    client = connect(server.start(), timeout_s=1.0)
+    registry = Registry(client)
+    adapter = await register(registry)
+    view = RegistryView(registry)
+    await view.start()
+    caplog.set_level(logging.INFO, logger="motet.adapters.registry.registry_view")
+
+    await asyncio.to_thread(server.stop)
+    await until(lambda: not view.connected, "the outage")
+    assert view.resolve("acme", "x") == adapter
+    await asyncio.sleep(0.5)  # several tries
+    server = RedisServer(tmp_path / "redis")
+    client_of_another_router = connect(await asyncio.to_thread(server.start))
+    newer = await register(Registry(client_of_another_router), digest="b")
+    await until(lambda: view.resolve("acme", "x") == newer, "the change made before the view was back")
+    assert view.connected
+    levels = [record.levelno for record in caplog.records if record.name == "motet.adapters.registry.registry_view"]
+    assert levels == [logging.WARNING, logging.INFO]
+
+    await view.stop()
+    await client.aclose()
+    await client_of_another_router.aclose()
+    await asyncio.to_thread(server.stop)
+
+
+async def test_the_first_load_needs_the_registry() -> None:
+    view = RegistryView(Registry(connect("redis://127.0.0.1:1")))
+    with pytest.raises(RegistryUnavailable):
+        await view.start()
+    await view.stop()
+
+
+async def test_an_event_from_the_future_does_not_end_the_view(
+    registry: GatedRegistry, view: RegistryView, redis_client: Redis
+) -> None:
+    fields: dict[Any, Any] = {"number": 1, "kind": "unheard of", "field": "f", "value": "v"}
+    await redis_client.incr(PREFIX + "event_number")
+    await redis_client.xadd(PREFIX + "events", fields)
+    await until(lambda: not view.connected or registry.num_snapshots > 1, "the odd event")
+    adapter = await register(registry)
+    await until(lambda: view.resolve("acme", "x") == adapter, "the next event")

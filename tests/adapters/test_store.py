@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from motet.adapters.base_identity import BaseIdentity
+from motet.adapters.errors import AdapterCorrupt, AdapterInvalid, OtherBase
+from motet.adapters.format.content import AdapterContent
+from motet.adapters.format.validation import validate
+from motet.adapters.packing.packing import pack
+from motet.adapters.store.store import AdapterStore
+from motet.tests.rigs.lora_files import LAYOUT, SHAPE, lora_files, name_of
+
+BF16 = replace(LAYOUT, dtype="bfloat16")
+
+
+@pytest.fixture
+def content(tmp_path: Path) -> AdapterContent:
+    files = lora_files(
+        rank=2,
+        ranks={(1, "q_proj"): 7},
+        dtype=torch.bfloat16,
+        rank_pattern={"layers.1.self_attn.q_proj": 7},
+        alpha_pattern={"v_proj": 3},
+    )
+    return validate(files.config_bytes, files.write(tmp_path), SHAPE)
+
+
+@pytest.fixture
+def store(tmp_path: Path, content: AdapterContent) -> AdapterStore:
+    """A store that holds `content`, packed for LAYOUT."""
+    store = AdapterStore(tmp_path / "deep" / "store")
+    store.put(content, [LAYOUT])
+    return store
+
+
+def file_of(tmp_path: Path, digest: str, name: str) -> Path:
+    return tmp_path / "deep" / "store" / digest[:2] / digest / name
+
+
+def test_gives_back_what_was_put(store: AdapterStore, content: AdapterContent, tmp_path: Path) -> None:
+    assert torch.equal(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT))
+    again = AdapterStore(tmp_path / "deep" / "store").load_content(content.digest)
+    assert again.digest == content.digest
+    assert again.module_ranks == content.module_ranks
+    assert store.digests() == [content.digest]
+    assert list((tmp_path / "deep" / "store" / "tmp").iterdir()) == []
+
+
+def test_packs_for_a_new_layout_once(
+    store: AdapterStore, content: AdapterContent, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        assert torch.equal(store.load_packed(content.digest, BF16), pack(content, BF16))
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+
+
+def test_a_store_belongs_to_one_base(store: AdapterStore, tmp_path: Path) -> None:
+    mine, other = BaseIdentity("a" * 64, "mine"), BaseIdentity("b" * 64, "other base")
+    store.claim_base(mine, "go away")
+    again = AdapterStore(tmp_path / "deep" / "store")
+    again.claim_base(BaseIdentity("a" * 64, "renamed"), "go away")
+    for refused in (again.check_base, again.claim_base):
+        with pytest.raises(OtherBase, match=r"deep.*renamed.*other base.*trained again.*go away"):
+            refused(other, "go away")
+
+
+def test_an_empty_store_may_change_hands(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path)
+    for fingerprint in "abb":
+        store.claim_base(BaseIdentity(fingerprint * 64, "a base"), "go away")
+    assert (tmp_path / "base").read_text() == "b" * 64 + " a base\n"
+
+
+def test_a_damaged_mark_is_told(store: AdapterStore, tmp_path: Path) -> None:
+    (tmp_path / "deep" / "store" / "base").write_text("")
+    with pytest.raises(ValueError, match="names no base"):
+        store.check_base(BaseIdentity("a" * 64, "mine"), "go away")
+
+
+def spoil(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "missing":
+        path.unlink()
+        return
+    if how == "truncated":
+        del data[-5:]
+    elif how == "empty":
+        data.clear()
+    elif how == "longer":
+        data += b"x"
+    elif how == "body":
+        data[-9] ^= 1
+    elif how == "header":
+        data[20] ^= 1
+    elif how == "length":
+        data[8:12] = b"\xff" * 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "empty", "longer", "body", "header", "length"])
+def test_a_damaged_packed_file_is_made_again(
+    how: str, store: AdapterStore, content: AdapterContent, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = file_of(tmp_path, content.digest, f"{LAYOUT.key}.packed")
+    good = path.read_bytes()
+    spoil(path, how)
+    assert torch.equal(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT))
+    assert path.read_bytes() == good
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert content.digest in warnings[0].getMessage()
+
+
+def test_every_single_damaged_byte_of_a_packed_file_is_noticed(
+    store: AdapterStore, content: AdapterContent, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = file_of(tmp_path, content.digest, f"{LAYOUT.key}.packed")
+    good = path.read_bytes()
+    header_end = 12 + int.from_bytes(good[8:12], "little") + 32
+    for position in [*range(0, header_end, 7), *range(header_end, len(good), 997)]:
+        bad = bytearray(good)
+        bad[position] ^= 0x10
+        path.write_bytes(bad)
+        caplog.clear()
+        assert torch.equal(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT))
+        assert len(caplog.records) == 1, position
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "empty", "body"])
+@pytest.mark.parametrize("which", ["adapter_model.safetensors", "manifest.json"])
+def test_a_damaged_source_is_an_error_that_an_upload_heals(
+    which: str, how: str, store: AdapterStore, content: AdapterContent, tmp_path: Path
+) -> None:
+    spoil(file_of(tmp_path, content.digest, which), how)
+    assert torch.equal(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT))  # the packed file is enough
+    with pytest.raises(AdapterCorrupt, match=f"{content.digest}.*upload it again"):
+        store.load_packed(content.digest, BF16)
+    store.put(content, [LAYOUT])
+    assert torch.equal(store.load_packed(content.digest, BF16), pack(content, BF16))
+
+
+def test_a_source_with_other_scalings_is_not_that_adapter(
+    store: AdapterStore, content: AdapterContent, tmp_path: Path
+) -> None:
+    path = file_of(tmp_path, content.digest, "manifest.json")
+    manifest = json.loads(path.read_text())
+    manifest["scalings"][name_of(0, "q_proj", "B")] = (1.5).hex()
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(AdapterCorrupt, match="its digest is"):
+        store.load_content(content.digest)
+
+
+def test_unknown_and_impossible_digests(store: AdapterStore) -> None:
+    with pytest.raises(AdapterCorrupt, match="not in the store"):
+        store.load_packed("0" * 64, LAYOUT)
+    for digest in ("", "../../../etc/passwd", "G" * 64, "0" * 63):
+        with pytest.raises(AdapterCorrupt, match="no digest"):
+            store.load_packed(digest, LAYOUT)
+
+
+def test_an_adapter_of_another_base_is_refused(store: AdapterStore, content: AdapterContent) -> None:
+    modules = {**SHAPE.modules, "q_proj": (16, 32)}
+    with pytest.raises(AdapterCorrupt, match="does not fit"):
+        store.load_packed(content.digest, replace(LAYOUT, shape=replace(SHAPE, modules=modules)))
+
+
+def test_a_refused_put_leaves_nothing(tmp_path: Path, content: AdapterContent) -> None:
+    store = AdapterStore(tmp_path / "store")
+    with pytest.raises(AdapterInvalid):
+        store.put(content, [replace(LAYOUT, shape=replace(SHAPE, num_layers=1))])
+    assert store.digests() == []
+
+
+def test_sweep_marks_first_and_removes_later(store: AdapterStore, content: AdapterContent, tmp_path: Path) -> None:
+    mark = file_of(tmp_path, content.digest, "unreferenced")
+    assert store.sweep([content.digest], 0) == []
+    assert not mark.exists()
+    assert store.sweep([], 3600) == []
+    assert mark.exists()
+    assert store.sweep([], 3600) == []
+    store.put(content, [LAYOUT])  # uploaded again
+    assert not mark.exists()
+    assert store.sweep([], 3600) == []
+    assert store.sweep([content.digest], 3600) == []  # registered again
+    assert not mark.exists()
+    assert store.sweep([], 3600) == []
+    os.utime(mark, (time.time() - 3601,) * 2)
+    (tmp_path / "deep" / "store" / "tmp" / "left").write_bytes(b"by the dead")
+    assert store.sweep([], 3600) == [content.digest]
+    assert store.digests() == []
+    assert list((tmp_path / "deep" / "store" / "tmp").iterdir()) == []
+    with pytest.raises(AdapterCorrupt, match="not in the store"):
+        store.load_packed(content.digest, LAYOUT)
+
+
+def test_writers_readers_and_the_sweep_at_once(store: AdapterStore, content: AdapterContent) -> None:
+    """Whoever has put the adapter finds it, whatever the others do."""
+    failures: list[BaseException] = []
+    expected = pack(content, LAYOUT)
+
+    def work() -> None:
+        try:
+            for _ in range(8):
+                store.put(content, [LAYOUT])
+                assert torch.equal(store.load_packed(content.digest, LAYOUT), expected)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        store.sweep([], 3600)
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from motet.adapters.store import AdapterStore
+from motet.adapters.validation import validate
+from motet.tests.lora_files import LAYOUT, SHAPE, lora_files
+folder = Path(sys.argv[1])
+store = AdapterStore(folder / "store")
+for seed in range(10_000):
+    files = lora_files(seed=seed)
+    content = validate(files.config_bytes, files.write(folder), SHAPE)
+    store.put(content, [LAYOUT])
+    print(content.digest, flush=True)
+"""
+
+
+def test_what_was_put_survives_kill_9(tmp_path: Path) -> None:
+    writer = subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    acknowledged = [writer.stdout.readline().strip() for _ in range(20)]
+    writer.send_signal(signal.SIGKILL)
+    acknowledged += writer.stdout.read().split()
+    writer.wait()
+    store = AdapterStore(tmp_path / "store")
+    for digest in acknowledged:
+        if len(digest) == 64:  # the last line may be cut
+            assert store.load_content(digest).digest == digest
+            store.load_packed(digest, LAYOUT)

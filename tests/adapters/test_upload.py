@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from redis.asyncio import Redis
+
+from motet.adapters.errors import AdapterError, AdapterInvalid, RegistryUnavailable, UploadTooLarge
+from motet.adapters.packing.packing import pack
+from motet.adapters.registry.registry import Registry, connect
+from motet.adapters.registry.registry_view import RegistryView
+from motet.adapters.store.store import AdapterStore
+from motet.adapters.upload import UploadLimits, UploadService
+from motet.cluster.registry_server.redis_server import RedisServer
+from motet.tests.rigs.lora_files import LAYOUT, SHAPE, LoraFiles, lora_files, name_of
+
+LIMITS = UploadLimits(max_config_bytes=10_000, max_tensors_bytes=20_000)
+
+
+@dataclass
+class Parts:
+    uploads: UploadService
+    store: AdapterStore
+    registry: Registry
+    view: RegistryView
+    folder: Path
+
+    async def upload(self, name: str, files: LoraFiles, tenant: str = "acme") -> tuple[int, bool, str]:
+        adapter, created = await self.uploads.upload(tenant, name, files.config_bytes, files.write(self.folder))
+        return adapter.version, created, adapter.digest
+
+
+def parts_of(client: Redis, folder: Path) -> Parts:
+    store, registry = AdapterStore(folder / "store"), Registry(client)
+    view = RegistryView(registry)
+    uploads = UploadService(store, registry, view, [LAYOUT], reserved={"the-base"}, limits=LIMITS)
+    return Parts(uploads, store, registry, view, folder)
+
+
+@pytest.fixture
+async def parts(redis_client: Redis, tmp_path: Path) -> AsyncIterator[Parts]:
+    parts = parts_of(redis_client, tmp_path)
+    await parts.view.start()
+    yield parts
+    await parts.view.stop()
+
+
+async def test_an_upload_can_be_loaded_and_is_seen_at_once(parts: Parts) -> None:
+    files = lora_files()
+    config = parts.folder / "config.json"
+    config.write_bytes(files.config_bytes)
+    tensors = files.write(parts.folder)
+    adapter, created = await parts.uploads.upload("acme", "pirate", config, tensors)
+    tensors.unlink()
+    assert created
+    assert (adapter.version, adapter.rank, adapter.targets) == (1, 4, ("q_proj", "v_proj", "down_proj"))
+    assert adapter.num_bytes == sum(tensor.nbytes for tensor in files.tensors.values())
+    assert parts.view.resolve("acme", "pirate") == adapter
+    assert await parts.uploads.get("acme", "pirate") == adapter
+    assert await parts.uploads.list("acme") == [adapter]
+    assert await parts.uploads.list("other") == []
+    pages = parts.store.load_packed(adapter.digest, LAYOUT)
+    assert torch.equal(pages, pack(parts.store.load_content(adapter.digest), LAYOUT))
+
+
+async def test_the_same_bytes_are_the_same_version_and_new_bytes_a_new_one(parts: Parts) -> None:
+    version, created, digest = await parts.upload("x", lora_files(seed=1))
+    assert (version, created) == (1, True)
+    assert await parts.upload("x", lora_files(seed=1)) == (1, False, digest)
+    assert (await parts.upload("x", lora_files(seed=2)))[:2] == (2, True)
+    assert await parts.upload("y", lora_files(seed=1)) == (1, True, digest)
+    assert len(parts.store.digests()) == 2
+
+
+async def test_delete(parts: Parts) -> None:
+    await parts.upload("x", lora_files())
+    assert not await parts.uploads.delete("other", "x")
+    assert await parts.uploads.delete("acme", "x")
+    assert parts.view.resolve("acme", "x") is None
+    assert not await parts.uploads.delete("acme", "x")
+    assert (await parts.upload("x", lora_files()))[:2] == (2, True)
+
+
+async def test_sweep_spares_what_is_referenced(parts: Parts) -> None:
+    _, _, old = await parts.upload("x", lora_files(seed=1))
+    _, _, kept = await parts.upload("x", lora_files(seed=2))
+    assert await parts.uploads.sweep(older_than_s=0) == 0  # marked
+    assert await parts.uploads.sweep(older_than_s=0) == 1
+    assert parts.store.digests() == [kept]
+    assert old != kept
+
+
+@pytest.mark.parametrize("case", ["name", "reserved", "tenant", "config", "tensors", "large config", "large tensors"])
+async def test_what_is_refused_leaves_nothing(case: str, parts: Parts) -> None:
+    files, tenant, name = lora_files(), "acme", "x"
+    expected: type[AdapterError] = AdapterInvalid
+    if case == "name":
+        name = "../x"
+    elif case == "reserved":
+        name = "the-base"
+    elif case == "tenant":
+        tenant = "a/b"
+    elif case == "config":
+        files.config["use_dora"] = True
+    elif case == "tensors":
+        files.tensors[name_of(2, "down_proj", "B")][3, 1] = float("nan")
+    else:
+        expected = UploadTooLarge
+        if case == "large config":
+            files.config["base_model_name_or_path"] = "x" * 20_000
+        else:
+            files = lora_files(rank=128)
+    with pytest.raises(expected):
+        await parts.upload(name, files, tenant)
+    assert parts.store.digests() == []
+    assert await parts.registry.digests() == set()
+    assert [path for path in (parts.folder / "store").rglob("*") if path.is_file()] == []
+
+
+async def test_many_uploads_at_once(parts: Parts) -> None:
+    path = lora_files().write(parts.folder)
+    config = lora_files().config_bytes
+    answers = await asyncio.gather(
+        *(parts.uploads.upload("acme", name, config, path) for name in ("x", "y") for _ in range(6))
+    )
+    assert {(adapter.name, adapter.version) for adapter, _ in answers} == {("x", 1), ("y", 1)}
+    assert sum(created for _, created in answers) == 2
+    assert len(parts.store.digests()) == 1
+
+
+async def test_without_redis_uploads_are_unavailable_until_it_is_back(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path / "redis")
+    client = connect(server.start(), timeout_s=1.0)
+    parts = parts_of(client, tmp_path)
+    await parts.view.start()
+    await parts.upload("x", lora_files(seed=1))
+    await asyncio.to_thread(server.stop)
+    with pytest.raises(RegistryUnavailable):
+        await parts.upload("y", lora_files(seed=2))
+    with pytest.raises(RegistryUnavailable):
+        await parts.uploads.delete("acme", "x")
+    assert parts.view.resolve("acme", "x") is not None
+    assert len(parts.store.digests()) == 1  # nothing was done for an upload that could not be registered
+
+    server = RedisServer(tmp_path / "redis")
+    await asyncio.to_thread(server.start)
+    assert (await parts.upload("y", lora_files(seed=2)))[:2] == (1, True)
+    assert (await parts.upload("x", lora_files(seed=1)))[:2] == (1, False)
+
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGSTOP)  # alive, and says nothing
+    with pytest.raises(RegistryUnavailable):
+        await parts.upload("z", lora_files(seed=3))
+    os.kill(server.pid, signal.SIGCONT)
+    assert (await parts.upload("z", lora_files(seed=3)))[:2] == (1, True)
+
+    os.kill(server.pid, signal.SIGKILL)
+    for _ in range(200):  # its supervisor starts it again
+        try:
+            answer = await parts.upload("w", lora_files(seed=4))
+            break
+        except RegistryUnavailable:
+            await asyncio.sleep(0.05)
+    assert answer[:2] == (1, True)
+    await parts.view.stop()
+    await client.aclose()
+    await asyncio.to_thread(server.stop)
+
+
+async def test_an_upload_whose_answer_got_lost_can_be_repeated(parts: Parts, redis_url: str) -> None:
+    """The script reaches Redis, and the connection ends before its answer."""
+
+    async def drop_the_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to_redis_reader, to_redis = await asyncio.open_unix_connection(redis_url.removeprefix("unix://"))
+        while data := await reader.read(1 << 16):
+            to_redis.write(data)
+            answer = await to_redis_reader.read(1 << 16)
+            if b"EVAL" in data and b"NOSCRIPT" not in answer:
+                break
+            writer.write(answer)
+        to_redis.close()
+        writer.close()
+
+    proxy = await asyncio.start_server(drop_the_answer, "127.0.0.1", 0, family=socket.AF_INET)
+    port = proxy.sockets[0].getsockname()[1]
+    client = connect(f"redis://127.0.0.1:{port}", timeout_s=1.0)
+    unlucky = UploadService(parts.store, Registry(client), parts.view, [LAYOUT])
+    files = lora_files()
+    with pytest.raises(RegistryUnavailable):
+        await unlucky.upload("acme", "x", files.config_bytes, files.write(parts.folder))
+    assert await parts.registry.get("acme", "x") is not None
+    version, created, digest = await parts.upload("x", files)
+    assert (version, created) == (1, False)
+    assert parts.store.load_content(digest).digest == digest
+    await client.aclose()
+    proxy.close()
+
+
+async def test_layouts_must_agree(parts: Parts) -> None:
+    with pytest.raises(ValueError, match="layouts"):
+        UploadService(parts.store, parts.registry, parts.view, [])
+    assert LAYOUT.shape == SHAPE

@@ -1,0 +1,59 @@
+"""Where Ray Serve is told to put gangs and routers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from motet.cluster.config import MotetConfig
+from motet.cluster.replicas.application import build_application
+
+BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
+MIG = "nvidia.com/mig-1g.10gb"
+
+
+def deployments(**given: Any) -> tuple[Any, Any]:
+    """Of the routers and of the gangs."""
+    routers = build_application(MotetConfig(model_path=BASE, data_dir=BASE, **given), "token")
+    (gangs,) = (argument for argument in routers._bound_deployment.init_args if hasattr(argument, "_bound_deployment"))
+    return routers._bound_deployment, gangs._bound_deployment
+
+
+def test_a_gang_of_one_is_placed_as_its_replica() -> None:
+    routers, gangs = deployments(
+        gang_num_gpus=0.5,
+        gang_resources=((MIG, 1.0),),
+        gang_labels=(("zone", "east"),),
+        router_resources=(("front", 1.0),),
+    )
+    assert gangs.ray_actor_options == {
+        "num_cpus": 1.0,
+        "num_gpus": 0.5,
+        "resources": {MIG: 1.0},
+        "label_selector": {"zone": "east"},
+    }
+    assert gangs._replica_config.placement_group_bundles is None
+    assert routers.ray_actor_options == {"num_cpus": 0, "resources": {"front": 1.0}}
+
+
+def test_a_gang_of_several_has_a_bundle_for_each() -> None:
+    _, gangs = deployments(
+        tensor_parallel=2, gang_num_gpus=1.0, placement="spread", gang_labels=(("zone", "east"),), gang_num_cpus=2.0
+    )
+    worker = {"CPU": 2.0, "GPU": 1.0}
+    assert gangs._replica_config.placement_group_bundles == [{"CPU": 0.1}, worker, worker]
+    assert gangs._replica_config.placement_group_strategy == "SPREAD"
+    assert gangs._replica_config.placement_group_bundle_label_selector == [{"zone": "east"}] * 3
+    assert gangs.ray_actor_options["num_cpus"] == 0.1
+
+
+def test_a_gang_is_on_one_node_unless_asked() -> None:
+    _, gangs = deployments(tensor_parallel=2)
+    assert gangs._replica_config.placement_group_strategy == "STRICT_PACK"
+    assert gangs._replica_config.placement_group_bundle_label_selector is None
+
+
+def test_a_new_objective_replaces_routers_and_no_gang() -> None:
+    before, after = deployments(), deployments(latency_objectives_s=(("acme", 2.0),))
+    assert before[0].version != after[0].version
+    assert before[1].version == after[1].version

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from motet.cluster.byte_size import format_byte_size, parse_byte_size
+from motet.cluster.commands.cli import main
+from motet.cluster.commands.status import status_lines
+from motet.tests.rigs.fake_motet import BASE, KEY, FakeMotet, running_fake
+from motet.workers.wire.messages import EngineLoad
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeMotet]:
+    with running_fake() as fake:
+        yield fake
+
+
+@pytest.fixture
+def fake(server: FakeMotet) -> Iterator[FakeMotet]:
+    yield server
+    server.adapters.clear()
+    server.chats.clear()
+    server.break_stream_with = None
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 4, "target_modules": ["q_proj"]}))
+    (folder / "adapter_model.safetensors").write_bytes(bytes(200_000))
+    return folder
+
+
+def motet(fake: FakeMotet, *arguments: str, typed: str | None = None) -> Result:
+    """Runs the command with the address and the key from the environment."""
+    environment = {"MOTET_URL": fake.url, "MOTET_API_KEY": KEY}
+    return CliRunner().invoke(main, arguments, input=typed, env=environment)
+
+
+def test_upload_list_delete(fake: FakeMotet, folder: Path) -> None:
+    uploaded = motet(fake, "adapters", "upload", "pirate", str(folder))
+    assert uploaded.exit_code == 0, uploaded.output
+    assert "uploaded pirate version 1, rank 4" in uploaded.stdout
+    assert uploaded.stderr == ""
+    assert "already there: pirate version 1" in motet(fake, "adapters", "upload", "pirate", str(folder)).stdout
+    listed = motet(fake, "adapters", "list")
+    assert listed.exit_code == 0
+    assert [word for word in listed.stdout.split() if word in ("pirate", "q_proj")] == ["pirate", "q_proj"]
+    assert "195 KiB" in listed.stdout
+    assert motet(fake, "adapters", "delete", "pirate").stdout == "deleted pirate\n"
+    assert fake.adapters == {}
+
+
+def test_long_names_are_whole_and_json_is_the_servers(fake: FakeMotet, folder: Path) -> None:
+    name = "n" * 64
+    motet(fake, "adapters", "upload", name, str(folder))
+    assert name in motet(fake, "adapters", "list").stdout
+    assert json.loads(motet(fake, "adapters", "list", "--json").stdout) == [fake.adapters[name]]
+    assert name in motet(fake, "adapters", "show", name).stdout
+    assert json.loads(motet(fake, "adapters", "show", name, "--json").stdout) == fake.adapters[name]
+    assert "'..' is not accepted" in motet(fake, "adapters", "delete", "..").stderr
+
+
+def test_what_the_server_refuses_is_said_in_its_words(fake: FakeMotet) -> None:
+    refused = motet(fake, "adapters", "delete", "nobody")
+    assert refused.exit_code == 1
+    assert refused.stderr == "Error: there is no adapter 'nobody'\n"
+
+
+def test_options_go_before_the_environment(fake: FakeMotet) -> None:
+    refused = motet(fake, "adapters", "list", "--key", "wrong")
+    assert (refused.exit_code, refused.stderr) == (1, "Error: the API key is unknown\n")
+
+
+def test_no_server_is_an_error_without_a_traceback(fake: FakeMotet) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        failed = motet(fake, "status", "--url", url)
+    assert failed.exit_code == 1
+    assert failed.stderr.startswith(f"Error: nothing answers at {url}")
+
+
+def test_status(fake: FakeMotet) -> None:
+    assert motet(fake, "status", "--over", "0").stdout == f"version: 0.1.0\nmodel: {BASE}\n"
+
+
+def test_status_lines_show_sections_and_lists() -> None:
+    status = {"ready": True, "gang": None, "gangs": [{"load": {"pool_bytes": 1 << 29, "num_waiting": 2}}], "names": []}
+    assert list(status_lines(status)) == [
+        "ready: yes",
+        "gang: -",
+        "gangs 1 of 1",
+        "  load",
+        "    pool bytes: 512 MiB",
+        "    num waiting: 2",
+        "names: none",
+    ]
+
+
+def test_a_load_is_told_in_words_since_the_start_and_by_the_second() -> None:
+    load = EngineLoad(
+        num_running=12,
+        num_waiting=3,
+        num_waiting_for_adapters=1,
+        oldest_waiting_s=0.44,
+        num_queued_tokens=2048,
+        num_pages=1000,
+        num_free_pages=210,
+        num_prefix_pages=340,
+        num_idle_prefix_pages=300,
+        num_adapter_pages=120,
+        num_idle_adapter_pages=20,
+        num_host_pages=400,
+        host_adapter_bytes=5 << 20,
+        num_adapter_loads=8,
+        num_adapter_reads=3,
+        num_resident_adapters=9,
+        num_computed_tokens=1500,
+        num_generated_tokens=500,
+        num_cached_tokens=3000,
+        num_pages_out=40,
+        num_prefix_evictions=7,
+        num_preemptions=2,
+    )
+    earlier = msgspec.structs.replace(load, num_pages_out=10, num_generated_tokens=490, num_prefix_evictions=70)
+    now, before = ({"gangs": [{"gang_id": "a", "load": msgspec.to_builtins(one)}]} for one in (load, earlier))
+    since_the_start = list(status_lines(now))
+    assert since_the_start == [
+        "gangs 1 of 1",
+        "  gang id: a",
+        "  load",
+        "    sequences: 12 running, 3 waiting, 1 of them for adapters, the oldest for 0.4 s",
+        "    queued tokens: 2,048",
+        "    pages: 1,000: 210 free, 340 of kept KV (300 idle), 120 of adapters (20 idle)",
+        "    pages of KV behind them: 400 in host memory, 0 on disk",
+        "    adapters: 9 there, 0 coming; 5 MiB packed in host memory",
+        "    prompt tokens found: 75.0% of 4,000",
+        "    tokens: 500 generated, 1,500 computed",
+        "    copies: 40 pages of KV out, 0 in, 0 of adapters in; 0 failed",
+        "    evictions: 7 pages of KV, 0 adapters; 8 adapters loaded, 3 of them from the store",
+        "    preemptions: 2 sequences",
+    ]
+    by_the_second = list(status_lines(now, before=before, seconds=2.0))
+    assert "    tokens a second: 5.0 generated, 0.0 computed" in by_the_second
+    assert "    copies a second: 15.0 pages of KV out, 0.0 in, 0.0 of adapters in; 0.0 failed" in by_the_second
+    another = {"gangs": [{"gang_id": "b", "load": msgspec.to_builtins(earlier)}]}
+    assert list(status_lines(now, before=another, seconds=2.0)) == since_the_start
+
+
+def test_chat_answers_line_by_line_and_remembers(fake: FakeMotet) -> None:
+    talk = motet(fake, "chat", typed="ahoy there\n\nand again\n/quit\nnever asked\n")
+    assert talk.exit_code == 0, talk.output
+    assert "AHOY THERE \n" in talk.stdout
+    assert "AND AGAIN \n" in talk.stdout
+    assert [chat["model"] for chat in fake.chats] == [BASE, BASE]
+    assert fake.chats[1]["messages"] == [
+        {"role": "user", "content": "ahoy there"},
+        {"role": "assistant", "content": "AHOY THERE "},
+        {"role": "user", "content": "and again"},
+    ]
+
+
+def test_chat_changes_the_adapter_and_keeps_the_talk(fake: FakeMotet, folder: Path) -> None:
+    motet(fake, "adapters", "upload", "pirate", str(folder))
+    talk = motet(fake, "chat", typed="one\n/adapter nobody\n/adapter pirate\n/adapter\ntwo\n/new\nthree\n")
+    assert talk.exit_code == 1, talk.output
+    assert f"there is no model 'nobody': {BASE}, pirate can be chosen" in talk.stdout
+    assert f"now pirate\n{BASE}  [pirate]\n" in talk.stdout
+    assert [chat["model"] for chat in fake.chats] == [BASE, "pirate", "pirate"]
+    assert [len(chat["messages"]) for chat in fake.chats] == [1, 3, 1]
+
+
+def test_chat_starts_with_the_chosen_adapter_and_refuses_an_unknown_one(fake: FakeMotet, folder: Path) -> None:
+    motet(fake, "adapters", "upload", "pirate", str(folder))
+    motet(fake, "chat", "--model", "pirate", typed="one\n")
+    assert [chat["model"] for chat in fake.chats] == ["pirate"]
+    refused = motet(fake, "chat", "--model", "nobody", typed="one\n")
+    assert refused.exit_code == 1
+    assert "there is no model 'nobody'" in refused.stderr
+
+
+def test_a_failed_answer_is_said_and_not_remembered(fake: FakeMotet) -> None:
+    fake.break_stream_with = "error"
+    talk = motet(fake, "chat", typed="one\ntwo\n")
+    assert talk.exit_code == 1
+    assert talk.stdout.count("error: the worker died") == 2
+    assert [len(chat["messages"]) for chat in fake.chats] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("1", 1), ("4096", 4096), ("512MiB", 512 << 20), ("2GiB", 2 << 30), ("1.5 kib", 1536), ("3b", 3)],
+)
+def test_sizes_as_people_write_them(text: str, num_bytes: int) -> None:
+    assert parse_byte_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "much", "2GB", "0.1", "1e9", "MiB"])
+def test_what_is_no_size_is_refused_with_what_would_be(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is no size: .* needed|is no size: .*MiB.*accepted"):
+        parse_byte_size(text)
+
+
+def test_sizes_are_shown_short() -> None:
+    assert [format_byte_size(size) for size in (0, 1023, 1024, 1536 << 10, 139 << 30, 3 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1 KiB",
+        "1.5 MiB",
+        "139 GiB",
+        "3 TiB",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "message"),
+    [
+        (["./no-such-model"], 1, "there is no folder no-such-model"),
+        (["."], 1, "lacks config.json, tokenizer.json, model.safetensors"),
+        (["model", "--port", "0"], 1, "port = 0: 1 to 65535 is accepted"),
+        (["model", "--threads", "0"], 1, "num_threads = 0: a positive integer is needed"),
+        (["model", "--key", "acme=two words"], 1, "a key is printable ASCII without spaces"),
+        (["model", "--key", "acme"], 2, "TENANT=KEY is needed"),
+        (["model", "--pool-bytes", "lots"], 2, "'lots' is no size"),
+        (["model", "--dtype", "float16"], 2, "'float32', 'bfloat16'"),
+    ],
+)
+def test_serve_says_what_it_cannot_serve(
+    arguments: list[str], exit_code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / "model" / name).write_text("{}")
+    failed = CliRunner().invoke(main, ["serve", *arguments], env={"MOTET_DATA_DIR": str(tmp_path / "data")})
+    assert failed.exit_code == exit_code, failed.output
+    assert message in failed.stderr
+    assert failed.stdout == ""
+
+
+def test_serve_ends_with_a_message_where_the_model_is_not_supported(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "config.json").write_text('{"architectures": ["MadeUpForCausalLM"]}')
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    arguments = ["serve", str(tmp_path), "--data-dir", str(tmp_path / "data"), "--port", str(port)]
+    failed = CliRunner().invoke(main, arguments)
+    assert failed.exit_code == 1
+    assert "MadeUpForCausalLM' is not supported" in failed.stderr
+
+
+def test_serve_says_that_the_port_is_taken(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        arguments = ["serve", str(tmp_path), "--data-dir", str(tmp_path / "data"), "--port", port]
+        failed = CliRunner().invoke(main, arguments)
+    assert failed.exit_code == 1
+    assert f"cannot listen at 127.0.0.1:{port}" in failed.stderr

@@ -1,0 +1,156 @@
+"""Settings: where they come from, and what is said of bad ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motet.cluster.config import ConfigError, MotetConfig
+from motet.router.fleet.admission import AdmissionConfig
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> dict[str, Any]:
+    model_path = tmp_path / "tiny"
+    model_path.mkdir()
+    (model_path / "config.json").write_text("{}")
+    return {"model_path": model_path, "data_dir": tmp_path / "data"}
+
+
+def test_defaults(paths: dict[str, Any]) -> None:
+    config = MotetConfig.from_environment({}, **paths)
+    assert config.name == "tiny"
+    assert config.redis_url is None
+    assert config.url == "http://127.0.0.1:8000"
+    assert config.store_path == paths["data_dir"] / "store"
+
+
+def test_the_parts_get_what_was_set(paths: dict[str, Any]) -> None:
+    config = MotetConfig(**paths, name="base", dtype="float32", pool_bytes=123, max_model_len=7, max_upload_bytes=9)
+    assert (config.engine.dtype, config.engine.pool_bytes, config.engine.max_model_len) == ("float32", 123, 7)
+    assert config.engine.store_path == config.store_path
+    assert (config.router.model_name, config.router.max_upload_bytes) == ("base", 9)
+    patient = MotetConfig(**paths, max_queue_wait_s=0.0, max_gangs=3, max_waiting_sequences=5, max_waiting_tokens=6)
+    assert patient.admission == AdmissionConfig(0.0, 3, patient.scaling.queued_tokens_per_gang)
+    objectives_s = (("acme", 2.0),)
+    assert MotetConfig(**paths, latency_objectives_s=objectives_s).admission.latency_objectives_s == objectives_s
+    assert (patient.engine.max_waiting_sequences, patient.engine.max_waiting_tokens) == (5, 6)
+
+
+def test_the_number_of_gangs(paths: dict[str, Any]) -> None:
+    assert MotetConfig(**paths).scaling.is_fixed
+    two = MotetConfig(**paths, min_gangs=2)
+    assert (two.scaling.min_gangs, two.scaling.max_gangs, two.sequence_wait_s) == (2, 2, two.gang_wait_s)
+    none = MotetConfig(**paths, min_gangs=0, max_tokens_per_step=10)
+    assert (none.scaling.max_gangs, none.scaling.queued_tokens_per_gang) == (1, 160)
+    assert none.sequence_wait_s == none.scaling.start_grace_s == none.cold_start_wait_s
+    assert none.router.scales_from_zero
+    with pytest.raises(ValueError, match="min_gangs = 3: at most max_gangs, which is 2"):
+        MotetConfig(**paths, min_gangs=3, max_gangs=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [(None, "redis://environment"), ("redis://given", "redis://given")],
+)
+def test_redis_url_of_the_environment(paths: dict[str, Any], given: str | None, url: str) -> None:
+    config = MotetConfig.from_environment({"REDIS_URL": "redis://environment"}, **paths, redis_url=given)
+    assert config.redis_url == url
+
+
+def test_an_empty_variable_is_no_value(paths: dict[str, Any]) -> None:
+    assert MotetConfig.from_environment({"REDIS_URL": ""}, **paths).redis_url is None
+
+
+def test_where_compiled_kernels_are_kept(paths: dict[str, Any], tmp_path: Path) -> None:
+    config = MotetConfig.from_environment({"XDG_CACHE_HOME": str(tmp_path)}, **paths)
+    assert config.engine.cache_path == tmp_path / "motet"
+    for ignored in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "relative"}):
+        assert MotetConfig.from_environment(ignored, **paths).engine.cache_path is None
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("0.0.0.0", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000"), ("10.0.0.7", "http://10.0.0.7:8000")],
+)
+def test_url(paths: dict[str, Any], host: str, url: str) -> None:
+    assert MotetConfig(**paths, host=host).url == url
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "accepted"),
+    [
+        ("port", 0, "1 to 65535"),
+        ("port", 65536, "1 to 65535"),
+        ("host", "", "address"),
+        ("max_waiting_sequences", 0, "positive integer"),
+        ("max_waiting_tokens", 0, "positive integer"),
+        ("max_queue_wait_s", -1.0, "zero or a positive number"),
+        ("min_gangs", -1, "zero or a positive integer"),
+        ("min_gangs", 1.5, "zero or a positive integer"),
+        ("max_gangs", 0, "positive integer"),
+        ("max_gangs", 2.5, "positive integer"),
+        ("queued_tokens_per_gang", 0, "positive integer"),
+        ("pool_pressure", 1.5, "at most 1"),
+        ("adapter_loads_per_s", 0.0, "positive number"),
+        ("scale_down_after_s", -1.0, "zero or a positive number"),
+        ("scale_to_zero_after_s", 1.0, "at least two windows"),
+        ("cold_start_wait_s", float("nan"), "zero or a positive number"),
+        ("num_routers", 1.5, "positive integer"),
+        ("gang_wait_s", -1.0, "zero or a positive number"),
+        ("drain_s", float("nan"), "zero or a positive number"),
+        ("orphan_s", -1.0, "zero or a positive number"),
+        ("pool_bytes", 0, "positive integer"),
+        ("dtype", "float16", "float32 or bfloat16"),
+        ("max_upload_bytes", -1, "positive integer"),
+        ("redis_url", "localhost:6379", "redis://"),
+        ("redis_url", "http://[", "redis://"),
+    ],
+)
+def test_a_bad_value_is_named(paths: dict[str, Any], key: str, value: Any, accepted: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        MotetConfig(**paths, **{key: value})
+    assert str(caught.value).startswith(f"{key} = {value!r}: ")
+    assert accepted in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("objectives_s", "problem"),
+    [
+        ([("a b", 1.0)], r"'a b=1': tenant 'a b'"),
+        ([("acme", 1.0), ("acme", 2.0)], "'acme=2': acme has another one already; one is accepted"),
+        ([("zoo", 1.0), ("acme", 0.0)], "'acme=0': a positive number of seconds is needed"),
+    ],
+)
+def test_a_bad_objective_is_named(paths: dict[str, Any], objectives_s: list[tuple[str, float]], problem: str) -> None:
+    with pytest.raises(ValueError, match=f"^latency_objectives_s = {problem}"):
+        MotetConfig(**paths, latency_objectives_s=tuple(objectives_s))
+
+
+def test_a_folder_without_a_model(paths: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model_path = .*config\.json"):
+        MotetConfig(model_path=tmp_path / "nothing", data_dir=paths["data_dir"])
+
+
+def test_a_password_is_not_repeated(paths: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        MotetConfig(**paths, redis_url="http://:secret@host:6379")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [(("a/b", "long-enough"),), (("", "long-enough"),), (("acme", ""),), (("acme", "my secret"),)],
+)
+def test_bad_keys(paths: dict[str, Any], keys: tuple[tuple[str, str], ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        MotetConfig(**paths, keys=keys)
+    assert caught.value.key == "keys"
+    assert "my secret" not in str(caught.value)
+
+
+def test_one_key_for_two_tenants(paths: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="given to acme"):
+        MotetConfig(**paths, keys=(("acme", "the-same-key"), ("globex", "the-same-key")))

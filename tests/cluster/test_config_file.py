@@ -1,0 +1,138 @@
+"""Options from a file, and what of them may change while motet runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from motet.cluster.commands.config_file import RereadableCommand, reread_options, take_defaults
+from motet.cluster.commands.serve_command import serve
+from motet.cluster.config import ConfigError, MotetConfig
+from motet.cluster.launch.rolling_update import CHANGEABLE, updated
+from motet.tests.rigs.running_motet import DEMO
+
+
+def run(file: Path, *arguments: str, then: str | None = None) -> tuple[Any, list[dict[str, Any]]]:
+    """What the options are at first and, when the file holds `then`, afterwards."""
+    seen: list[dict[str, Any]] = []
+
+    @click.command(cls=RereadableCommand)
+    @click.option("--config", type=click.Path(path_type=Path), is_eager=True, callback=take_defaults)
+    @click.option("--count", "--number", "count", default=1)
+    @click.option("--key", "keys", multiple=True)
+    @click.option("--flag", is_flag=True)
+    @click.pass_context
+    def command(context: click.Context, **given: Any) -> None:
+        seen.append(given)
+        if then is not None:
+            file.write_text(then)
+            try:
+                seen.append(reread_options(context))
+            except click.ClickException as error:
+                click.echo(error.format_message())
+
+    return CliRunner().invoke(command, ["--config", str(file), *arguments]), seen
+
+
+def test_the_file_is_before_the_defaults_and_after_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "options.toml"
+    file.write_text('number = 5\nkey = ["a", "b"]\nflag = true\n')
+    (options,) = run(file)[1]
+    assert (options["count"], options["keys"], options["flag"]) == (5, ("a", "b"), True)
+    (options,) = run(file, "--count", "7", "--key", "c")[1]
+    assert (options["count"], options["keys"], options["flag"]) == (7, ("c",), True)
+
+
+def test_it_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "options.toml"
+    file.write_text("number = 5\nflag = true\n")
+    _, (_, again) = run(file, "--key", "c", then="count = 6\n")
+    assert (again["count"], again["keys"], again["flag"]) == (6, ("c",), False)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("size = 5\n", "has size: known are count, flag, key, number"),
+        ("config = 'other'\n", "has config: known are"),
+        ("count =\n", "cannot be read"),
+        ("count = 'many'\n", "'many' is not a valid integer"),
+    ],
+)
+def test_what_is_wrong_is_told_at_first_and_again(tmp_path: Path, text: str, problem: str) -> None:
+    file = tmp_path / "options.toml"
+    file.write_text(text)
+    result, seen = run(file)
+    assert result.exit_code == 2
+    assert problem in result.stderr
+    assert seen == []
+    file.write_text("")
+    result, seen = run(file, then=text)
+    assert problem in result.stdout
+    assert len(seen) == 1
+
+
+def test_objectives_are_a_list_of_tenants_and_seconds(tmp_path: Path) -> None:
+    option = next(one for one in serve.params if "--latency-objective" in one.opts)
+    command = RereadableCommand("serve", params=[config_option(), option], callback=lambda **_: None)
+    file = tmp_path / "options.toml"
+
+    def read(*arguments: str) -> Any:
+        context = command.make_context("serve", ["--config", str(file), *arguments])
+        return context.params["latency_objectives_s"]
+
+    file.write_text('latency-objective = ["acme=2.5", "zoo=10"]\n')
+    assert read() == (("acme", 2.5), ("zoo", 10.0))
+    assert read("--latency-objective", "acme=1") == (("acme", 1.0),)
+    for bad in ('"acme"', '"=2"', '"acme=2s"', '"acme="'):
+        file.write_text(f"latency-objective = [{bad}]\n")
+        with pytest.raises(click.BadParameter, match=r"TENANT=SECONDS is needed, for example acme=2\.5"):
+            read()
+
+
+def config_option() -> click.Option:
+    return click.Option(["--config"], type=click.Path(path_type=Path), is_eager=True, callback=take_defaults)
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> MotetConfig:
+    return MotetConfig(model_path=DEMO / "base", data_dir=tmp_path, redis_url="unix:///embedded")
+
+
+def test_what_may_change_changes_and_the_embedded_redis_stays(running: MotetConfig) -> None:
+    objectives_s = (("acme", 2.0),)
+    wanted = replace(running, pool_bytes=1 << 20, max_gangs=3, latency_objectives_s=objectives_s, redis_url=None)
+    assert updated(running, wanted, max_gangs=3) == replace(wanted, redis_url="unix:///embedded")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"port": 8001},
+        {"dtype": "float32"},
+        {"name": "other"},
+        {"tensor_parallel": 2},
+        {"keys": (("acme", "secret-key"),)},
+        {"redis_url": "redis://:secret-word@elsewhere"},
+        {"data_dir": Path("/elsewhere")},
+    ],
+)
+def test_what_only_a_restart_changes_is_refused_by_its_name(running: MotetConfig, change: dict[str, Any]) -> None:
+    (key,) = change
+    with pytest.raises(ConfigError, match=rf"^{key} = .*only a restart changes this") as refused:
+        updated(running, replace(running, **change), max_gangs=1)
+    assert "secret" not in str(refused.value)
+
+
+def test_there_is_no_room_for_more_gangs_than_at_the_start(running: MotetConfig) -> None:
+    with pytest.raises(ConfigError, match="max_gangs = 3: at most 2 is accepted until a restart"):
+        updated(running, replace(running, max_gangs=3), max_gangs=2)
+
+
+def test_every_changeable_setting_is_one() -> None:
+    assert set(MotetConfig.__dataclass_fields__) > CHANGEABLE

@@ -1,0 +1,93 @@
+"""Calls to Serve that wait as long as sequences do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from typing import Any
+
+from motet.cluster.replicas.gang_demand import GangDemand
+
+
+class Call:
+    """A handle's answer that comes when the test says so."""
+
+    def __init__(self) -> None:
+        self.result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_cancelled = False
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self.result.__await__()
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class Handle:
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.wake = self
+
+    def remote(self) -> Call:
+        self.calls.append(Call())
+        return self.calls[-1]
+
+
+class Waiting:
+    """A router with so many sequences that wait."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.handle = Handle()
+        self.demand = GangDemand(self.handle, lambda: self.num)
+
+    def begin(self) -> None:
+        self.num += 1
+        self.demand.show()
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_many_that_wait_make_one_call() -> None:
+    router = Waiting()
+    for _ in range(50):
+        router.begin()
+    await eventually(lambda: len(router.handle.calls) == 1)
+    await asyncio.sleep(0.5)
+    assert len(router.handle.calls) == 1
+    router.num = 0
+    router.handle.calls[0].result.set_result(None)
+    await asyncio.sleep(0.5)
+    assert len(router.handle.calls) == 1  # all are served
+    router.begin()
+    await eventually(lambda: len(router.handle.calls) == 2)
+    router.demand.stop()
+
+
+async def test_the_call_ends_when_nobody_waits_any_more() -> None:
+    router = Waiting()
+    router.begin()
+    await eventually(lambda: len(router.handle.calls) == 1)
+    router.num = 0
+    await eventually(lambda: router.handle.calls[0].is_cancelled)
+
+
+async def test_a_call_that_fails_is_made_again() -> None:
+    router = Waiting()
+    router.begin()
+    await eventually(lambda: len(router.handle.calls) == 1)
+    router.handle.calls[0].result.set_exception(RuntimeError("the replica died"))
+    await eventually(lambda: len(router.handle.calls) == 2)
+    router.demand.stop()
+
+
+async def test_a_router_that_ends_takes_its_call_back() -> None:
+    router = Waiting()
+    router.begin()
+    await eventually(lambda: len(router.handle.calls) == 1)
+    router.demand.stop()
+    await eventually(lambda: router.handle.calls[0].is_cancelled)

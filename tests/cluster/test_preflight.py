@@ -1,0 +1,74 @@
+"""What `motet serve` says of its settings before it starts anything."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from motet.cluster.config import ConfigError, MotetConfig
+from motet.cluster.launch.local_serve import free_ports
+from motet.cluster.launch.preflight import check_data_dir, check_settings
+
+BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
+
+
+def config(tmp_path: Path, model_path: Path = BASE, **given: Any) -> MotetConfig:
+    return MotetConfig(
+        model_path=model_path, data_dir=tmp_path, port=free_ports(1)[0], **{"pool_bytes": 64 << 20, **given}
+    )
+
+
+def test_good_settings_need_no_words(tmp_path: Path) -> None:
+    assert check_settings(config(tmp_path)) == []
+
+
+@pytest.mark.parametrize(("pool_bytes", "reason"), [(1, "one page"), (1 << 60, "of memory")])
+def test_a_pool_that_cannot_be(tmp_path: Path, pool_bytes: int, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"--pool-bytes.*{reason}"):
+        check_settings(config(tmp_path, pool_bytes=pool_bytes))
+
+
+def test_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device = 'cuda': torch sees no NVIDIA GPU here"):
+        check_settings(config(tmp_path, device="cuda"))
+
+
+def test_the_pool_of_a_gpu_is_measured_by_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1 << 30))
+    assert check_settings(config(tmp_path, max_gangs=8, pool_bytes=900 << 20)) == []  # a GPU for each
+    with pytest.raises(ConfigError, match=r"--pool-bytes.*a GPU here has 1 GiB"):
+        check_settings(config(tmp_path, pool_bytes=2 << 30))
+
+
+def test_what_is_served_otherwise_than_asked_is_said(tmp_path: Path) -> None:
+    (short,) = check_settings(config(tmp_path, pool_bytes=64 << 10))
+    assert "--pool-bytes" in short
+    (long,) = check_settings(config(tmp_path, max_model_len=1 << 30))
+    assert long.startswith("--max-model-len 1073741824 is more than")
+
+
+def test_damaged_weights_are_named(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(BASE, model)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        check_settings(config(tmp_path, model))
+
+
+def test_a_data_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--data-dir"):
+        check_data_dir(tmp_path / "file" / "data")
+
+
+def test_the_base_is_named_as_an_adapter_may_be(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--name"):
+        config(tmp_path, name="two words")

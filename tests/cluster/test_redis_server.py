@@ -1,0 +1,294 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from redis import Redis
+from redis.exceptions import AuthenticationError
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from motet.adapters.errors import RegistryUnavailable
+from motet.adapters.registry.registry import Registry, connect
+from motet.cluster.registry_server.redis_binary import find_redis_binary
+from motet.cluster.registry_server.redis_server import RedisServer, RedisServerError
+
+MakeServer = Callable[[Path], RedisServer]
+
+
+@pytest.fixture
+def make_server() -> Iterator[MakeServer]:
+    """Makes servers that are stopped at the end, however the test ends."""
+    made: list[RedisServer] = []
+
+    def make(folder: Path) -> RedisServer:
+        made.append(RedisServer(folder))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.stop()
+
+
+@pytest.fixture
+def server(tmp_path: Path, make_server: MakeServer) -> RedisServer:
+    return make_server(tmp_path / "redis")
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"not seen within 10 s: {what}")
+
+
+def until_more(acknowledged: set[tuple[str, int, str]], count: int) -> None:
+    enough = len(acknowledged) + count
+    until(lambda: len(acknowledged) >= enough, f"{enough} acknowledged writes")
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_keeps_every_write_and_is_private(server: RedisServer, tmp_path: Path) -> None:
+    url = server.start()
+    with Redis.from_url(url, decode_responses=True) as client:
+        for setting, value in {"appendonly": "yes", "appendfsync": "always", "dir": str(tmp_path / "redis")}.items():
+            assert client.config_get(setting) == {setting: value}
+    assert url.startswith("unix://")
+    assert stat.S_IMODE((tmp_path / "redis" / "redis.sock").stat().st_mode) == 0o700
+    assert [c for c in psutil.Process(server.pid).net_connections(kind="inet") if c.status == psutil.CONN_LISTEN] == []
+
+
+def test_state_survives_stop_and_start(server: RedisServer, make_server: MakeServer, tmp_path: Path) -> None:
+    num_threads = threading.active_count()
+    with Redis.from_url(server.start()) as client:
+        client.set("a", "1")
+    pid = server.pid
+    assert pid is not None
+    server.stop()
+    server.stop()
+    assert server.pid is None
+    assert is_gone(pid)
+    assert threading.active_count() == num_threads
+    with Redis.from_url(make_server(tmp_path / "redis").start()) as client:
+        assert client.get("a") == b"1"
+
+
+async def test_nothing_acknowledged_is_lost_by_kill_9(
+    server: RedisServer, make_server: MakeServer, tmp_path: Path
+) -> None:
+    client = connect(await asyncio.to_thread(server.start), timeout_s=1.0)
+    registry = Registry(client)
+    acknowledged: set[tuple[str, int, str]] = set()
+    enough = asyncio.Event()
+
+    async def write(writer: int) -> None:
+        number = 0
+        while not enough.is_set():
+            digest = f"{writer:032x}{number:032x}"
+            try:
+                adapter, _ = await registry.register(
+                    "acme", f"w{writer}-{number}", digest=digest, module_ranks={"q_proj": 8}, num_bytes=1
+                )
+            except RegistryUnavailable:
+                await asyncio.sleep(0.01)
+            else:
+                acknowledged.add((adapter.name, adapter.version, adapter.digest))
+                number += 1
+
+    writers = [asyncio.create_task(write(writer)) for writer in range(4)]
+    for _ in range(3):
+        await asyncio.to_thread(until_more, acknowledged, 50)
+        pid = server.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.to_thread(until, lambda gone=pid: server.pid not in (None, gone), "another server")
+    await asyncio.to_thread(until_more, acknowledged, 10)
+    enough.set()
+    await asyncio.gather(*writers)
+    await asyncio.to_thread(server.stop)
+    await asyncio.to_thread(make_server(tmp_path / "redis").start)
+    kept = {(adapter.name, adapter.version, adapter.digest) for adapter in await registry.list("acme")}
+    assert acknowledged <= kept
+    await client.aclose()
+
+
+def test_a_folder_has_one_server(server: RedisServer, tmp_path: Path) -> None:
+    server.start()
+    second = RedisServer(tmp_path / "redis", start_timeout_s=0.2)
+    with pytest.raises(RedisServerError, match=rf"in use by another motet \(process {os.getpid()}\)"):
+        second.start()
+    second.stop()
+    with Redis.from_url(server.url) as client:
+        assert client.ping()
+
+
+_PARENT = """
+import sys, time
+from pathlib import Path
+from motet.cluster.redis_server import RedisServer
+server = RedisServer(Path(sys.argv[1]))
+print(server.start(), server.pid, flush=True)
+{then}
+"""
+
+
+def start_parent(folder: Path, then: str) -> tuple[subprocess.Popen[str], str, int]:
+    command = [sys.executable, "-c", _PARENT.format(then=then), str(folder)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    url, pid = parent.stdout.readline().split()
+    return parent, url, int(pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent is gone")
+def test_is_gone_when_the_parent_is_killed(tmp_path: Path, make_server: MakeServer) -> None:
+    parent, url, pid = start_parent(tmp_path / "redis", "time.sleep(60)")
+    with Redis.from_url(url) as client:
+        client.set("a", "1")
+    parent.kill()
+    parent.wait()
+    until(lambda: is_gone(pid), "the server's end")
+    server = make_server(tmp_path / "redis")
+    with Redis.from_url(server.start()) as client:
+        assert client.get("a") == b"1"
+
+
+def test_is_gone_when_the_parent_forgets_to_stop_it(tmp_path: Path) -> None:
+    parent, _, pid = start_parent(tmp_path / "redis", "sys.exit(3)")
+    assert parent.wait(20) == 3
+    until(lambda: is_gone(pid), "the server's end")
+
+
+def test_does_not_get_the_terminals_ctrl_c(server: RedisServer) -> None:
+    server.start()
+    assert server.pid is not None
+    assert os.getpgid(server.pid) != os.getpgid(0)
+
+
+def append_only_file(folder: Path) -> Path:
+    (path,) = (folder / "appendonlydir").glob("*.incr.aof")
+    return path
+
+
+def test_a_cut_append_only_file_loses_the_cut_write_only(tmp_path: Path, make_server: MakeServer) -> None:
+    server = make_server(tmp_path / "redis")
+    with Redis.from_url(server.start()) as client:
+        for number in range(10):
+            client.set(f"key{number}", "value")
+    server.stop()
+    path = append_only_file(tmp_path / "redis")
+    os.truncate(path, path.stat().st_size - 3)
+    server = make_server(tmp_path / "redis")
+    with Redis.from_url(server.start()) as client:
+        assert sorted(client.keys()) == [f"key{number}".encode() for number in range(9)]
+
+
+def test_a_broken_append_only_file_is_a_clear_error(tmp_path: Path, make_server: MakeServer) -> None:
+    server = make_server(tmp_path / "redis")
+    with Redis.from_url(server.start()) as client:
+        for number in range(10):
+            client.set(f"key{number}", "value")
+    server.stop()
+    path = append_only_file(tmp_path / "redis")
+    data = path.read_bytes()
+    path.write_bytes(data[:40] + b"garbage" + data[47:])
+    with pytest.raises(RedisServerError, match="Bad file format"):
+        make_server(tmp_path / "redis").start()
+    path.write_bytes(data)
+    server = make_server(tmp_path / "redis")  # the failed one has freed the folder
+    with Redis.from_url(server.start()) as client:
+        assert client.dbsize() == 10
+
+
+def test_a_long_path_gets_a_port_with_a_password(tmp_path: Path, make_server: MakeServer) -> None:
+    folder = tmp_path / ("long " * 10).strip() / ('"deep"' * 10)
+    server = make_server(folder)
+    url = server.start()
+    assert url.startswith("redis://:")
+    port = int(url.rsplit(":", 1)[1])
+    assert port != 6379
+    with Redis.from_url(url) as client:
+        client.set("a", "1")
+        assert client.config_get("dir") == {"dir": str(folder)}
+    with Redis(port=port) as stranger, pytest.raises(AuthenticationError):
+        stranger.get("a")
+    password = url.split(":")[2].split("@")[0]
+    assert password not in " ".join(psutil.Process(server.pid).cmdline())
+    pid = server.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: server.pid not in (None, pid), "another server")
+
+    def has_state() -> bool:
+        try:
+            with Redis.from_url(url) as client:
+                return client.get("a") == b"1"
+        except RedisConnectionError:
+            return False
+
+    until(has_state, "the state at the same address")
+
+
+def test_an_address_for_other_machines_has_a_password(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path / "redis", host="127.0.0.1")  # as a node's own would be
+    try:
+        url = server.start()
+        assert re.fullmatch(r"redis://:[0-9a-f]{32}@127\.0\.0\.1:\d+", url)
+        with Redis.from_url(url) as client:
+            assert client.ping()
+            assert client.config_get("bind") == {"bind": "127.0.0.1"}
+        with Redis(port=int(url.rsplit(":", 1)[1])) as stranger, pytest.raises(AuthenticationError):
+            stranger.get("a")
+    finally:
+        server.stop()
+
+
+def test_a_path_with_odd_characters(tmp_path: Path, make_server: MakeServer) -> None:
+    server = make_server(tmp_path / 'a "b" %20\\c#?')
+    with Redis.from_url(server.start()) as client:
+        assert client.ping()
+
+
+def test_a_server_that_does_not_run_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(RedisServerError, match="ended at once"):
+        RedisServer(tmp_path / "a", binary=Path("/bin/false")).start()
+    sleeper = tmp_path / "sleeper"
+    sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
+    sleeper.chmod(0o755)
+    with pytest.raises(RedisServerError, match="does not answer"):
+        RedisServer(tmp_path / "b", binary=sleeper, start_timeout_s=0.3).start()
+
+
+def fake_server(folder: Path, name: str, version: str) -> None:
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\necho 'Redis server v={version} sha=0 bits=64'\n")
+    path.chmod(0o755)
+
+
+def test_takes_a_server_on_the_path_if_it_is_new_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "bin"
+    monkeypatch.setenv("PATH", str(folder))
+    bundled = find_redis_binary()
+    assert bundled.name == "valkey-server"
+    assert folder not in bundled.parents
+    fake_server(folder, "redis-server", "6.2.14")
+    assert find_redis_binary() == bundled
+    fake_server(folder, "redis-server", "7.0.15")
+    assert find_redis_binary() == folder / "redis-server"
+    fake_server(folder, "valkey-server", "8.1.1")
+    assert find_redis_binary() == folder / "valkey-server"

@@ -1,0 +1,142 @@
+"""The native choice of tokens against the plain twin, compiled for this CPU and for lesser ones.
+
+`tests/workers/test_token_choice.py` holds both against the definition; `tests/kernels/test_sanitizers.py` runs this
+file once more.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.kernels.plain.sampling import TorchSampling
+from motet.kernels.sampling import NOT_FINITE, Draw, SamplingKernels
+from motet.tests.rigs.native_builds import BUILDS, EXAMPLES, HERE, load_build
+
+VOCAB = 5003
+TWIN = TorchSampling()
+
+
+@pytest.fixture(scope="module", params=[build for build in BUILDS if build[0] == torch.float32], ids=str)
+def native(request: pytest.FixtureRequest) -> SamplingKernels:
+    """Of each build; logits are always float32."""
+    return load_build(request.param).sampling
+
+
+def random_logits(num_rows: int, vocab: int, spread: float, seed: int) -> torch.Tensor:
+    return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+@settings(deadline=None, max_examples=4 * EXAMPLES)
+@given(
+    vocab=st.one_of(st.integers(1, 40), st.sampled_from([511, 512, 513, VOCAB])),
+    spread=st.sampled_from([0.0, 0.01, 1.0, 5.0, 200.0]),
+    temperature=st.one_of(st.floats(0.05, 5), st.sampled_from([1e-300, 1e-6, 1e6])),
+    top_k=st.one_of(st.just(0), st.integers(1, 60), st.just(10 * VOCAB)),
+    top_p=st.one_of(st.just(1.0), st.floats(1e-6, 1)),
+    min_p=st.one_of(st.just(0.0), st.floats(0, 1)),
+    uniform=st.floats(1e-9, 1 - 1e-9),  # beyond, how sums were rounded decides; see below
+    seed=st.integers(0, 2**20),
+)
+def test_draws_are_the_twins(
+    native: SamplingKernels,
+    vocab: int,
+    spread: float,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    uniform: float,
+    seed: int,
+) -> None:
+    """Two rows of four, each with its own `Draw`. Where tokens are equally likely the logit is the same."""
+    logits = random_logits(4, vocab, spread, seed)
+    wanted = [Draw(temperature, top_k, top_p, min_p, uniform), Draw(1.0, 0, 0.5, 0.0, uniform)]
+    actual, expected = native.draw(logits, [3, 1], wanted), TWIN.draw(logits, [3, 1], wanted)
+    assert actual.dtype == torch.int64
+    assert logits[[3, 1], actual].tolist() == logits[[3, 1], expected].tolist()
+
+
+@pytest.mark.parametrize("spread", [0.1, 2.0, 8.0])
+def test_every_draw_of_a_fine_grid(native: SamplingKernels, spread: float) -> None:
+    """All limits together and alone, from flat rows to steep ones."""
+    logits = random_logits(1, VOCAB, spread, seed=3)
+    grid = product((0.5, 1.0), (0, 1, 7, 2000), (1.0, 0.97, 0.3), (0.0, 0.001, 0.2))
+    wanted = [Draw(*each, i / 7) for each in grid for i in range(7)]
+    rows = [0] * len(wanted)
+    assert torch.equal(native.draw(logits, rows, wanted), TWIN.draw(logits, rows, wanted))
+
+
+def test_equally_likely_tokens_are_taken_in_their_order(native: SamplingKernels) -> None:
+    logits = torch.zeros(1, 1000)
+    wanted = [Draw(1.0, top_k, top_p, 0.0, 0.9999) for top_k, top_p in ((10, 1.0), (0, 0.25), (100, 0.5), (0, 1.0))]
+    assert native.draw(logits, [0] * 4, wanted).tolist() == [9, 249, 49, 999]
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_the_ends_draw_tokens_that_are_left(native: SamplingKernels, uniform: float) -> None:
+    for spread, top_k, top_p, min_p in product((0.1, 3.0, 300.0), (0, 5), (1.0, 0.8), (0.0, 0.01)):
+        logits = random_logits(1, VOCAB, spread, seed=1)
+        token = int(native.draw(logits, [0], [Draw(1.0, top_k, top_p, min_p, uniform)]))
+        assert logits[0, token] > logits.max() - 701
+        if top_k:
+            assert token in logits[0].topk(top_k).indices.tolist()
+        if top_k or top_p < 1 or min_p:
+            assert uniform > 0 or token == int(logits.argmax())
+
+
+def test_tokens_without_weight_are_never_drawn(native: SamplingKernels) -> None:
+    logits = torch.full((1, 600), -torch.inf)
+    logits[0, [5, 550]] = 1.0
+    for top_k, top_p, min_p in product((0, 1, 5, 600), (1.0, 0.999), (0.0, 0.1)):
+        wanted = [Draw(1.0, top_k, top_p, min_p, uniform) for uniform in (0.0, 0.3, 0.7, 1 - 2**-53)]
+        assert set(native.draw(logits, [0] * 4, wanted).tolist()) <= {5, 550}
+
+
+def test_strided_rows_on_several_threads_and_after_wider_ones() -> None:
+    """What a thread keeps from call to call is of no consequence."""
+    one, two = (load_build((torch.float32, threads, HERE)).sampling for threads in (1, 2))
+    wide = random_logits(40, 3001, 2.0, seed=0)
+    wanted = [Draw(1.0, 0, 0.9, 0.0, i / 40) for i in range(40)]
+    rows = list(range(40))
+    for logits in (wide, wide[:, :70], wide[:, 1000:2000], wide.t().contiguous().t()):
+        expected = TWIN.draw(logits, rows, wanted).tolist()
+        assert one.draw(logits, rows, wanted).tolist() == expected
+        assert two.draw(logits, rows, wanted).tolist() == expected
+        assert one.highest(logits).tolist() == two.highest(logits).tolist() == logits.argmax(-1).tolist()
+    assert one.draw(wide, [], []).tolist() == []
+    assert one.highest(wide[:0]).tolist() == []
+
+
+@settings(deadline=None, max_examples=4 * EXAMPLES)
+@given(
+    vocab=st.one_of(st.integers(1, 70), st.sampled_from([2047, 2048, 2049, 4096, VOCAB])),
+    num_values=st.sampled_from([1, 2, 1000]),  # few: several of a row are the highest
+    odd=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, VOCAB), st.sampled_from([torch.nan, torch.inf, -torch.inf])),
+        max_size=4,
+    ),
+    seed=st.integers(0, 2**20),
+)
+def test_the_highest_is_the_twins(
+    native: SamplingKernels, vocab: int, num_values: int, odd: list[tuple[int, int, float]], seed: int
+) -> None:
+    logits = torch.randint(-num_values, num_values, (4, vocab), generator=torch.Generator().manual_seed(seed)).float()
+    for row, place, value in odd:
+        logits[row, place % vocab] = value
+    expected = []
+    for row in logits:
+        is_good = not row.isnan().any() and row.max().isfinite()
+        expected.append(int((row == row.max()).nonzero()[0]) if is_good else NOT_FINITE)
+    assert native.highest(logits).tolist() == expected
+    assert TWIN.highest(logits).tolist() == expected
+
+
+def test_a_row_without_any_weight_has_no_highest(native: SamplingKernels) -> None:
+    logits = torch.full((2, 4100), -torch.inf)
+    logits[1, 4099] = -3e38
+    assert native.highest(logits).tolist() == TWIN.highest(logits).tolist() == [NOT_FINITE, 4099]

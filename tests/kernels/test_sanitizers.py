@@ -1,0 +1,97 @@
+"""The native kernels' tests once more, with the kernels compiled under address and undefined-behaviour sanitizers.
+
+torch's allocations pass through the sanitizer's too, so a kernel that leaves a tensor's memory is seen.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from motet.kernels.native.build import COMPILERS
+
+# Without -O1 they take four times as long to build.
+FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1", "-O1")
+DEADLINE_S = 900
+NATIVE = (
+    "test_native.py",
+    "test_native_lora.py",
+    "test_native_linear.py",
+    "test_native_experts.py",
+    "test_native_sampling.py",
+)
+# Each leaves what it may touch, on the word of its caller; a sanitizer that is awake says so.
+PROBE = """
+extern "C" int beyond(const int* from, long index) { return from[index]; }
+extern "C" int shifted(int by) { return 1 << by; }
+"""
+CALLS = {
+    "AddressSanitizer": "library.beyond(ctypes.c_void_p(torch.ones(8, dtype=torch.int32).data_ptr()), 8)",
+    "shift exponent 40": "library.shifted(40)",
+}
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """That of a Python which can load sanitized libraries. Skips where the compiler has no sanitizers."""
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler was found")
+    folder = tmp_path_factory.mktemp("sanitizers")
+    (folder / "probe.cpp").write_text(PROBE)
+    built = [compiler, *FLAGS, "-shared", "-fPIC", str(folder / "probe.cpp"), "-o", str(folder / "probe.so")]
+    done = subprocess.run(built, capture_output=True, text=True)
+    runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if done.returncode != 0 or not os.path.isabs(runtime):
+        pytest.skip(f"{compiler} has no sanitizers: {done.stderr.strip()[:200]}")
+    return {
+        **os.environ,
+        "LD_PRELOAD": runtime,
+        # Python leaves objects behind at its end.
+        "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:verify_asan_link_order=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+        "MOTET_TEST_SANITIZERS": " ".join(FLAGS),
+        "PROBE": str(folder / "probe.so"),
+    }
+
+
+@pytest.mark.parametrize("found", CALLS)
+def test_the_sanitizers_are_awake(environment: dict[str, str], found: str) -> None:
+    program = f"import ctypes, os, torch; library = ctypes.CDLL(os.environ['PROBE']); {CALLS[found]}"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert found in done.stderr
+
+
+def test_the_native_kernels_are_clean(environment: dict[str, str]) -> None:
+    tests = [
+        Path(__file__).with_name(name) for name in ("test_native.py", "test_native_lora.py", "test_native_linear.py")
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-s",  # else pytest keeps what a sanitizer says to itself
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "not onednn and not compiler",
+    ]
+    done = subprocess.run(
+        [*command, *map(str, tests)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        cwd=tests[0].parents[2],
+    )
+    report = (done.stdout + done.stderr)[-6000:]
+    assert done.returncode == 0, report
+    assert "passed" in done.stdout and "skipped" not in done.stdout, report

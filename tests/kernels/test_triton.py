@@ -1,0 +1,171 @@
+"""The Triton kernels without a GPU: interpreted in a process of their own, and compiled ahead of time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
+
+from motet.kernels.attention import AttentionBatch
+from motet.kernels.backend import triton_kernels
+from motet.kernels.experts import ExpertGroups
+from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
+from motet.tests.rigs.triton_compile import SHARED_BYTES, compile_launch, recorded
+
+ROOT = Path(__file__).resolve().parents[2]
+META = torch.device("meta")  # shapes and strides, no memory: real sizes cost nothing
+KERNELS = triton_kernels(META, torch.bfloat16)
+# Llama-3-8B, as its engine holds it.
+NUM_LAYERS, HEADS, KV_HEADS, HEAD_DIM, SLAB = 32, 32, 8, 128, 32768
+SIDES = ((4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 14336), (4096, 14336), (14336, 4096))
+WITHOUT_PRODUCTS = {"combine_kernel", "write_kv_kernel", "norm_kernel", "gated_kernel"}
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device=META)
+
+
+def batch(counts: tuple[int, ...], context: int) -> AttentionBatch:
+    """So many newest rows of each sequence."""
+    starts = tuple(sum(counts[:i]) for i in range(len(counts) + 1))
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int64, device=META)
+
+    table, rows = ints(len(counts), context // 16), starts[-1]
+    return AttentionBatch(starts, (context,) * len(counts), table, ints(rows), ints(rows), ints(rows))
+
+
+def attend(counts: tuple[int, ...], window: int | None = None, softcap: float | None = None) -> None:
+    kv = bf16(2000, NUM_LAYERS, 2, 16, KV_HEADS, HEAD_DIM)[:, 5]
+    KERNELS.paged_attention(bf16(sum(counts), HEADS, HEAD_DIM), kv, batch(counts, 4096), 0.088, window, softcap)
+
+
+def attend_wide() -> None:
+    """Gemma 2 9B: heads of 256, a window and a cap."""
+    kv = bf16(2000, 42, 2, 16, 8, 256)[:, 5]
+    KERNELS.paged_attention(bf16(2049, 16, 256), kv, batch((2048, 1), 4096), 0.0625, 4096, 50.0)
+
+
+def attend_heads(heads: int, kv_heads: int, head_dim: int, window: int | None = None) -> None:
+    """A chunk and a decode of other families' heads."""
+    kv = bf16(2000, 24, 2, 16, kv_heads, head_dim)[:, 5]
+    q = bf16(2049, heads, head_dim)
+    KERNELS.paged_attention(q, kv, batch((2048, 1), 4096), head_dim**-0.5, window, None)
+
+
+def write_kv() -> None:
+    rows = bf16(64, HEADS + 2 * KV_HEADS, HEAD_DIM)
+    q, k, v = rows.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+    rotary = torch.empty(8192, 2, HEAD_DIM // 2, device=META)
+    kv = bf16(2000, NUM_LAYERS, 2, 16, KV_HEADS, HEAD_DIM)[:, 5]
+    KERNELS.write_kv(q, k, v, rotary, kv, batch((1,) * 64, 4096))
+
+
+def lora(num_adapters: int, rows_each: int) -> None:
+    """Rank 16 on q, k and v."""
+    geometry = LoraGeometry(NUM_LAYERS, SLAB, 1024, SIDES)
+    adapter = PagedAdapter(tuple(range(40)), (ModuleSlice(16, 16, 0, 0),) * 7)
+    segments = [LoraSegment(i * rows_each, (i + 1) * rows_each, adapter) for i in range(num_adapters)]
+    prepared = KERNELS.lora.prepare(segments, geometry, META)
+    pool, num_rows = bf16(2000, NUM_LAYERS, SLAB), num_adapters * rows_each
+    shrunk = KERNELS.lora.shrink(bf16(num_rows, 4096), pool, 3, prepared, (0, 1, 2))
+    KERNELS.lora.expand(bf16(num_rows, 6144), shrunk.unsqueeze(0), pool, 3, prepared, (0, 1, 2))
+
+
+def rows() -> None:
+    KERNELS.add_rms_norm(bf16(64, 4096), bf16(64, 4096), bf16(4096), 1e-5)
+    KERNELS.rms_norm(bf16(64, HEADS, HEAD_DIM), torch.empty(HEAD_DIM, device=META), 1e-5)
+    KERNELS.silu_mul(bf16(64, 28672))
+    KERNELS.gelu_tanh_mul(bf16(64, 28672))
+
+
+def experts(num_pairs: int) -> None:
+    """Mixtral 8x7B."""
+    offsets = torch.empty(9, dtype=torch.int64, device=META)
+    groups = ExpertGroups(torch.empty(0, dtype=torch.int64, device=META), torch.empty(0, device=META), offsets)
+    KERNELS.experts.linear(bf16(num_pairs, 4096), bf16(8, 28672, 4096), groups)
+
+
+ATTENTION = {"decode_kernel", "combine_kernel", "chunk_kernel"}
+CASES: dict[str, tuple[Callable[[], None], set[str]]] = {
+    "decode": (lambda: attend((1,) * 64), {"decode_kernel", "combine_kernel"}),
+    "chunk": (lambda: attend((2048,)), {"chunk_kernel"}),
+    "wide heads": (attend_wide, ATTENTION),
+    "9/3 heads of 64": (lambda: attend_heads(9, 3, 64), ATTENTION),
+    "32/8 heads of 64": (lambda: attend_heads(32, 8, 64), ATTENTION),
+    "32/32 heads of 80": (lambda: attend_heads(32, 32, 80), ATTENTION),
+    "16/16 heads of 96": (lambda: attend_heads(16, 16, 96), ATTENTION),
+    "28/4 heads of 128": (lambda: attend_heads(28, 4, 128), ATTENTION),
+    "32/8 heads of 128, window": (lambda: attend_heads(32, 8, 128, 4096), ATTENTION),
+    "write KV": (write_kv, {"write_kv_kernel"}),
+    "64 adapters": (lambda: lora(64, 1), {"shrink_kernel", "expand_kernel"}),
+    "one adapter": (lambda: lora(1, 2048), {"shrink_kernel", "expand_kernel"}),
+    "rows": (rows, {"norm_kernel", "gated_kernel"}),
+    "few pairs": (lambda: experts(64), {"grouped_linear_kernel"}),
+    "many pairs": (lambda: experts(4096), {"grouped_linear_kernel"}),
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("case", CASES)
+def test_compiles_for_the_chip(case: str, capability: int) -> None:
+    """No spills, no stack, no more shared memory than the chip has; matrix instructions where there are products."""
+    launch_all, names = CASES[case]
+    with recorded() as launches:
+        launch_all()
+    assert {launch.name for launch in launches} == names
+    for launch in launches:
+        built = compile_launch(launch, capability)
+        assert built.stack_bytes == built.local_bytes == 0, f"{launch.name} spills: {built}"
+        assert built.shared_bytes <= SHARED_BYTES[capability], f"{launch.name}: {built.shared_bytes} bytes"
+        assert bool(built.matrix_instructions) != (launch.name in WITHOUT_PRODUCTS), launch.name
+
+
+def test_long_products_use_hoppers_own_instructions() -> None:
+    for case in ("chunk", "one adapter", "many pairs"):
+        with recorded() as launches:
+            CASES[case][0]()
+        for launch in launches:
+            assert "wgmma.mma_async" in compile_launch(launch, 90).matrix_instructions, launch.name
+
+
+def test_interpreted() -> None:
+    """`tests/interpreted`: each kernel against its twin, and the engine on all of them."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted"],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
+    assert "skipped" not in run.stdout.splitlines()[-1]
+
+
+def test_the_benchmark_for_gpus_runs_dry() -> None:
+    run = subprocess.run(
+        [sys.executable, "benchmarks/gpu/run.py", "--dry"], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
+    summary = json.loads(run.stdout.splitlines()[-1])
+    assert summary["wrong"] == []
+    assert summary["num_checked"] > 20
+
+
+def test_the_sweep_for_gpus_runs_dry() -> None:
+    run = subprocess.run(
+        [sys.executable, "benchmarks/gpu/sweep.py", "--dry"], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
+    assert "failed" not in run.stdout
+    assert set(json.loads(run.stdout.splitlines()[-1])["fastest"]) == {"decode", "chunk", "LoRA"}

@@ -1,0 +1,103 @@
+"""A `Dispatcher` straight to an engine in this process: all of motet but the wire between router and gang."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from itertools import count
+from typing import cast
+
+import httpx
+
+from motet.adapters.adapter import AdapterVersion
+from motet.adapters.registry.registry_view import RegistryView
+from motet.adapters.upload import UploadService
+from motet.router.config import RouterConfig
+from motet.router.fleet.admission import TimeLimit
+from motet.router.fleet.leader_connection import FaultKind
+from motet.router.fleet.open_sequence import OpenSequence
+from motet.router.rest_server import create_app
+from motet.tests.rigs.engine_rig import EngineRig, Stock
+from motet.tests.rigs.router_rig import BASE, HEADERS, FakeUploads, FakeView, text_service
+from motet.workers.wire.messages import AdapterRef, EngineLoad, GangInfo, SamplingParams, SequenceRequest
+
+
+def client_of(dispatcher: EngineDispatcher, stock: Stock, *adapters: str) -> httpx.AsyncClient:
+    """Of a router whose requests go to this engine, as the tenant that has these adapters."""
+    view = FakeView()
+    for name in adapters:
+        ref = stock.refs[name]
+        view.adapters["acme", name] = AdapterVersion("acme", name, 1, ref.digest, ref.module_ranks, 1, 1.7e9)
+    app = create_app(
+        config=RouterConfig(model_name=BASE, spool_path=stock.store_path.parent / "spool"),
+        dispatcher=dispatcher,
+        view=cast(RegistryView, view),
+        uploads=cast(UploadService, FakeUploads(view)),
+        text=text_service(),
+    )
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://router", headers=HEADERS)
+
+
+class EngineDispatcher:
+    """Steps the engine in the event loop for as long as it has work. `requests`: all that came to it."""
+
+    num_resumed = 0
+    num_gang_faults: Mapping[FaultKind, int] = {}
+
+    def __init__(self, rig: EngineRig) -> None:
+        self.rig = rig
+        self.requests: list[SequenceRequest] = []
+        self._ids = count(1)
+        self._open: dict[int, OpenSequence] = {}
+        self._stepping: asyncio.Task[None] | None = None
+
+    def submit(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        tenant: str,
+        adapter: AdapterRef | None,
+        *,
+        key: str = "",
+        is_resumed: bool = False,
+        cache_salt: str = "",
+        limit: TimeLimit | None = None,
+    ) -> OpenSequence:
+        request = SequenceRequest(
+            sequence_id=next(self._ids),
+            prompt_token_ids=prompt_token_ids,
+            sampling=sampling,
+            tenant=tenant,
+            adapter=adapter,
+            cache_salt=cache_salt,
+        )
+        self.requests.append(request)
+        sequence = self._open[request.sequence_id] = OpenSequence(request)
+        sequence.on_cancel = lambda: self._cancel(request.sequence_id)
+        self.rig.engine.submit(request)
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step())
+        return sequence
+
+    def gang(self) -> GangInfo:
+        return self.rig.engine.info
+
+    def gangs(self) -> list[tuple[GangInfo, EngineLoad]]:
+        return [(self.gang(), self.load())]
+
+    def load(self) -> EngineLoad:
+        return self.rig.engine.load()
+
+    def _cancel(self, sequence_id: int) -> None:
+        del self._open[sequence_id]
+        self.rig.engine.cancel(sequence_id)
+
+    async def _step(self) -> None:
+        while self.rig.engine.has_work():
+            for update in self.rig.engine.step():
+                if update.finish_reason is not None or update.error is not None:
+                    self._open.pop(update.sequence_id).push(update)
+                else:
+                    self._open[update.sequence_id].push(update)
+            self.rig.engine.check_integrity()
+            await asyncio.sleep(0)

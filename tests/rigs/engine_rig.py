@@ -1,0 +1,177 @@
+"""Engines over a store of adapters, driven step by step, their integrity checked after every step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from motet.adapters.format.validation import validate
+from motet.adapters.packing.layout import AdapterLayout, Dtype
+from motet.adapters.store.store import AdapterStore
+from motet.workers.config import EngineConfig
+from motet.workers.engine import Engine
+from motet.workers.engine_builder import build_engine
+from motet.workers.models.config import ModelConfig
+from motet.workers.plan import StepPlan
+from motet.workers.scheduling.measured_costs import MeasuredCosts
+from motet.workers.wire.messages import (
+    AdapterRef,
+    SamplingParams,
+    SequenceError,
+    SequenceRequest,
+    SequenceUpdate,
+    TokenLogprobs,
+)
+
+_DEADLINE_S = 120.0  # an engine that gets nowhere fails its test, it does not hang it
+
+
+@dataclass
+class Told:
+    """All that a sequence's owner heard."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)  # [vocab] each, only with `tap_logits`
+    finish_reason: str | None = None
+    error: SequenceError | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+
+@dataclass(frozen=True)
+class Stock:
+    """A model, and a store that holds PEFT folders as uploads would have put them there."""
+
+    model_path: Path
+    store_path: Path
+    layout: AdapterLayout
+    block_size: int
+    refs: Mapping[str, AdapterRef]
+
+    @staticmethod
+    def make(
+        model_path: Path, adapters: Mapping[str, Path], store_path: Path, block_size: int = 8, dtype: Dtype = "float32"
+    ) -> Stock:
+        model, store = ModelConfig.from_folder(model_path), AdapterStore(store_path)
+        layout = AdapterLayout(model.shape, model.slab(block_size), dtype)
+        refs = {}
+        for name, folder in adapters.items():
+            config = (folder / "adapter_config.json").read_bytes()
+            content = validate(config, folder / "adapter_model.safetensors", model.shape)
+            store.put(content, [layout])
+            refs[name] = AdapterRef(content.digest, content.module_ranks)
+        return Stock(model_path, store_path, layout, block_size, refs)
+
+    def num_pages(self, num_tokens: int, adapter: str | None) -> int:
+        """Pages that a request takes for so many tokens, prompt and completion, and for its adapter."""
+        ranks = {} if adapter is None else self.refs[adapter].module_ranks
+        return -(-(num_tokens - 1) // self.block_size) + self.layout.num_pages(ranks)  # the last token has no KV
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layout.shape.num_layers * self.layout.slab * (4 if self.layout.dtype == "float32" else 2)
+
+    def engine(self, num_pages: int, **settings: Any) -> EngineRig:
+        """An engine whose pool has so many pages. `settings` are fields of EngineConfig."""
+        config = EngineConfig(
+            model_path=self.model_path,
+            store_path=self.store_path,
+            dtype=self.layout.dtype,
+            pool_bytes=num_pages * self.page_bytes,
+            block_size=self.block_size,
+            **settings,
+        )
+        return EngineRig(build_engine(config), self.refs)
+
+
+class EngineRig:
+    """Drives an engine and collects what it says of each sequence. A context manager; closes the engine at its end."""
+
+    def __init__(self, engine: Engine, refs: Mapping[str, AdapterRef]) -> None:
+        self.engine, self.refs = engine, refs
+        self.told: dict[int, Told] = {}
+
+    def __enter__(self) -> EngineRig:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+
+    def submit(
+        self,
+        sequence_id: int,
+        prompt: list[int],
+        adapter: AdapterRef | str | None,
+        sampling: SamplingParams,
+        generated: Sequence[int] = (),
+    ) -> None:
+        """`generated`: tokens that it had elsewhere before."""
+        ref = self.refs[adapter] if isinstance(adapter, str) else adapter
+        self.told[sequence_id] = Told()
+        self.engine.submit(
+            SequenceRequest(
+                sequence_id=sequence_id,
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                tenant="acme",
+                adapter=ref,
+                generated_token_ids=list(generated),
+            )
+        )
+
+    def step(self) -> list[SequenceUpdate]:
+        updates = self.engine.step()
+        self.engine.check_integrity()
+        for update in updates:
+            told = self.told[update.sequence_id]
+            assert not told.ended, f"an update for sequence {update.sequence_id} after its end: {update}"
+            told.token_ids += update.token_ids
+            told.logprobs += update.logprobs or []
+            told.finish_reason, told.error = update.finish_reason, update.error
+        if self.engine.waits:
+            time.sleep(0.0005)
+        return updates
+
+    def finish(self) -> None:
+        """Steps until nothing is left to do."""
+        deadline = time.monotonic() + _DEADLINE_S
+        while self.engine.has_work():
+            self.step()
+            assert time.monotonic() < deadline, f"no end in sight: {self.engine.load()}"
+
+    def assert_idle(self) -> None:
+        """All pages are free again but those of adapters and prefixes kept for the next request."""
+        load = self.engine.load()
+        assert (load.num_running, load.num_waiting) == (0, 0)
+        assert load.num_free_pages + load.num_adapter_pages + load.num_idle_prefix_pages == load.num_pages
+
+    def prefer_copies(self) -> None:
+        """From now on pages are always copied back rather than computed, however fast this tiny model computes."""
+        scheduler = self.engine._scheduler
+        scheduler._costs.observe_step = lambda *_: None  # type: ignore[method-assign]
+        scheduler._costs.observe_copy = lambda *_: None  # type: ignore[method-assign]
+        for _ in range(100):
+            MeasuredCosts.observe_step(scheduler._costs, 1, 1000, 1000.0)
+
+    def tap_logits(self) -> None:
+        """From now on each step also computes its logits by themselves, for `Told.logits`. Recomputing is harmless."""
+        executor = self.engine.executor
+        begin = executor.begin
+
+        def tapped(plan: StepPlan) -> None:
+            if plan.sequences:
+                batch = sorted(plan.sequences, key=lambda sequence: sequence.adapter or "")  # the order of its rows
+                sampling = [sequence for sequence in batch if sequence.sample is not None]
+                for sequence, row in zip(sampling, executor.runner.logits(plan), strict=True):
+                    self.told[sequence.sequence_id].logits.append(row)
+            begin(plan)
+
+        executor.begin = tapped  # type: ignore[method-assign]

@@ -1,0 +1,88 @@
+"""A leader to speak to with a bare gRPC channel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import msgspec
+
+from motet.tests.rigs.stand_in_engine import StandInEngine
+from motet.workers.leader.frame_server import FrameServer
+from motet.workers.wire.messages import (
+    STREAM_METHOD,
+    STREAM_SERVICE,
+    TOKEN_KEY,
+    AdapterRef,
+    Cancel,
+    Frame,
+    FromLeader,
+    Hello,
+    SamplingParams,
+    SequenceRequest,
+    SequenceUpdate,
+    Submit,
+    ToLeader,
+)
+
+TOKEN = "a secret"
+
+
+class Leader:
+    """A frame server, its engine and its address."""
+
+    def __init__(self, engine: StandInEngine, server: FrameServer, address: str) -> None:
+        self.engine, self.server, self.address = engine, server, address
+
+
+class Router:
+    """One stream to a leader."""
+
+    def __init__(self, address: str, token: str = TOKEN) -> None:
+        self.channel = grpc.aio.insecure_channel(address)
+        self.call: Any = self.channel.stream_stream(f"/{STREAM_SERVICE}/{STREAM_METHOD}")(
+            metadata=((TOKEN_KEY, token),)
+        )
+
+    async def send(self, *messages: Submit | Cancel) -> None:
+        await self.call.write(msgspec.msgpack.encode(ToLeader(list(messages))))
+
+    async def read(self) -> Hello | Frame:
+        data = await asyncio.wait_for(self.call.read(), 10)
+        assert data is not grpc.aio.EOF, self.call.done()
+        message: Hello | Frame = msgspec.msgpack.decode(data, type=FromLeader)
+        return message
+
+    async def read_to_the_end(self) -> None:
+        while await self.call.read() is not grpc.aio.EOF:
+            pass
+
+    async def updates(self) -> AsyncIterator[SequenceUpdate]:
+        while True:
+            message = await self.read()
+            if isinstance(message, Frame):
+                for update in message.updates:
+                    yield update
+
+
+def submit(
+    sequence_id: int, last_token: int, max_tokens: int | None, digest: str | None = None, key: str = ""
+) -> Submit:
+    return Submit(
+        SequenceRequest(
+            sequence_id=sequence_id,
+            prompt_token_ids=[1, last_token],
+            sampling=SamplingParams(max_tokens=max_tokens),
+            tenant="acme",
+            adapter=None if digest is None else AdapterRef(digest, {}),
+            key=key,
+        )
+    )
+
+
+async def eventually(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

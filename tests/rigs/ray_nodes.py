@@ -1,0 +1,165 @@
+"""Nodes of a Ray cluster that tests start with `ray start`, and a `motet serve --address` that joins it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from motet.cluster.launch.local_serve import free_ports
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
+BIN = Path(sys.executable).parent
+KEY = "key-of-acme"
+START_TIMEOUT_S = 240.0
+
+Wrap = Callable[[int, Sequence[str]], list[str]]  # (number of a node, command) -> what runs the command there
+
+
+class RayNodes:
+    """Nodes by number, the head is 0; all that they started is ended when the context ends."""
+
+    def __init__(
+        self, addresses: Sequence[str], wrap: Wrap = lambda _, command: list(command), **variables: str
+    ) -> None:
+        """`variables`: of the environment of every process there."""
+        self._addresses, self._wrap, self._variables = addresses, wrap, variables
+        self._folder = tempfile.TemporaryDirectory(prefix="mt", dir="/tmp", ignore_cleanup_errors=True)  # short
+        self.path = Path(self._folder.name)
+        self._mark = secrets.token_hex(8)
+        self._token = secrets.token_hex(32)
+        self._port = free_ports(1)[0]
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def address(self) -> str:
+        return f"{self._addresses[0]}:{self._port}"
+
+    def environment(self, number: int) -> dict[str, str]:
+        """Of all processes of one node; HAProxy's folder is that node's own."""
+        haproxy_path = self.path / f"haproxy{number}"
+        haproxy_path.mkdir(exist_ok=True)
+        ports = free_ports(4)
+        return {
+            **os.environ,
+            **self._variables,
+            "MOTET_TEST": self._mark,
+            "SPT_NOENV": "1",  # or process titles are written over the mark
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": self._token,
+            "RAY_worker_niceness": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy_path / "haproxy.cfg"),
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy_path / "a.sock"),
+            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy_path / "m.sock"),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy_path),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy_path / "server-state"),
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(ports[0]),
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports[1]),
+            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports[2]),
+            "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(ports[3]),
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        }
+
+    def start(self, number: int, **resources: float) -> None:
+        """Returns when the node is up."""
+        ports = free_ports(2)
+        command = [str(BIN / "ray"), "start", "--block", f"--node-ip-address={self._addresses[number]}", "--num-cpus=2"]
+        command += [f"--resources={json.dumps(resources)}", f"--object-store-memory={100 << 20}"]
+        command += [f"--dashboard-agent-listen-port={ports[0]}"]
+        if number == 0:
+            command += ["--head", f"--port={self._port}", "--include-dashboard=false", f"--temp-dir={self.path}/r"]
+            command += [f"--ray-client-server-port={ports[1]}"]
+        else:
+            command += [f"--address={self.address}"]
+        log_path = self.path / f"node{number}.log"
+        with log_path.open("wb") as log:
+            process = self.popen(number, command, log)
+        self._started.append(process)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while b"Ray runtime started" not in log_path.read_bytes():
+            assert process.poll() is None and time.monotonic() < deadline, log_path.read_text()
+            time.sleep(0.05)
+
+    def popen(self, number: int, command: Sequence[str], output: object) -> subprocess.Popen[bytes]:
+        """Starts a command on a node."""
+        return subprocess.Popen(
+            self._wrap(number, command),
+            env=self.environment(number),
+            stdout=output,  # type: ignore[call-overload]
+            stderr=output,
+            start_new_session=True,
+        )
+
+    @contextmanager
+    def motet(self, *options: str, data_dir: str = "data") -> Iterator[str]:
+        """The URL of a `motet serve --address` on the head node, of the demo model; ended by Ctrl-C."""
+        log_path = self.path / "motet.log"
+        with log_path.open("wb") as log:
+            process = self.popen(0, self.serve_command(*options, data_dir=data_dir), log)
+        try:
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not (ready := [line for line in log_path.read_text().splitlines() if line.startswith("ready ")]):
+                assert process.poll() is None and time.monotonic() < deadline, log_path.read_text()
+                time.sleep(0.05)
+            yield ready[0].split()[1]
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=120) in (0, 130), log_path.read_text()
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def serve_command(self, *options: str, data_dir: str = "data") -> list[str]:
+        command = [str(BIN / "motet"), "serve", str(DEMO / "base"), "--address", self.address, "--key", f"acme={KEY}"]
+        return [*command, "--data-dir", str(self.path / data_dir), "--pool-bytes", "32MiB", *options]
+
+    def output(self, number: int, command: Sequence[str]) -> tuple[int, str]:
+        """Exit status and what a command says that ends by itself."""
+        log_path = self.path / "command.log"
+        with log_path.open("wb") as log:
+            process = self.popen(number, command, log)
+            try:
+                return process.wait(START_TIMEOUT_S), log_path.read_text()
+            finally:
+                process.kill()
+                process.wait()
+
+    def processes(self) -> list[psutil.Process]:
+        """All that came of it."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("MOTET_TEST") == self._mark:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return found
+
+    def __enter__(self) -> RayNodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _attempt in range(5):  # what is killed may have started something meanwhile
+            left = self.processes()
+            for process in left:
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    pass
+            psutil.wait_procs(left, timeout=5)
+            if not left:
+                break
+        for process in self._started:
+            process.wait()
+        self._folder.cleanup()

@@ -1,0 +1,343 @@
+"""A router's app around stand-ins: a dispatcher that follows a script, a registry in a dict, a tiny tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from motet.adapters.adapter import AdapterVersion
+from motet.adapters.registry.registry_view import RegistryView
+from motet.adapters.upload import UploadService
+from motet.router.config import RouterConfig
+from motet.router.fleet.admission import TimeLimit
+from motet.router.fleet.leader_connection import FaultKind
+from motet.router.rest_server import create_app
+from motet.router.text.text import TextService
+from motet.workers.wire.messages import (
+    AdapterRef,
+    EngineLoad,
+    GangInfo,
+    SamplingParams,
+    SequenceError,
+    SequenceUpdate,
+    TokenLogprobs,
+)
+
+BASE = "tiny/base"  # with a slash, as hub ids have
+KEYS = {"key-of-acme": "acme", "key-of-zenith": "zenith"}
+HEADERS = {"Authorization": "Bearer key-of-acme"}
+EOS = 1
+CONTEXT = 256
+CORPUS = ["hello world, the quick brown fox jumps over the lazy dog. héllo wörld 你好 世界"] * 20
+CHAT_TEMPLATE = (
+    "{% if messages[0].role == 'assistant' %}{{ raise_exception('an assistant cannot speak first') }}{% endif %}"
+    "{% for m in messages %}<|start|>{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
+    "{% if mood is defined %}<|start|>mood: {{ mood }}<|end|>{% endif %}"
+    "{% if add_generation_prompt %}<|start|>assistant: {% endif %}"
+)
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """Of GPT-2's kind, with few merges, so that most characters outside of ASCII take several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|start|>", "<|end|>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def text_service(chat_template: str | None = CHAT_TEMPLATE) -> TextService:
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), eos_token="<|end|>")
+    wrapped.chat_template = chat_template
+    return TextService(wrapped)
+
+
+@dataclass(frozen=True)
+class Event:
+    """A server-sent event. `id`: empty if it has none."""
+
+    id: str
+    data: str
+
+    @property
+    def chunk(self) -> Any:
+        return json.loads(self.data)
+
+
+def events_of(body: bytes) -> list[Event]:
+    """The whole events of a stream's body; what comes after the last blank line is none."""
+    events = []
+    for block in body.split(b"\n\n")[:-1]:
+        fields = dict(line.split(": ", 1) for line in block.decode().split("\n"))
+        events.append(Event(fields.get("id", ""), fields["data"]))
+    return events
+
+
+def chunks_of(response: httpx.Response) -> list[Any]:
+    """The chunks of a stream that came to its end."""
+    *events, last = events_of(response.content)
+    assert last == Event("", "[DONE]")
+    return [event.chunk for event in events]
+
+
+def encoded(text: TextService, string: str) -> list[int]:
+    return list(text._backend.encode(string, add_special_tokens=False).ids)
+
+
+def decoded(text: TextService, token_ids: Sequence[int]) -> str:
+    return str(text._backend.decode(token_ids, skip_special_tokens=True))
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """What was asked of the dispatcher."""
+
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    tenant: str
+    adapter: AdapterRef | None
+    key: str = ""
+    is_resumed: bool = False
+    cache_salt: str = ""
+    limit: TimeLimit | None = None
+
+
+Script = Callable[[Submitted], Sequence[SequenceUpdate]]
+
+
+class FakeStream:
+    """Plays its updates, one a loop turn; without a last one it hangs, as a slow gang does."""
+
+    def __init__(self, updates: Sequence[SequenceUpdate], hangs: bool) -> None:
+        self._updates = updates
+        self._hangs = hangs
+        self.num_read = 0
+        self.cancelled = asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[SequenceUpdate]:
+        for update in self._updates:
+            await asyncio.sleep(0)
+            if self.cancelled.is_set():
+                return
+            self.num_read += 1
+            yield update
+        if self._hangs:
+            await self.cancelled.wait()
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+@dataclass
+class FakeDispatcher:
+    """Follows `script`; by default it gives `answer` back token by token, as far as `max_tokens` goes."""
+
+    answer: Sequence[int] = ()
+    script: Script | None = None
+    hangs: bool = False  # after the script
+    is_connected: bool = True
+    num_resumed: int = 0
+    num_gang_faults: Mapping[FaultKind, int] = field(default_factory=dict)
+    num_gangs: int = 1
+    submitted: list[Submitted] = field(default_factory=list)
+    streams: list[FakeStream] = field(default_factory=list)
+
+    def submit(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        tenant: str,
+        adapter: AdapterRef | None,
+        *,
+        key: str = "",
+        is_resumed: bool = False,
+        cache_salt: str = "",
+        limit: TimeLimit | None = None,
+    ) -> FakeStream:
+        request = Submitted(prompt_token_ids, sampling, tenant, adapter, key, is_resumed, cache_salt, limit)
+        updates = self.script(request) if self.script is not None else token_by_token(self.answer, sampling)
+        self.submitted.append(request)
+        self.streams.append(FakeStream(updates, self.hangs))
+        return self.streams[-1]
+
+    def gang(self) -> GangInfo | None:
+        if not self.is_connected:
+            return None
+        return GangInfo(
+            gang_id="gang-1",
+            model="/a/folder/of/tiny",
+            device="cpu",
+            dtype="float32",
+            kernels="torch",
+            max_model_len=CONTEXT,
+            block_size=16,
+            num_pages=64,
+            page_bytes=1024,
+            vocab_size=320,
+        )
+
+    def gangs(self) -> list[tuple[GangInfo, EngineLoad]]:
+        gang, load = self.gang(), self.load()
+        return [] if gang is None or load is None else [(gang, load)] * self.num_gangs
+
+    def load(self) -> EngineLoad | None:
+        return EngineLoad(num_running=3, num_generated_tokens=17) if self.is_connected else None
+
+
+def token_by_token(token_ids: Sequence[int], sampling: SamplingParams) -> list[SequenceUpdate]:
+    """An engine's updates for these tokens and an end-of-sequence token, cut at max_tokens."""
+    wanted = [*token_ids, EOS][: sampling.max_tokens]
+    return [
+        SequenceUpdate(
+            1,
+            [token_id],
+            None if sampling.num_logprobs is None else [logprobs_of(token_id, sampling.num_logprobs)],
+            None if position < len(wanted) - 1 else "stop" if token_id == EOS else "length",
+        )
+        for position, token_id in enumerate(wanted)
+    ]
+
+
+def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
+    """-0.5 for the chosen token, which is the second most likely one; the last of the others is impossible."""
+    others = [(token_id + 1) % 320, token_id, (token_id + 2) % 320][:num_top]
+    return TokenLogprobs(-0.5, others, [-0.25, -0.5, float("-inf")][:num_top])
+
+
+def failing(kind: Any, message: str, after: Sequence[int] = ()) -> Script:
+    """A script that gives some tokens, then up."""
+
+    def script(request: Submitted) -> Sequence[SequenceUpdate]:
+        tokens = [SequenceUpdate(1, [token_id]) for token_id in after]
+        return [*tokens, SequenceUpdate(1, error=SequenceError(kind, message))]
+
+    return script
+
+
+class FakeRegistry:
+    """The view and the upload service in one. `error` is raised by all that would ask Redis."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[tuple[str, str], AdapterVersion] = {}
+        self.error: Exception | None = None
+        self.uploaded: list[tuple[str, str, bytes, str]] = []  # tenant, name, config, digest of the tensors
+        self.connected = True
+
+    def add(self, tenant: str, name: str, digest: str = "d" * 64) -> AdapterVersion:
+        version = self.adapters[tenant, name].version + 1 if (tenant, name) in self.adapters else 1
+        adapter = AdapterVersion(tenant, name, version, digest, {"q_proj": 8, "v_proj": 4}, 1234, 1700000000.5)
+        self.adapters[tenant, name] = adapter
+        return adapter
+
+    def tenant_of_key(self, key: str) -> str | None:
+        return KEYS.get(key)
+
+    def resolve(self, tenant: str, name: str) -> AdapterVersion | None:
+        return self.adapters.get((tenant, name))
+
+    def of(self, tenant: str) -> list[AdapterVersion]:
+        return [adapter for (owner, _), adapter in sorted(self.adapters.items()) if owner == tenant]
+
+
+class FakeView(FakeRegistry):
+    def list(self, tenant: str) -> list[AdapterVersion]:
+        return self.of(tenant)
+
+
+class FakeUploads:
+    def __init__(self, registry: FakeRegistry) -> None:
+        self._registry = registry
+
+    async def upload(self, tenant: str, name: str, config: bytes, tensors: Path) -> tuple[AdapterVersion, bool]:
+        self._answer()
+        hasher = hashlib.sha256()
+        with tensors.open("rb") as file:
+            while chunk := file.read(1 << 20):
+                hasher.update(chunk)
+        digest = hasher.hexdigest()
+        self._registry.uploaded.append((tenant, name, config, digest))
+        held = self._registry.resolve(tenant, name)
+        if held is not None and held.digest == digest:
+            return held, False
+        return self._registry.add(tenant, name, digest), True
+
+    async def delete(self, tenant: str, name: str) -> bool:
+        self._answer()
+        return self._registry.adapters.pop((tenant, name), None) is not None
+
+    async def list(self, tenant: str) -> list[AdapterVersion]:
+        self._answer()
+        return self._registry.of(tenant)
+
+    async def get(self, tenant: str, name: str) -> AdapterVersion | None:
+        self._answer()
+        return self._registry.resolve(tenant, name)
+
+    def _answer(self) -> None:
+        if self._registry.error is not None:
+            raise self._registry.error
+
+
+class RouterRig:
+    """The app and its stand-ins."""
+
+    def __init__(self, spool_path: Path, text: TextService, **config: Any) -> None:
+        self.text = text
+        self.dispatcher = FakeDispatcher()
+        self.registry = FakeView()
+        self.spool_path = spool_path
+        self.app: FastAPI = create_app(
+            config=RouterConfig(model_name=BASE, spool_path=spool_path, **config),
+            dispatcher=self.dispatcher,
+            view=cast(RegistryView, self.registry),
+            uploads=cast(UploadService, FakeUploads(self.registry)),
+            text=text,
+        )
+
+    def ids(self, text: str) -> list[int]:
+        return encoded(self.text, text)
+
+    def client(self) -> httpx.AsyncClient:
+        """In this event loop, without a server. A whole answer arrives at once."""
+        transport = httpx.ASGITransport(app=self.app)
+        return httpx.AsyncClient(transport=transport, base_url="http://router", headers=HEADERS)
+
+
+@contextmanager
+def serving(app: FastAPI) -> Iterator[str]:
+    """The app behind a real server on loopback, on a thread of its own. Gives its URL."""
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        deadline = time.monotonic() + 20
+        while not server.started:
+            if not thread.is_alive() or time.monotonic() > deadline:
+                raise RuntimeError("the server did not start")
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        server.force_exit = True
+        thread.join(timeout=20)

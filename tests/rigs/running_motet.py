@@ -1,0 +1,146 @@
+"""A motet started as a user would start it, for tests that drive it from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+import psutil
+from openai import OpenAI
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
+BASE = "motet-demo"
+KEYS = {"acme": "key-of-acme", "globex": "key-of-globex"}
+START_TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True)
+class RunningMotet:
+    url: str
+    data_dir: Path
+    process: psutil.Process
+    stdout: IO[str]  # after "ready"
+
+    def openai(self, tenant: str = "acme") -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=KEYS[tenant], max_retries=0, timeout=60)
+
+    def http(self, tenant: str = "acme", timeout_s: float = 60.0) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {KEYS[tenant]}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False)
+
+    def upload(self, name: str, folder: Path, tenant: str = "acme") -> httpx.Response:
+        config, tensors = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+        with self.http(tenant) as http, config.open("rb") as config_file, tensors.open("rb") as tensors_file:
+            files = {config.name: (config.name, config_file), tensors.name: (tensors.name, tensors_file)}
+            return http.post("/v1/adapters", data={"name": name}, files=files)
+
+    def status(self) -> dict[str, Any]:
+        with self.http() as http:
+            found: dict[str, Any] = http.get("/status").raise_for_status().json()
+        return found
+
+    def gang_processes(self) -> list[psutil.Process]:
+        """The leaders'; of a gang of one worker that is all."""
+        return self._titled("ServeReplica:motet:gang")
+
+    def worker_processes(self) -> list[psutil.Process]:
+        """Of gangs of several workers."""
+        return self._titled("WorkerActor")
+
+    def router_processes(self) -> list[psutil.Process]:
+        return self._titled("ServeReplica:motet:router")
+
+    def controller_processes(self) -> list[psutil.Process]:
+        return self._titled("ServeController")
+
+    def redis_process(self) -> psutil.Process:
+        (found,) = [p for p in self.processes() if "redis" in _executable(p) or "valkey" in _executable(p)]
+        return found
+
+    def processes(self) -> list[psutil.Process]:
+        return self.process.children(recursive=True)
+
+    def _titled(self, part: str) -> list[psutil.Process]:
+        return [process for process in self.processes() if part in _title(process)]
+
+
+@contextmanager
+def running_motet(data_dir: Path, port: int, *options: str, pool_bytes: str | None = "32MiB") -> Iterator[RunningMotet]:
+    """`motet serve` of the demo model, ready; ended by Ctrl-C, after which none of its processes may be left."""
+    command = [str(Path(sys.executable).parent / "motet"), "serve", str(DEMO / "base"), "--name", BASE]
+    command += ["--port", str(port), "--data-dir", str(data_dir), *options]
+    command += [] if pool_bytes is None else ["--pool-bytes", pool_bytes]
+    for tenant, key in KEYS.items():
+        command += ["--key", f"{tenant}={key}"]
+    log_path = data_dir.parent / f"{data_dir.name}.log"
+    with log_path.open("w") as log:
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+    try:
+        assert server.stdout is not None
+        ready = next((line for line in server.stdout if line.startswith("ready ")), None)
+        assert ready == f"ready http://127.0.0.1:{port}\n", log_path.read_text()
+        motet = RunningMotet(ready.split()[1], data_dir, psutil.Process(server.pid), server.stdout)
+        yield motet
+        processes = motet.processes()
+        os.kill(server.pid, signal.SIGINT)
+        assert server.wait(timeout=60) in (0, 130)
+        _, left = psutil.wait_procs(processes, timeout=20)
+        assert not left, "Ctrl-C left processes behind"
+    finally:
+        if server.poll() is None:
+            server.kill()
+            server.wait()
+
+
+def holds_nothing(load: dict[str, Any]) -> bool:
+    """Of a gang, as its status tells: all pages are free but those kept for whoever comes.
+
+    Pages that are on their way to host memory are held until they are there, and routers hear of that a beat later: so
+    after sequences have ended this comes true soon, not at once.
+    """
+    num_kept = load["num_adapter_pages"] + load["num_idle_prefix_pages"]
+    return bool(load["num_free_pages"] + num_kept == load["num_pages"])
+
+
+def wait_until_nothing_is_held(motet: RunningMotet) -> None:
+    """Fails, with the load, if pages are still held when all copies must long be made: they have leaked."""
+    load: dict[str, Any] = {}
+
+    def is_free() -> bool:
+        load.update(motet.status()["load"])
+        return holds_nothing(load)
+
+    eventually(is_free, what=lambda: f"pages are held: {load}")
+
+
+def eventually(
+    check: Callable[[], bool], timeout_s: float = 60.0, what: Callable[[], str] = lambda: "it did not come about"
+) -> None:
+    """Returns once the check holds; fails after the timeout with `what`."""
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        assert time.monotonic() < deadline, f"{what()} after {timeout_s} s"
+        time.sleep(0.05)
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
+
+
+def _executable(process: psutil.Process) -> str:
+    try:
+        return Path(process.exe()).name
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return ""

@@ -1,0 +1,221 @@
+"""Requests for a scheduler, and a worker that computes nothing but knows what every page holds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+
+from motet.workers.memory.adapter_cache import AdapterState
+from motet.workers.plan import (
+    AdapterFailure,
+    MoveEnd,
+    PageMove,
+    Residence,
+    SampledToken,
+    SequencePlan,
+    StepPlan,
+    StepResult,
+)
+from motet.workers.scheduling.request_limits import Limits
+from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.scheduling.sequence import Sequence
+from motet.workers.scheduling.tier_traffic import TierSizes
+from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest, SequenceUpdate
+from motet.workers.wire.page_keys import PageKey, first_link, next_keys
+
+EOS = 99
+
+
+def limits(num_pages: int, budget: int = 16, num_sequences: int = 8) -> Limits:
+    return Limits(64, 100, 4, num_pages, budget, num_sequences)
+
+
+def request(
+    sequence_id: int, num_prompt: int = 3, max_tokens: int | None = 4, adapter: str | None = None, **sampling: object
+) -> SequenceRequest:
+    """A prompt like no other's."""
+    return asking(sequence_id, [sequence_id % 98] * num_prompt, max_tokens, adapter, **sampling)
+
+
+def asking(
+    sequence_id: int,
+    prompt: list[int],
+    max_tokens: int | None = 4,
+    adapter: str | None = None,
+    tenant: str = "t",
+    **sampling: object,
+) -> SequenceRequest:
+    ref = None if adapter is None else AdapterRef(adapter, {"q_proj": int(adapter[1:])})
+    params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+    return SequenceRequest(
+        sequence_id=sequence_id, prompt_token_ids=prompt, sampling=params, tenant=tenant, adapter=ref
+    )
+
+
+def scheduler(of: Limits, tiers: TierSizes | None = None) -> Scheduler:
+    return Scheduler(of, frozenset({EOS}), lambda ref: max(ref.module_ranks.values()), tiers=tiers)
+
+
+class Worker:
+    """Obeys plans without computing: token n of a sequence is n. Checks that the plan is one a worker can obey.
+
+    It keeps what every page holds: KV of a token is its tenant's and adapter's, and follows from all tokens before it.
+    """
+
+    def __init__(self, of: Limits, slow_loads: random.Random | None = None) -> None:
+        self.limits, self.slow_loads = of, slow_loads
+        self.coming: list[str] = []
+        self.there: dict[str, tuple[int, ...]] = {}
+        self.num_computed = self.num_copies = 0
+        self.sequence_of: Callable[[int], Sequence] | None = None  # to know whose KV a plan means
+        self._kv: dict[tuple[int, int], object] = {}  # by page and place in it
+        self._tiers: dict[tuple[str, int], list[object]] = {}  # what each page of a tier behind the pool holds
+        self._moving: list[PageMove] = []
+        self._keys: dict[tuple[object, ...], PageKey] = {}  # by a page's last KV
+        self.failing_tiers: set[str] = set()
+        self.failing_adapters: set[str] = set()  # digests whose load comes to nothing
+        self.broken: set[int] = set()  # sequences whose logits are not finite
+
+    def execute(self, plan: StepPlan, failing: Iterable[str] = ()) -> StepResult:
+        assert sum(len(s.token_ids) for s in plan.sequences) <= self.limits.max_tokens_per_step
+        assert len(plan.sequences) <= self.limits.max_num_sequences
+        for load in plan.loads:
+            self._write_adapter(load.residence)
+        self._moving += plan.moves
+        self.num_copies += len(plan.copies)
+        own = {page for s in plan.sequences for page in s.pages}
+        targets = {copy.target for copy in plan.copies}
+        assert len(targets) == len(plan.copies), "two copies into one page"
+        assert targets <= own, "a copy that no sequence needs"
+        assert not targets & {copy.source for copy in plan.copies}
+        for copy in plan.copies:
+            self._write_page("device", copy.target, self._read_page("device", copy.source))
+        written = [self._compute(s) for s in plan.sequences]
+        written += [{(page, 0) for page in a.pages} for a in plan.adapters]
+        assert len(set().union(*written)) == sum(map(len, written)), "two write to the same place"
+        known = {a.digest: a.pages for a in plan.adapters}
+        tokens: dict[int, SampledToken | None] = {}
+        for s in plan.sequences:
+            assert s.adapter is None or known[s.adapter] == self.there[s.adapter]
+            if s.sample is not None:
+                token = SampledToken(s.sample.index % 90, None)
+                tokens[s.sequence_id] = None if s.sequence_id in self.broken else token
+        for a in plan.adapters:
+            assert {self._kv[page, place] for page in a.pages for place in range(self.limits.block_size)} == {a.digest}
+        self.coming += [load.residence.digest for load in plan.loads]
+        ended = [d for d in self.coming if self.slow_loads is None or self.slow_loads.random() < 0.4]
+        self.coming = [d for d in self.coming if d not in ended]
+        failed = [d for d in ended if d in failing or d in self.failing_adapters]
+        return StepResult(
+            plan.step,
+            tokens,
+            tuple(d for d in ended if d not in failed),
+            tuple(AdapterFailure(d, "bad") for d in failed),
+            tuple(self._move()),
+        )
+
+    def check_residence(self, s: Scheduler) -> None:
+        """Whatever the scheduler says is resident, in any tier, is there, and holds what its key stands for."""
+        resident: list[tuple[PageKey, list[object]]] = []
+        for key, page in s._memory.prefixes._pages.items():
+            resident.append((key, self._read_page("device", page)))
+        for tier, slots in s._tiers._tiers.items():
+            resident += [(key, self._read_page(tier, slot)) for key, slot in slots._slots.items()]
+        for key, content in resident:
+            assert self._key_of(content) == key, "a page that is kept holds something else"
+        for digest, entry in s._adapters._entries.items():
+            if entry.state is AdapterState.RESIDENT:
+                for page in entry.residence.pages:
+                    assert set(self._read_page("device", page)) == {digest}, "an adapter's page holds something else"
+
+    def _key_of(self, content: list[object]) -> PageKey:
+        (tenant, adapter), token_ids = content[-1]  # type: ignore[misc]
+        before = len(token_ids) - len(content)
+        parts = [((tenant, adapter), token_ids[: before + place]) for place in range(1, len(content) + 1)]
+        assert content == parts, "a page holds parts of several"
+        whole = tuple(content[-1])  # type: ignore[arg-type]
+        if whole not in self._keys:
+            link = first_link(asking(0, [], adapter=adapter, tenant=tenant))
+            self._keys[whole] = next_keys(link, token_ids, 0, len(content), len(token_ids) // len(content))[-1]
+        return self._keys[whole]
+
+    def _move(self) -> Iterator[MoveEnd]:
+        """Some of the copies that were asked for, oldest first."""
+        while self._moving and (self.slow_loads is None or self.slow_loads.random() < 0.5):
+            move = self._moving.pop(0)
+            if self.failing_tiers & {move.source, move.target}:
+                yield MoveEnd(move.number, 0.0, "as told")
+                continue
+            for source, target in zip(move.source_pages, move.target_pages, strict=True):
+                self._write_page(move.target, target, self._read_page(move.source, source))
+            yield MoveEnd(move.number, 0.0, None)
+
+    def _read_page(self, tier: str, page: int) -> list[object]:
+        if tier == "device":
+            return [self._kv[page, place] for place in range(self.limits.block_size)]
+        return self._tiers[tier, page]
+
+    def _write_page(self, tier: str, page: int, content: list[object]) -> None:
+        if tier == "device":
+            self._kv |= {(page, place): kv for place, kv in enumerate(content)}
+        else:
+            self._tiers[tier, page] = content
+
+    def _compute(self, s: SequencePlan) -> set[tuple[int, int]]:
+        """Writes a sequence's KV, on top of what its earlier tokens must have left; the places written."""
+        assert len(s.pages) == len(set(s.pages))
+        if self.sequence_of is not None:
+            sequence = self.sequence_of(s.sequence_id)
+            owner, token_ids = (sequence.request.tenant, s.adapter), sequence.token_ids
+            assert s.token_ids == tuple(token_ids[s.start : s.start + len(s.token_ids)])
+            if s.sample is not None and s.sample.prompt_token_ids:  # a penalty sees all that came before
+                seen = (*s.sample.prompt_token_ids, *s.sample.output_token_ids)
+                assert seen == tuple(token_ids[: s.start + len(s.token_ids)])
+            for position in range(s.start):
+                kv = self._kv[self._place(s, position)]
+                assert kv == (owner, tuple(token_ids[: position + 1])), "not the KV of this sequence's token"
+            for position in range(s.start, s.start + len(s.token_ids)):
+                self._kv[self._place(s, position)] = (owner, tuple(token_ids[: position + 1]))
+        places = {self._place(s, position) for position in range(s.start, s.start + len(s.token_ids))}
+        self.num_computed += len(s.token_ids)
+        return places
+
+    def _place(self, s: SequencePlan, position: int) -> tuple[int, int]:
+        return s.pages[position // self.limits.block_size], position % self.limits.block_size
+
+    def _write_adapter(self, residence: Residence) -> None:
+        for page in residence.pages:
+            self._kv |= {(page, place): residence.digest for place in range(self.limits.block_size)}
+        self.there[residence.digest] = residence.pages
+
+
+class WorkerExecutor:
+    """Satisfies `Executor`. A plan is executed as late as can be, when the one after it is made."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._plan: StepPlan | None = None
+
+    def begin(self, plan: StepPlan) -> None:
+        assert self._plan is None, "a plan begins before the last one is finished"
+        self._plan = plan
+
+    def finish(self) -> StepResult:
+        assert self._plan is not None
+        plan, self._plan = self._plan, None
+        return self._worker.execute(plan)
+
+    def on_load_end(self, wake: Callable[[], None]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def run(s: Scheduler, worker: Worker, max_steps: int = 2000) -> list[SequenceUpdate]:
+    updates = []
+    for _ in range(max_steps):
+        if not s.has_work():
+            return updates
+        plan = s.schedule()
+        updates += s.commit(plan, worker.execute(plan))
+        s.check_integrity()
+    raise AssertionError("the scheduler made no end")

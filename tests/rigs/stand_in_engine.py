@@ -1,0 +1,172 @@
+"""An engine that computes nothing: each step gives every sequence its next token, counted up from its prompt's last.
+
+A sequence that was begun elsewhere goes on after the tokens it had there. A log-probability is minus its token's index.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from motet.workers.wire.messages import (
+    AdapterRef,
+    EngineLoad,
+    GangInfo,
+    ResidencyChange,
+    SequenceError,
+    SequenceRequest,
+    SequenceUpdate,
+    TokenLogprobs,
+)
+from motet.workers.wire.page_keys import first_link, next_keys, short_key
+
+OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
+
+INFO = GangInfo(
+    gang_id="stand-in",
+    model="stand-in",
+    device="none",
+    dtype="float32",
+    kernels="none",
+    max_model_len=100_000,
+    block_size=16,
+    num_pages=1000,
+    page_bytes=1,
+    vocab_size=1000,
+)
+
+
+def adapter_pages(adapter: AdapterRef) -> int:
+    """A page for each rank."""
+    return sum(adapter.module_ranks.values())
+
+
+class StandInEngine:
+    """Satisfies `Engine`. `cancelled` and `submitted` tell what reached it. While `paused`, no step is made.
+
+    Once it `fails`, the next step loses all sequences and is the last.
+    """
+
+    def __init__(self, step_s: float = 0.001, num_places: int | None = None) -> None:
+        """`num_places`: sequences that get tokens at once, the oldest; the others wait. None: all.
+
+        Only an engine with places tells what its steps cost.
+        """
+        self._num_places = num_places
+        self._num_computed = self._num_generated = 0
+        self._busy_s = 0.0
+        self._given_up: list[SequenceUpdate] = []  # not yet told
+        self.submitted: list[SequenceRequest] = []
+        self.cancelled: list[int] = []
+        self.paused = False
+        self.fails = False
+        self._residency = ResidencyChange()  # not yet told
+        self._step_s = step_s
+        self._running: dict[int, tuple[SequenceRequest, int]] = {}
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._num_steps = 0
+
+    def start(self, on_step: OnStep) -> None:
+        self._thread = threading.Thread(target=self._run, args=(on_step,), daemon=True)
+        self._thread.start()
+
+    def submit(self, request: SequenceRequest) -> None:
+        with self._lock:
+            self.submitted.append(request)
+            self._running[request.sequence_id] = (request, len(request.generated_token_ids))
+            if request.adapter is not None:
+                self._residency.came.append(request.adapter.digest)
+            num_full = len(request.prompt_token_ids) // INFO.block_size
+            keys = next_keys(first_link(request), request.prompt_token_ids, 0, INFO.block_size, num_full)
+            self._residency.pages_came.extend(map(short_key, keys))
+
+    def evict(self, digest: str) -> None:
+        """Tells with the next step that the adapter has gone."""
+        with self._lock:
+            self._residency.went.append(digest)
+
+    def cancel(self, sequence_id: int) -> None:
+        with self._lock:
+            self.cancelled.append(sequence_id)
+            self._running.pop(sequence_id, None)
+
+    def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
+        with self._lock:
+            if sequence_id in [*self._running][self._num_places or len(self._running) :]:
+                del self._running[sequence_id]
+                self._given_up.append(SequenceUpdate(sequence_id, error=error))
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def num_running(self) -> int:
+        with self._lock:
+            return len(self._running)
+
+    def _run(self, on_step: OnStep) -> None:
+        num_running = 0
+        while not self._stopping.is_set():
+            began_at = time.perf_counter()
+            time.sleep(self._step_s)
+            if self.paused:
+                continue
+            if self.fails:
+                on_step(self._lose_all(), EngineLoad(), ResidencyChange())
+                return
+            with self._lock:
+                chosen = [*self._running.values()][: self._num_places]
+                if self._num_places is not None:
+                    self._num_computed += sum(1 if count else len(r.prompt_token_ids) for r, count in chosen)
+                    self._num_generated += len(chosen)
+                    self._busy_s += time.perf_counter() - began_at
+                updates = [self._next(request, count) for request, count in chosen]
+                waiting = [*self._running.values()][len(chosen) :]
+                num_queued_tokens = sum(len(r.prompt_token_ids) for r, _ in waiting)
+                given_up, self._given_up = self._given_up, []
+                for update in updates:
+                    if update.finish_reason is not None:
+                        del self._running[update.sequence_id]
+                    else:
+                        request, count = self._running[update.sequence_id]
+                        self._running[update.sequence_id] = (request, count + 1)
+            if updates or num_running or given_up:
+                num_running = len(updates)
+                self._num_steps += 1
+                load = EngineLoad(
+                    num_running=num_running,
+                    num_waiting=len(waiting),
+                    num_queued_tokens=num_queued_tokens,
+                    num_steps=self._num_steps,
+                    num_computed_tokens=self._num_computed,
+                    num_generated_tokens=self._num_generated,
+                    busy_s=self._busy_s,
+                )
+                on_step(given_up + updates, load, self._take_residency())
+
+    def _lose_all(self) -> list[SequenceUpdate]:
+        with self._lock:
+            lost = SequenceError("gang_lost", "the engine failed: as told")
+            return [SequenceUpdate(sequence_id, error=lost) for sequence_id in self._running]
+
+    def _take_residency(self) -> ResidencyChange:
+        with self._lock:
+            taken, self._residency = self._residency, ResidencyChange()
+            return taken
+
+    @staticmethod
+    def _next(request: SequenceRequest, count: int) -> SequenceUpdate:
+        token = (request.prompt_token_ids[-1] + count + 1) % INFO.vocab_size
+        limit = request.sampling.max_tokens
+        is_last = limit is not None and count + 1 >= limit
+        logprobs = None if request.sampling.num_logprobs is None else [TokenLogprobs(-float(count), [], [])]
+        return SequenceUpdate(request.sequence_id, [token], logprobs, "length" if is_last else None)

@@ -1,0 +1,339 @@
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from motet.adapters.errors import AdapterInvalid, RegistryUnavailable, UploadTooLarge
+from motet.router.text.text import TextService
+from motet.router.uploads import adapters_api
+from motet.router.uploads.upload_spool import UploadSpool
+from motet.tests.rigs.router_rig import HEADERS, RouterRig, serving, text_service
+
+CONFIG = b'{"peft_type": "LORA"}'
+TENSORS = bytes(range(256)) * 10_000  # larger than what is flushed at once
+LIMIT = len(TENSORS) + 1
+BOUNDARY = "a-boundary"
+
+
+@pytest.fixture(scope="module")
+def text() -> TextService:
+    return text_service()
+
+
+@pytest.fixture
+def rig(tmp_path: Path, text: TextService) -> RouterRig:
+    return RouterRig(tmp_path / "spool", text, max_upload_bytes=LIMIT)
+
+
+def part(name: str, data: bytes, filename: str | None = None) -> bytes:
+    disposition = f'form-data; name="{name}"' + (f'; filename="{filename}"' if filename else "")
+    return f"--{BOUNDARY}\r\nContent-Disposition: {disposition}\r\n\r\n".encode() + data + b"\r\n"
+
+
+CLOSING = f"--{BOUNDARY}--\r\n".encode()
+NAME_PART = part("name", b"pirate")
+CONFIG_PART = part("adapter_config.json", CONFIG, "adapter_config.json")
+TENSORS_PART = part("adapter_model.safetensors", TENSORS, "adapter_model.safetensors")
+
+
+async def send(rig: RouterRig, *parts: bytes, closing: bytes = CLOSING, content_type: str | None = None) -> Any:
+    headers = {"Content-Type": content_type or f"multipart/form-data; boundary={BOUNDARY}"}
+    async with rig.client() as client:
+        return await client.post("/v1/adapters", content=b"".join(parts) + closing, headers=headers)
+
+
+async def upload(rig: RouterRig, tensors: bytes = TENSORS, name: str = "pirate") -> Any:
+    """As clients do it."""
+    files = {"adapter_config.json": ("c", CONFIG), "adapter_model.safetensors": ("t", tensors)}
+    async with rig.client() as client:
+        return await client.post("/v1/adapters", data={"name": name}, files=files)
+
+
+def spooled(rig: RouterRig) -> list[Path]:
+    return list(rig.spool_path.iterdir())
+
+
+async def test_upload_again_and_anew(rig: RouterRig) -> None:
+    first, again, anew = await upload(rig), await upload(rig), await upload(rig, TENSORS[1:])
+    assert [response.status_code for response in (first, again, anew)] == [201, 200, 201]
+    digest = hashlib.sha256(TENSORS).hexdigest()
+    assert first.json() == {
+        "name": "pirate",
+        "version": 1,
+        "digest": digest,
+        "rank": 8,
+        "targets": ["q_proj", "v_proj"],
+        "bytes": 1234,
+        "created_at": 1700000000,
+        "object": "adapter",
+    }
+    assert again.json() == first.json()
+    assert anew.json()["version"] == 2
+    assert rig.registry.uploaded[0] == ("acme", "pirate", CONFIG, digest)
+    assert spooled(rig) == []
+
+
+async def test_the_parts_may_come_in_any_order(rig: RouterRig) -> None:
+    response = await send(rig, TENSORS_PART, NAME_PART, CONFIG_PART)
+    assert response.status_code == 201
+    assert rig.registry.uploaded == [("acme", "pirate", CONFIG, hashlib.sha256(TENSORS).hexdigest())]
+
+
+@pytest.mark.parametrize(
+    ("parts", "closing", "param"),
+    [
+        ((NAME_PART, CONFIG_PART), CLOSING, "adapter_model.safetensors"),
+        ((CONFIG_PART, TENSORS_PART), CLOSING, "name"),
+        ((NAME_PART, NAME_PART, CONFIG_PART, TENSORS_PART), CLOSING, "name"),
+        ((part("name", b"\xff"), CONFIG_PART, TENSORS_PART), CLOSING, "name"),
+        ((NAME_PART, CONFIG_PART, TENSORS_PART, part("weights.pt", b"")), CLOSING, None),
+        ((NAME_PART, CONFIG_PART, TENSORS_PART), b"", None),
+        ((NAME_PART, CONFIG_PART, TENSORS_PART[:5000]), b"", None),
+        ((b"no multipart at all",), b"", None),
+        ((), b"", None),
+    ],
+)
+async def test_other_forms_are_refused(
+    rig: RouterRig, parts: tuple[bytes, ...], closing: bytes, param: str | None
+) -> None:
+    response = await send(rig, *parts, closing=closing)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert rig.registry.uploaded == []
+    assert spooled(rig) == []
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "multipart/form-data", "multipart/mixed; boundary=x"])
+async def test_other_content_types_are_refused(rig: RouterRig, content_type: str) -> None:
+    response = await send(rig, NAME_PART, content_type=content_type)
+    assert response.status_code == 400
+    assert "multipart/form-data" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "limit"),
+    [
+        ((NAME_PART, CONFIG_PART, part("adapter_model.safetensors", TENSORS + b"12")), LIMIT),
+        ((NAME_PART, part("adapter_config.json", b" " * (1 << 20) + b"{}"), TENSORS_PART), 1 << 20),
+        ((part("name", b"a" * 1025), CONFIG_PART, TENSORS_PART), 1024),
+    ],
+)
+async def test_limits(rig: RouterRig, parts: tuple[bytes, ...], limit: int) -> None:
+    response = await send(rig, *parts)
+    assert response.status_code == 413
+    assert f"at most {limit} bytes" in response.json()["error"]["message"]
+    assert rig.registry.uploaded == []
+    assert spooled(rig) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (AdapterInvalid("use_dora is not supported"), 400, "invalid_adapter"),
+        (UploadTooLarge("at most 5 bytes"), 413, "too_large"),
+        (RegistryUnavailable("redis does not answer"), 503, "registry_unavailable"),
+    ],
+)
+async def test_errors_of_the_service(rig: RouterRig, error: Exception, status: int, code: str) -> None:
+    rig.registry.error = error
+    response = await upload(rig)
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+    assert str(error) in response.json()["error"]["message"]
+    assert ("retry-after" in response.headers) == (status == 503)
+    assert spooled(rig) == []
+
+
+async def test_list_show_delete(rig: RouterRig) -> None:
+    rig.registry.add("acme", "pirate")
+    rig.registry.add("acme", "json")
+    rig.registry.add("zenith", "secret")
+    async with rig.client() as client:
+        listed = (await client.get("/v1/adapters")).json()
+        shown = await client.get("/v1/adapters/pirate")
+        deleted = await client.delete("/v1/adapters/pirate")
+        gone = [await client.get("/v1/adapters/pirate"), await client.delete("/v1/adapters/pirate")]
+        foreign = [await client.get("/v1/adapters/secret"), await client.delete("/v1/adapters/secret")]
+    assert listed["object"] == "list"
+    assert [adapter["name"] for adapter in listed["data"]] == ["json", "pirate"]
+    assert shown.json()["name"] == "pirate"
+    assert (deleted.status_code, deleted.json()["deleted"]) == (200, True)
+    for response in gone + foreign:
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "adapter_not_found"
+    assert rig.registry.resolve("zenith", "secret") is not None
+
+
+async def test_the_registry_away(rig: RouterRig) -> None:
+    rig.registry.add("acme", "pirate")
+    rig.registry.error = RegistryUnavailable("redis does not answer")
+    async with rig.client() as client:
+        responses = [
+            await client.get("/v1/adapters"),
+            await client.get("/v1/adapters/pirate"),
+            await client.delete("/v1/adapters/pirate"),
+        ]
+        models = await client.get("/v1/models")
+    assert [response.status_code for response in responses] == [503] * 3
+    assert [model["id"] for model in models.json()["data"]] == ["tiny/base", "pirate"]
+
+
+class FullSpool(UploadSpool):
+    """Its disk is full as soon as anything is written."""
+
+    @contextmanager
+    def file(self) -> Iterator[Path]:
+        with super().file() as path:
+            path.unlink()
+            path.symlink_to("/dev/full")
+            yield path
+
+
+@pytest.mark.parametrize("when", ["before", "while it arrives", "while it is stored"])
+async def test_a_full_disk_is_told(
+    tmp_path: Path, text: TextService, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    monkeypatch.setattr(adapters_api, "UploadSpool", FullSpool if when == "while it arrives" else UploadSpool)
+    min_free_bytes = 1 << 60 if when == "before" else 1
+    rig = RouterRig(tmp_path / "spool", text, max_upload_bytes=LIMIT, min_free_bytes=min_free_bytes)
+    if when == "while it is stored":
+        rig.registry.error = OSError(errno.ENOSPC, "No space left on device")
+    response = await upload(rig)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["type"]) == (507, "insufficient_storage", "server_error")
+    assert "disk" in error["message"]
+    assert spooled(rig) == []
+
+
+async def test_another_failure_of_the_disk_is_no_lack_of_room(rig: RouterRig) -> None:
+    rig.registry.error = OSError(errno.EIO, "Input/output error")
+    with pytest.raises(OSError, match="Input/output"):
+        await upload(rig)
+    assert spooled(rig) == []
+
+
+def test_uploads_wait_for_a_turn_and_lose_it_when_they_stall(tmp_path: Path, text: TextService) -> None:
+    rig = RouterRig(tmp_path / "spool", text, max_upload_bytes=LIMIT, max_open_uploads=2, upload_idle_s=2.0)
+    with serving(rig.app) as url:
+        with begin_upload(url, len(TENSORS)) as first, begin_upload(url, len(TENSORS)) as second:
+            wait_until(lambda: len(spooled(rig)) == 2)
+            files = {"adapter_config.json": ("c", CONFIG), "adapter_model.safetensors": ("t", TENSORS)}
+            third = httpx.post(f"{url}/v1/adapters", data={"name": "pirate"}, files=files, headers=HEADERS, timeout=30)
+            assert third.status_code == 201
+            stalled = [connection.recv(100).split()[1] for connection in (first, second)]
+        wait_until(lambda: not spooled(rig))
+    assert stalled == [b"408", b"408"]
+    assert len(rig.registry.uploaded) == 1
+
+
+async def test_no_more_uploads_than_their_turns_are_spooled(tmp_path: Path, text: TextService) -> None:
+    rig = RouterRig(tmp_path / "spool", text, max_upload_bytes=LIMIT, max_open_uploads=2)
+    most = 0
+
+    async def body() -> Any:
+        nonlocal most
+        yield NAME_PART + CONFIG_PART + TENSORS_PART[:1000]
+        for _ in range(10):
+            await asyncio.sleep(0.001)
+            most = max(most, len(spooled(rig)))
+        yield TENSORS_PART[1000:] + CLOSING
+
+    headers = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
+    async with rig.client() as client:
+        responses = await asyncio.gather(
+            *(client.post("/v1/adapters", content=body(), headers=headers) for _ in range(6))
+        )
+    assert {response.status_code for response in responses} <= {200, 201}
+    assert most == 2
+
+
+@pytest.mark.parametrize("how", ["one long line", "many lines"])
+async def test_headers_of_a_part_are_bounded(rig: RouterRig, how: str) -> None:
+    headers = b"X: " + b"x" * 100_000 + b"\r\n" if how == "one long line" else b"X: x\r\n" * 1000
+    response = await send(rig, f"--{BOUNDARY}\r\n".encode(), headers, NAME_PART.partition(b"\r\n")[2])
+    assert response.status_code == 400
+    assert "header" in response.json()["error"]["message"]
+
+
+def test_what_a_killed_router_left_is_removed(tmp_path: Path) -> None:
+    old, new, other = (tmp_path / name for name in ("upload-old", "upload-new", "notes"))
+    for path in (old, new, other):
+        path.write_bytes(b"x")
+    os.utime(old, (0, 0))
+    os.utime(other, (0, 0))
+    UploadSpool(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([other, new])
+
+
+@pytest.fixture
+def url(rig: RouterRig) -> Iterator[str]:
+    with serving(rig.app) as url:
+        yield url
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def begin_upload(url: str, num_bytes: int) -> socket.socket:
+    """A connection that has sent a part of an upload."""
+    address = httpx.URL(url)
+    connection = socket.create_connection((address.host, address.port or 80), timeout=20)
+    connection.sendall(
+        f"POST /v1/adapters HTTP/1.1\r\nHost: router\r\nAuthorization: {HEADERS['Authorization']}\r\n"
+        f"Content-Type: multipart/form-data; boundary={BOUNDARY}\r\nContent-Length: {num_bytes}\r\n\r\n".encode()
+        + NAME_PART
+        + TENSORS_PART[:100_000]
+    )
+    return connection
+
+
+def test_a_client_that_goes_away_leaves_nothing(rig: RouterRig, url: str) -> None:
+    with begin_upload(url, len(TENSORS)):
+        wait_until(lambda: spooled(rig))
+    wait_until(lambda: not spooled(rig))
+    assert rig.registry.uploaded == []
+
+
+def test_a_declared_length_over_the_limit_is_refused_at_once(rig: RouterRig, url: str) -> None:
+    with begin_upload(url, 1 << 40) as connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 413")
+    wait_until(lambda: not spooled(rig))
+
+
+async def test_a_huge_upload_costs_no_memory(tmp_path: Path, text: TextService) -> None:
+    num_mib = 192
+    rig = RouterRig(tmp_path / "spool", text, max_upload_bytes=num_mib << 20)
+    block = bytes(1 << 20)
+    process = psutil.Process()
+    resident = [process.memory_info().rss]
+
+    async def body() -> Any:
+        yield NAME_PART + CONFIG_PART + part("adapter_model.safetensors", b"").removesuffix(b"\r\n")
+        for _ in range(num_mib):
+            yield block
+            resident.append(process.memory_info().rss)
+        yield b"\r\n" + CLOSING
+
+    headers = HEADERS | {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
+    with serving(rig.app) as url:
+        async with httpx.AsyncClient(timeout=120) as client:
+            response = await client.post(f"{url}/v1/adapters", content=body(), headers=headers)
+    assert response.status_code == 201
+    assert max(resident) - resident[0] < 64 << 20
+    assert spooled(rig) == []

@@ -1,0 +1,140 @@
+"""The policy of beam search against all that there is to find, and against a search that never hurries."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.router.generation.beam_search import NEW_SEARCH, Beam, BeamRules, BeamSearch, advanced
+from motet.workers.wire.messages import TokenLogprobs
+
+Model = Callable[[tuple[int, ...]], list[float]]  # log-probabilities of the next token after these
+
+
+def random_model(seed: int, vocab_size: int) -> Model:
+    def model(token_ids: tuple[int, ...]) -> list[float]:
+        generator = random.Random(f"{seed} {token_ids}")
+        weights = [generator.random() ** 3 + 1e-6 for _ in range(vocab_size)]
+        return [math.log(weight / sum(weights)) for weight in weights]
+
+    return model
+
+
+def told(model: Model, beam: Beam, num_top: int) -> TokenLogprobs:
+    """As an engine says it."""
+    logprobs = model(beam.token_ids)
+    top = sorted(range(len(logprobs)), key=lambda token: -logprobs[token])[:num_top]
+    return TokenLogprobs(0.0, top, [logprobs[token] for token in top])
+
+
+def search(
+    model: Model, rules: BeamRules, is_stopped: Callable[[Beam], bool] = lambda _: False
+) -> tuple[BeamSearch, int]:
+    """The search at its end, and after how many rounds that was."""
+    state, num_rounds = NEW_SEARCH, 0
+    while state.live:
+        state = advanced(state, [told(model, beam, rules.num_candidates) for beam in state.live], rules, is_stopped)
+        num_rounds += 1
+    return state, num_rounds
+
+
+def total_of(model: Model, token_ids: tuple[int, ...]) -> float:
+    return sum(model(token_ids[:i])[token] for i, token in enumerate(token_ids))
+
+
+def patient(model: Model, rules: BeamRules) -> list[tuple[int, ...]]:
+    """A plain beam search over the whole vocabulary that always goes on to the end."""
+    live: list[tuple[int, ...]] = [()]
+    finished: list[tuple[int, ...]] = []
+    for length in range(1, rules.max_tokens + 1):
+        grown = [(*tokens, token) for tokens in live for token in range(len(model(())))]
+        grown.sort(key=lambda tokens: -total_of(model, tokens))
+        finished += [tokens for tokens in grown[: rules.width] if tokens[-1] in rules.end_token_ids]
+        live = [tokens for tokens in grown if tokens[-1] not in rules.end_token_ids][: rules.width]
+        if length == rules.max_tokens:
+            finished += live
+    finished.sort(key=lambda tokens: -total_of(model, tokens) / len(tokens) ** rules.length_penalty)
+    return finished[: rules.width]
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    vocab_size=st.integers(4, 12),
+    width=st.integers(1, 4),
+    max_tokens=st.integers(1, 6),
+    num_ends=st.integers(0, 3),
+    length_penalty=st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0]),
+)
+@settings(max_examples=150, deadline=None)
+def test_it_finds_what_a_patient_search_over_all_tokens_finds(
+    seed: int, vocab_size: int, width: int, max_tokens: int, num_ends: int, length_penalty: float
+) -> None:
+    model = random_model(seed, vocab_size)
+    rules = BeamRules(width, max_tokens, frozenset(range(num_ends)), length_penalty)
+    found, num_rounds = search(model, rules)
+    assert [beam.token_ids for beam in found.finished] == patient(model, rules)
+    assert num_rounds <= max_tokens
+    for beam in found.finished:
+        assert beam.total == pytest.approx(total_of(model, beam.token_ids))
+        assert [one.chosen for one in beam.logprobs] == pytest.approx(
+            [model(beam.token_ids[:i])[token] for i, token in enumerate(beam.token_ids)]
+        )
+
+
+@given(seed=st.integers(0, 10**6), length_penalty=st.sampled_from([0.0, 1.0, 1.5]))
+@settings(max_examples=30, deadline=None)
+def test_with_room_for_all_it_finds_the_best_there_are(seed: int, length_penalty: float) -> None:
+    vocab_size, max_tokens, end = 3, 4, 0
+    model = random_model(seed, vocab_size)
+    width = vocab_size**max_tokens
+    found, _ = search(model, BeamRules(width, max_tokens, frozenset({end}), length_penalty))
+    everything = [
+        tokens
+        for length in range(1, max_tokens + 1)
+        for tokens in product(range(vocab_size), repeat=length)
+        if end not in tokens[:-1] and (tokens[-1] == end or length == max_tokens)
+    ]
+    everything.sort(key=lambda tokens: -total_of(model, tokens) / len(tokens) ** length_penalty)
+    assert [beam.token_ids for beam in found.finished] == everything
+
+
+def test_it_ends_once_nothing_better_can_come() -> None:
+    def model(token_ids: tuple[int, ...]) -> list[float]:
+        return [math.log(0.9), math.log(0.06), math.log(0.04)]
+
+    rules = BeamRules(1, 1000, frozenset({0}), length_penalty=0.0)
+    found, num_rounds = search(model, rules)
+    assert num_rounds == 1
+    assert [beam.token_ids for beam in found.finished] == [(0,)]
+    # With a reward for length, something that is still unlikely may win in the end, so it goes on for longer.
+    assert search(model, BeamRules(1, 30, frozenset({0}), length_penalty=1.0))[1] > 1
+
+
+def test_a_stopped_beam_is_finished_and_the_others_go_on() -> None:
+    model = random_model(3, 6)
+    rules = BeamRules(3, 5, frozenset(), length_penalty=0.0)
+    stop = search(model, rules)[0].finished[0].token_ids[1]
+    found, _ = search(model, rules, lambda beam: beam.token_ids[-1] == stop)
+    assert any(beam.token_ids[-1] == stop for beam in found.finished)
+    assert all(stop not in beam.token_ids[:-1] for beam in found.finished)
+    assert all(len(beam.token_ids) == 5 or beam.token_ids[-1] == stop for beam in found.finished)
+
+
+def test_a_token_without_any_chance_is_no_candidate() -> None:
+    row = TokenLogprobs(0.0, [4, 5, 6], [-0.1, -2.5, -math.inf])
+    state = advanced(NEW_SEARCH, [row], BeamRules(3, 2, frozenset()))
+    assert [beam.token_ids for beam in state.live] == [(4,), (5,)]
+
+
+def test_beams_remember_as_many_alternatives_as_asked_for() -> None:
+    rules = BeamRules(1, 1, frozenset({9}), num_logprobs=1)
+    assert rules.num_candidates == 2
+    state = advanced(NEW_SEARCH, [TokenLogprobs(0.0, [4, 9], [-0.1, -2.5])], rules)
+    assert state.finished == (Beam((4,), (TokenLogprobs(-0.1, [4], [-0.1]),), -0.1),)
+    assert BeamRules(2, 1, frozenset({9}), num_logprobs=20).num_candidates == 20

@@ -1,0 +1,181 @@
+"""What routers learn of gangs over the data plane, and where their sequences go therefore."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from motet.router.fleet.dispatch import FleetDispatcher
+from motet.router.fleet.open_sequence import OpenSequence
+from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
+from motet.workers.leader.frame_server import FrameServer
+from motet.workers.wire.messages import AdapterRef, SamplingParams
+
+TOKEN = "a secret"
+ADAPTERS = [AdapterRef(f"digest-{number}", {"q_proj": 8}) for number in range(24)]
+
+
+class Gangs:
+    """Stand-ins, and the routers that know them."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, StandInEngine] = {}
+        self.servers: dict[str, FrameServer] = {}
+        self.addresses: dict[str, str] = {}
+        self.routers: list[FleetDispatcher] = []
+
+    async def add(self, key: str) -> None:
+        self.engines[key] = StandInEngine()
+        self.servers[key] = FrameServer(self.engines[key], INFO, TOKEN)
+        self.addresses[key] = await self.servers[key].start("127.0.0.1")
+
+    async def add_router(self, keys: str = "abc") -> FleetDispatcher:
+        """One that is connected to these gangs."""
+        router = FleetDispatcher(TOKEN, gang_wait_s=10.0, adapter_pages=adapter_pages)
+        self.routers.append(router)
+        router.update({key: self.addresses[key] for key in keys})
+        await eventually(lambda: len(router.gangs()) == len(keys))
+        return router
+
+    def where(self, adapter: AdapterRef | None) -> list[str]:
+        """Keys of the gangs that got a sequence with this adapter, once for each."""
+        return [
+            key
+            for key, engine in self.engines.items()
+            for request in engine.submitted
+            if (request.adapter and request.adapter.digest) == (adapter and adapter.digest)
+        ]
+
+    def num_submitted(self) -> int:
+        return sum(len(engine.submitted) for engine in self.engines.values())
+
+
+@pytest.fixture
+async def gangs() -> AsyncIterator[Gangs]:
+    gangs = Gangs()
+    for key in "abc":
+        await gangs.add(key)
+    yield gangs
+    for router in gangs.routers:
+        await router.close()
+    for server in gangs.servers.values():
+        await server.stop()
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def submit(router: FleetDispatcher, adapter: AdapterRef | None, max_tokens: int | None = 1) -> OpenSequence:
+    return router.submit([1, 2], SamplingParams(max_tokens=max_tokens), "acme", adapter)
+
+
+async def finish(sequence: OpenSequence) -> None:
+    async with asyncio.timeout(10):
+        async for _ in sequence:
+            pass
+
+
+async def test_an_adapters_sequences_stay_together_and_adapters_are_spread(gangs: Gangs) -> None:
+    router = await gangs.add_router()
+    for _ in range(2):
+        for adapter in ADAPTERS:
+            await finish(submit(router, adapter))
+    homes = [gangs.where(adapter) for adapter in ADAPTERS]
+    assert all(len(home) == 2 and len(set(home)) == 1 for home in homes)
+    assert {home[0] for home in homes} == set("abc")
+
+
+async def test_a_new_router_is_told_what_is_resident(gangs: Gangs) -> None:
+    first = await gangs.add_router("b")  # so adapters are where no router that knows all gangs would put them
+    for adapter in ADAPTERS:
+        await finish(submit(first, adapter))
+    second = await gangs.add_router()
+    for adapter in ADAPTERS:
+        await finish(submit(second, adapter))
+    assert all(gangs.where(adapter) == ["b", "b"] for adapter in ADAPTERS)
+
+
+async def test_an_evicted_adapter_is_no_reason_to_go_there(gangs: Gangs) -> None:
+    first = await gangs.add_router("b")
+    for adapter in ADAPTERS:
+        await finish(submit(first, adapter))
+    second = await gangs.add_router()
+    for adapter in ADAPTERS:
+        gangs.engines["b"].evict(adapter.digest)
+    num_steps = second.load().num_steps  # type: ignore[union-attr]
+    await finish(
+        submit(first, None)
+    )  # brings a step about, of which the other router hears though it has no part in it
+    await eventually(lambda: second.load().num_steps > num_steps)  # type: ignore[union-attr]
+    for adapter in ADAPTERS:
+        await finish(submit(second, adapter))
+    assert {key for adapter in ADAPTERS for key in gangs.where(adapter)} == set("abc")
+
+
+async def test_what_this_router_sent_counts_before_the_gang_tells(gangs: Gangs) -> None:
+    router = await gangs.add_router()
+    for engine in gangs.engines.values():
+        engine.paused = True
+    sequences = [submit(router, None) for _ in range(30)]
+    await eventually(lambda: gangs.num_submitted() == 30)
+    assert sorted(gangs.where(None)) == ["a"] * 10 + ["b"] * 10 + ["c"] * 10
+    sequences += [submit(router, ADAPTERS[0]) for _ in range(2)]
+    await eventually(lambda: gangs.num_submitted() == 32)
+    assert len(set(gangs.where(ADAPTERS[0]))) == 1
+    for sequence in sequences:
+        sequence.cancel()
+
+
+async def test_a_crowded_home_is_left_for_another(gangs: Gangs) -> None:
+    router = await gangs.add_router()
+    for engine in gangs.engines.values():
+        engine.paused = True
+    sequences = [submit(router, ADAPTERS[0]) for _ in range(300)]
+    await eventually(lambda: gangs.num_submitted() == 300)
+    assert set(gangs.where(ADAPTERS[0])) == set("abc")
+    for sequence in sequences:
+        sequence.cancel()
+
+
+def ask(router: FleetDispatcher, prompt: list[int], tenant: str = "acme") -> OpenSequence:
+    return router.submit(prompt, SamplingParams(max_tokens=1), tenant, None)
+
+
+async def test_who_begins_alike_goes_where_the_beginning_is(gangs: Gangs) -> None:
+    first, second = await gangs.add_router(), await gangs.add_router()
+    homes = {}
+    for number in range(12):
+        prompt = [number] * 100
+        await finish(ask(first, prompt))
+        homes[number] = next(
+            key
+            for key, engine in gangs.engines.items()
+            if engine.submitted and engine.submitted[-1].prompt_token_ids == prompt
+        )
+    await asyncio.sleep(0.5)  # longer than quiet routers wait for news
+    third = await gangs.add_router()  # learns it from the greetings
+    for router in (second, third):
+        for number, home in homes.items():
+            before = len(gangs.engines[home].submitted)
+            await finish(ask(router, [number] * 100 + [1, 2, 3]))
+            assert len(gangs.engines[home].submitted) == before + 1
+    assert set(homes.values()) == set("abc")
+
+
+async def test_samples_of_one_prompt_that_come_together_stay_together(gangs: Gangs) -> None:
+    router = await gangs.add_router()
+    for engine in gangs.engines.values():
+        engine.paused = True
+    sequences = [ask(router, [7] * 200) for _ in range(8)]
+    await eventually(lambda: gangs.num_submitted() == 8)
+    assert len(set(gangs.where(None))) == 1
+    others = [ask(router, [7] * 200, tenant) for tenant in map(str, range(30))]  # no tenant follows another
+    await eventually(lambda: gangs.num_submitted() == 38)
+    assert set(gangs.where(None)) == set("abc")
+    for sequence in (*sequences, *others):
+        sequence.cancel()

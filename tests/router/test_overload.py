@@ -1,0 +1,269 @@
+"""A router and its gangs when more is asked for than they can do: early refusals, short queues, deadlines that hold."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import httpx
+import pytest
+
+from motet.adapters.registry.registry_view import RegistryView
+from motet.adapters.upload import UploadService
+from motet.router.config import RouterConfig
+from motet.router.fleet.admission import SLACK, AdmissionConfig, TimeLimit
+from motet.router.fleet.dispatch import FleetDispatcher
+from motet.router.fleet.open_sequence import OpenSequence
+from motet.router.rest_server import create_app
+from motet.tests.rigs.router_rig import HEADERS, FakeUploads, FakeView, text_service
+from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
+from motet.workers.leader.frame_server import FrameServer
+from motet.workers.wire.messages import SamplingParams, SequenceError
+
+TOKEN = "a secret"
+STEP_S = 0.005
+NUM_PLACES = 4
+NUM_TOKENS = 5  # that each sequence generates: a place serves one in so many steps
+PER_S = NUM_PLACES / (NUM_TOKENS * STEP_S)  # sequences that the engine serves at best
+OVERLOAD_S = 3.0
+OBJECTIVE_S = 0.4
+
+StartRouter = Callable[[AdmissionConfig], Awaitable[FleetDispatcher]]
+
+
+class Rig:
+    """One gang, and routers with the admission that a test asks for."""
+
+    def __init__(self) -> None:
+        self.engine = StandInEngine(STEP_S, NUM_PLACES)
+        self.server = FrameServer(self.engine, INFO, TOKEN)
+        self.address = ""
+        self.routers: list[FleetDispatcher] = []
+
+    async def router(self, admission: AdmissionConfig) -> FleetDispatcher:
+        router = FleetDispatcher(TOKEN, 10.0, adapter_pages=adapter_pages, admission=admission)
+        self.routers.append(router)
+        router.update({"a": self.address})
+        async with asyncio.timeout(10):
+            while router.gang() is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        return router
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    rig.address = await rig.server.start("127.0.0.1")
+    yield rig
+    for router in rig.routers:
+        await router.close()
+    await rig.server.stop()
+
+
+@dataclass
+class Outcome:
+    was_refused_at_once: bool
+    error: SequenceError | None = None
+    first_token_s: float | None = None
+    whole_s: float | None = None
+
+
+def submit(router: FleetDispatcher, max_tokens: int | None, limit: TimeLimit | None = None) -> OpenSequence:
+    return router.submit([1] * 10, SamplingParams(max_tokens=max_tokens), "acme", None, limit=limit)
+
+
+async def follow(sequence: OpenSequence) -> Outcome:
+    began_at = time.perf_counter()
+    outcome = Outcome(was_refused_at_once=sequence.closed)
+    async with asyncio.timeout(60):
+        async for update in sequence:
+            if update.token_ids and outcome.first_token_s is None:
+                outcome.first_token_s = time.perf_counter() - began_at
+            outcome.error = update.error
+    outcome.whole_s = time.perf_counter() - began_at
+    return outcome
+
+
+async def offer(router: FleetDispatcher, seconds: float, limit: TimeLimit | None = None) -> tuple[list[Outcome], int]:
+    """Asks for twice what the engine can serve. What came of it, and how many waited at most."""
+    readers: list[asyncio.Task[Outcome]] = []
+    longest_queue = 0
+    began_at = time.perf_counter()
+    while (elapsed_s := time.perf_counter() - began_at) < seconds:
+        for _ in range(int(elapsed_s * 2 * PER_S) - len(readers)):
+            readers.append(asyncio.create_task(follow(submit(router, NUM_TOKENS, limit))))
+        load = router.load()
+        longest_queue = max(longest_queue, 0 if load is None else load.num_waiting)
+        await asyncio.sleep(STEP_S)
+    return await asyncio.gather(*readers), longest_queue
+
+
+async def test_twice_the_load_with_an_objective(rig: Rig) -> None:
+    router = await rig.router(AdmissionConfig(max_queue_wait_s=OBJECTIVE_S))
+    outcomes, longest_queue = await offer(router, OVERLOAD_S)
+    waits_s = sorted(one.first_token_s for one in outcomes if one.first_token_s is not None)
+    refused = [one for one in outcomes if one.error is not None]
+    assert len(waits_s) + len(refused) == len(outcomes)
+    assert len(waits_s) > len(outcomes) / 5
+    assert len(refused) > len(outcomes) / 5
+    assert {one.error.reason for one in refused if one.error} <= {"wait", "waited"}
+    assert sum(one.was_refused_at_once for one in refused) > 0.8 * len(refused)
+    assert longest_queue < 2.5 * PER_S * SLACK * OBJECTIVE_S
+    assert waits_s[len(waits_s) // 2] < SLACK * OBJECTIVE_S
+    assert waits_s[-1] < OVERLOAD_S
+
+
+async def test_twice_the_load_with_timeouts(rig: Rig) -> None:
+    router = await rig.router(AdmissionConfig(max_queue_wait_s=OBJECTIVE_S))
+    await offer(router, OVERLOAD_S / 2)  # it learns what a token of the queue takes there
+    outcomes, _ = await offer(router, OVERLOAD_S / 2, TimeLimit(OBJECTIVE_S))
+    admitted = [one for one in outcomes if not one.was_refused_at_once]
+    in_time = [one for one in admitted if one.error is None]
+    assert len(outcomes) / 5 < len(admitted) < 0.9 * len(outcomes)
+    assert len(in_time) > 0.6 * len(admitted)
+    assert {one.error.reason for one in outcomes if one.was_refused_at_once and one.error} <= {"timeout", "wait"}
+
+
+async def fill(rig: Rig, router: FleetDispatcher) -> list[OpenSequence]:
+    """Sequences of another router in all places, and one that waits, which this one knows."""
+    patient = await rig.router(AdmissionConfig(max_queue_wait_s=0))
+    sequences = [submit(patient, None) for _ in range(NUM_PLACES + 1)]
+    async with asyncio.timeout(10):
+        while (load := router.load()) is None or load.num_waiting != 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return sequences
+
+
+async def test_what_waited_for_a_gang_is_not_refused_by_it(rig: Rig) -> None:
+    strict = AdmissionConfig(max_queue_wait_s=1e-9)
+    router = await rig.router(strict)
+    running = await fill(rig, router)
+    refused = submit(router, 1)
+    assert refused.closed
+    late = FleetDispatcher(TOKEN, 10.0, adapter_pages=adapter_pages, admission=strict)
+    rig.routers.append(late)
+    parked = asyncio.create_task(follow(submit(late, 1)))
+    await asyncio.sleep(0)
+    assert late.num_waiting == 1
+    late.update({"a": rig.address})
+    async with asyncio.timeout(10):
+        while len(rig.engine.submitted) < NUM_PLACES + 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert rig.engine.submitted[-1].wait_s is None
+    for sequence in running:
+        sequence.cancel()
+    assert (await parked).error is None
+
+
+async def test_an_objective_refuses_its_own_tenant_alone(rig: Rig, tmp_path: Path) -> None:
+    router = await rig.router(AdmissionConfig(latency_objectives_s=(("acme", 1e-9), ("other", 1e-9))))
+    app = create_app(
+        config=RouterConfig("base", tmp_path),
+        dispatcher=router,
+        view=cast(RegistryView, FakeView()),
+        uploads=cast(UploadService, FakeUploads(FakeView())),
+        text=text_service(),
+    )
+    body = {"model": "base", "prompt": [1] * 10, "max_tokens": 1}
+    zenith = {"Authorization": "Bearer key-of-zenith"}
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router", headers=HEADERS) as http:
+        assert (await http.post("/v1/completions", json=body)).status_code == 200  # nobody waits
+        running = await fill(rig, router)
+        refused = await http.post("/v1/completions", json=body)
+        assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+        error = refused.json()["error"]
+        assert error["code"] == "overloaded"
+        assert re.fullmatch(
+            r"the first token needs up to \d+\.\d\d s, as \d+\.\d\d s are expected in the queue, "
+            r"and the tenant's latency objective is 1e-09 s",
+            error["message"],
+        )
+        admitted = asyncio.create_task(http.post("/v1/completions", json=body, headers=zenith))
+        async with asyncio.timeout(10):
+            while len(rig.engine.submitted) < NUM_PLACES + 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        for sequence in running:
+            sequence.cancel()
+        assert (await admitted).status_code == 200
+        told = (await http.get("/metrics")).text.splitlines()
+    assert 'motet_refused_requests_total{reason="objective"} 1.0' in told
+    assert 'motet_refused_requests_total{reason="wait"} 0.0' in told
+
+
+async def test_a_beam_search_that_was_admitted_is_not_refused_half_way(rig: Rig) -> None:
+    router = await rig.router(AdmissionConfig(max_queue_wait_s=1e-9, latency_objectives_s=(("acme", 1e-9),)))
+    running = await fill(rig, router)
+    assert submit(router, 1).closed
+    later = submit(router, 1, TimeLimit(has_begun=True))
+    assert not later.closed
+    reader = asyncio.create_task(follow(later))
+    async with asyncio.timeout(10):
+        while len(rig.engine.submitted) < NUM_PLACES + 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert rig.engine.submitted[-1].has_begun
+    for sequence in running:
+        sequence.cancel()
+    assert (await reader).error is None
+
+
+async def test_a_resumed_stream_is_not_refused(rig: Rig) -> None:
+    router = await rig.router(AdmissionConfig(max_queue_wait_s=1e-9))
+    running = await fill(rig, router)
+    resumed = router.submit(
+        [1] * 10, SamplingParams(max_tokens=1), "acme", None, key="lost", is_resumed=True, limit=TimeLimit(1e6)
+    )
+    reader = asyncio.create_task(follow(resumed))
+    async with asyncio.timeout(10):
+        while len(rig.engine.submitted) < NUM_PLACES + 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    sent = rig.engine.submitted[-1]
+    assert (sent.has_begun, sent.wait_s) == (True, None)
+    assert sent.timeout_s is not None
+    assert sent.timeout_s < 1e6
+    for sequence in running:
+        sequence.cancel()
+    assert (await reader).error is None
+
+
+async def test_a_timeout_ends_what_runs_and_what_waits_for_a_gang(rig: Rig) -> None:
+    router = await rig.router(AdmissionConfig())
+    outcome = await follow(submit(router, None, TimeLimit(0.3)))
+    assert outcome.error is not None
+    assert outcome.error.kind == "timeout"
+    assert outcome.first_token_s is not None
+    async with asyncio.timeout(10):
+        while rig.engine.num_running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    lonely = FleetDispatcher(TOKEN, 10.0, adapter_pages=adapter_pages)
+    outcome = await follow(submit(lonely, None, TimeLimit(0.05)))
+    assert outcome.error is not None
+    assert outcome.error.kind == "timeout"
+    assert lonely.num_waiting == 0
+    assert (await follow(submit(router, 1, TimeLimit(0.0)))).error is not None
+    assert (await follow(submit(router, 3, TimeLimit(60.0)))).error is None
+    await lonely.close()
+
+
+async def test_the_oldest_wait_of_all_gangs_is_told_not_their_sum(rig: Rig) -> None:
+    router = await rig.router(AdmissionConfig())
+    other = FrameServer(StandInEngine(STEP_S, NUM_PLACES), INFO, TOKEN)
+    router.update({"a": rig.address, "b": await other.start("127.0.0.1")})
+    async with asyncio.timeout(10):
+        while len(router.gangs()) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    sequences = [submit(router, None) for _ in range(40)]
+    async with asyncio.timeout(10):
+        while min(load.oldest_waiting_s for _, load in router.gangs()) == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    told = router.load()
+    assert told is not None
+    assert told.oldest_waiting_s == max(load.oldest_waiting_s for _, load in router.gangs())
+    for sequence in sequences:
+        sequence.cancel()
+    await other.stop()

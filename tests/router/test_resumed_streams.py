@@ -1,0 +1,235 @@
+"""A client that comes back with the id of any event gets exactly what follows, from a router that knows nothing."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from motet.router.text.text import TextService
+from motet.tests.rigs.router_rig import BASE, EOS, Event, RouterRig, Submitted, events_of, logprobs_of, text_service
+from motet.workers.wire.messages import SequenceUpdate
+
+ANSWER = "the quick 你猫 brown fox jumps 🎉 over"
+CHAT = "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "completion": (COMPLETION, {"prompt": "hello", "max_tokens": 40}),
+    "cut short": (COMPLETION, {"prompt": "hello", "max_tokens": 7, **USAGE}),
+    "logprobs and ids": (COMPLETION, {"prompt": "hello", "max_tokens": 40, "logprobs": 2, "return_token_ids": True}),
+    "stop": (COMPLETION, {"prompt": "hello", "max_tokens": 40, "stop": ["jumps 🎉", "fox!"], "logprobs": 1, **USAGE}),
+    "several": (COMPLETION, {"prompt": ["hello", "fox"], "n": 2, "echo": True, "max_tokens": 30, **USAGE}),
+    "several with ids": (COMPLETION, {"prompt": ["hello", "fox"], "return_token_ids": True, "max_tokens": 30}),
+    "chat": (CHAT, {**HELLO, "logprobs": True, "top_logprobs": 1, **USAGE}),
+    "chats": (CHAT, {**HELLO, "n": 3, "stop": ["over"], "return_token_ids": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def text() -> TextService:
+    return text_service()
+
+
+@pytest.fixture
+def rig(tmp_path: Path, text: TextService) -> RouterRig:
+    rig = RouterRig(tmp_path / "spool", text)
+    rig.dispatcher.script = merged_script(rig, random.Random(1))
+    return rig
+
+
+def merged_script(rig: RouterRig, rng: random.Random) -> Any:
+    """Each submission's updates are the same tokens, merged by chance as a slow reader gets them."""
+
+    def script(asked: Submitted) -> Sequence[SequenceUpdate]:
+        # Choices of a request are told apart by their key's end: each starts at another word.
+        start = int(asked.key.rpartition("/")[2]) if asked.key else 0
+        token_ids = [*rig.ids(" ".join(ANSWER.split()[start:])), EOS][: asked.sampling.max_tokens]
+        updates = []
+        while token_ids:
+            count = rng.randint(1, 4)
+            part, token_ids = token_ids[:count], token_ids[count:]
+            num_top = asked.sampling.num_logprobs
+            logprobs = None if num_top is None else [logprobs_of(token_id, num_top) for token_id in part]
+            reason: Any = None if token_ids else "stop" if part[-1] == EOS else "length"
+            updates.append(SequenceUpdate(1, part, logprobs, reason))
+        return updates
+
+    return script
+
+
+async def post(rig: RouterRig, path: str, body: dict[str, Any], last_event_id: str | None = None) -> httpx.Response:
+    headers = {} if last_event_id is None else {"Last-Event-ID": last_event_id}
+    async with rig.client() as client:
+        return await client.post(path, json={"model": BASE, "stream": True, **body}, headers=headers)
+
+
+def heard(events: Iterable[Event]) -> dict[str, Any]:
+    """What a client makes of events: fields joined over each choice, whatever the cuts between them."""
+    joined: dict[Any, Any] = defaultdict(str)
+    lists: dict[Any, list[Any]] = defaultdict(list)
+    for event in events:
+        if event.data == "[DONE]":
+            lists["done"].append(True)
+            continue
+        chunk = event.chunk
+        lists["heads"] = [(chunk["id"], chunk["created"], chunk["model"])]
+        if not chunk["choices"]:
+            lists["usage"].append(chunk["usage"])
+        for choice in chunk["choices"]:
+            index, delta = choice["index"], choice.get("delta", {})
+            joined[index] += choice.get("text", "") + delta.get("content", "")
+            for name, value in (
+                ("roles", [delta["role"]] if "role" in delta else []),
+                ("ids", choice.get("token_ids", [])),
+                ("prompts", [choice["prompt_token_ids"]] if "prompt_token_ids" in choice else []),
+                ("reasons", [choice["finish_reason"]] if choice["finish_reason"] else []),
+            ):
+                lists[name, index] += value
+            for name, values in (choice["logprobs"] or {}).items():
+                lists[name, index] += values or []
+    return dict(joined) | {key: value for key, value in lists.items() if value}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+async def test_from_every_event_on(rig: RouterRig, name: str) -> None:
+    path, body = SHAPES[name]
+    whole = events_of((await post(rig, path, body)).content)
+    expected = heard(whole)
+    ids = [event.id for event in whole if event.data != "[DONE]"]
+    assert all(ids)
+    assert len(set(ids)) == len(ids), "two events that a client cannot tell apart"
+    for number, event in enumerate(whole[:-1]):
+        resumed = await post(rig, path, body, event.id)
+        assert resumed.status_code == 200, resumed.text
+        assert heard([*whole[: number + 1], *events_of(resumed.content)]) == expected, event.id
+    seeds = {(asked.key, asked.sampling.seed) for asked in rig.dispatcher.submitted}
+    assert len(seeds) == len(expected.keys() & set(range(4)))
+    assert [asked.is_resumed for asked in rig.dispatcher.submitted].count(False) == len(seeds)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+async def test_cut_off_again_and_again(rig: RouterRig, name: str) -> None:
+    """At any byte: what the client has of an event that is not whole is worth nothing."""
+    rng = random.Random(name)
+    path, body = SHAPES[name]
+    for _ in range(10):
+        events: list[Event] = []
+        is_done = False
+        while not is_done:
+            content = (await post(rig, path, body, events[-1].id if events else None)).content
+            if rng.random() < 0.7:
+                content = content[: rng.randrange(len(content))]
+            events += events_of(content)
+            is_done = bool(events) and events[-1].data == "[DONE]"
+        whole = heard(events_of((await post(rig, path, body)).content))
+        assert {**heard(events), "heads": 0} == {**whole, "heads": 0}
+        assert len({event.chunk["id"] for event in events[:-1]}) == 1
+
+
+async def test_usage_and_continuous_usage_count_what_the_client_had(rig: RouterRig) -> None:
+    path, body = SHAPES["several"]
+    whole = events_of((await post(rig, path, body)).content)
+    middle = whole[len(whole) // 2]
+    usage = [event.chunk["usage"]["completion_tokens"] for event in whole[:-1]]
+    resumed = events_of((await post(rig, path, body, middle.id)).content)
+    again = [event.chunk["usage"]["completion_tokens"] for event in resumed[:-1]]
+    assert again[0] > middle.chunk["usage"]["completion_tokens"]
+    assert again == sorted(again)
+    assert again[-1] == usage[-1]
+
+
+async def test_what_was_had_is_not_counted_twice(rig: RouterRig) -> None:
+    path, body = SHAPES["completion"]
+    whole = events_of((await post(rig, path, body)).content)
+    await post(rig, path, body, whole[3].id)
+    async with rig.client() as client:
+        metrics = (await client.get("/metrics")).text
+    num_tokens = len(rig.ids(ANSWER)) + 1
+    num_had = int(whole[3].id.rpartition(":")[2])
+    assert f"motet_completion_tokens_total {2 * num_tokens - num_had}.0" in metrics
+    assert "motet_resumed_streams_total 1.0" in metrics
+
+
+async def test_what_no_stream_can_have_told(rig: RouterRig) -> None:
+    path, body = SHAPES["cut short"]
+    whole = events_of((await post(rig, path, body)).content)
+    answer = whole[0].id.partition(":")[0]
+    for told, reason in (
+        ("nonsense", "not the id of an event"),
+        (answer, "not the id of an event"),
+        (f"{answer}:", "not the id of an event"),
+        (f"{answer}:-1", "not the id of an event"),
+        (f"{answer}:1.", "not the id of an event"),
+        (f"{answer}:1/", "not the id of an event"),
+        (f"{answer}:\u0663", "not the id of an event"),
+        (f"{answer[:-1]}:1", "not the id of an event"),
+        (f"x{answer}:1", "another request"),
+        (f"{answer}:{'1.' * 5000}1", "not the id of an event"),
+        (f"{answer}:1/1", "before the first token only"),
+        (f"{answer}:1.1", "tells of 2 choices, and the request has 1"),
+        (f"{answer}:8", "8 tokens of choice 0, which has at most 7"),
+        (f"{answer}:3/end", "the answer goes on"),
+    ):
+        refused = await post(rig, path, body, told.encode())  # type: ignore[arg-type]
+        assert refused.status_code == 400, told
+        error = refused.json()["error"]
+        assert reason in error["message"]
+        assert (error["param"], error["code"]) == ("Last-Event-ID", "invalid_value")
+
+
+async def test_more_than_the_sequence_came_to(rig: RouterRig) -> None:
+    for body in ({"max_tokens": 60}, {"max_tokens": 60, "stop": "fox"}):
+        whole = events_of((await post(rig, COMPLETION, {"prompt": "hello", **body})).content)
+        answer, _, count = whole[-2].id.partition(":")
+        refused = await post(rig, COMPLETION, {"prompt": "hello", **body}, f"{answer}:{int(count) + 1}")
+        assert refused.status_code == 400
+        assert f"choice 0 ends after {count} tokens" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"prompt": "hallo"}, {"max_tokens": 6}, {"seed": 1}, {"stop": "x"}, {"n": 2}, {"model": "pirate"}],
+    ids=str,
+)
+async def test_an_id_of_another_request(rig: RouterRig, other: dict[str, Any]) -> None:
+    rig.registry.add("acme", "pirate", "abc")
+    path, body = SHAPES["cut short"]
+    whole = events_of((await post(rig, path, body)).content)
+    refused = await post(rig, path, {**body, **other}, whole[1].id)
+    assert refused.status_code == 400
+    assert "another request" in refused.json()["error"]["message"]
+
+
+async def test_a_name_that_has_moved_on(rig: RouterRig) -> None:
+    """The rest of another version's text would not fit what the client has."""
+    rig.registry.add("acme", "pirate", "abc")
+    body = {"model": "pirate", "prompt": "hello"}
+    whole = events_of((await post(rig, COMPLETION, body)).content)
+    assert (await post(rig, COMPLETION, body, whole[1].id)).status_code == 200
+    rig.registry.add("acme", "pirate", "def")
+    assert (await post(rig, COMPLETION, body, whole[1].id)).status_code == 400
+
+
+async def test_an_answer_in_one_piece_cannot_be_resumed(rig: RouterRig) -> None:
+    path, body = SHAPES["completion"]
+    whole = events_of((await post(rig, path, body)).content)
+    refused = await post(rig, path, {**body, "stream": False}, whole[1].id)
+    assert refused.status_code == 400
+    assert "stream: true" in refused.json()["error"]["message"]
+    await post(rig, path, {**body, "stream": False})
+    assert rig.dispatcher.submitted[-1].key == ""
+    assert (await post(rig, path, body, "")).status_code == 200  # an empty header is none
+
+
+async def test_ids_are_not_to_be_guessed(rig: RouterRig) -> None:
+    path, body = SHAPES["completion"]
+    ids = [events_of((await post(rig, path, body)).content)[0].chunk["id"] for _ in range(3)]
+    tails = {one[-21:] for one in ids}  # 126 of the 128 random bits
+    assert len(tails) == 3

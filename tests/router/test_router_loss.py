@@ -1,0 +1,321 @@
+"""Routers that die with their clients' streams: over real gRPC, with another router for the clients to come back to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+from fastapi import FastAPI
+
+from motet.adapters.registry.registry_view import RegistryView
+from motet.adapters.upload import UploadService
+from motet.router.config import RouterConfig
+from motet.router.fleet import dispatch
+from motet.router.fleet.dispatch import FleetDispatcher
+from motet.router.rest_server import create_app
+from motet.router.text.text import TextService
+from motet.tests.rigs.router_rig import BASE, EOS, Event, FakeUploads, FakeView, encoded, events_of, text_service
+from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
+from motet.tests.rigs.wire import Wire
+from motet.workers.leader.frame_server import FrameServer
+from motet.workers.leader.sequence_journal import JournalConfig
+from motet.workers.wire.messages import SequenceRequest, SequenceUpdate, TokenLogprobs
+
+TOKEN = "a secret"
+PASSAGE = "the quick 你猫 brown fox jumps 🎉 over the lazy dog. héllo wörld "
+ORPHAN_S = 1.0
+
+
+class ReadingEngine(StandInEngine):
+    """Reads the passage out over and over, from a place that the seed says; ends where the seed says."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        super().__init__(step_s=0.002)
+        self._passage = token_ids
+
+    def _next(self, request: SequenceRequest, count: int) -> SequenceUpdate:  # type: ignore[override]
+        seed = request.sampling.seed
+        assert seed is not None
+        token = self._passage[(seed + count) % len(self._passage)]
+        if count >= 20 + seed % 60:
+            token = EOS
+        logprobs = None if request.sampling.num_logprobs is None else [TokenLogprobs(-float(count), [], [])]
+        is_cut = count + 1 == request.sampling.max_tokens
+        reason: Any = "stop" if token == EOS else "length" if is_cut else None
+        return SequenceUpdate(request.sequence_id, [token], logprobs, reason)
+
+
+class Gang:
+    def __init__(self, engine: StandInEngine, server: FrameServer, address: str) -> None:
+        self.engine, self.server, self.address = engine, server, address
+
+
+class Router:
+    """An app, its connections to the gangs, and the wires that are cut when it dies."""
+
+    def __init__(self, dispatcher: FleetDispatcher, wires: list[Wire], app: FastAPI) -> None:
+        self.dispatcher, self.wires, self.app = dispatcher, wires, app
+        self._is_dead = False
+
+    async def stream(
+        self, path: str, body: dict[str, Any], last_event_id: str, num_bytes: int | None, got: bytearray | None = None
+    ) -> bytes:
+        """The answer's body: as much of it as the client got before the router died, or all of it. Status 200.
+
+        `num_bytes`: after which it dies; None: it does not. `got`: the body as it grows.
+        """
+        got = bytearray() if got is None else got
+        is_enough = asyncio.Event()
+        sent = [{"type": "http.request", "body": json.dumps({"model": BASE, "stream": True, **body}).encode()}]
+
+        async def receive() -> dict[str, Any]:
+            if sent:
+                return sent.pop()
+            await asyncio.Event().wait()  # the client stays
+            raise AssertionError
+
+        async def send(message: dict[str, Any]) -> None:
+            if self._is_dead:
+                return
+            if message["type"] == "http.response.start":
+                assert message["status"] == 200
+            got.extend(message.get("body", b""))
+            if num_bytes is not None and len(got) >= num_bytes:
+                is_enough.set()
+
+        headers = [(b"authorization", b"Bearer key-of-acme"), (b"last-event-id", last_event_id.encode())]
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+        answer = asyncio.create_task(self.app(scope, receive, send))  # type: ignore[arg-type]
+        enough = asyncio.create_task(is_enough.wait())
+        try:
+            async with asyncio.timeout(30):
+                await asyncio.wait((answer, enough), return_when=asyncio.FIRST_COMPLETED)
+            if enough.done():
+                await self.die()
+            else:
+                answer.result()
+        finally:  # the client has gone
+            enough.cancel()
+            answer.cancel()
+            await asyncio.wait((answer, enough))
+        return bytes(got if num_bytes is None else got[:num_bytes])
+
+    async def die(self) -> None:
+        self._is_dead = True  # its clients hear no more of it
+        for wire in self.wires:
+            wire.cut()
+        await self.dispatcher.close()
+
+
+class Cluster:
+    def __init__(self, text: TextService, spool_path: Path) -> None:
+        self.text = text
+        self.gangs: list[Gang] = []
+        self.routers: list[Router] = []
+        self._spool_path = spool_path
+
+    async def add_gang(self) -> Gang:
+        engine = ReadingEngine(encoded(self.text, PASSAGE))
+        server = FrameServer(engine, msgspec.structs.replace(INFO, vocab_size=320), TOKEN, JournalConfig(ORPHAN_S))
+        self.gangs.append(Gang(engine, server, await server.start("127.0.0.1")))
+        return self.gangs[-1]
+
+    async def add_router(self) -> Router:
+        dispatcher = FleetDispatcher(TOKEN, gang_wait_s=10.0, adapter_pages=adapter_pages)
+        wires = [Wire(gang.address) for gang in self.gangs]
+        dispatcher.update({str(number): await wire.start() for number, wire in enumerate(wires)})
+        registry = FakeView()
+        app = create_app(
+            config=RouterConfig(model_name=BASE, spool_path=self._spool_path),
+            dispatcher=dispatcher,
+            view=cast(RegistryView, registry),
+            uploads=cast(UploadService, FakeUploads(registry)),
+            text=self.text,
+        )
+        self.routers.append(Router(dispatcher, wires, app))
+        await eventually(lambda: len(dispatcher.gangs()) == len(self.gangs))
+        return self.routers[-1]
+
+    @property
+    def num_running(self) -> int:
+        return sum(gang.engine.num_running for gang in self.gangs)
+
+    @property
+    def submitted(self) -> list[SequenceRequest]:
+        return [request for gang in self.gangs for request in gang.engine.submitted]
+
+    async def close(self) -> None:
+        for router in self.routers:
+            await router.die()
+        for gang in self.gangs:
+            await gang.server.stop()
+
+
+@pytest.fixture(scope="module")
+def text() -> TextService:
+    return text_service()
+
+
+@pytest.fixture
+async def cluster(text: TextService, tmp_path: Path) -> AsyncIterator[Cluster]:
+    cluster = Cluster(text, tmp_path / "spool")
+    for _ in range(2):
+        await cluster.add_gang()
+    yield cluster
+    await cluster.close()
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def heard(events: list[Event]) -> dict[Any, Any]:
+    """Text, token ids, log-probabilities and finish reasons of each choice, and the usage."""
+    found: dict[Any, Any] = {}
+    for event in events:
+        if event.data == "[DONE]":
+            continue
+        chunk = event.chunk
+        if not chunk["choices"]:
+            found["usage"] = [*found.get("usage", []), chunk["usage"]]
+        for choice in chunk["choices"]:
+            index, delta = choice["index"], choice.get("delta", {})
+            logprobs = choice.get("logprobs") or {}
+            for name, value in (
+                ("text", choice.get("text", "") + delta.get("content", "")),
+                ("roles", [delta["role"]] if "role" in delta else []),
+                ("token_ids", choice.get("token_ids", [])),
+                ("logprobs", logprobs.get("token_logprobs", []) or []),
+                ("content", [one["logprob"] for one in logprobs.get("content", [])]),
+                ("reasons", [choice["finish_reason"]] if choice["finish_reason"] else []),
+            ):
+                found[index, name] = found.get((index, name), type(value)()) + value
+    return found
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+USAGE = {"stream_options": {"include_usage": True}}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "hello", "max_tokens": 60, "seed": 5, "logprobs": 0, "return_token_ids": True}),
+    ("/v1/completions", {"prompt": ["hello", "fox"], "n": 2, "max_tokens": 50, "seed": 11, "logprobs": 1, **USAGE}),
+    ("/v1/completions", {"prompt": "hello", "max_tokens": 90, "seed": 59, "stop": ["lazy d", "zzz"], **USAGE}),
+    ("/v1/chat/completions", {"messages": HELLO, "n": 3, "seed": 100, "logprobs": True, "stop": "🎉 o", **USAGE}),
+]
+
+
+async def stream_through_deaths(
+    cluster: Cluster, path: str, body: dict[str, Any], rng: random.Random, ends: list[int]
+) -> list[Event]:
+    """What a client hears that comes back to a new router whenever its own has died: after so many bytes each."""
+    events: list[Event] = []
+    router = await cluster.add_router()
+    while not events or events[-1].data != "[DONE]":
+        last_id = next((event.id for event in reversed(events) if event.id), "")
+        num_bytes = ends.pop() if ends else None
+        successor = await cluster.add_router() if rng.random() < 0.5 else None  # there before the other dies, or not
+        events += events_of(await router.stream(path, body, last_id, num_bytes))
+        router = successor or await cluster.add_router()
+    return events
+
+
+@pytest.mark.parametrize("number", range(len(REQUESTS)))
+async def test_every_token_once_whenever_routers_die(cluster: Cluster, number: int) -> None:
+    path, body = REQUESTS[number]
+    rng = random.Random(number)
+    undisturbed = events_of(await (await cluster.add_router()).stream(path, body, "", None))
+    num_bytes = sum(len(event.data) + len(event.id) for event in undisturbed)
+    for _ in range(4):
+        ends = [rng.randrange(1, num_bytes // 2) for _ in range(3)]
+        events = await stream_through_deaths(cluster, path, body, rng, ends)
+        assert heard(events) == heard(undisturbed)
+        assert len({event.chunk["id"] for event in events[:-1]}) == 1
+        assert [event.data for event in events].count("[DONE]") == 1
+    await eventually(lambda: cluster.num_running == 0)  # what stop strings or nobody wanted is cancelled in time
+
+
+async def test_what_was_computed_is_not_computed_again(cluster: Cluster) -> None:
+    """The gang that holds the sequence goes on with it, though it was not asked for a while, and others stay idle."""
+    body = {"prompt": "hello", "max_tokens": 70, "seed": 59}
+    first, second = await cluster.add_router(), await cluster.add_router()
+    events = events_of(await first.stream("/v1/completions", body, "", 1500))
+    assert events
+    await asyncio.sleep(ORPHAN_S / 4)
+    events += events_of(await second.stream("/v1/completions", body, events[-1].id, None))
+    assert len(cluster.submitted) == 1
+    undisturbed = events_of(await second.stream("/v1/completions", body, "", None))
+    assert heard(events) == heard(undisturbed)
+
+
+async def test_without_a_seed_any_router_draws_alike(cluster: Cluster) -> None:
+    """From scratch, as nobody came in time for what the gang had kept."""
+    body = {"prompt": "hello", "max_tokens": 70}
+    events = events_of(await (await cluster.add_router()).stream("/v1/completions", body, "", 700))
+    assert events
+    await eventually(lambda: cluster.num_running == 0)
+    await asyncio.sleep(ORPHAN_S + 0.6)
+    router = await cluster.add_router()
+    events += events_of(await router.stream("/v1/completions", body, events[-1].id, None))
+    seeds = [request.sampling.seed for request in cluster.submitted]
+    assert len(seeds) == 2
+    assert len(set(seeds)) == 1
+    seed = seeds[0]
+    undisturbed = events_of(await router.stream("/v1/completions", {**body, "seed": seed}, "", None))
+    assert heard(events) == heard(undisturbed)
+    other = events_of(await router.stream("/v1/completions", body, "", None))
+    assert other[-1].data == "[DONE]"
+    assert len({request.sampling.seed for request in cluster.submitted}) == 2
+
+
+async def test_an_orphan_that_nobody_asks_for_ends(cluster: Cluster) -> None:
+    for gang in cluster.gangs:
+        gang.engine.paused = True
+    router = await cluster.add_router()
+    body = {"prompt": "hello", "max_tokens": 70}
+    lost = asyncio.create_task(router.stream("/v1/completions", body, "", 10**9))
+    await eventually(lambda: cluster.num_running == 1)
+    await router.die()
+    await lost
+    await asyncio.sleep(ORPHAN_S / 4)
+    assert cluster.num_running == 1
+    await eventually(lambda: cluster.num_running == 0)
+
+
+async def test_a_client_that_leaves_leaves_no_orphan(cluster: Cluster) -> None:
+    for gang in cluster.gangs:
+        gang.engine.paused = True
+    router = await cluster.add_router()
+    reading = asyncio.create_task(router.stream("/v1/completions", {"prompt": "hello"}, "", None))
+    await eventually(lambda: cluster.num_running == 1)
+    reading.cancel()
+    await asyncio.wait([reading])
+    await eventually(lambda: cluster.num_running == 0)
+    await router.die()
+
+
+async def test_a_second_connection_takes_the_stream_over(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that has lost its connection before its router knows: the first answer ends with a reason."""
+    monkeypatch.setattr(dispatch, "NEWS_WAIT_S", 0.02)  # no gang will tell of an orphan
+    await cluster.gangs.pop().server.stop()
+    router, other = await cluster.add_router(), await cluster.add_router()
+    body = {"prompt": "hello", "max_tokens": 70, "seed": 59}
+    whole = events_of(await router.stream("/v1/completions", body, "", None))
+    engine = cluster.gangs[0].engine
+    got = bytearray()
+    first = asyncio.create_task(router.stream("/v1/completions", body, "", None, got))
+    await eventually(lambda: len(events_of(bytes(got))) > 3)
+    engine.paused = True
+    had = events_of(bytes(got))[:3]
+    second = asyncio.create_task(other.stream("/v1/completions", body, had[-1].id, None))
+    *_, last = events_of(await first)
+    assert last.chunk["error"]["code"] == "taken_over"
+    engine.paused = False
+    assert heard([*had, *events_of(await second)]) == heard(whole)
+    assert len(engine.submitted) == 2

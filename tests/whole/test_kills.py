@@ -1,0 +1,118 @@
+"""kill -9 of any process of Ray Serve's, in the midst of 32 streams: every token comes once, and no page is leaked.
+
+`--kill-rounds N` kills each kind of process N times; each time another one, at another moment, from `--kill-seed`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import httpx
+import psutil
+import pytest
+
+from motet.cluster.launch.local_serve import free_ports
+from motet.examples.demo.styles import ADAPTER_STYLES
+from motet.examples.resuming_client import resume_stream
+from motet.tests.rigs.running_motet import BASE, DEMO, RunningMotet, eventually, holds_nothing, running_motet
+from motet.tests.rigs.token_streams import Heard, Job, Meter, read_stream, stream_all
+
+pytestmark = pytest.mark.cluster
+
+# In float32, where rounding decides no token.
+OPTIONS = ("--gangs", "2", "--tensor-parallel", "2", "--dtype", "float32")
+OWNER = {BASE: "acme", "shout": "acme", "pirate": "acme", "json": "globex", "spanish": "globex"}
+NUM_STREAMS = 32
+NUM_TOKENS = 200
+BACK_TIMEOUT_S = 120.0
+
+
+def job(number: int) -> Job:
+    """Greedy and seeded ones in turn, over the base and all adapters."""
+    model = list(OWNER)[number % len(OWNER)]
+    body = {"model": model, "prompt": f"{number} capital", "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    drawn = {"temperature": 1.2, "seed": number, "frequency_penalty": 0.1 * (number % 3)}
+    return Job(OWNER[model], body | (drawn if number % 2 else {"temperature": 0}))
+
+
+JOBS = [job(number) for number in range(NUM_STREAMS)]
+Find = Callable[[RunningMotet], list[psutil.Process]]
+VICTIMS: dict[str, Find] = {
+    "worker": RunningMotet.worker_processes,
+    "leader": RunningMotet.gang_processes,
+    "controller": RunningMotet.controller_processes,
+    "router": RunningMotet.router_processes,
+}
+
+
+@pytest.fixture(scope="module")
+def motet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningMotet]:
+    with running_motet(tmp_path_factory.mktemp("kills") / "data", free_ports(1)[0], *OPTIONS) as motet:
+        for style in ADAPTER_STYLES:
+            assert motet.upload(style, DEMO / "adapters" / style, OWNER[style]).status_code == 201
+        yield motet
+
+
+@pytest.fixture(scope="module")
+def undisturbed(motet: RunningMotet) -> list[Heard]:
+    heard = stream_all(motet, JOBS, Meter())
+    assert all(len(one.token_ids) == NUM_TOKENS == one.usage["completion_tokens"] for one in heard)
+    assert len({one.token_ids for one in heard}) > NUM_STREAMS // 2
+    return heard
+
+
+@pytest.mark.parametrize("kind", VICTIMS)
+def test_streams_outlive_it(
+    motet: RunningMotet, undisturbed: list[Heard], kind: str, pytestconfig: pytest.Config
+) -> None:
+    drawn = random.Random(f"{kind} {pytestconfig.getoption('kill_seed')}")
+    num_resumed = _num_resumed(motet)
+    for _ in range(pytestconfig.getoption("kill_rounds")):
+        _kill_in_the_midst(motet, undisturbed, kind, drawn)
+    if kind in ("worker", "leader"):
+        assert _num_resumed(motet) > num_resumed, "no kill met a stream"
+
+
+def _kill_in_the_midst(motet: RunningMotet, undisturbed: list[Heard], kind: str, drawn: random.Random) -> None:
+    _wait_until_whole(motet, gone=set())
+    gangs = _gang_ids(motet)
+    victim = drawn.choice(VICTIMS[kind](motet))
+    meter = Meter(int(drawn.uniform(0.02, 0.8) * NUM_STREAMS * NUM_TOKENS), victim.kill)
+    # HTTP connections end with their router, and clients come back; else each stream must be one connection.
+    heard = stream_all(motet, JOBS, meter, resume_stream if kind == "router" else read_stream)
+    assert not victim.is_running()
+    for number, (got, expected) in enumerate(zip(heard, undisturbed, strict=True)):
+        assert got == expected, f"stream {number}, {JOBS[number].body}"
+    if kind == "controller":  # a new one replaces gangs
+        drawn.choice(motet.gang_processes()).kill()
+    _wait_until_whole(motet, gone=set() if kind == "router" else gangs)
+
+
+def _wait_until_whole(motet: RunningMotet, gone: set[str]) -> None:
+    """Two gangs, not just those that are `gone` in part; nothing runs, waits or holds a page."""
+
+    def is_whole() -> bool:
+        try:
+            status = motet.status()
+        except httpx.HTTPError:
+            return False  # no router yet
+        loads = [gang["load"] for gang in status["gangs"]]
+        return (
+            len(loads) == 2
+            and {gang["gang_id"] for gang in status["gangs"]} != gone
+            and not any(load[key] for load in loads for key in ("num_running", "num_waiting", "num_coming_adapters"))
+            and all(map(holds_nothing, loads))
+        )
+
+    eventually(is_whole, BACK_TIMEOUT_S)
+
+
+def _gang_ids(motet: RunningMotet) -> set[str]:
+    return {gang["gang_id"] for gang in motet.status()["gangs"]}
+
+
+def _num_resumed(motet: RunningMotet) -> int:
+    with motet.http() as http:
+        lines = http.get("/metrics").text.splitlines()
+    return int(float(next(line.split()[1] for line in lines if line.startswith("motet_resumed_sequences_total"))))

@@ -1,0 +1,180 @@
+"""A whole motet in processes of its own: what clients see when they leave, when a gang dies, and when it is over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+import psutil
+import pytest
+
+from motet.cluster.launch.janitor import SESSION_VARIABLE
+from motet.cluster.launch.local_serve import free_ports
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = "sk-acme-of-the-test"
+START_TIMEOUT_S = 240.0
+LONG = 480  # tokens of a request that outlasts what is done to it; the demo model's context is 512
+
+
+@dataclass
+class Motet:
+    """A running one."""
+
+    process: subprocess.Popen[str]
+    url: str
+    stderr: IO[str]
+
+    @property
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60, trust_env=False)
+
+    def load(self) -> dict[str, int]:
+        answer = httpx.get(f"{self.url}/status", trust_env=False)
+        load: dict[str, int] = answer.json()["load"]
+        return load
+
+    def session(self) -> list[psutil.Process]:
+        """Its processes, the embedded Redis apart."""
+        mark = next(
+            process.cmdline()[-2]
+            for process in psutil.Process(self.process.pid).children()
+            if "motet.cluster.launch.janitor" in process.cmdline()
+        )
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(SESSION_VARIABLE) == mark:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def gang(self) -> psutil.Process:
+        return next(process for process in self.session() if "ServeReplica:motet:gang" in " ".join(process.cmdline()))
+
+
+def request(num_tokens: int, **fields: Any) -> dict[str, Any]:
+    return {"model": "base", "prompt": "What", "max_tokens": num_tokens, "ignore_eos": True, **fields}
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def motet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Motet]:
+    folder = tmp_path_factory.mktemp("launch")
+    port = free_ports(1)[0]
+    command = [sys.executable, "-c", "from motet.cluster.commands.cli import main; main()", "serve"]
+    command += [str(ROOT / "examples" / "demo" / "base"), "--port", str(port), "--data-dir", str(folder / "data")]
+    command += ["--key", f"acme={KEY}", "--pool-bytes", "64MiB", "--host-bytes", "64MiB"]
+    with (folder / "stderr").open("w+") as stderr:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
+        watchdog.start()
+        assert process.stdout is not None
+        line = next((line for line in process.stdout if line.startswith("ready ")), None)
+        watchdog.cancel()
+        assert line is not None, (folder / "stderr").read_text()
+        try:
+            yield Motet(process, line.split()[1], stderr)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+            process.stdout.close()
+
+
+def test_a_client_that_leaves_a_stream_frees_its_pages(motet: Motet) -> None:
+    with motet.client as client:
+        with client.stream("POST", "/v1/completions", json=request(LONG, stream=True)) as answer:
+            assert answer.status_code == 200
+            next(answer.iter_lines())
+        eventually(lambda: motet.load()["num_running"] == 0)
+        assert motet.load()["num_generated_tokens"] < LONG
+
+
+@pytest.mark.parametrize("num_packets", [1, 2])
+def test_a_client_that_leaves_before_the_answer_frees_its_pages(motet: Motet, num_packets: int) -> None:
+    before = motet.load()["num_generated_tokens"]
+    body = json.dumps(request(LONG)).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: motet\r\nAuthorization: Bearer {KEY}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    ).encode()
+    with socket.create_connection(("127.0.0.1", int(motet.url.rsplit(":", 1)[1]))) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if num_packets == 1:
+            connection.sendall(head + body)
+        else:
+            connection.sendall(head)
+            time.sleep(0.1)
+            connection.sendall(body)
+        eventually(lambda: motet.load()["num_running"] == 1)
+    eventually(lambda: motet.load()["num_running"] == 0)
+    assert motet.load()["num_generated_tokens"] - before < LONG
+
+
+def test_a_killed_gang_is_replaced_and_its_streams_go_on(motet: Motet) -> None:
+    asked = request(LONG, stream=True, stream_options={"include_usage": True})
+    with motet.client as client:
+        with client.stream("POST", "/v1/completions", json=asked) as answer:
+            assert answer.status_code == 200
+            lines = answer.iter_lines()
+            next(lines)
+            os.kill(motet.gang().pid, signal.SIGKILL)
+            # At once: it waits for the new gang instead of failing.
+            other = client.post("/v1/completions", json=request(3))
+            events = [line.removeprefix("data: ") for line in lines if line]
+        assert other.status_code == 200, other.text
+        assert other.json()["usage"]["completion_tokens"] == 3
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["usage"]["completion_tokens"] == LONG
+
+
+def test_only_the_front_listens_to_strangers(motet: Motet) -> None:
+    """Serve's own servers between replicas listen everywhere, but want Ray's token."""
+    pids = {process.pid for process in motet.session()}
+    listening: list[Any] = [
+        connection.laddr
+        for connection in psutil.net_connections("tcp")
+        if connection.pid in pids and connection.status == psutil.CONN_LISTEN
+    ]
+    assert any(f":{address.port}" in motet.url for address in listening)
+    open_ports = [address.port for address in listening if address.ip in ("0.0.0.0", "::")]
+    for port in open_ports:
+        with pytest.raises(httpx.TransportError):  # they do not speak HTTP/1, as the front and the routers do
+            httpx.get(f"http://127.0.0.1:{port}/", trust_env=False)
+
+
+def test_every_process_carries_the_mark(motet: Motet) -> None:
+    started = psutil.Process(motet.process.pid).children(recursive=True)
+    unmarked = [" ".join(process.cmdline()) for process in set(started) - set(motet.session())]
+    assert len(started) > 10
+    # The janitor has its mark as an argument, and Redis ends with its parent by itself.
+    assert all("motet.cluster.launch.janitor" in command or "redis" in command for command in unmarked), unmarked
+
+
+def test_sigterm_leaves_nothing_behind(motet: Motet) -> None:
+    started = [*motet.session(), *psutil.Process(motet.process.pid).children(recursive=True)]
+    assert len(started) > 5
+    motet.process.send_signal(signal.SIGTERM)
+    motet.process.wait(60)
+    psutil.wait_procs(started, timeout=10)
+    assert [process for process in started if process.is_running()] == []

@@ -1,0 +1,87 @@
+"""Gangs that come and go with the load, in a whole motet: 0, 1, 2 and 0 again, and no request that fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from motet.cluster.launch.local_serve import free_ports
+from motet.tests.rigs.running_motet import BASE, RunningMotet, eventually, running_motet
+
+pytestmark = pytest.mark.cluster
+
+OPTIONS = (
+    *("--min-gangs", "0", "--max-gangs", "2"),
+    *("--scale-down-after", "3", "--scale-to-zero-after", "4", "--scaling-window", "1.5"),
+    *("--max-num-sequences", "2", "--queued-tokens-per-gang", "600"),
+)
+NUM_CLIENTS = 8
+PROMPT = "What is the capital of France? " * 20
+
+
+@pytest.fixture(scope="module")
+def motet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningMotet]:
+    with running_motet(tmp_path_factory.mktemp("scaling") / "data", free_ports(1)[0], *OPTIONS) as motet:
+        yield motet
+
+
+def num_gangs(motet: RunningMotet) -> int:
+    return len(motet.status()["gangs"])
+
+
+def ask(motet: RunningMotet, num_tokens: int) -> None:
+    with motet.http() as http:
+        fields = {"model": BASE, "prompt": PROMPT, "max_tokens": num_tokens, "ignore_eos": True}
+        answer = http.post("/v1/completions", json=fields)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == num_tokens
+
+
+def goes_to_zero(motet: RunningMotet) -> None:
+    """While somebody looks at /ready, as a cluster does, and is told that it is."""
+
+    def is_at_zero() -> bool:
+        with motet.http() as http:
+            assert http.get("/ready").status_code == 200
+        return num_gangs(motet) == 0
+
+    eventually(is_at_zero)
+    assert motet.status()["load"] is None
+
+
+def test_gangs_come_and_go_with_the_load(motet: RunningMotet) -> None:
+    assert num_gangs(motet) == 1  # it starts with one, to prove that the model can be served
+    goes_to_zero(motet)
+    eventually(lambda: not motet.gang_processes())
+
+    with ThreadPoolExecutor(3) as pool:  # all wait for the same start
+        list(pool.map(lambda _: ask(motet, 4), range(3)))
+    assert num_gangs(motet) == 1
+
+    over = threading.Event()
+    answered: list[int] = []
+
+    def keep_asking(_: int) -> None:
+        while not over.is_set():
+            ask(motet, 60)
+            answered.append(num_gangs(motet))
+
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        clients = [pool.submit(keep_asking, number) for number in range(NUM_CLIENTS)]
+        try:
+            eventually(lambda: num_gangs(motet) == 2, timeout_s=180)  # a busy machine starts a gang slowly
+            num_before = len(answered)
+            eventually(lambda: len(answered) >= num_before + NUM_CLIENTS)
+        finally:
+            over.set()
+        for client in clients:
+            client.result()
+    assert max(answered) == 2  # never more than the maximum
+
+    goes_to_zero(motet)
+    time.sleep(3.0)  # longer than the window in which the last request is remembered
+    assert num_gangs(motet) == 0

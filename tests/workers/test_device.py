@@ -1,0 +1,178 @@
+"""The device as configuration, and what goes there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from motet.cluster.config import MotetConfig
+from motet.cluster.replicas.application import _place_of_a_gang
+from motet.kernels import pages
+from motet.kernels.attention import AttentionBatch
+from motet.kernels.gpu import flash_attention
+from motet.kernels.gpu.flash_attention import FlashAttention, FlashPackage, find_flash_attention
+from motet.kernels.plain.attention import paged_attention
+from motet.workers.config import EngineConfig
+from motet.workers.device import resolve_device
+from motet.workers.execution.inputs import make_inputs
+from motet.workers.plan import SequencePlan, StepPlan
+
+BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
+CPU = torch.device("cpu")
+
+
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def test_auto_takes_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+    assert resolve_device("auto") == resolve_device("cpu") == CPU
+    with_gpu(monkeypatch)
+    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 0)
+    assert resolve_device("cpu") == CPU
+
+
+def test_a_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+    with pytest.raises(ValueError, match=r"device = 'cuda': torch sees no NVIDIA GPU here .*or device cpu"):
+        resolve_device("cuda")
+
+
+def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="device = 'tpu': cpu, cuda, auto are accepted"):
+        EngineConfig(BASE, tmp_path, device="tpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_each_worker_takes_a_gpu_of_its_own(degree: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = MotetConfig(model_path=BASE, data_dir=tmp_path, tensor_parallel=degree)
+    without_gpu(monkeypatch)
+    assert "GPU" not in str(_place_of_a_gang(config)).upper().replace("NUM_CPUS", "")
+    with_gpu(monkeypatch)
+    place = _place_of_a_gang(config)
+    if degree == 1:
+        assert place["ray_actor_options"]["num_gpus"] == 1
+    else:
+        leader, *workers = place["placement_group_bundles"]
+        assert "GPU" not in leader
+        assert [worker["GPU"] for worker in workers] == [1, 1]
+
+
+def test_inputs_go_to_another_device_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = (
+        SequencePlan(0, (5, 6, 7), 0, (3,), None, None),
+        SequencePlan(1, (8,), 20, (1, 4, 0), None, None),
+    )
+    here = make_inputs(StepPlan(1, plans, (), ()), {}, 8, CPU)
+    copies = []
+    copied = torch.Tensor.to
+
+    def counted(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        copies.append(tensor.numel())
+        return copied(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", counted)
+    there = make_inputs(StepPlan(1, plans, (), ()), {}, 8, torch.device("meta"))
+    assert len(copies) == 1
+    for ours, theirs in ((here.token_ids, there.token_ids), (here.attention.page_table, there.attention.page_table)):
+        assert (theirs.device.type, theirs.shape, theirs.dtype) == ("meta", ours.shape, ours.dtype)
+
+
+@pytest.mark.parametrize("targets", [(4, 5, 6, 1, 2, 9), (7,), (3, 2, 1, 0)])
+def test_runs_of_pages_are_copied_as_pages_are(targets: tuple[int, ...]) -> None:
+    content = torch.randn(len(targets), 2, 3)
+    pool, twin = torch.zeros(10, 2, 3), torch.zeros(10, 2, 3)
+    pages.copy_runs(pool, targets, content)
+    pages.write_pages(twin, targets, content)
+    assert torch.equal(pool, twin)
+
+
+def flash_stand_in(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_k: int,
+    seqused_k: torch.Tensor,
+    block_table: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    fa_version: int,
+) -> torch.Tensor:
+    """vllm-flash-attn's interface, computed by its own words: from int32 lengths and tables, over strided pages."""
+    assert causal and fa_version == 3
+    assert {x.dtype for x in (cu_seqlens_q, seqused_k, block_table)} == {torch.int32}
+    assert k.shape[1] % 16 == 0 and k.stride(-1) == 1 and q.is_contiguous()
+    assert max_seqlen_k >= int(seqused_k.max()) and max_seqlen_q == int(cu_seqlens_q.diff().max())
+    out = torch.empty_like(q)
+    for index, length in enumerate(seqused_k.tolist()):
+        rows = slice(*cu_seqlens_q[index : index + 2].tolist())
+        keys, values = (x[block_table[index].long()].flatten(0, 1)[:length].double() for x in (k, v))
+        group = q.shape[1] // k.shape[2]
+        scores = torch.einsum("qhd,khd->hqk", q[rows].double(), keys.repeat_interleave(group, 1)) * softmax_scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        num_rows = scores.shape[1]
+        behind = torch.arange(length - num_rows, length).unsqueeze(1) - torch.arange(length)
+        hidden = (behind < 0) | ((behind > window_size[0]) if window_size[0] >= 0 else torch.tensor(False))
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        out[rows] = torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1)).to(q.dtype)
+    return out
+
+
+def attention_case(
+    counts: list[tuple[int, int]], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, AttentionBatch]:
+    """q, a layer's KV and the batch of `(old tokens, new ones)`."""
+    plans, free = [], iter(range(3, 100))
+    for index, (old, new) in enumerate(counts):
+        held = tuple(next(free) for _ in range(-(-(old + new) // 16)))
+        plans.append(SequencePlan(index, (0,) * new, old, held, None, None))
+    batch = make_inputs(StepPlan(1, tuple(plans), (), ()), {}, 16, CPU).attention
+    generator = torch.Generator().manual_seed(1)
+    kv = torch.randn(100, 2, 2, 16, 2, 32, generator=generator).to(dtype)[:, 1]
+    return torch.randn(batch.query_starts[-1], 8, 32, generator=generator).to(dtype), kv, batch
+
+
+@pytest.mark.parametrize("counts", [[(0, 1), (33, 1), (15, 1)], [(30, 1), (0, 20), (16, 3)]], ids=["decodes", "mixed"])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (9, None), (None, 20.0)])
+def test_flash_attention_is_asked_in_its_own_terms(
+    counts: list[tuple[int, int]], window: int | None, softcap: float | None
+) -> None:
+    q, kv, batch = attention_case(counts, torch.bfloat16)
+    flash = FlashAttention(FlashPackage("stand-in", flash_stand_in, 3), _refuse)
+    for _ in range(2):  # the second time with what the first one worked out
+        actual = flash.paged_attention(q, kv, batch, 0.2, window, softcap)
+        expected = paged_attention(q.float(), kv.float(), batch, 0.2, window, softcap)
+        torch.testing.assert_close(actual.float(), expected, atol=2e-2, rtol=2e-2)  # bfloat16's 8 bits
+
+
+def test_what_flash_attention_cannot_do_goes_elsewhere() -> None:
+    q, kv, batch = attention_case([(3, 1)], torch.float32)
+    flash = FlashAttention(FlashPackage("stand-in", _refuse, 2), paged_attention)
+    torch.testing.assert_close(flash.paged_attention(q, kv, batch, 0.2, None), paged_attention(q, kv, batch, 0.2, None))
+
+
+def test_flash_attention_is_found_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attention, "PACKAGES", ("motet_no_such_package", "motet_flash_stand_in"))
+    assert find_flash_attention((9, 0)) is None
+    (tmp_path / "motet_flash_stand_in.py").write_text("def flash_attn_varlen_func(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    hopper, ampere = find_flash_attention((9, 0)), find_flash_attention((8, 0))
+    assert hopper is not None and (hopper.name, hopper.version) == ("motet_flash_stand_in (FA3)", 3)
+    assert ampere is not None and ampere.version == 2
+
+
+def _refuse(*_: object, **__: object) -> torch.Tensor:
+    raise AssertionError("this was not to be called")

@@ -1,0 +1,107 @@
+"""The engine beside its loader and its owners' changes of mind."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from motet.tests.rigs.engine_rig import Stock
+from motet.tests.rigs.oracle import write_adapters, write_model
+from motet.workers.memory.host_adapter_cache import HostAdapterCache
+from motet.workers.wire.messages import SamplingParams, SequenceError
+
+LONG = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
+    folder = tmp_path_factory.mktemp("engine")
+    model = write_model("llama", folder / "model")
+    return Stock.make(model, write_adapters(model, folder / "adapters"), folder / "store")
+
+
+def test_who_has_waited_too_long_hears_so_and_who_runs_goes_on(stock: Stock) -> None:
+    with stock.engine(num_pages=60, max_num_sequences=1) as rig:
+        rig.submit(0, [1] * 20, None, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+        rig.submit(1, [2] * 20, None, LONG)
+        rig.step()
+        error = SequenceError("overloaded", "it waited")
+        for sequence_id in (0, 1, 99):
+            rig.engine.give_up_waiting(sequence_id, error)
+        updates = rig.engine.step()
+        assert [update.sequence_id for update in updates if update.error == error] == [1]
+        while rig.engine.has_work():
+            updates += rig.engine.step()
+        assert [update.finish_reason for update in updates if update.finish_reason] == ["length"]
+        assert rig.engine.load().num_running == rig.engine.load().num_waiting == 0
+
+
+def test_a_cancel_frees_the_pages_within_two_steps(stock: Stock) -> None:
+    with stock.engine(num_pages=60) as rig:
+        rig.submit(0, [1] * 20, None, LONG)
+        rig.submit(1, [2] * 20, None, LONG)
+        for _ in range(5):
+            rig.step()
+        before = rig.engine.load()
+        rig.engine.cancel(0)
+        rig.step()
+        after = rig.engine.load()
+        assert after.num_running == 1
+        free_before = before.num_free_pages + before.num_idle_prefix_pages
+        assert after.num_free_pages + after.num_idle_prefix_pages >= free_before + 2
+        assert after.num_steps - before.num_steps <= 2
+        rig.engine.cancel(1)
+
+
+def test_steps_go_on_while_an_adapter_is_coming(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go, get = threading.Event(), HostAdapterCache.get
+
+    def slow(tier: HostAdapterCache, digest: str) -> torch.Tensor:
+        assert let_go.wait(30)
+        return get(tier, digest)
+
+    monkeypatch.setattr(HostAdapterCache, "get", slow)
+    name = next(iter(stock.refs))
+    with stock.engine(num_pages=200) as rig:
+        rig.submit(0, [1, 2, 3], None, LONG)
+        rig.submit(1, [1, 2, 3], name, LONG)
+        for _ in range(10):
+            rig.step()
+        assert len(rig.told[0].token_ids) >= 9
+        assert rig.told[1].token_ids == []
+        let_go.set()
+        rig.finish()
+        assert len(rig.told[1].token_ids) == 100
+
+
+def test_an_adapter_cancelled_while_it_comes_is_there_for_the_next(stock: Stock) -> None:
+    name = next(iter(stock.refs))
+    with stock.engine(num_pages=200) as rig:
+        rig.submit(0, [1, 2, 3], name, LONG)
+        rig.step()
+        rig.engine.cancel(0)
+        rig.finish()
+        rig.submit(1, [1, 2, 3], name, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+        rig.finish()
+        assert len(rig.told[1].token_ids) == 3
+        assert rig.engine.load().num_adapter_loads == 1
+
+
+def test_what_an_overflowing_adapter_leaves_behind_reaches_nobody(stock: Stock, tmp_path: Path) -> None:
+    """Pages are handed on as they are: NaN in them must not be seen by those who get them next."""
+    name = next(iter(stock.refs))
+    with stock.engine(num_pages=60) as rig:
+        rig.submit(0, [5, 6, 7], None, LONG)
+        rig.finish()
+        expected = rig.told[0].token_ids
+    with stock.engine(num_pages=60) as rig:
+        pool = rig.engine.executor.runner._pool  # type: ignore[attr-defined]
+        pool.fill_(torch.nan)
+        rig.submit(0, [5, 6, 7], None, LONG)
+        rig.submit(1, [5, 6, 7], name, LONG)
+        rig.finish()
+        assert rig.told[0].token_ids == expected
+        assert rig.told[1].error is None

@@ -1,0 +1,167 @@
+"""The engine's thread: nothing submitted is left without an answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from motet.workers.loop import EngineLoop
+from motet.workers.wire.messages import (
+    EngineLoad,
+    ResidencyChange,
+    SamplingParams,
+    SequenceError,
+    SequenceRequest,
+    SequenceUpdate,
+)
+
+
+class CountingEngine:
+    """Gives each sequence one token a step, three in all; can be told to wait for a load or to fail."""
+
+    def __init__(self) -> None:
+        self.left: dict[int, int] = {}
+        self.given_up: list[tuple[int, SequenceError]] = []
+        self.info = None
+        self.waits = False
+        self.fails = False
+        self.num_steps = 0
+        self.wake: Callable[[], None] = lambda: None
+        self.stepped = threading.Event()
+
+    def on_load_end(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
+
+    def submit(self, request: SequenceRequest) -> None:
+        self.left[request.sequence_id] = 3
+
+    def cancel(self, sequence_id: int) -> None:
+        self.left.pop(sequence_id, None)
+
+    def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
+        self.given_up.append((sequence_id, error))
+
+    def has_work(self) -> bool:
+        return bool(self.left)
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(num_steps=self.num_steps)
+
+    def take_residency_changes(self) -> ResidencyChange:
+        return ResidencyChange([f"came at {self.num_steps}"])
+
+    def step(self) -> list[SequenceUpdate]:
+        self.num_steps += 1
+        self.stepped.set()
+        if self.fails:
+            raise RuntimeError("boom")
+        if self.waits:
+            return []
+        self.left = {i: n - 1 for i, n in self.left.items()}
+        updates = [SequenceUpdate(i, [n], finish_reason=None if n else "length") for i, n in self.left.items()]
+        self.left = {i: n for i, n in self.left.items() if n}
+        return updates
+
+    def close(self) -> None:
+        pass
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.updates: list[SequenceUpdate] = []
+        self.came: list[str] = []
+        self.busy_s = 0.0
+        self.told = threading.Condition()
+
+    def __call__(self, updates: Sequence[SequenceUpdate], load: EngineLoad, residency: ResidencyChange) -> None:
+        with self.told:
+            self.updates += updates
+            self.came += residency.came
+            assert load.busy_s >= self.busy_s
+            self.busy_s = load.busy_s
+            self.told.notify_all()
+
+    def wait_for(self, sequence_id: int) -> SequenceUpdate:
+        def ended() -> list[SequenceUpdate]:
+            return [u for u in self.updates if u.sequence_id == sequence_id and (u.finish_reason or u.error)]
+
+        with self.told:
+            assert self.told.wait_for(ended, timeout=20)
+            return ended()[0]
+
+
+def request(sequence_id: int) -> SequenceRequest:
+    return SequenceRequest(sequence_id=sequence_id, prompt_token_ids=[1], sampling=SamplingParams(), tenant="t")
+
+
+def started() -> tuple[CountingEngine, EngineLoop, Listener]:
+    engine, listener = CountingEngine(), Listener()
+    loop = EngineLoop(engine)  # type: ignore[arg-type]
+    loop.start(listener)
+    return engine, loop, listener
+
+
+def test_sequences_are_answered_and_an_idle_loop_sleeps() -> None:
+    engine, loop, listener = started()
+    loop.submit(request(1))
+    loop.submit(request(2))
+    assert listener.wait_for(1).finish_reason == "length"
+    assert listener.wait_for(2).finish_reason == "length"
+    assert listener.came == [f"came at {step + 1}" for step in range(engine.num_steps)]
+    num_steps = engine.num_steps
+    engine.stepped.clear()
+    assert not engine.stepped.wait(0.2)
+    assert engine.num_steps == num_steps
+    assert loop.alive
+    loop.stop()
+    assert not loop.alive
+
+
+def test_a_waiting_engine_is_stepped_when_a_load_ends() -> None:
+    engine, loop, listener = started()
+    engine.waits = True
+    loop.submit(request(1))
+    assert engine.stepped.wait(20)
+    engine.stepped.clear()
+    assert not engine.stepped.wait(0.2)
+    engine.waits = False
+    engine.wake()
+    assert listener.wait_for(1).finish_reason == "length"
+    loop.stop()
+
+
+def test_a_cancelled_sequence_is_forgotten() -> None:
+    engine, loop, listener = started()
+    engine.waits = True
+    loop.submit(request(1))
+    assert engine.stepped.wait(20)
+    engine.waits = False
+    loop.cancel(1)
+    loop.submit(request(2))
+    listener.wait_for(2)
+    assert {update.sequence_id for update in listener.updates} == {2}
+    loop.stop()
+
+
+def test_the_engine_hears_between_steps_of_who_has_waited_too_long() -> None:
+    engine, loop, listener = started()
+    error = SequenceError("overloaded", "waited")
+    loop.give_up_waiting(7, error)
+    loop.submit(request(2))
+    listener.wait_for(2)
+    assert engine.given_up == [(7, error)]
+    loop.stop()
+
+
+def test_a_failing_engine_fails_its_sequences_and_counts_as_dead() -> None:
+    engine, loop, listener = started()
+    engine.fails = True
+    loop.submit(request(7))
+    error = listener.wait_for(7).error
+    assert error is not None
+    assert error.kind == "gang_lost"  # routers continue its sequences elsewhere
+    assert "boom" in error.message
+    assert not loop.alive
+    loop.submit(request(8))
+    assert listener.wait_for(8).error == error
+    loop.stop()

@@ -1,0 +1,105 @@
+"""What a leader refuses, and what it gives up because its time is over."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from motet.tests.rigs.leader_rig import TOKEN, Leader, Router, eventually, submit
+from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
+from motet.workers.leader.frame_server import FrameServer
+from motet.workers.leader.queue_limit import QueueBounds
+from motet.workers.wire.messages import Frame, SequenceUpdate, Submit
+
+
+@pytest.fixture
+async def narrow_leader() -> AsyncIterator[Leader]:
+    """One place, and room for two without a token, the one in the place included."""
+    engine = StandInEngine(num_places=1)
+    server = FrameServer(engine, INFO, TOKEN, bounds=QueueBounds(max_sequences=2))
+    yield Leader(engine, server, await server.start("127.0.0.1"))
+    await server.stop()
+
+
+def with_time(message: Submit, **fields: Any) -> Submit:
+    return Submit(msgspec.structs.replace(message.request, **fields))
+
+
+async def end_of(router: Router, sequence_id: int) -> tuple[list[int], SequenceUpdate]:
+    """All tokens, and the last update."""
+    tokens: list[int] = []
+    async for update in router.updates():
+        if update.sequence_id == sequence_id:
+            tokens += update.token_ids
+            if update.finish_reason is not None or update.error is not None:
+                return tokens, update
+    raise AssertionError("the stream ended")
+
+
+async def test_a_full_queue_refuses_all_but_what_has_begun(narrow_leader: Leader) -> None:
+    narrow_leader.engine.paused = True
+    router = Router(narrow_leader.address)
+    await router.read()
+    await router.send(submit(1, 0, 1), submit(2, 0, 1), submit(3, 0, 1))
+    _, refused = await end_of(router, 3)
+    assert refused.error is not None
+    assert (refused.error.kind, refused.error.reason) == ("overloaded", "full")
+    assert refused.error.message.startswith("the gang's queue is full: 2 sequences wait for their first token")
+    assert refused.error.retry_after_s is not None
+    resumed = with_time(submit(4, 0, 2), generated_token_ids=[1])
+    await router.send(resumed, with_time(submit(5, 0, 1), has_begun=True))
+    await eventually(lambda: len(narrow_leader.engine.submitted) == 4)
+    narrow_leader.engine.paused = False
+    assert (await end_of(router, 5))[1].finish_reason == "length"
+    await router.send(submit(6, 10, 1))  # there is room again
+    assert (await end_of(router, 6))[0] == [11]
+    await router.channel.close()
+
+
+async def test_who_still_waits_after_its_time_is_given_up_and_who_runs_is_not(narrow_leader: Leader) -> None:
+    router = Router(narrow_leader.address)
+    await router.read()
+    await router.send(with_time(submit(1, 0, 2000), wait_s=0.2), with_time(submit(2, 0, 1), wait_s=0.3))
+    oldest_s = 0.0
+    given_up: SequenceUpdate | None = None
+    ended: SequenceUpdate | None = None
+    while ended is None:
+        message = await router.read()
+        assert isinstance(message, Frame)
+        oldest_s = max(oldest_s, message.load.oldest_waiting_s)
+        for update in message.updates:
+            given_up = update if update.sequence_id == 2 else given_up
+            ended = update if update.sequence_id == 1 and update.finish_reason is not None else ended
+    assert given_up is not None
+    assert given_up.token_ids == []
+    assert given_up.error is not None
+    assert (given_up.error.kind, given_up.error.reason) == ("overloaded", "waited")
+    assert oldest_s > 0
+    await router.channel.close()
+
+
+async def test_all_of_a_sequences_time(narrow_leader: Leader) -> None:
+    router = Router(narrow_leader.address)
+    await router.read()
+    await router.send(
+        with_time(submit(1, 0, None), timeout_s=0.4, key="one"), with_time(submit(2, 0, 1), timeout_s=0.1)
+    )
+    tokens, waited = await end_of(router, 2)
+    assert waited.error is not None
+    assert (tokens, waited.error.kind) == ([], "timeout")
+    tokens, ran = await end_of(router, 1)
+    assert ran.error is not None
+    assert ran.error.kind == "timeout"
+    await eventually(lambda: sorted(narrow_leader.engine.cancelled) == [1, 2])
+    await router.send(with_time(submit(3, 50, 1), timeout_s=60.0))
+    assert (await end_of(router, 3))[0] == [51]
+    # What has ended in time is not ended twice, and who comes back for what has not hears so.
+    await router.send(submit(4, 0, None, key="one"))
+    tokens, again = await end_of(router, 4)
+    assert tokens == [*range(1, len(tokens) + 1)]
+    assert again.error == ran.error
+    assert narrow_leader.server.num_sequences == 0
+    await router.channel.close()

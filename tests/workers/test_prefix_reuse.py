@@ -1,0 +1,330 @@
+"""What sequences that begin alike spare each other, and what they must never share."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.tests.rigs.scheduler_rig import Worker, asking, limits, run, scheduler
+from motet.workers.plan import StepPlan
+from motet.workers.scheduling.measured_costs import MeasuredCosts, PageCosts, is_worth_bringing
+from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.scheduling.tier_traffic import TierSizes
+from motet.workers.wire.messages import SequenceRequest
+from motet.workers.wire.page_keys import first_link, next_keys, short_key
+
+PROMPT = [*range(1, 31)]  # 30 tokens: seven full pages of four
+
+
+def rig(
+    num_pages: int = 60, budget: int = 64, *, prefix_cache: bool = True, tiers: TierSizes | None = None
+) -> tuple[Scheduler, Worker]:
+    of = limits(num_pages, budget, num_sequences=16)
+    s = scheduler(of, tiers) if prefix_cache else Scheduler(of, frozenset({99}), lambda ref: 1, prefix_cache=False)
+    worker = Worker(of)
+    worker.sequence_of = s._running.__getitem__
+    return s, worker
+
+
+def ask(s: Scheduler, worker: Worker, request: SequenceRequest) -> list[int]:
+    """The tokens of a request that is alone."""
+    assert s.add(request, 0) is None
+    return [token_id for update in run(s, worker) for token_id in update.token_ids]
+
+
+def test_what_was_computed_is_not_computed_again() -> None:
+    s, worker = rig()
+    ask(s, worker, asking(0, PROMPT, max_tokens=8))
+    assert worker.num_computed == 37
+    ask(s, worker, asking(1, PROMPT, max_tokens=8))
+    assert worker.num_computed == 37 + 8  # the prompt's last token, and those generated
+    assert s.load().num_cached_tokens == 29
+
+
+def test_the_next_turn_of_a_conversation_computes_only_what_is_new() -> None:
+    s, worker = rig()
+    answer = ask(s, worker, asking(0, PROMPT, max_tokens=11))
+    before = worker.num_computed
+    ask(s, worker, asking(1, [*PROMPT, *answer, 7, 7, 7], max_tokens=1))
+    assert worker.num_computed - before == 44 - 40  # 40 tokens were computed, ten full pages
+
+
+def test_samples_of_one_prompt_store_it_once_though_they_come_together() -> None:
+    s, worker = rig()
+    for i in range(8):
+        s.add(asking(i, PROMPT, max_tokens=5, seed=i), i)
+    plan = s.schedule()
+    assert [planned.sequence_id for planned in plan.sequences] == [0]
+    s.commit(plan, worker.execute(plan))
+    plan = s.schedule()
+    assert {planned.sequence_id: planned.start for planned in plan.sequences} == {
+        0: 30,
+        **dict.fromkeys(range(1, 8), 28),
+    }
+    assert {planned.pages[:7] for planned in plan.sequences} == {plan.sequences[0].pages[:7]}
+    s.commit(plan, worker.execute(plan))
+    load = s.load()
+    assert load.num_pages - load.num_free_pages == 7 + 8
+    run(s, worker)
+
+
+def test_who_waits_for_another_goes_on_alone_when_that_one_is_cancelled() -> None:
+    s, worker = rig(budget=8)
+    for i in range(2):
+        s.add(asking(i, PROMPT), 0)
+    plan = s.schedule()
+    assert [planned.sequence_id for planned in plan.sequences] == [0]
+    s.commit(plan, worker.execute(plan))
+    s.cancel(0)
+    s.check_integrity()
+    plan = s.schedule()
+    assert [(planned.sequence_id, planned.start) for planned in plan.sequences] == [(1, 8)]
+    s.commit(plan, worker.execute(plan))
+    run(s, worker)
+
+
+def test_a_prompt_that_is_there_in_full_still_computes_its_last_token() -> None:
+    s, worker = rig()
+    for i in range(2):
+        assert len(ask(s, worker, asking(i, PROMPT[:28], max_tokens=3))) == 3
+    assert s.load().num_cached_tokens == 27
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        asking(1, PROMPT, tenant="other"),
+        asking(1, PROMPT, adapter="a1"),
+        msgspec.structs.replace(asking(1, PROMPT), cache_salt="other"),
+        asking(1, [2, *PROMPT[1:]]),
+    ],
+    ids=["tenant", "adapter", "salt", "first token"],
+)
+def test_what_differs_in_whose_it_is_is_never_shared(other: SequenceRequest) -> None:
+    s, worker = rig()
+    ask(s, worker, asking(0, PROMPT))
+    ask(s, worker, other)
+    assert s.load().num_cached_tokens == 0
+
+
+def test_a_new_version_never_meets_the_old_ones_pages() -> None:
+    s, worker = rig()
+    ask(s, worker, asking(0, PROMPT, adapter="a1"))
+    ask(s, worker, asking(1, PROMPT, adapter="b1"))  # another digest, be its name the same
+    assert s.load().num_cached_tokens == 0
+    ask(s, worker, asking(2, PROMPT, adapter="a1"))
+    assert s.load().num_cached_tokens == 29
+
+
+def test_what_came_of_broken_weights_is_not_kept() -> None:
+    s, worker = rig()
+    s.add(asking(0, PROMPT, adapter="a1"), 0)
+    while s.has_work():
+        plan: StepPlan = s.schedule()
+        result = worker.execute(plan)
+        result.tokens.update(dict.fromkeys(result.tokens))
+        s.commit(plan, result)
+        s.check_integrity()
+    assert s.load().num_prefix_pages == 0
+
+
+def test_who_gave_way_comes_back_to_what_is_left_of_its_pages() -> None:
+    s, worker = rig(num_pages=12)
+    s.add(asking(0, PROMPT[:20], max_tokens=20), 0)
+    s.add(asking(1, PROMPT[4:20], max_tokens=20), 0)
+    run(s, worker)
+    assert s.load().num_preemptions > 0
+    assert s.load().num_cached_tokens > 0
+
+
+def test_without_the_cache_nothing_is_kept_or_waited_for() -> None:
+    s, worker = rig(prefix_cache=False)
+    for i in range(3):
+        s.add(asking(i, PROMPT[:10]), 0)
+    assert len(s.schedule().sequences) == 3
+    s, worker = rig(prefix_cache=False)
+    for i in range(2):
+        ask(s, worker, asking(i, PROMPT, max_tokens=8))
+    load = s.load()
+    assert (load.num_cached_tokens, load.num_prefix_pages, load.num_free_pages) == (0, 0, load.num_pages)
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 2**32), num_pages=st.integers(12, 40))
+def test_just_what_is_not_resident_is_computed(seed: int, num_pages: int) -> None:
+    """A plain model: the pages that came and did not go, by their key. Each request runs alone."""
+    rng = random.Random(seed)
+    s, worker = rig(num_pages)
+    resident: set[int] = set()
+    for i in range(40):
+        prompt = [rng.choice([1, 1, 1, 2]) for _ in range(rng.randint(1, 30))]
+        asked = asking(i, prompt, rng.randint(1, 8), rng.choice([None, "a1", "b2"]), rng.choice("tu"))
+        own = [*map(short_key, next_keys(first_link(asked), prompt, 0, 4, (len(prompt) - 1) // 4))]
+        assert s.add(asked, 0) is None
+        start = None
+        while s.has_work():
+            found = next((depth for depth, key in enumerate(own) if key not in resident), len(own))
+            plan = s.schedule()
+            if plan.sequences and start is None:
+                start = plan.sequences[0].start
+                assert found == start // 4, "a page that is there is computed, or one is used that is not"
+            s.commit(plan, worker.execute(plan))
+            s.check_integrity()
+            change = s.take_residency_changes()
+            resident = (resident - set(change.pages_went)) | set(change.pages_came)
+            worker.check_residence(s)
+        assert start is not None
+        full = next_keys(first_link(asked), prompt, 0, 4, len(prompt) // 4)
+        assert {short_key(key) for key in full} <= resident, "what was computed is not kept"
+
+
+def flood(s: Scheduler, worker: Worker, num_prompts: int = 6, first: int = 50) -> None:
+    """Prompts of seven pages each that push out whatever is idle."""
+    for i in range(first, first + num_prompts):
+        ask(s, worker, asking(i, [i] * 30, max_tokens=1))
+
+
+def test_what_was_pushed_out_comes_back_from_host_memory() -> None:
+    s, worker = rig(num_pages=12, tiers=TierSizes(host=100))
+    texts = [ask(s, worker, asking(0, PROMPT, max_tokens=8))]
+    flood(s, worker)
+    before = worker.num_computed
+    texts.append(ask(s, worker, asking(1, PROMPT, max_tokens=8)))
+    assert worker.num_computed - before == 9  # two tokens of the page that is not full, and seven generated
+    assert texts[0] == texts[1]
+    load = s.load()
+    assert (load.num_pages_in, load.num_move_failures) == (7, 0)
+    assert load.num_host_pages == 9 + 6 * 7  # of the first answer two more pages were filled
+    assert load.num_pages_out == load.num_host_pages
+
+
+def test_what_host_memory_has_no_room_for_goes_on_to_disk_and_comes_back() -> None:
+    s, worker = rig(num_pages=12, tiers=TierSizes(host=16, disk=100))
+    ask(s, worker, asking(0, PROMPT, max_tokens=8))
+    flood(s, worker, num_prompts=8)
+    assert s.load().num_disk_pages > 9
+    before = worker.num_computed
+    ask(s, worker, asking(1, PROMPT, max_tokens=8))
+    assert worker.num_computed - before == 9
+
+
+@pytest.mark.parametrize("tiers", [TierSizes(host=8), TierSizes(host=16, disk=10)])
+def test_a_tier_that_is_too_small_keeps_the_latest_and_the_rest_is_computed(tiers: TierSizes) -> None:
+    s, worker = rig(num_pages=12, tiers=tiers)
+    ask(s, worker, asking(0, PROMPT))
+    flood(s, worker, num_prompts=10)
+    before = worker.num_computed
+    ask(s, worker, asking(1, PROMPT, max_tokens=1))
+    assert worker.num_computed - before == 30
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_tier_that_fails_is_given_up_and_nobody_notices(tier: str) -> None:
+    s, worker = rig(num_pages=12, tiers=TierSizes(host=16, disk=100))
+    worker.failing_tiers = {tier}
+    first = ask(s, worker, asking(0, PROMPT))
+    flood(s, worker, num_prompts=20)
+    num_failures = s.load().num_move_failures
+    assert 3 <= num_failures <= 4  # two copies are under way at once
+    flood(s, worker, num_prompts=10, first=80)
+    assert s.load().num_move_failures == num_failures
+    assert ask(s, worker, asking(1, PROMPT)) == first
+
+
+def test_pages_that_cannot_be_read_back_are_computed() -> None:
+    s, worker = rig(num_pages=12, tiers=TierSizes(host=100))
+    first = ask(s, worker, asking(0, PROMPT))
+    flood(s, worker)
+    worker.failing_tiers = {"host"}
+    before = worker.num_computed
+    assert ask(s, worker, asking(1, PROMPT)) == first
+    assert worker.num_computed - before == 33
+    assert s.load().num_move_failures > 0
+    assert s.load().num_pages_in == 0
+
+
+def test_a_copy_that_costs_more_than_computing_is_not_made() -> None:
+    s, worker = rig(num_pages=12, tiers=TierSizes(host=100))
+    ask(s, worker, asking(0, PROMPT))
+    flood(s, worker)
+    for _ in range(200):
+        s._costs.observe_copy("host", 1, seconds=1.0)
+    before = worker.num_computed
+    ask(s, worker, asking(1, PROMPT, max_tokens=1))
+    assert worker.num_computed - before == 30
+    assert s.load().num_pages_in == 0
+
+
+@given(st.integers(1, 1000), *[st.floats(1e-6, 10.0)] * 3)
+def test_bringing_back_is_chosen_when_it_is_cheaper(n: int, compute_s: float, copy_s: float, step_s: float) -> None:
+    worth = is_worth_bringing(n, PageCosts(compute_s, copy_s, step_s))
+    assert worth == (n * compute_s > n * copy_s + step_s)
+    if worth:
+        assert is_worth_bringing(n + 1, PageCosts(compute_s, copy_s, step_s)), "more of it is worth it all the more"
+
+
+def test_who_gave_way_comes_back_by_copies() -> None:
+    s, worker = rig(num_pages=12, tiers=TierSizes(host=100))
+    s.add(asking(0, PROMPT[:20], max_tokens=20), 0)
+    s.add(asking(1, PROMPT[4:20], max_tokens=20), 0)
+    run(s, worker)
+    load = s.load()
+    assert load.num_preemptions > 0
+    assert load.num_pages_in > 0
+    assert load.num_computed_tokens < 20 + 16 + 2 * 19 + 8
+
+
+def test_what_came_of_broken_weights_is_kept_in_no_tier() -> None:
+    s, worker = rig(num_pages=30, budget=8, tiers=TierSizes(host=100))
+    s.add(asking(0, PROMPT), 0)
+    while s.has_work():
+        plan: StepPlan = s.schedule()
+        result = worker.execute(plan)
+        result.tokens.update(dict.fromkeys(result.tokens))
+        s.commit(plan, result)
+        s.check_integrity()
+    load = s.load()
+    assert load.num_pages_out > 0
+    assert (load.num_prefix_pages, load.num_host_pages) == (0, 0)
+    ask(s, worker, asking(1, PROMPT))
+    assert s.load().num_cached_tokens == 0
+
+
+def test_a_full_disk_costs_no_page_that_host_memory_has() -> None:
+    s, worker = rig(num_pages=12, tiers=TierSizes(host=40, disk=100))
+    worker.failing_tiers = {"disk"}
+    for i in range(6):
+        ask(s, worker, asking(i, [i] * 30, max_tokens=1))
+    load = s.load()
+    assert load.num_move_failures > 0
+    assert load.num_host_pages == 40 or load.num_host_pages == load.num_pages_out
+
+
+def test_pages_that_are_in_the_pool_are_not_copied_into_it() -> None:
+    s, worker = rig(num_pages=12, tiers=TierSizes(host=100))
+    ask(s, worker, asking(0, PROMPT))
+    flood(s, worker, num_prompts=1)
+    num_missing = 7 - sum(s._memory.prefixes.page_of(key) is not None for key in keys_of(PROMPT))
+    ask(s, worker, asking(1, PROMPT, max_tokens=1))
+    assert s.load().num_pages_in <= num_missing
+
+
+def keys_of(prompt: list[int]) -> list[bytes]:
+    return next_keys(first_link(asking(0, prompt)), prompt, 0, 4, len(prompt) // 4)
+
+
+def test_one_slow_copy_does_not_switch_copies_off() -> None:
+    costs = MeasuredCosts(block_size=4)
+    for _ in range(10):
+        costs.observe_copy("host", 8, seconds=8e-4)
+        costs.observe_step(1, 100, seconds=0.1)
+    costs.observe_copy("host", 8, seconds=15.0)
+    assert is_worth_bringing(8, costs.costs("host"))
+    for _ in range(200):
+        costs.observe_copy("disk", 8, seconds=15.0)
+    assert is_worth_bringing(8, costs.costs("host"))
+    assert not is_worth_bringing(8, costs.costs("disk"))

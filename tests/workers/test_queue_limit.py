@@ -1,0 +1,85 @@
+"""What may wait in one gang, and for how long its sequences have the time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.workers.leader.queue_limit import QueueBounds, QueueLimit
+from motet.workers.leader.sequence_timers import SequenceTimers
+from motet.workers.wire.messages import SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
+
+actions = st.one_of(
+    st.tuples(st.just("enter"), st.integers(1, 40)),
+    st.tuples(st.just("leave"), st.integers(0, 60)),
+    st.tuples(st.just("force"), st.integers(1, 40)),  # one that had begun elsewhere
+)
+
+
+@settings(deadline=None)
+@given(st.lists(actions, max_size=60), st.integers(1, 8), st.integers(1, 100))
+def test_never_more_than_the_bounds_say(todo: list[tuple[str, int]], max_sequences: int, max_tokens: int) -> None:
+    room = QueueLimit(QueueBounds(max_sequences, max_tokens))
+    model: dict[int, tuple[int, int]] = {}  # when it came, and its tokens
+    for now, (action, value) in enumerate(todo):
+        if action == "leave":
+            room.leave(value)
+            model.pop(value, None)
+        else:
+            refusal = room.refusal(value, now)
+            num_tokens = sum(tokens for _, tokens in model.values())
+            is_full = len(model) >= max_sequences or bool(model and num_tokens + value > max_tokens)
+            assert (refusal is not None) == is_full
+            if refusal is not None:
+                assert (refusal.kind, refusal.reason) == ("overloaded", "full")
+                assert refusal.retry_after_s == now - min(came for came, _ in model.values())
+            if action == "force" or refusal is None:
+                room.enter(now, value, now)
+                model[now] = now, value
+        room.check_integrity()
+        assert (len(room), room.num_tokens) == (len(model), sum(tokens for _, tokens in model.values()))
+        assert room.oldest_s(now) == now - min((came for came, _ in model.values()), default=now)
+
+
+@pytest.mark.parametrize("bad", [{"max_sequences": 0}, {"max_tokens": -1}, {"max_tokens": 1.5}])
+def test_bad_bounds_are_errors(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="a positive integer is needed"):
+        QueueBounds(**bad)
+
+
+def request(wait_s: float | None, timeout_s: float | None) -> SequenceRequest:
+    return SequenceRequest(
+        sequence_id=1,
+        prompt_token_ids=[1, 2],
+        sampling=SamplingParams(),
+        tenant="acme",
+        wait_s=wait_s,
+        timeout_s=timeout_s,
+    )
+
+
+async def test_timers_ring_only_for_who_still_waits_or_runs() -> None:
+    room = QueueLimit(QueueBounds())
+    waited: list[int] = []
+    timed_out: list[int] = []
+    timers = SequenceTimers(room, waited.append, timed_out.append)
+    timers.start(1, request(0.0, None))
+    timers.start(2, request(0.0, 0.0))
+    timers.start(3, request(0.0, 0.0))
+    timers.start(4, request(0.0, 0.0))
+    timers.start(5, request(0.0, 0.0))
+    timers.start(6, request(None, None))
+    assert (len(room), len(timers)) == (6, 5)
+    timers.follow(SequenceUpdate(2))
+    timers.follow(SequenceUpdate(3, [7]))
+    timers.follow(SequenceUpdate(4, [7], finish_reason="length"))
+    timers.follow(SequenceUpdate(5, error=SequenceError("internal", "bad")))
+    await asyncio.sleep(0.05)
+    assert (waited, timed_out) == ([1, 2], [2, 3])
+    assert len(room) == 3
+    for engine_id in (1, 2, 3, 6, 99):
+        timers.end(engine_id)
+    assert (len(room), len(timers)) == (0, 0)

@@ -1,0 +1,116 @@
+"""The engine goes on with what another gang began, and says what that gang would have said."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+import torch
+
+from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
+from motet.tests.rigs.oracle import VOCAB_SIZE, write_adapters, write_model
+from motet.workers.wire.messages import SamplingParams
+
+TOLERANCE = 1e-3  # of log-probabilities in float32
+ADAPTERS = ("rank8", "rank16_rslora")
+NUM_TOKENS = 40
+CUTS = (1, 7, 8, 9, 22, 39)  # tokens that the other gang generated; a page holds 8
+PENALTIES = SamplingParams(
+    max_tokens=NUM_TOKENS,
+    num_logprobs=3,
+    ignore_eos=True,
+    repetition_penalty=1.3,
+    presence_penalty=0.5,
+    frequency_penalty=0.4,
+    logit_bias={3: 2.0, 5: -4.0},
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    prompt: list[int]
+    adapter: str | None
+    sampling: SamplingParams
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("resumed")
+    model_path = write_model("llama", folder / "model")
+    adapters = write_adapters(model_path, folder / "adapters")
+    yield Stock.make(model_path, {name: adapters[name] for name in ADAPTERS}, folder / "store")
+    torch.set_num_threads(num_threads)
+
+
+def questions() -> list[Asked]:
+    generator = random.Random(5)
+    samplings = [
+        msgspec.structs.replace(PENALTIES, temperature=0.0),
+        msgspec.structs.replace(PENALTIES, temperature=0.9, top_p=0.9, seed=11),
+        SamplingParams(max_tokens=NUM_TOKENS, temperature=1.2, min_p=0.02, seed=12, ignore_eos=True, num_logprobs=0),
+    ]
+    return [
+        Asked([generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 30))], adapter, sampling)
+        for adapter in (None, *ADAPTERS)
+        for sampling in samplings
+    ]
+
+
+def undisturbed(stock: Stock, asked: list[Asked]) -> list[Told]:
+    with stock.engine(num_pages=400) as rig:
+        for sequence_id, question in enumerate(asked):
+            rig.submit(sequence_id, question.prompt, question.adapter, question.sampling)
+        rig.finish()
+        return [rig.told[sequence_id] for sequence_id in range(len(asked))]
+
+
+def resumed(rig: EngineRig, asked: list[Asked], whole: list[Told]) -> None:
+    """Asks for the rest after every cut, all at once, and compares."""
+    expected: dict[int, tuple[Told, int]] = {}
+    for question, told in zip(asked, whole, strict=True):
+        for cut in CUTS:
+            if cut < len(told.token_ids):
+                sequence_id = len(expected)
+                expected[sequence_id] = told, cut
+                before = told.token_ids[:cut]
+                rig.submit(sequence_id, question.prompt, question.adapter, question.sampling, before)
+    rig.finish()
+    rig.assert_idle()
+    for sequence_id, (told, cut) in expected.items():
+        heard = rig.told[sequence_id]
+        assert heard.token_ids == told.token_ids[cut:]
+        assert (heard.finish_reason, heard.error) == (told.finish_reason, None)
+        for said, would_be in zip(heard.logprobs, told.logprobs[cut:], strict=True):
+            assert said.top_ids == would_be.top_ids
+            values, expected_values = [said.chosen, *said.top_logprobs], [would_be.chosen, *would_be.top_logprobs]
+            torch.testing.assert_close(torch.tensor(values), torch.tensor(expected_values), atol=TOLERANCE, rtol=0)
+
+
+def test_greedy_and_seeded_text_goes_on_as_it_would_have(stock: Stock) -> None:
+    """In a pool that makes them give way to each other, and with prompts cut into chunks."""
+    asked = questions()
+    whole = undisturbed(stock, asked)
+    assert all(len(told.token_ids) == NUM_TOKENS and told.finish_reason == "length" for told in whole)
+    num_pages = 24 + max(stock.num_pages(30 + NUM_TOKENS, adapter) for adapter in stock.refs)
+    with stock.engine(num_pages, max_tokens_per_step=50, max_num_sequences=8) as rig:
+        resumed(rig, asked, whole)
+        assert rig.engine.load().num_preemptions > 0
+        assert rig.engine.load().num_generated_tokens == sum(NUM_TOKENS - cut for _ in asked for cut in CUTS)
+
+
+def test_it_stops_where_it_would_have(stock: Stock) -> None:
+    asked = questions()
+    stops = [told.token_ids[25] for told in undisturbed(stock, asked)]
+    asked = [
+        Asked(q.prompt, q.adapter, msgspec.structs.replace(q.sampling, stop_token_ids=(stop,), max_tokens=None))
+        for q, stop in zip(asked, stops, strict=True)
+    ]
+    whole = undisturbed(stock, asked)
+    assert all(told.finish_reason == "stop" and told.token_ids[-1] in stops for told in whole)
+    with stock.engine(num_pages=400) as rig:
+        resumed(rig, asked, whole)

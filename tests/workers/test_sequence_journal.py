@@ -1,0 +1,252 @@
+"""What a leader keeps of sequences with keys: for whom, how long, and that nothing is computed for nobody."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from motet.workers.leader.sequence_journal import JournalConfig, SequenceJournal
+from motet.workers.wire.messages import (
+    AdapterRef,
+    SamplingParams,
+    SequenceError,
+    SequenceRequest,
+    SequenceUpdate,
+    TokenLogprobs,
+)
+
+CONFIG = JournalConfig(orphan_s=60, finished_s=10, max_finished=3, max_finished_values=60)
+
+
+def request(key: str = "k", sequence_id: int = 7, tenant: str = "acme", **fields: Any) -> SequenceRequest:
+    fields = {"prompt_token_ids": [1, 2], "sampling": SamplingParams(max_tokens=20, seed=1)} | fields
+    return SequenceRequest(sequence_id=sequence_id, tenant=tenant, key=key, **fields)
+
+
+def begun(journal: SequenceJournal, engine_id: int = 1, num_tokens: int = 3, **fields: Any) -> SequenceRequest:
+    """Of the stream 10, with so many tokens: 100, 101, …"""
+    asked = request(**fields)
+    assert journal.begin(engine_id, asked, 10) == []
+    for n in range(num_tokens):
+        logprobs = None if asked.sampling.num_logprobs is None else [TokenLogprobs(-float(n), [], [])]
+        journal.record(SequenceUpdate(engine_id, [100 + n], logprobs), 0.0)
+    return asked
+
+
+def test_an_orphan_goes_on_with_who_asks() -> None:
+    journal = SequenceJournal(CONFIG)
+    begun(journal)
+    assert journal.orphans == []
+    assert journal.abandon(10, now=0.0) == {1}
+    assert journal.take_changed() == {"k"}
+    assert journal.orphans == ["k"]
+    journal.record(SequenceUpdate(1, [103]), 1.0)
+    found = journal.attach(request(sequence_id=3, generated_token_ids=[100, 101]), 11, now=2.0)
+    assert found is not None
+    assert (found.engine_id, found.update, found.is_finished) == (1, SequenceUpdate(3, [102, 103]), False)
+    assert (journal.take_changed(), journal.orphans) == ({"k"}, [])
+    assert journal.expire(1000.0) == []  # it has an owner again
+    journal.check_integrity()
+
+
+def test_one_that_another_router_reads_is_taken_over() -> None:
+    journal = SequenceJournal(CONFIG)
+    begun(journal)
+    found = journal.attach(request(), 11, now=0.0)
+    assert found is not None
+    assert journal.abandon(10, now=0.0) == set()
+    assert journal.abandon(11, now=0.0) == {1}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"prompt_token_ids": [1, 3]},
+        {"sampling": SamplingParams(max_tokens=20, seed=2)},
+        {"adapter": AdapterRef("another", {})},
+        {"generated_token_ids": [100, 999]},
+        {"generated_token_ids": [100, 101, 102, 103]},  # more than it has
+        {"tenant": "globex"},
+        {"key": "another"},
+    ],
+)
+def test_who_asks_for_something_else_does_not_get_it(other: dict[str, Any]) -> None:
+    journal = SequenceJournal(CONFIG)
+    begun(journal)
+    journal.abandon(10, now=0.0)
+    assert journal.attach(request(**other), 11, now=1.0) is None
+    # A new one of the same name takes the name, and only then nobody can ask for the old one any more.
+    has_same_name = not other.keys() & {"tenant", "key"}
+    assert journal.begin(2, request(**other), 11) == ([1] if has_same_name else [])
+    journal.check_integrity()
+
+
+def test_the_end_is_kept_for_a_while() -> None:
+    journal = SequenceJournal(CONFIG)
+    begun(journal)
+    journal.record(SequenceUpdate(1, [103], None, "length"), 5.0)
+    assert journal.expire(14.9) == []
+    assert journal.abandon(10, now=14.9) == set()  # nothing goes on
+    assert journal.expire(74.8) == []
+    found = journal.attach(request(), 11, now=74.8)
+    assert found is not None
+    assert found.is_finished
+    assert found.update == SequenceUpdate(7, [100, 101, 102, 103], None, "length")
+    assert journal.expire(84.9) == []
+    assert journal.attach(request(), 12, now=85.0) is None
+
+
+def test_errors_are_told_as_well() -> None:
+    journal = SequenceJournal(CONFIG)
+    begun(journal)
+    journal.abandon(10, now=0.0)
+    journal.record(SequenceUpdate(1, error=SequenceError("adapter_failed", "bad")), 1.0)
+    found = journal.attach(request(), 11, now=2.0)
+    assert found is not None
+    assert found.is_finished
+    assert found.update.error == SequenceError("adapter_failed", "bad")
+
+
+def test_an_orphan_that_nobody_wants_is_cancelled() -> None:
+    journal = SequenceJournal(CONFIG)
+    begun(journal)
+    journal.abandon(10, now=0.0)
+    assert journal.expire(59.0) == []
+    assert journal.expire(60.0) == [1]
+    assert journal.attach(request(), 11, now=60.0) is None
+    begun(journal, engine_id=2)
+    journal.abandon(10, now=60.0)
+    assert journal.clear() == [2]
+    assert journal.orphans == []
+
+
+def test_log_probabilities_from_elsewhere_are_not_there() -> None:
+    """A sequence that was begun elsewhere is given only to who has those tokens."""
+    journal = SequenceJournal(CONFIG)
+    sampling = SamplingParams(max_tokens=20, seed=1, num_logprobs=0)
+    begun(journal, num_tokens=2, sampling=sampling, generated_token_ids=[98, 99])
+    assert journal.attach(request(sampling=sampling, generated_token_ids=[98]), 11, now=0.0) is None
+    found = journal.attach(request(sampling=sampling, generated_token_ids=[98, 99, 100]), 11, now=0.0)
+    assert found is not None
+    assert found.update == SequenceUpdate(7, [101], [TokenLogprobs(-1.0, [], [])])
+
+
+def test_what_has_ended_is_bounded() -> None:
+    journal = SequenceJournal(CONFIG)
+    for number in range(5):
+        begun(journal, number, key=str(number))
+        journal.record(SequenceUpdate(number, [1], None, "stop"), 0.0)
+        journal.check_integrity()
+    assert [journal.attach(request(str(number)), 11, 1.0) is not None for number in range(5)] == [False] * 2 + [
+        True
+    ] * 3
+    begun(journal, 9, num_tokens=60, key="large")
+    journal.record(SequenceUpdate(9, [1], None, "stop"), 0.0)  # takes more than all may
+    journal.check_integrity()
+    assert journal.attach(request("large"), 11, 1.0) is None
+
+
+@pytest.mark.parametrize("key", ["orphan_s", "finished_s", "max_finished", "max_finished_values"])
+def test_a_bad_value_is_named(key: str) -> None:
+    with pytest.raises(ValueError, match=f"{key} = -1: zero or a positive number"):
+        JournalConfig(**{key: -1})  # type: ignore[arg-type]
+
+
+@dataclass
+class Sequence:
+    """As the engine and its listener know it."""
+
+    asked: SequenceRequest
+    owner: int | None
+    tokens: list[int] = field(default_factory=list)
+
+
+class Machine(RuleBasedStateMachine):
+    """A frame server's calls in any order, and an engine that counts: no token is lost, nothing runs for nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.journal = SequenceJournal(CONFIG)
+        self.running: dict[int, Sequence] = {}
+        self.num_begun = 0
+        self.now = 0.0
+
+    @rule(
+        key=st.sampled_from("abc"), prompt=st.sampled_from([1, 2]), owner=st.integers(1, 3), num_had=st.integers(0, 4)
+    )
+    def submit(self, key: str, prompt: int, owner: int, num_had: int) -> None:
+        had = [1000 * prompt + n for n in range(num_had)]
+        sampling = SamplingParams(num_logprobs=0)
+        asked = request(key, prompt_token_ids=[prompt], generated_token_ids=had, sampling=sampling)
+        found = self.journal.attach(asked, owner, self.now)
+        if found is not None:
+            assert found.update.token_ids == [1000 * prompt + num_had + n for n in range(len(found.update.token_ids))]
+            assert found.update.logprobs is not None
+            assert [-one.chosen for one in found.update.logprobs] == found.update.token_ids
+            if not found.is_finished:
+                one = self.running[found.engine_id]
+                assert found.update.token_ids == one.tokens[num_had:]
+                one.owner = owner
+            return
+        self.num_begun += 1
+        for engine_id in self.journal.begin(self.num_begun, asked, owner):
+            assert self.running.pop(engine_id).owner is None
+        self.running[self.num_begun] = Sequence(asked, owner, [*had])
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), is_last=st.booleans())
+    def step(self, data: st.DataObject, is_last: bool) -> None:
+        engine_id = data.draw(st.sampled_from(sorted(self.running)))
+        one = self.running[engine_id]
+        token = 1000 * one.asked.prompt_token_ids[0] + len(one.tokens)
+        one.tokens.append(token)
+        logprobs = [TokenLogprobs(-float(token), [], [])]
+        self.journal.record(SequenceUpdate(engine_id, [token], logprobs, "stop" if is_last else None), self.now)
+        if is_last:
+            del self.running[engine_id]
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        engine_id = data.draw(st.sampled_from(sorted(self.running)))
+        if self.running[engine_id].owner is not None:
+            self.journal.forget(engine_id)
+            del self.running[engine_id]
+
+    @rule(owner=st.integers(1, 3))
+    def end_stream(self, owner: int) -> None:
+        kept = self.journal.abandon(owner, self.now)
+        for engine_id, one in list(self.running.items()):
+            if one.owner == owner:
+                one.owner = None
+                if engine_id not in kept:
+                    del self.running[engine_id]
+
+    @rule(seconds=st.sampled_from([1.0, 9.0, 30.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        for engine_id in self.journal.expire(self.now):
+            assert self.running.pop(engine_id).owner is None
+
+    @rule()
+    def drain(self) -> None:
+        for engine_id in self.journal.clear():
+            assert self.running.pop(engine_id).owner is None
+
+    @invariant()
+    def holds_together(self) -> None:
+        self.journal.check_integrity()
+
+    @invariant()
+    def nothing_runs_for_nobody(self) -> None:
+        orphans = {one.asked.key for one in self.running.values() if one.owner is None}
+        assert orphans <= set(self.journal.orphans)
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,211 @@
+"""Gangs of several workers against transformers + PEFT: the same tokens, whatever the degree."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from motet.adapters.format.validation import validate
+from motet.adapters.packing.layout import AdapterLayout
+from motet.adapters.store.store import AdapterStore
+from motet.benchmarks.rigs.thread_gang import ThreadGroup, run_threads
+from motet.tests.rigs.engine_rig import EngineRig
+from motet.tests.rigs.gang_rig import gang
+from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, Oracle, write_adapters, write_model
+from motet.workers.config import EngineConfig
+from motet.workers.engine import Engine
+from motet.workers.engine_builder import build_engine
+from motet.workers.execution.executor import WorkerLostError
+from motet.workers.models.config import ModelConfig
+from motet.workers.models.sharding import ModelSharding, layouts_of_gang
+from motet.workers.plan import Residence, SequencePlan, StepPlan
+from motet.workers.wire.messages import AdapterRef, SamplingParams
+from motet.workers.worker_builder import build_executor
+
+BLOCK_SIZE = 8
+NUM_TOKENS = 10
+TOLERANCE = 1e-3  # of log-probabilities in float32; below it a choice is a close call, which rounding may decide
+ADAPTERS: tuple[str | None, ...] = (None, *(recipe.name for recipe in RECIPES), None)
+
+
+@dataclass(frozen=True)
+class Case:
+    oracle: Oracle
+    model_path: Path
+    store_path: Path
+    refs: dict[str, AdapterRef]
+
+    def config(self, degree: int, num_pages: int, **settings: int | float | str) -> EngineConfig:
+        sharding = ModelSharding(ModelConfig.from_folder(self.model_path), degree)
+        page_bytes = sharding.config.num_layers * sharding.slab(BLOCK_SIZE) * 4
+        return EngineConfig(
+            self.model_path,
+            self.store_path,
+            dtype="float32",
+            pool_bytes=num_pages * page_bytes,
+            block_size=BLOCK_SIZE,
+            tensor_parallel=degree,
+            **settings,  # type: ignore[arg-type]
+        )
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp(request.param)
+    model_path = write_model(request.param, folder / "model")
+    adapters = write_adapters(model_path, folder / "adapters")
+    model, store, refs = ModelConfig.from_folder(model_path), AdapterStore(folder / "store"), {}
+    layouts = [layout for degree in (2, 4) for layout in layouts_of_gang(model, degree, BLOCK_SIZE, "float32")]
+    for name, path in adapters.items():
+        config = (path / "adapter_config.json").read_bytes()
+        content = validate(config, path / "adapter_model.safetensors", model.shape)
+        store.put(content, layouts)
+        refs[name] = AdapterRef(content.digest, content.module_ranks)
+    return Case(Oracle(model_path, adapters), model_path, folder / "store", refs)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_mixed_batch_on_a_small_pool(case: Case, degree: int) -> None:
+    """Base and adapters in chunked batches; adapters evict one another."""
+    generator = random.Random(degree)
+    prompts = [[generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 40))] for _ in ADAPTERS]
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, num_logprobs=0)
+    layout = ModelSharding(ModelConfig.from_folder(case.model_path), degree).layout(BLOCK_SIZE, "float32")
+    num_pages = 16 + max(layout.num_pages(ref.module_ranks) for ref in case.refs.values())
+    # Where there are experts, two workers share the features of each, and four the experts.
+    expert_sharding = "tensor" if degree == 2 else "expert"
+    config = case.config(degree, num_pages, max_tokens_per_step=24, expert_sharding=expert_sharding)
+    with gang(config) as (engine, _):
+        rig = EngineRig(engine, case.refs)
+        for i, (prompt, adapter) in enumerate(zip(prompts, ADAPTERS, strict=True)):
+            rig.submit(i, prompt, adapter, sampling)
+        rig.finish()
+        rig.assert_idle()
+        assert engine.load().num_adapter_evictions > 0
+    for i, (prompt, adapter) in enumerate(zip(prompts, ADAPTERS, strict=True)):
+        told = rig.told[i]
+        assert (told.finish_reason, told.error) == ("length", None)
+        logprobs = case.oracle.logits(prompt + told.token_ids[:-1], adapter)[len(prompt) - 1 :].log_softmax(-1)
+        chosen = logprobs.gather(1, torch.tensor(told.token_ids).unsqueeze(1)).squeeze(1)
+        # Greedy by the oracle's own numbers at every position, up to close calls.
+        assert (logprobs.amax(dim=-1) - chosen).max() < TOLERANCE, f"adapter {adapter}"
+        said = torch.tensor([entry.chosen for entry in told.logprobs])
+        torch.testing.assert_close(said, chosen, atol=TOLERANCE, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp("llama")
+    return Case(Oracle, write_model("llama", folder / "model"), folder / "store", {})  # type: ignore[arg-type]
+
+
+def test_every_worker_copies_the_pages_that_are_alike_in_part(llama: Case) -> None:
+    generator = random.Random(3)
+    first = [generator.randrange(VOCAB_SIZE) for _ in range(21)]
+    prompts = [first, [*first[:13], 5, 6, 7, 8], first]
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+
+    def answers(engine: Engine) -> list[list[int]]:
+        rig = EngineRig(engine, {})
+        for i, prompt in enumerate(prompts):
+            rig.submit(i, prompt, None, sampling)
+            rig.finish()
+        return [rig.told[i].token_ids for i in range(len(prompts))]
+
+    alone = build_engine(llama.config(1, num_pages=30, prefix_cache=False))
+    expected = answers(alone)
+    alone.close()
+    with gang(llama.config(2, num_pages=30)) as (engine, _):
+        assert answers(engine) == expected
+        assert engine.load().num_cached_tokens == 13 + 20  # of both, less than a page is a copy
+
+
+def _steps(rig: EngineRig, count: int) -> None:
+    for _ in range(count):
+        rig.step()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_is_noticed(llama: Case, rank: int) -> None:
+    with gang(llama.config(2, 40)) as (engine, processes):
+        rig = EngineRig(engine, {})
+        rig.submit(0, [1, 2, 3], None, SamplingParams(max_tokens=200, ignore_eos=True))
+        rig.step()
+        woken: list[float] = []
+        engine.on_load_end(lambda: woken.append(time.monotonic()))
+        processes[rank].kill()
+        processes[rank].join()
+        with pytest.raises(WorkerLostError, match="worker"):
+            _steps(rig, 200)
+        assert woken, "an idle leader would not have noticed"
+
+
+def test_a_worker_that_hangs_is_found_by_the_deadline(llama: Case) -> None:
+
+    with gang(llama.config(2, 40, step_deadline_s=2.0)) as (engine, processes):
+        rig = EngineRig(engine, {})
+        rig.submit(0, [1, 2, 3], None, SamplingParams(max_tokens=200, ignore_eos=True))
+        rig.step()
+        pid = processes[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(WorkerLostError):
+                _steps(rig, 200)
+        finally:
+            processes[1].kill()
+
+
+def test_a_degree_that_does_not_fit_is_refused(llama: Case) -> None:
+    with pytest.raises(ValueError, match="a gang of 3 workers cannot share 4 attention heads"):
+        llama.config(3, 40)
+
+
+def test_each_worker_reads_its_own_slices(llama: Case) -> None:
+    model = ModelConfig.from_folder(llama.model_path)
+    for degree in (2, 4):
+        parts = [ModelSharding(model, degree, rank) for rank in range(degree)]
+        assert [part.heads for part in parts] == [(i * 4 // degree, (i + 1) * 4 // degree) for i in range(degree)]
+        assert [part.vocabulary[1] for part in parts][-1] == model.vocab_size
+    assert [ModelSharding(model, 4, rank).kv_heads for rank in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
+
+
+def test_every_worker_packs_an_adapter_into_as_many_pages(llama: Case) -> None:
+    model = ModelConfig.from_folder(llama.model_path)
+    for ranks in ({"q_proj": 1}, {"down_proj": 3, "k_proj": 7}, dict.fromkeys(model.shape.modules, 16)):
+        for degree in (2, 4):
+            layouts: list[AdapterLayout] = layouts_of_gang(model, degree, BLOCK_SIZE, "float32")
+            assert len({layout.num_pages(ranks) for layout in layouts}) == 1
+            assert len({str(layout.offsets(ranks)) for layout in layouts}) == 1
+            assert len({layout.key for layout in layouts}) == degree
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("lora_rank", [4, 16])
+def test_what_workers_exchange_is_what_the_formula_says(llama: Case, degree: int, lora_rank: int) -> None:
+    """S-LoRA (arXiv 2311.03285) §6.2: with adapters only rank-sized vectors are added, and no outputs."""
+    num_rows, model = 12, ModelConfig.from_folder(llama.model_path)
+    ranks = dict.fromkeys(model.shape.modules, lora_rank)
+    residence = Residence("digest", ranks, tuple(range(5, 300)))
+    sequences = tuple(SequencePlan(i, (1,) * 6, 0, (i,), "digest", None) for i in range(num_rows // 6))
+
+    def work(group: ThreadGroup) -> Counter[str]:
+        executor = build_executor(llama.config(degree, 400), group, None)
+        executor.runner.run(StepPlan(1, sequences, (residence,), ()))
+        executor.close()
+        return group.traffic.sent_bytes
+
+    share, element = (degree - 1) / degree, 4
+    base = num_rows * element * (2 * model.num_layers + 1) * 2 * share * model.hidden_size
+    adapters = num_rows * element * model.num_layers * lora_rank * (5 * share + 2 * 2 * share)
+    for sent in run_threads(degree, work):
+        assert sent["base"] == pytest.approx(base, rel=0.05)
+        assert sent["adapters"] == pytest.approx(adapters, rel=0.05)

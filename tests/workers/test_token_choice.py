@@ -1,0 +1,167 @@
+"""Sampling against its definition, and its independence of the batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motet.kernels.plain.sampling import TorchSampling, draw_alone, draw_together
+from motet.kernels.sampling import Draw
+from motet.tests.rigs.native_builds import HERE, load_build
+from motet.workers.decoding.token_choice import sample as sample_with
+from motet.workers.decoding.token_choice import uniform
+from motet.workers.plan import SampledToken, SamplePlan
+from motet.workers.wire.messages import SamplingParams
+
+VOCAB = 3000
+Sample = Callable[[torch.Tensor, Sequence[SamplePlan]], list[SampledToken | None]]
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def sample(request: pytest.FixtureRequest) -> Sample:
+    """By each backend that there is for a CPU."""
+    kernels = TorchSampling() if request.param == "torch" else load_build((torch.float32, 1, HERE)).sampling
+    return lambda logits, plans: sample_with(logits, plans, kernels)
+
+
+def plan(index: int = 0, seed: int = 0, prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), **params: object):
+    return SamplePlan(SamplingParams(**params), seed, index, prompt, output)  # type: ignore[arg-type]
+
+
+def logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def draws(sample: Sample, row: torch.Tensor, num: int = 400, **params: object) -> Counter[int]:
+    plans = [plan(index=i, **params) for i in range(num)]
+    return Counter(token.token_id for token in sample(row.expand(num, -1), plans))
+
+
+def test_greedy_takes_the_most_likely(sample: Sample) -> None:
+    rows = logits(4)
+    tokens = sample(rows, [plan(temperature=0)] * 4)
+    assert [t.token_id for t in tokens] == rows.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_softmax(sample: Sample, temperature: float) -> None:
+    row = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
+    expected = (row / temperature).softmax(-1)[0]
+    counts = draws(sample, row, 4000, temperature=temperature)
+    for token in range(4):
+        assert counts[token] / 4000 == pytest.approx(float(expected[token]), abs=0.03)
+
+
+@given(top_k=st.integers(0, 50), top_p=st.floats(0.01, 1), min_p=st.floats(0, 1), seed=st.integers(0, 2**31))
+def test_only_what_the_filters_leave_is_drawn(
+    sample: Sample, top_k: int, top_p: float, min_p: float, seed: int
+) -> None:
+    row = logits(seed=seed % 7)
+    probabilities, order = row[0].softmax(-1).sort(descending=True)
+    kept = probabilities[:top_k] if top_k else probabilities
+    total = float(kept.sum()) if top_k else 1.0
+    kept = kept[(kept.cumsum(0) - kept) < top_p * total * (1 + 1e-5)]
+    kept = kept[kept >= min_p * kept[0] * (1 - 1e-5)]
+    allowed = set(order[: max(1, len(kept))].tolist())
+    assert set(draws(sample, row, 20, seed=seed, top_k=top_k, top_p=top_p, min_p=min_p)) <= allowed
+
+
+def test_a_wide_top_p_reaches_beyond_the_first_candidates(sample: Sample) -> None:
+    flat = torch.zeros(1, VOCAB)
+    assert max(draws(sample, flat, 300, top_p=0.99)) > 2000
+    assert len(draws(sample, flat, 300, top_k=2000)) > 200
+
+
+def test_a_draw_depends_on_seed_and_index_alone(sample: Sample) -> None:
+    rows = logits(6)
+    plans = [plan(index=i, seed=5, top_p=0.9) for i in range(6)]
+    together = [t.token_id for t in sample(rows, plans)]
+    alone = [sample(rows[i : i + 1], plans[i : i + 1])[0].token_id for i in range(6)]
+    assert together == alone
+    assert together != [t.token_id for t in sample(rows, [plan(index=i, seed=6, top_p=0.9) for i in range(6)])]
+
+
+@pytest.mark.parametrize("vocab", [50, VOCAB])
+def test_rows_drawn_together_are_those_drawn_alone(vocab: int) -> None:
+    """On a GPU all rows of a batch are drawn at once, whatever each asks for."""
+    choices = product((0.3, 1.0, 2.0), (0, 1, 5, 1500), (1.0, 0.9, 0.5), (0.0, 0.05))
+    wanted = [Draw(*each, uniform(i * i, i)) for i, each in enumerate(choices)]
+    rows = torch.randn(len(wanted), vocab, generator=torch.Generator().manual_seed(1)) * 2
+    alone = [draw_alone(row, draw) for row, draw in zip(rows, wanted, strict=True)]
+    assert draw_together(rows, wanted).tolist() == alone
+    assert [int(draw_together(rows[i : i + 1], [draw])) for i, draw in enumerate(wanted)] == alone
+
+
+@given(st.integers(-(2**63), 2**64), st.integers(0, 2**20))
+def test_uniform_is_in_range(seed: int, index: int) -> None:
+    assert 0 <= uniform(seed, index) < 1
+
+
+def test_uniform_is_even() -> None:
+    values = torch.tensor([uniform(seed, index) for seed in range(50) for index in range(200)])
+    assert torch.histc(values, 10, 0, 1).sub(1000).abs().max() < 130
+    assert abs(float(torch.corrcoef(torch.stack((values[:-1], values[1:])))[0, 1])) < 0.05
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-9, 1e-38, 5e-324])
+def test_the_smallest_temperatures_are_greedy(sample: Sample, temperature: float) -> None:
+    row = logits()
+    for params in ({}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
+        (token,) = sample(row, [plan(temperature=temperature, **params)])
+        assert token is not None
+        assert token.token_id == int(row.argmax())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_fails_alone(sample: Sample, bad: float) -> None:
+    rows = logits(3)
+    rows[1, 7] = bad
+    expected = rows.argmax(-1).tolist()
+    for params in ({"temperature": 0}, {"top_p": 0.9, "temperature": 1e-9}, {"num_logprobs": 2, "temperature": 0}):
+        tokens = sample(rows, [plan(**params)] * 3)
+        assert [token and token.token_id for token in tokens] == [expected[0], None, expected[2]]
+
+
+def test_the_largest_parameters_that_can_be_asked_for_draw_a_token(sample: Sample) -> None:
+    row = logits()
+    for params in ({"top_k": 10 * VOCAB}, {"temperature": 1e30}, {"top_p": 1e-30}, {"min_p": 1.0}, {"seed": -(2**63)}):
+        (token,) = sample(row, [plan(**params)])
+        assert token is not None
+        assert 0 <= token.token_id < VOCAB
+    many = {token: -100.0 for token in range(VOCAB) if token != 17}
+    assert sample(row, [plan(logit_bias=many)])[0].token_id == 17
+
+
+def test_penalties_and_bias_move_the_right_tokens(sample: Sample) -> None:
+    row = torch.zeros(1, 5)
+    row[0] = torch.tensor([2.0, 1.9, -1.0, 0.0, 0.0])
+    greedy = {"temperature": 0}
+    assert sample(row, [plan(**greedy, repetition_penalty=2.0, prompt=(0,))])[0].token_id == 1
+    assert sample(row, [plan(**greedy, repetition_penalty=2.0, output=(0, 1), prompt=(3,))])[0].token_id == 0
+    assert sample(row, [plan(**greedy, presence_penalty=0.2, output=(0,))])[0].token_id == 1
+    assert sample(row, [plan(**greedy, presence_penalty=0.2, prompt=(0,))])[0].token_id == 0
+    assert sample(row, [plan(**greedy, frequency_penalty=0.06, output=(0, 0))])[0].token_id == 1
+    assert sample(row, [plan(**greedy, frequency_penalty=0.06, output=(0,))])[0].token_id == 0
+    assert sample(row, [plan(**greedy, logit_bias={4: 100.0})])[0].token_id == 4
+    assert row[0].tolist() == pytest.approx([2.0, 1.9, -1.0, 0.0, 0.0])
+
+
+def test_logprobs_are_those_before_any_shaping(sample: Sample) -> None:
+    row = logits()
+    expected = row[0].log_softmax(-1)
+    token = sample(row, [plan(temperature=0, logit_bias={7: 100.0}, num_logprobs=3)])[0]
+    assert token.token_id == 7
+    assert token.logprobs is not None
+    assert token.logprobs.chosen == pytest.approx(float(expected[7]))
+    assert token.logprobs.top_ids == row[0].topk(3).indices.tolist()
+    assert token.logprobs.top_logprobs == pytest.approx(expected.topk(3).values.tolist())
+    assert sample(row, [plan(num_logprobs=None)])[0].logprobs is None
+    chosen_only = sample(row, [plan(num_logprobs=0)])[0].logprobs
+    assert chosen_only is not None
+    assert chosen_only.top_ids == []

@@ -1,0 +1,228 @@
+"""What a leader remembers of sequences that somebody may ask for again: the request, and all that came of it.
+
+A sequence with a key belongs to the router stream that it was submitted on. When that stream ends, its sequences become
+orphans: they go on for a while, and those that ended a moment before are kept, as their last frame may have reached
+nobody. Who then submits the same request under the same key gets what is there and what is still to come.
+
+A gang remembers nothing of sequences that it has not computed: those begun elsewhere lack the log-probabilities of the
+tokens that they came with, and are given only to who has these tokens already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..wire.messages import FinishReason, SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class JournalConfig:
+    """How long sequences wait to be asked for, and how many that have ended are kept."""
+
+    orphan_s: float = 60.0  # from the end of their router's stream: long enough to replace a router
+    finished_s: float = 10.0  # from their end, while their router's stream goes on
+    max_finished: int = 1024
+    max_finished_values: int = 4 << 20  # tokens and log-probabilities of those that have ended, together
+
+    def __post_init__(self) -> None:
+        for key in ("orphan_s", "finished_s", "max_finished", "max_finished_values"):
+            if not getattr(self, key) >= 0:
+                raise ValueError(f"{key} = {getattr(self, key)!r}: zero or a positive number is needed")
+
+
+class Attachment(NamedTuple):
+    """A sequence that was there already. `update`: what it has beyond the request's tokens, under the request's id."""
+
+    engine_id: int
+    update: SequenceUpdate
+
+    @property
+    def is_finished(self) -> bool:
+        return self.update.finish_reason is not None or self.update.error is not None
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    engine_id: int
+    request: SequenceRequest
+    owner: int | None  # the router stream's number; None: an orphan
+    token_ids: list[int]  # all that were generated, those that it came with included
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of those that were generated here
+    finish_reason: FinishReason | None = None
+    error: SequenceError | None = None
+    num_cached_tokens: int | None = None
+    expires_at: float | None = None  # None: it has an owner and goes on
+
+    @property
+    def name(self) -> tuple[str, str]:
+        return self.request.tenant, self.request.key
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def num_values(self) -> int:
+        return len(self.token_ids) + sum(1 + 2 * len(logprobs.top_ids) for logprobs in self.logprobs)
+
+    def answers(self, request: SequenceRequest) -> bool:
+        """Whether a request with this name can go on with this sequence."""
+        own, so_far = self.request, request.generated_token_ids
+        return (
+            own.prompt_token_ids == request.prompt_token_ids
+            and own.sampling == request.sampling
+            and (own.adapter and own.adapter.digest) == (request.adapter and request.adapter.digest)
+            and self.token_ids[: len(so_far)] == so_far
+            and (own.sampling.num_logprobs is None or len(so_far) >= len(own.generated_token_ids))
+        )
+
+    def rest_for(self, request: SequenceRequest) -> SequenceUpdate:
+        num_given, num_had = len(self.request.generated_token_ids), len(request.generated_token_ids)
+        logprobs = None if self.request.sampling.num_logprobs is None else self.logprobs[num_had - num_given :]
+        return SequenceUpdate(
+            request.sequence_id,
+            self.token_ids[num_had:],
+            logprobs,
+            self.finish_reason,
+            self.error,
+            self.num_cached_tokens,
+        )
+
+
+class SequenceJournal:
+    """Sequences with keys, by the engine's id. It decides who may have them; whoever drives it tells the engine.
+
+    `now` is any clock's seconds that never go back. Memory: what unfinished sequences have generated, which the engine
+    holds as well, and of finished ones what the config says.
+    """
+
+    def __init__(self, config: JournalConfig) -> None:
+        self._config = config
+        self._entries: dict[int, _Entry] = {}
+        self._by_name: dict[tuple[str, str], _Entry] = {}
+        self._finished: dict[int, int] = {}  # values of each that has ended; the oldest end first
+        self._num_finished_values = 0
+        self._changed: set[str] = set()  # keys that became or ceased to be orphans'; not yet taken
+
+    @property
+    def orphans(self) -> list[str]:
+        """Keys that any router may ask for."""
+        return sorted({entry.request.key for entry in self._entries.values() if entry.owner is None})
+
+    def is_orphan(self, key: str) -> bool:
+        return any(entry.owner is None and entry.request.key == key for entry in self._entries.values())
+
+    def take_changed(self) -> set[str]:
+        """Keys that became an orphan's, or ceased to be, since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
+
+    def begin(self, engine_id: int, request: SequenceRequest, owner: int) -> list[int]:
+        """A new sequence with a key. Ids of those that nobody can ask for any more because of it: to be cancelled.
+
+        One of the same name that another router reads goes on there, but has no name any more.
+        """
+        assert request.key and engine_id not in self._entries
+        unreachable = []
+        old = self._by_name.get((request.tenant, request.key))
+        if old is not None:
+            self._remove(old)
+            if old.owner is None and not old.is_finished:
+                unreachable.append(old.engine_id)
+        entry = _Entry(engine_id, request, owner, [*request.generated_token_ids])
+        self._entries[engine_id] = self._by_name[entry.name] = entry
+        return unreachable
+
+    def attach(self, request: SequenceRequest, owner: int, now: float) -> Attachment | None:
+        """Gives the request's sequence to `owner`, whoever had it; None: there is none that fits."""
+        entry = self._by_name.get((request.tenant, request.key))
+        if entry is None or not entry.answers(request):
+            return None
+        if entry.owner is None:
+            self._changed.add(request.key)
+        entry.owner = owner
+        entry.expires_at = now + self._config.finished_s if entry.is_finished else None
+        return Attachment(entry.engine_id, entry.rest_for(request))
+
+    def record(self, update: SequenceUpdate, now: float) -> None:
+        """What a step brought. Sequences without a key, and those that have ended, are ignored."""
+        entry = self._entries.get(update.sequence_id)
+        if entry is None or entry.is_finished:  # given up while a step was under way
+            return
+        entry.token_ids += update.token_ids
+        if update.logprobs is not None:
+            entry.logprobs += update.logprobs
+        if update.num_cached_tokens is not None:
+            entry.num_cached_tokens = update.num_cached_tokens
+        if update.finish_reason is None and update.error is None:
+            return
+        entry.finish_reason, entry.error = update.finish_reason, update.error
+        if entry.expires_at is None:
+            entry.expires_at = now + self._config.finished_s
+        self._finished[entry.engine_id] = entry.num_values
+        self._num_finished_values += self._finished[entry.engine_id]
+        while (
+            len(self._finished) > self._config.max_finished
+            or self._num_finished_values > self._config.max_finished_values
+        ):
+            self._remove(self._entries[next(iter(self._finished))])
+
+    def forget(self, engine_id: int) -> None:
+        """Its owner has cancelled it."""
+        entry = self._entries.get(engine_id)
+        if entry is not None:
+            self._remove(entry)
+
+    def abandon(self, owner: int, now: float) -> set[int]:
+        """The owner's stream has ended. Ids of its unfinished sequences that go on as orphans."""
+        kept = set()
+        for entry in self._entries.values():
+            if entry.owner == owner:
+                entry.owner = None
+                entry.expires_at = now + self._config.orphan_s
+                self._changed.add(entry.request.key)
+                if not entry.is_finished:
+                    kept.add(entry.engine_id)
+        return kept
+
+    def expire(self, now: float) -> list[int]:
+        """Forgets those whose time is over. Ids of the unfinished ones: to be cancelled."""
+        return self._drop(
+            [entry for entry in self._entries.values() if entry.expires_at is not None and entry.expires_at <= now]
+        )
+
+    def clear(self) -> list[int]:
+        """Forgets all. Ids of unfinished orphans: to be cancelled."""
+        return self._drop(list(self._entries.values()))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if something is lost or kept twice."""
+        for engine_id, entry in self._entries.items():
+            assert entry.engine_id == engine_id
+            assert self._by_name[entry.name] is entry, "a sequence that nobody can ask for"
+            assert (entry.expires_at is None) == (entry.owner is not None and not entry.is_finished)
+            assert (engine_id in self._finished) == entry.is_finished
+            num_logprobs = len(entry.token_ids) - len(entry.request.generated_token_ids)
+            assert len(entry.logprobs) == (0 if entry.request.sampling.num_logprobs is None else num_logprobs)
+        assert len(self._by_name) == len(self._entries)
+        assert self._finished.keys() <= self._entries.keys()
+        assert self._num_finished_values == sum(self._finished.values())
+        assert len(self._finished) <= self._config.max_finished
+        assert self._num_finished_values <= self._config.max_finished_values
+
+    def _drop(self, entries: Iterable[_Entry]) -> list[int]:
+        unfinished = []
+        for entry in entries:
+            self._remove(entry)
+            if entry.owner is None and not entry.is_finished:
+                unfinished.append(entry.engine_id)
+        return unfinished
+
+    def _remove(self, entry: _Entry) -> None:
+        del self._entries[entry.engine_id]
+        del self._by_name[entry.name]
+        self._num_finished_values -= self._finished.pop(entry.engine_id, 0)
+        if entry.owner is None:
+            self._changed.add(entry.request.key)

@@ -1,0 +1,42 @@
+"""The tiers of memory behind the pool: packed adapters in host memory, in front of the store on disk."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+
+from ...adapters.packing.layout import AdapterLayout
+from ...adapters.store.store import AdapterStore
+
+
+class HostAdapterCache:
+    """Packed adapters in host memory, least recently used out first. Used by one loader thread only."""
+
+    def __init__(self, store: AdapterStore, layout: AdapterLayout, max_bytes: int, pinned: bool) -> None:
+        self._store, self._layout, self._max_bytes, self._pinned = store, layout, max_bytes, pinned
+        self._packed: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self.num_bytes = 0
+        self.num_reads = 0  # from the store
+
+    def get(self, digest: str) -> torch.Tensor:
+        """The adapter as pages, `[num_pages, num_layers, slab]`. Raises AdapterCorrupt if the store's copy is bad."""
+        packed = self._packed.get(digest)
+        if packed is None:
+            packed = self._store.load_packed(digest, self._layout)
+            self.num_reads += 1
+            if self._pinned:
+                packed = packed.pin_memory()
+            self._keep(digest, packed)
+        else:
+            self._packed.move_to_end(digest)
+        return packed
+
+    def _keep(self, digest: str, packed: torch.Tensor) -> None:
+        if packed.nbytes > self._max_bytes:
+            return
+        self._packed[digest] = packed
+        self.num_bytes += packed.nbytes
+        while self.num_bytes > self._max_bytes:
+            _, dropped = self._packed.popitem(last=False)
+            self.num_bytes -= dropped.nbytes

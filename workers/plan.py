@@ -1,0 +1,111 @@
+"""What a step computes, as plain data: the leader's scheduler makes plans, workers obey them, nothing else passes.
+
+They travel to the workers as msgpack. A plan says everything that its step needs, so a worker keeps nothing of a
+sequence between steps but its KV pages.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from .wire.messages import SamplingParams, TokenLogprobs
+
+
+class Residence(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter in the pool."""
+
+    digest: str
+    module_ranks: dict[str, int]
+    pages: tuple[int, ...]
+
+
+class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
+    """Copy an adapter into its pages, beside the steps. A later result says that it is there, or why not."""
+
+    residence: Residence
+
+
+Tier = Literal["device", "host", "disk"]
+
+
+class PageMove(msgspec.Struct, frozen=True, array_like=True):
+    """Copy pages of KV from one tier to another, beside the steps and in the order of the plans."""
+
+    number: int
+    source: Tier
+    source_pages: tuple[int, ...]
+    target: Tier
+    target_pages: tuple[int, ...]
+
+
+class PageCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Copy a page of the pool into another before the step's tokens are computed."""
+
+    source: int
+    target: int
+
+
+class SamplePlan(msgspec.Struct, frozen=True, array_like=True):
+    """Choose one token after the sequence's last row."""
+
+    params: SamplingParams
+    seed: int  # the sequence's own, 64 bits
+    index: int  # of the token among the sequence's generated ones; (seed, index) fixes the draw
+    prompt_token_ids: tuple[int, ...]  # both empty unless a penalty needs them
+    output_token_ids: tuple[int, ...]
+
+
+class SequencePlan(msgspec.Struct, frozen=True, array_like=True):
+    """Compute these tokens of a sequence, writing their KV, and choose the next one if `sample` is there."""
+
+    sequence_id: int
+    token_ids: tuple[int, ...]
+    start: int  # position of the first of them
+    pages: tuple[int, ...]  # all of the sequence's pages, enough for these tokens
+    adapter: str | None  # digest
+    sample: SamplePlan | None  # None: a prompt chunk that is not the last
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    step: int
+    sequences: tuple[SequencePlan, ...]
+    adapters: tuple[Residence, ...]  # those that the sequences use
+    loads: tuple[AdapterLoad, ...]
+    moves: tuple[PageMove, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
+
+
+class SampledToken(msgspec.Struct, frozen=True, array_like=True):
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+class AdapterFailure(msgspec.Struct, frozen=True, array_like=True):
+    digest: str
+    message: str
+
+
+class MoveEnd(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    seconds: float  # that the copy took; in a gang, on its slowest worker
+    problem: str | None  # why the pages are not where they should be
+
+
+class HostAdapters(msgspec.Struct, frozen=True, array_like=True):
+    """The packed adapters in host memory, of the gang's first worker."""
+
+    num_bytes: int = 0
+    num_reads: int = 0  # from the store, since the start: host memory had them not
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """What came of a plan. Loads and moves are those that ended since the last result, whoever asked for them."""
+
+    step: int
+    tokens: dict[int, SampledToken | None]  # by sequence id; None: its logits are not finite
+    loaded: tuple[str, ...]  # digests
+    failed: tuple[AdapterFailure, ...]
+    moved: tuple[MoveEnd, ...] = ()
+    host_adapters: HostAdapters = HostAdapters()

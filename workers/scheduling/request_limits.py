@@ -1,0 +1,57 @@
+"""Whether a request can ever be served: a pure check, made once when it arrives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..wire.messages import SequenceError, SequenceRequest
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one gang can hold and how much a step may compute."""
+
+    max_model_len: int  # tokens
+    vocab_size: int
+    block_size: int  # tokens a page
+    num_pages: int
+    max_tokens_per_step: int
+    max_num_sequences: int
+
+
+def pages_for(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)
+
+
+def refusal(request: SequenceRequest, num_adapter_pages: int, limits: Limits) -> SequenceError | None:
+    """Why the request can never be served, or None. `num_adapter_pages` are those of its adapter, 0 for the base."""
+    num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+    num_generated = len(request.generated_token_ids)
+    if num_prompt == 0:
+        return _invalid("the prompt is empty: at least one token is needed")
+    token_ids = (*request.prompt_token_ids, *request.generated_token_ids)
+    if not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
+        return _invalid(f"the prompt has a token id outside 0..{limits.vocab_size - 1}")
+    if max_tokens is not None and max_tokens < 1:
+        return _invalid(f"max_tokens = {max_tokens}: at least 1 is needed")
+    if max_tokens is not None and max_tokens <= num_generated:
+        return _invalid(f"max_tokens = {max_tokens}, and {num_generated} were generated before: nothing is left to do")
+    wanted = num_prompt + (num_generated + 1 if max_tokens is None else max_tokens)
+    if wanted > limits.max_model_len:
+        over = wanted - limits.max_model_len
+        asked = f" and {wanted - num_prompt} to generate" if max_tokens is not None or num_generated else ""
+        return _invalid(
+            f"{num_prompt} prompt tokens{asked} are {over} over the context of {limits.max_model_len} tokens"
+        )
+    # The last token is never computed, so it takes no room.
+    num_pages = pages_for(wanted - 1, limits.block_size) + num_adapter_pages
+    if num_pages > limits.num_pages:
+        return _invalid(
+            f"the request needs {num_pages} pages ({num_adapter_pages} of them for its adapter) and can never fit the "
+            f"pool of {limits.num_pages}: a shorter prompt, fewer max_tokens or a larger pool is needed"
+        )
+    return None
+
+
+def _invalid(message: str) -> SequenceError:
+    return SequenceError("invalid_request", message)
