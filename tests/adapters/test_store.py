@@ -232,8 +232,8 @@ _WRITER = """
 import sys
 from pathlib import Path
 from motet.adapters.store import AdapterStore
-from motet.adapters.validation import validate
-from motet.tests.lora_files import LAYOUT, SHAPE, lora_files
+from motet.adapters.format.validation import validate
+from motet.tests.rigs.lora_files import LAYOUT, SHAPE, lora_files
 folder = Path(sys.argv[1])
 store = AdapterStore(folder / "store")
 for seed in range(10_000):

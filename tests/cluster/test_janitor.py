@@ -18,7 +18,7 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); 
 LAUNCHER = """
 import sys, time
 from pathlib import Path
-from motet.cluster.janitor import Janitor
+from motet.cluster.launch.janitor import Janitor
 Janitor(sys.argv[1], Path(sys.argv[2]))
 print(flush=True)
 time.sleep(600)

@@ -139,7 +139,7 @@ def test_a_folder_has_one_server(server: RedisServer, tmp_path: Path) -> None:
 _PARENT = """
 import sys, time
 from pathlib import Path
-from motet.cluster.redis_server import RedisServer
+from motet.cluster.registry_server.redis_server import RedisServer
 server = RedisServer(Path(sys.argv[1]))
 print(server.start(), server.pid, flush=True)
 {then}
