@@ -231,7 +231,7 @@ def test_writers_readers_and_the_sweep_at_once(store: AdapterStore, content: Ada
 _WRITER = """
 import sys
 from pathlib import Path
-from motet.adapters.store import AdapterStore
+from motet.adapters.store.store import AdapterStore
 from motet.adapters.format.validation import validate
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, lora_files
 folder = Path(sys.argv[1])
