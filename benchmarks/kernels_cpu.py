@@ -27,7 +27,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from motet.adapters.adapter import MODULES, BaseShape
 from motet.adapters.packing.layout import AdapterLayout
 from motet.kernels.attention import AttentionBatch
-from motet.kernels.backend import Kernels, Linear, LinearWeight, native_kernels, torch_kernels
+from motet.kernels.backend import Kernels, Linear, LinearWeight, native_kernels, plain_kernels
 from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from motet.kernels.native import onednn_linear
 from motet.kernels.native.build import load_library
@@ -89,7 +89,7 @@ class Bench:
     def __init__(self, repetitions: int, flags: tuple[str, ...] | None = None) -> None:
         self._repetitions = repetitions
         self.over_twin: dict[str, float] = {}
-        self.native, self.twin = native_kernels(torch.bfloat16, 1, load_library(1, flags=flags)), torch_kernels()
+        self.native, self.twin = native_kernels(torch.bfloat16, 1, load_library(1, flags=flags)), plain_kernels()
         self.both = (self.native, self.twin)
 
     def against(self, what: str, kernel: Call, other: Call, name: str = "twin") -> float:

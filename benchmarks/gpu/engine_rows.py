@@ -9,7 +9,7 @@ import torch
 from engine_bench import CHECK_SIZE, DRY_SIZE, FULL_SIZE, Bench
 from machine import Machine, Row, relative_error
 
-from motet.kernels.backend import choose_kernels, torch_kernels, triton_kernels
+from motet.kernels.backend import choose_kernels, plain_kernels, triton_kernels
 
 _TOLERANCE = 1e-3  # of log-probabilities in float32
 
@@ -18,7 +18,7 @@ def check_engine(machine: Machine) -> Iterator[Row]:
     """Greedy tokens and their log-probabilities, decodes recorded, against those of the plain twins."""
     exact, size = replace(machine, dtype=torch.float32), DRY_SIZE if machine.is_dry else CHECK_SIZE
     fast, plain = (
-        Bench(exact, size, kernels) for kernels in (triton_kernels(exact.device, exact.dtype), torch_kernels())
+        Bench(exact, size, kernels) for kernels in (triton_kernels(exact.device, exact.dtype), plain_kernels())
     )
     for num_adapters in size.adapters:
         ours, theirs = fast.serve(num_adapters), plain.serve(num_adapters)

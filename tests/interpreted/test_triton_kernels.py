@@ -19,8 +19,8 @@ from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import triton_kernels
 from motet.kernels.lora import ABSENT, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from motet.kernels.plain import attention as plain_attention
-from motet.kernels.plain.experts import TorchExperts
-from motet.kernels.plain.lora import TorchLora
+from motet.kernels.plain.experts import PlainExperts
+from motet.kernels.plain.lora import PlainLora
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.models.experts import choose_experts
 from motet.workers.models.rotary import RotaryConfig, rotary_table
@@ -224,7 +224,7 @@ def test_lora(batch: list[tuple[dict[str, int] | None, int]], slab: int, seed: i
     """Mixed ranks, absent modules, rows of the base between; NaN lies wherever the adapters do not."""
     generator = torch.Generator().manual_seed(seed)
     pool, segments, geometry, num_rows = adapters_in_pool(batch, slab, generator)
-    twin = TorchLora()
+    twin = PlainLora()
     prepared, twin_prepared = KERNELS.lora.prepare(segments, geometry, CPU), twin.prepare(segments, geometry, CPU)
     for modules in GROUPS:
         x = torch.randn(num_rows, geometry.sides[modules[0]][0], generator=generator)
@@ -357,7 +357,7 @@ def test_experts(num_rows: int, num_experts: int, top_k: int, seed: int) -> None
     first = num_experts // 3
     x = torch.randn(num_rows, 72, generator=generator)
     weight = torch.randn(num_experts - first, 150, 72, generator=generator) * 0.1
-    twin = TorchExperts()
+    twin = PlainExperts()
     groups = KERNELS.experts.group(chosen, weights, first, num_experts - first)
     expected = twin.linear(x[groups.rows], weight, groups)
     close(KERNELS.experts.linear(x[groups.rows], weight, groups), expected)

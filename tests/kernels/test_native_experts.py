@@ -17,7 +17,7 @@ from motet.kernels.experts import ExpertGroups
 from motet.kernels.native.build import NativeUnavailable, load_library
 from motet.kernels.native.experts import NativeExperts, PackedExperts
 from motet.kernels.native.linear import NativeLinear
-from motet.kernels.plain.experts import TorchExperts
+from motet.kernels.plain.experts import PlainExperts
 from motet.tests.rigs.native_builds import BUILDS, EXAMPLES, SANITIZERS, Build, close
 from motet.workers.models.experts import choose_experts
 
@@ -76,7 +76,7 @@ def test_each_pair_goes_through_its_own_expert(
     wide[:, 4 : 4 + num_in] = torch.randn(len(wide), num_in, generator=generator).to(dtype)
     x = wide[:, 4 : 4 + num_in]
     actual = kernels.linear(x, pack(kernels, weight), groups)
-    expected = TorchExperts().linear(x, weight, groups)
+    expected = PlainExperts().linear(x, weight, groups)
     assert actual.shape == expected.shape and actual.dtype == dtype
     close(actual, expected)
 

@@ -24,7 +24,7 @@ from motet.kernels.native import linear as native_linear
 from motet.kernels.native import onednn_linear
 from motet.kernels.native.build import NativeUnavailable, load_library
 from motet.kernels.native.linear import NativeLinear, PackedWeight
-from motet.kernels.plain.experts import TorchExperts
+from motet.kernels.plain.experts import PlainExperts
 from motet.tests.rigs.native_builds import BUILDS, EXAMPLES, HERE, SANITIZERS, Build, close, load_build
 
 
@@ -154,7 +154,7 @@ def test_onednn_serves_where_it_is_faster(monkeypatch: pytest.MonkeyPatch, is_be
         experts = torch.stack((weight, -weight))
         groups = kernels.experts.group(torch.arange(num_rows)[:, None] % 2, torch.ones(num_rows, 1), 0, 2)
         found = kernels.experts.linear(x, kernels.pack_experts(experts), groups)
-        close(found, TorchExperts().linear(x, experts, groups))
+        close(found, PlainExperts().linear(x, experts, groups))
     assert native_kernels(torch.float32, 1, library).choice == "native; page copies by torch"
 
 

@@ -18,7 +18,7 @@ from motet.adapters.adapter import MODULES, BaseShape
 from motet.adapters.packing.layout import AdapterLayout
 from motet.kernels.backend import Kernels
 from motet.kernels.lora import ABSENT, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
-from motet.kernels.plain.lora import TorchLora
+from motet.kernels.plain.lora import PlainLora
 from motet.tests.rigs.native_builds import EXAMPLES, HERE, close, load_build
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def test_lora(
             places = (ModuleSlice(at[m].rank, at[m].a_rows, at[m].a, at[m].b) if m in at else ABSENT for m in MODULES)
             segments.append(LoraSegment(start, start + num_rows, PagedAdapter(pages, tuple(places))))
         start += num_rows
-    twin = TorchLora()
+    twin = PlainLora()
     prepared, twin_prepared = kernels.lora.prepare(segments, geometry, CPU), twin.prepare(segments, geometry, CPU)
     for modules in ((0, 1, 2), (3,), (4, 5), (6,)):
         x = torch.randn(start, geometry.sides[modules[0]][0], generator=generator).to(dtype)

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.kernels.plain.sampling import TorchSampling
+from motet.kernels.plain.sampling import PlainSampling
 from motet.kernels.sampling import NOT_FINITE, Draw, SamplingKernels
 from motet.tests.rigs.native_builds import BUILDS, EXAMPLES, HERE, load_build
 
 VOCAB = 5003
-TWIN = TorchSampling()
+TWIN = PlainSampling()
 
 
 @pytest.fixture(scope="module", params=[build for build in BUILDS if build[0] == torch.float32], ids=str)

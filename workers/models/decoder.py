@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.backend import Kernels, LinearWeight, torch_kernels
+from ...kernels.backend import Kernels, LinearWeight, plain_kernels
 from .context import ForwardContext
 from .layer_loader import load_layer, load_norm
 from .layers import BASE, DecoderLayer
@@ -68,7 +68,7 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
 
     Raises ValueError for missing, misshapen or left-over tensors.
     """
-    kernels = kernels or torch_kernels()
+    kernels = kernels or plain_kernels()
     config = sharding.config
     hidden, vocab, own = config.hidden_size, config.vocab_size, sharding.vocabulary
     embedding = checkpoint.take("model.embed_tokens.weight", (vocab, hidden), rows=own)
