@@ -102,15 +102,15 @@ def test_what_does_not_fit_together_is_refused(native: tuple[NativeExperts, torc
     kernels, dtype = native
     weight = kernels.pack(torch.zeros(3, 8, 16, dtype=dtype))
     chosen, weights = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
-    with pytest.raises(AssertionError, match="groups of these experts"):
+    with pytest.raises(AssertionError, match="groups are of these experts"):
         kernels.linear(torch.zeros(2, 16, dtype=dtype), weight, kernels.group(chosen, weights, 0, 4))
-    with pytest.raises(AssertionError, match="of the weight's width"):
+    with pytest.raises(AssertionError, match="x has the weight's inputs"):
         kernels.linear(torch.zeros(2, 17, dtype=dtype), weight, kernels.group(chosen, weights, 0, 3))
     for num_pairs in (0, 1, 3):
-        with pytest.raises(AssertionError, match="as many pairs as the groups have"):
+        with pytest.raises(AssertionError, match="as many rows as the groups have pairs"):
             kernels.linear(torch.zeros(num_pairs, 16, dtype=dtype), weight, kernels.group(chosen, weights, 0, 3))
     groups = kernels.group(chosen, weights, 0, 3)
-    with pytest.raises(AssertionError, match="groups of these experts"):
+    with pytest.raises(AssertionError, match="groups are of these experts"):
         kernels.linear(torch.zeros(2, 16, dtype=dtype), weight, replace(groups, offsets=groups.offsets.int()))
 
 
