@@ -1,7 +1,7 @@
-"""Reads and writes tensors in the safetensors format, checking every byte of the header.
+"""Reads and writes tensors in the safetensors format, and checks every byte of the header.
 
-The file is mapped, not read: a large upload costs no memory until its tensors are looked at. The format: 8 bytes with
-the header's length, a JSON header, then the tensors without gaps (https://github.com/huggingface/safetensors).
+The file is mapped into memory, so that a large upload takes no memory before its tensors are read. The format: 8 bytes
+with the header's length, a JSON header, then the tensors without gaps (https://github.com/huggingface/safetensors).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class TensorEntry:
 
 
 class TensorFile:
-    """A file whose header holds: known dtypes, shapes that fit their bytes, no gaps, no overlaps, nothing left over.
+    """A mapped safetensors file. Its dtypes are known, shapes fit their bytes, and there are no gaps and no overlaps.
 
-    Tensors are views of the mapped file and keep it mapped. Raises AdapterInvalid, naming `what`.
+    Tensors are views of the mapped file and keep it mapped. Raises AdapterInvalid, which names `what`, for other files.
     """
 
     def __init__(self, path: Path, what: str) -> None:
@@ -61,7 +61,7 @@ class TensorFile:
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes tensors in the order of their names: equal tensors make equal files."""
+    """Writes tensors in the order of their names, so that equal tensors give equal files."""
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in sorted(tensors.items()):
