@@ -17,7 +17,7 @@ from .fleet.leader_connection import FaultKind
 from .histogram import Histogram
 
 FIRST_TOKEN_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-QUEUE_WAIT_BOUNDS_S = (0.001, *FIRST_TOKEN_BOUNDS_S, 120.0, 300.0, 600.0)  # to a gang's start on a new machine
+QUEUE_WAIT_BOUNDS_S = (0.001, *FIRST_TOKEN_BOUNDS_S, 120.0, 300.0, 600.0)  # up to the start of a gang on a new machine
 INTER_TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 # Fields of EngineLoad that only grow.
 _ENGINE_COUNTERS = frozenset(
@@ -47,19 +47,19 @@ class Metrics:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()  # by route and status
         self.num_open_generations = 0
-        self.num_resumed_streams = 0  # that a client came back for
-        self.num_broken_streams = 0  # answered 200, then ended with an error event
+        self.num_resumed_streams = 0  # streams that a client resumed with Last-Event-ID
+        self.num_broken_streams = 0  # streams with the status 200 that ended with an error event
         self.refused: Counter[RefusalReason] = Counter()  # requests
         self.num_timed_out = 0  # requests whose answer was not complete in time
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
         self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS_S)
-        self.queue_wait_s = Histogram(QUEUE_WAIT_BOUNDS_S)  # of sequences that have a first token
+        self.queue_wait_s = Histogram(QUEUE_WAIT_BOUNDS_S)  # of sequences that got a first token
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)  # between updates of a sequence
         self.last_token_at: float | None = None  # time.perf_counter()
 
     def count_failure(self, error: SequenceError) -> None:
-        """A request was given up for this."""
+        """Counts a request that failed with this error."""
         if error.kind == "overloaded" and error.reason is not None:
             self.refused[error.reason] += 1
         self.num_timed_out += error.kind == "timeout"

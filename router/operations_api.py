@@ -1,4 +1,4 @@
-"""/health, /ready, /metrics and /status: for those who run motet. None of them needs a key."""
+"""/health, /ready, /metrics and /status, for the operators of motet. None of them needs a key."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OperationsApi:
         self._readiness = readiness
 
     async def health(self, request: Request) -> Response:
-        """The process is up and its event loop turns; nothing more."""
+        """200: the process runs and its event loop is not blocked. It says nothing about gangs."""
         return PlainTextResponse("ok")
 
     async def ready(self, request: Request) -> Response:
@@ -67,5 +67,5 @@ class OperationsApi:
         return Response(msgspec.json.encode(status), media_type="application/json")
 
     def _shown(self, gang: GangInfo, load: EngineLoad) -> dict[str, Any]:
-        # A gang knows its model by the folder on its machine, which is nobody's business.
+        # To a gang its model is a folder on its machine. /status does not show that path.
         return {**msgspec.to_builtins(gang), "model": self._base.name, "load": msgspec.to_builtins(load)}
