@@ -191,8 +191,8 @@ class CompletionsApi:
             response_id = position.response_id
             if (response_id.prefix, response_id.fingerprint) != (prefix, asked):
                 raise wrong_position(
-                    "it is of an answer to another request: send the same body with it. A model's name that has moved "
-                    "on to another version since asks for something else, too."
+                    "it belongs to the answer to another request: send the same body with it. A stream cannot be "
+                    "resumed either if the model's name points to another version of the adapter by now."
                 )
             self._check_position(position, generation)
         return AnswerHead(str(response_id), response_id.created, request.model)

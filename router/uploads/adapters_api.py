@@ -113,7 +113,9 @@ def _not_found(name: str) -> ApiError:
 
 
 def _disk_full() -> ApiError:
-    message = "The server's disk is too full for this adapter, so it is not there; free some, and upload it again."
+    message = (
+        "The server's disk is too full for this adapter, which was not stored: free some space, then upload it again."
+    )
     return ApiError(507, message, code="insufficient_storage")
 
 
