@@ -15,7 +15,7 @@ _TOLERANCE = 1e-3  # of log-probabilities in float32
 
 
 def check_engine(machine: Machine) -> Iterator[Row]:
-    """Greedy tokens and their log-probabilities, decodes recorded, against those of the plain twins."""
+    """Checks greedy tokens and their log-probabilities, with decodes in CUDA graphs, against the plain twins."""
     exact, size = replace(machine, dtype=torch.float32), DRY_SIZE if machine.is_dry else CHECK_SIZE
     fast, plain = (
         Bench(exact, size, kernels) for kernels in (triton_kernels(exact.device, exact.dtype), plain_kernels())
@@ -32,7 +32,7 @@ def check_engine(machine: Machine) -> Iterator[Row]:
 
 
 def time_engine(machine: Machine) -> Iterator[Row]:
-    """A decode step of all sequences: on the base, on one adapter, on eight, on 64. Random weights. Dry: not timed."""
+    """Times a decode step of all sequences: on the base, on 1, 8 and 64 adapters. Random weights. Dry: not timed."""
     device, dtype = machine.device, machine.dtype
     size = DRY_SIZE if machine.is_dry else FULL_SIZE
     kernels = triton_kernels(device, dtype) if machine.is_dry else choose_kernels(device, dtype, 1)
