@@ -86,7 +86,7 @@ def talk(engine: Engine, num_conversations: int, adapters: Sequence[AdapterRef],
 
 
 def num_computed_of_prompts(outcome: Outcome) -> int:
-    """Computed tokens less those of decoding, which computes each token of an answer but the last."""
+    """Without the tokens that decoding computes: each but the last of an answer."""
     num_answers = outcome.load.num_generated_tokens // NUM_ANSWERED
     return outcome.load.num_computed_tokens - num_answers * (NUM_ANSWERED - 1)
 

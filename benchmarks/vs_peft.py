@@ -64,7 +64,7 @@ def _run_baselines(
 def _run_engine(
     store_path: Path, model_path: Path, adapters: Sequence[Path], jobs: Sequence[Job], num_threads: int
 ) -> EngineRun:
-    """Runs the engine in a process of its own, as a worker does: PEFT's idle OpenMP threads would put its threads to sleep."""
+    """Runs the engine in a process of its own, as a worker does, because PEFT's idle OpenMP threads would slow it."""
     refs = fill_store(store_path, model_path, adapters)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(_step_engine, model_path, store_path, refs, jobs, num_threads).result()

@@ -8,19 +8,19 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """The settings of the HTTP front and of its handlers."""
+    """What the HTTP front needs to know that no collaborator tells it."""
 
-    model_name: str  # the value of `model` by which requests ask for the base
-    spool_path: Path  # folder for uploads while they arrive; made if absent; best on the file system of the store
+    model_name: str  # the base's name in `model`
+    spool_path: Path  # uploads lie here while they arrive; made if absent; the store's file system is the best one
     max_upload_bytes: int = 2 << 30  # of adapter_model.safetensors
     max_body_bytes: int = 16 << 20  # of a JSON request
-    max_open_uploads: int = 8  # uploads that are received at once; the bodies of others are not read until then
-    upload_idle_s: float = 60.0  # an upload fails when none of its bytes arrive for this long
-    min_free_bytes: int = 256 << 20  # of disk that uploads leave free for the registry and the logs
+    max_open_uploads: int = 8  # that arrive at once; more wait their turn unread
+    upload_idle_s: float = 60.0  # an upload from which nothing arrives for so long gives up its turn
+    min_free_bytes: int = 256 << 20  # of disk that uploads leave to the registry and the logs
     max_sequences_per_request: int = 128  # prompts times n
-    ready_interval_s: float = 5.0  # for how long after a token was served /ready answers without a probe
-    ready_timeout_s: float = 10.0  # how long /ready waits for a probe's token
-    scales_from_zero: bool = False  # without requests there may be no gang; a request makes one start
+    ready_interval_s: float = 5.0  # how long one proof that a token can be served is believed
+    ready_timeout_s: float = 10.0  # how long /ready waits for that token
+    scales_from_zero: bool = False  # there may be no gang while nobody asks, and a request brings one
 
     def __post_init__(self) -> None:
         if not self.model_name:

@@ -67,5 +67,5 @@ class OperationsApi:
         return Response(msgspec.json.encode(status), media_type="application/json")
 
     def _shown(self, gang: GangInfo, load: EngineLoad) -> dict[str, Any]:
-        # To a gang its model is a folder on its machine. /status does not show that path.
+        # A gang knows its model by the folder on its machine, which is nobody's business.
         return {**msgspec.to_builtins(gang), "model": self._base.name, "load": msgspec.to_builtins(load)}

@@ -36,9 +36,9 @@ class TensorEntry:
 
 
 class TensorFile:
-    """A mapped safetensors file. Its dtypes are known, shapes fit their bytes, and there are no gaps and no overlaps.
+    """A file whose header holds: known dtypes, shapes that fit their bytes, no gaps, no overlaps, nothing left over.
 
-    Tensors are views of the mapped file and keep it mapped. Raises AdapterInvalid, which names `what`, for other files.
+    Tensors are views of the mapped file and keep it mapped. Raises AdapterInvalid, naming `what`.
     """
 
     def __init__(self, path: Path, what: str) -> None:

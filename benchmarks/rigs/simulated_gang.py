@@ -178,7 +178,7 @@ class SimulatedGang:
         self._waiting = [job for job in self._waiting if job not in admitted]
 
     def _compute_prompts(self, now: float, budget: int) -> int:
-        """Computes prompt chunks, and returns their tokens. A sequence with its whole prompt decodes in the next step."""
+        """Computes prompt chunks; returns their tokens. A sequence decodes in the step after the end of its prompt."""
         computed = 0
         for job in self._prefilling:
             num_tokens = min(job.num_left, budget - computed)
