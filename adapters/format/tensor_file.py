@@ -61,7 +61,7 @@ class TensorFile:
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes tensors in the order of their names, so that equal tensors give equal files."""
+    """Writes tensors in the order of their names: equal tensors make equal files."""
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in sorted(tensors.items()):

@@ -87,7 +87,7 @@ def all_questions() -> tuple[Question, ...]:
 
 
 def split_questions() -> QuestionSplit:
-    """The split, which is always the same: the tenth of the questions with the lowest SHA-256 of the text is held out."""
+    """The split, always the same: the tenth of the questions with the lowest SHA-256 of their text is held out."""
     shuffled = sorted(all_questions(), key=lambda question: hashlib.sha256(question.text.encode()).digest())
     num_held_out = len(shuffled) // _HELD_OUT_SHARE
     return QuestionSplit(train=tuple(shuffled[num_held_out:]), held_out=tuple(shuffled[:num_held_out]))
