@@ -35,7 +35,7 @@ def one_by_one(
 def part(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, first: int
 ) -> torch.Tensor:
-    """What a worker that holds these experts, `first` and following, adds."""
+    """The partial sum of a worker that has the experts from `first` on."""
     kernels = PlainExperts()
     groups = kernels.group(chosen, weights, first, len(gate_up))
     inner = plain_kernels().silu_mul(kernels.linear(x[groups.rows], gate_up, groups))

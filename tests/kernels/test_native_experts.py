@@ -1,4 +1,4 @@
-"""Native products of experts against the twin, compiled for this CPU and for lesser ones.
+"""Native products of experts against the plain twin, compiled for this CPU and for CPUs with fewer instructions.
 
 `tests/kernels/test_sanitizers.py` runs this file once more, with sanitizers compiled in.
 """
@@ -23,7 +23,7 @@ from motet.workers.models.experts import choose_experts
 
 
 def load(build: Build) -> NativeExperts:
-    """Also where the CPU has something faster. Skips where they cannot be compiled."""
+    """The native kernels, even where oneDNN would be chosen. Skips where they cannot be compiled."""
     dtype, num_threads, flags = build
     try:
         library = load_library(num_threads, flags=[*flags, *SANITIZERS])
@@ -38,7 +38,7 @@ def native(request: pytest.FixtureRequest) -> tuple[NativeExperts, torch.dtype]:
 
 
 def pack(kernels: NativeExperts, weight: torch.Tensor) -> PackedExperts:
-    """Its panels in memory of their own, whose ends a sanitizer knows."""
+    """The packed weight in memory of its own, so that a sanitizer finds reads beyond its end."""
     packed = kernels.pack(weight)
     return replace(packed, panels=packed.panels.clone())
 
@@ -65,7 +65,7 @@ def test_each_pair_goes_through_its_own_expert(
     num_out: int,
     seed: int,
 ) -> None:
-    """Some experts get most rows and others none; some are another worker's. x is a part of wider rows of NaN."""
+    """Some experts get most rows and others none; some belong to another worker. NaN surrounds the columns of x."""
     (kernels, dtype), generator = native, torch.Generator().manual_seed(seed)
     logits = torch.randn(num_rows, num_experts, generator=generator) * 4
     chosen, weights = choose_experts(logits, min(top_k, num_experts), False)
