@@ -1,11 +1,11 @@
 """Time between tokens of 16 steady streams while 50 requests a second ask for adapters that are not in the pool.
 
-Three kinds of window take turns: `alone`, the streams only; `warm`, 50 requests a second besides, all for one adapter
-that is there; `cold`, the same requests, each for another adapter out of more than the pool and host memory hold, so
-that each is read from its file, verified and copied into the pool. These requests have one token and get one, so
-what differs between warm and cold is the loading, and that each has LoRA weights of its own to read. The ratios are of
-the p99 over a window, the median of all windows of a kind; those of the least disturbed windows of each kind are told
-as well, since others on the machine add to the tails.
+Three kinds of window take turns. `alone`: only the streams. `warm`: also 50 requests a second, all for one adapter that
+is in the pool. `cold`: the same requests, each for another of more adapters than the pool and host memory hold, so that
+each adapter is read from its file, verified and copied into the pool. These requests have a prompt of one token and get
+one token. So warm and cold differ in two ways: adapters are loaded, and each request has LoRA weights of its own to
+read. The ratios are of the p99 in a window, the median of all windows of a kind. They are also printed for the least
+disturbed windows of each kind, because other programs on the machine lengthen the tails.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Window:
 
 
 class Bench:
-    """An engine and what asks it."""
+    """An engine, its steady streams, and the requests beside them."""
 
     def __init__(self, engine: Engine, adapters: Sequence[StoredAdapter], rate: float) -> None:
         self._engine, self._adapters, self._rate = engine, adapters, rate
@@ -61,7 +61,7 @@ class Bench:
         self._rng = random.Random(1)
 
     def run(self, kind: str, seconds: float) -> Window:
-        """New streams, so that each window begins with the same context; what is asked for besides is `kind`'s."""
+        """One window. It begins with new streams, so that the context is the same in all; `kind`: of the requests."""
         engine, window = self._engine, Window()
         streams = {self._submit(self._adapters[i], 32, 4096): 0.0 for i in range(NUM_STREAMS)}
         while engine.load().num_running < NUM_STREAMS:

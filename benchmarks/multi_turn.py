@@ -1,8 +1,9 @@
-"""Long conversations: what is computed of their prompts when each turn repeats all that was said before.
+"""Long conversations: how many tokens of their prompts are computed, when each turn repeats all turns before it.
 
-Conversations of ten turns, one request of each at a time. `small`: more of them than the pool holds, with host memory
-behind it; the baseline is computing every prompt in full, in tokens, and an engine that does so, in time. `roomy`:
-everything fits into the pool, with and without host memory behind it, in turn: what copying pages out costs.
+Conversations have ten turns, and each has one request at a time. `small`: there are more conversations than the pool
+holds, with host memory behind it. The baseline in tokens is every prompt in full; in time it is an engine that computes
+them so. `roomy`: everything fits into the pool, in turn with and without host memory behind it. The difference is what
+copying pages out costs.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Outcome:
 
 
 def talk(engine: Engine, num_conversations: int, adapters: Sequence[AdapterRef], seed: int) -> Outcome:
-    """All conversations at once, each turn as soon as the last one is answered."""
+    """Runs all conversations at once; each turn is sent as soon as the turn before it is answered."""
     rng = random.Random(seed)
     said = [[rng.randrange(1, 4000) for _ in range(NUM_ASKED)] for _ in range(num_conversations)]
     later = [

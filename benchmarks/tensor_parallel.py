@@ -1,4 +1,4 @@
-"""Bytes that the workers of a gang exchange per token, for the base and for adapters: counted, against the formula.
+"""Bytes that the workers of a gang exchange for each token, for the base and for adapters: counted, and by formula.
 
 A model of hidden size 4,096 in a Llama's shape (one layer, a narrow MLP and a small vocabulary: none of these changes
 what is exchanged in a layer) runs on 1, 2, 4 and 8 workers that are threads; each row has an adapter of rank 16 on all

@@ -1,4 +1,4 @@
-"""/health, /ready, /metrics and /status: for those who run motet. None of them needs a key."""
+"""/health, /ready, /metrics and /status, for the operators of motet. None of them needs a key."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OperationsApi:
         self._readiness = readiness
 
     async def health(self, request: Request) -> Response:
-        """The process is up and its event loop turns; nothing more."""
+        """200: the process runs and its event loop is not blocked. It says nothing about gangs."""
         return PlainTextResponse("ok")
 
     async def ready(self, request: Request) -> Response:

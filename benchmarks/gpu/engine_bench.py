@@ -83,7 +83,7 @@ DRY_SIZE = Size(TINY, 3, 10, 2, (0, 2), 4 << 20, num_logprobs=0)
 
 
 class RandomWeights:
-    """`WeightSource` that makes each tensor up when it is asked for, on the device."""
+    """A `WeightSource` that makes each tensor of random numbers, on the device, when it is taken."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -108,7 +108,7 @@ class RandomWeights:
 
 
 class RandomStore(AdapterStore):
-    """Packed adapters made up from their digests, in place of files."""
+    """Packed adapters of random numbers seeded by their digests, in place of files."""
 
     def __init__(self, layout: AdapterLayout, dtype: torch.dtype) -> None:
         ranks = dict.fromkeys(layout.shape.modules, RANK)
@@ -120,7 +120,7 @@ class RandomStore(AdapterStore):
 
 
 class Bench:
-    """An engine, and what its decode step must at least read. The same weights and adapters for each of a size."""
+    """An engine, and the bytes that its decode step must read. Benches of one size have equal weights and adapters."""
 
     def __init__(self, machine: Machine, size: Size, kernels: Kernels) -> None:
         model = _model(size)

@@ -1,4 +1,4 @@
-"""motet's side of the engine benchmarks: a store filled as uploads would fill it, and an engine in this process."""
+"""motet's side of the engine benchmarks: a store filled as uploads fill it, and an engine in this process."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class EngineSide:
         self.run([Job([1, 2, 3], 2, adapter) for adapter in [None, *range(len(refs))]])
 
     def run(self, jobs: Sequence[Job]) -> EngineRun:
-        """All jobs submitted at once, stepped to the end. Raises RuntimeError if one is not answered in full."""
+        """Submits all jobs at once and runs steps to the end. Raises RuntimeError if a job is not answered in full."""
         wanted = {}
         started, cpu_started = time.perf_counter(), time.process_time()
         for job in jobs:

@@ -1,4 +1,4 @@
-"""A gang that emits ready tokens at a set pace, reachable over the data plane and over a Serve handle."""
+"""A gang that emits fixed tokens at a given rate, over the data plane and over a Serve handle."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
 
 
 class ReadyEngine:
-    """Each step gives every sequence one token of a text, over and over.
+    """An engine whose every step gives each sequence the next token of a text, which repeats.
 
-    Steps follow one another at the pace that the sequences ask for in `sampling.seed`, in steps a second; a pace that
-    cannot be kept is not caught up with.
+    `sampling.seed` of the sequences is the rate, in steps per second. If the engine falls behind, it does not catch up.
     """
 
     def __init__(self, text_token_ids: Sequence[int]) -> None:
@@ -88,7 +87,7 @@ class ReadyEngine:
 
 
 class ReadyGang:
-    """The replica. `stream` is the baseline's way out; the other is the frame server's."""
+    """The replica. The baseline reads tokens from `stream`, a router from the frame server."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, text_token_ids: Sequence[int], vocab_size: int, token: str

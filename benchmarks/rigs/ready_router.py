@@ -29,7 +29,7 @@ Way = Literal["frames", "handles"]
 
 
 class OneTenant:
-    """Stands in for the registry's view: every key is the same tenant's, and there are no adapters."""
+    """Stands in for the registry's view: every key belongs to one tenant, and there are no adapters."""
 
     connected = True
 

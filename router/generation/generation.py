@@ -13,14 +13,14 @@ from ...workers.wire.messages import AdapterRef, SamplingParams, SequenceError, 
 from ..fleet.admission import TimeLimit
 from ..fleet.dispatch import Dispatcher, SequenceStream
 from ..metrics import Metrics
-from ..openai_api.answers import PromptTokensDetails, Usage
+from ..openai_api.answer_schema import PromptTokensDetails, Usage
 from ..openai_api.stream_position import wrong_position
 from ..text.stop_strings import StopStrings
 from ..text.text import TextService
 from .beam_search import BeamRules
 from .beam_streams import BeamRun, stopped_by
 from .choice import Choice, Delta
-from .sampling_params import seeded
+from .seeds import seeded
 
 _LOST = SequenceError("internal", "the sequence ended without saying why")
 

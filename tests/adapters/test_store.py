@@ -206,7 +206,7 @@ def test_sweep_marks_first_and_removes_later(store: AdapterStore, content: Adapt
 
 
 def test_writers_readers_and_the_sweep_at_once(store: AdapterStore, content: AdapterContent) -> None:
-    """Whoever has put the adapter finds it, whatever the others do."""
+    """A process that has put the adapter can load it, whatever the other processes do."""
     failures: list[BaseException] = []
     expected = pack(content, LAYOUT)
 

@@ -175,7 +175,7 @@ async def test_without_redis_uploads_are_unavailable_until_it_is_back(tmp_path: 
 
 
 async def test_an_upload_whose_answer_got_lost_can_be_repeated(parts: Parts, redis_url: str) -> None:
-    """The script reaches Redis, and the connection ends before its answer."""
+    """The script runs in Redis, but the connection ends before its answer arrives."""
 
     async def drop_the_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         to_redis_reader, to_redis = await asyncio.open_unix_connection(redis_url.removeprefix("unix://"))

@@ -1,4 +1,4 @@
-"""Who is refused: a pure policy, over random fleets."""
+"""Which requests are refused: properties of the pure policy, over random fleets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def is_late(request: RoutingRequest, limit: TimeLimit, gang: GangView, config: A
 
 
 def misses_objective(request: RoutingRequest, gang: GangView, objective_s: float | None) -> bool:
-    """Its first token comes after the objective, and sooner if nobody waited there."""
+    """Whether the first token would come after the objective, and sooner if the gang's queue were empty."""
     if objective_s is None or not gang.num_waiting:
         return False
     first_s = expect(request, gang, 1).answer_s

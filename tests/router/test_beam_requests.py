@@ -1,4 +1,4 @@
-"""Requests for beams, and for the best of several draws, at a router whose model is a script."""
+"""Requests for beams, and for the best of several draws, at a router with a scripted engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def text() -> TextService:
 
 
 class Rig(RouterRig):
-    """Its model says ANSWER and then ends, whatever the prompt; another token is always half as likely."""
+    """A router whose engine answers every prompt with ANSWER; a second token is always half as likely."""
 
     def __init__(self, spool_path: Path, text: TextService) -> None:
         super().__init__(spool_path, text)

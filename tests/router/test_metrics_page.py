@@ -1,4 +1,4 @@
-"""docs/metrics.md names exactly the metrics that a router tells."""
+"""docs/metrics.md lists exactly the metrics of a router."""
 
 from __future__ import annotations
 

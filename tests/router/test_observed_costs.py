@@ -1,4 +1,4 @@
-"""Costs of a gang, recovered from counters that were made from known ones."""
+"""Costs of a gang, estimated from counters that were computed from known costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client that comes back with the id of any event gets exactly what follows, from a router that knows nothing."""
+"""A client that resumes a stream after any event gets exactly what follows, from a router that never saw the stream."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def post(rig: RouterRig, path: str, body: dict[str, Any], last_event_id: s
 
 
 def heard(events: Iterable[Event]) -> dict[str, Any]:
-    """What a client makes of events: fields joined over each choice, whatever the cuts between them."""
+    """The answer that a client puts together from events: the fields of each choice, joined."""
     joined: dict[Any, Any] = defaultdict(str)
     lists: dict[Any, list[Any]] = defaultdict(list)
     for event in events:
@@ -116,7 +116,7 @@ async def test_from_every_event_on(rig: RouterRig, name: str) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 async def test_cut_off_again_and_again(rig: RouterRig, name: str) -> None:
-    """At any byte: what the client has of an event that is not whole is worth nothing."""
+    """The stream is cut at any byte; the client drops the part of an incomplete event."""
     rng = random.Random(name)
     path, body = SHAPES[name]
     for _ in range(10):
@@ -208,7 +208,7 @@ async def test_an_id_of_another_request(rig: RouterRig, other: dict[str, Any]) -
 
 
 async def test_a_name_that_has_moved_on(rig: RouterRig) -> None:
-    """The rest of another version's text would not fit what the client has."""
+    """The rest of another version's text would not fit the text that the client has."""
     rig.registry.add("acme", "pirate", "abc")
     body = {"model": "pirate", "prompt": "hello"}
     whole = events_of((await post(rig, COMPLETION, body)).content)

@@ -1,4 +1,4 @@
-"""Sequences that outlive their gangs: over real gRPC, through wires that are cut at any byte."""
+"""Sequences that outlive their gangs: over real gRPC, through connections that are cut at any byte."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Cluster:
 
     @property
     def all_arrived(self) -> bool:
-        """The router has been told that all that it sent has reached the gangs."""
+        """Whether the router has learned that everything it sent has reached the gangs."""
         return all(leader._last_arrived == leader._last_id for leader in self.dispatcher._fleet.connected)
 
     def _tell(self) -> None:
@@ -123,7 +123,7 @@ def begun(cluster: Cluster, last_token: int = 0) -> Reader:
 
 
 async def drain(cluster: Cluster, gang: Gang) -> None:
-    """As a replica that is told to go: the directory drops it, then it hands over what has not ended."""
+    """Drains a gang as Serve does: the directory drops it, then it hands over its unfinished sequences."""
     cluster.remove(gang)
     await gang.server.drain(0.01)
     await gang.server.stop()
@@ -225,7 +225,7 @@ async def test_who_has_begun_waits_even_in_a_crowd(cluster: Cluster, monkeypatch
 
 
 async def test_what_kills_gangs_does_not_kill_them_all(cluster: Cluster) -> None:
-    """A request that never had a token is given up first; those that got on before it came outlive it."""
+    """A request that kills each gang before its first token is given up; requests that had tokens before survive."""
     gang = await cluster.add()
     innocent = begun(cluster)
     await eventually(lambda: innocent.num_tokens > 0)
@@ -257,7 +257,7 @@ async def test_what_kills_gangs_does_not_kill_them_all(cluster: Cluster) -> None
 
 
 async def kill_as_it_arrives(cluster: Cluster, num_gangs: int) -> Reader:
-    """Submits a sequence; each gang that it is sent to dies before it can have got it."""
+    """Submits a sequence; each gang that it is sent to dies before it can have received it."""
     gangs = [await cluster.add() for _ in range(num_gangs)]
     await eventually(lambda: len(cluster.dispatcher.gangs()) == num_gangs)
     for gang in gangs:
@@ -272,7 +272,7 @@ async def kill_as_it_arrives(cluster: Cluster, num_gangs: int) -> Reader:
 
 
 async def test_gangs_that_die_at_once_do_not_blame_a_request(cluster: Cluster) -> None:
-    """It was sent to gangs that were dead already: they cannot have died of it."""
+    """The request was sent to gangs that were dead already, so it did not kill them."""
     reader = await kill_as_it_arrives(cluster, 4)
     await cluster.add()
     await reader.task
@@ -292,7 +292,7 @@ async def test_what_kills_gangs_before_they_can_tell_comes_to_an_end(
 
 @pytest.mark.parametrize("num_gangs", [1, 3])
 async def test_a_broken_connection_costs_nothing_that_has_a_key(cluster: Cluster, num_gangs: int) -> None:
-    """The gang is still there: it goes on with what it has, and nothing is computed elsewhere."""
+    """The gang still runs: it continues with the sequences that it has, and no other gang computes them again."""
     gangs = [await cluster.add() for _ in range(num_gangs)]
     await eventually(lambda: len(cluster.dispatcher.gangs()) == num_gangs)
     readers = [Reader(cluster.submit(100 * n, 400, key=f"answer/{n}"), 100 * n) for n in range(6)]
@@ -340,7 +340,7 @@ async def test_being_handed_over_is_no_loss(cluster: Cluster) -> None:
 
 
 async def cut(cluster: Cluster, gang: Gang, rng: random.Random) -> None:
-    """The wire breaks within the next frames, in the middle of any of them."""
+    """The connection breaks within the next frames, in the middle of any of them."""
     gang.wire.num_bytes_left = rng.randrange(1, 2000)
     await asyncio.sleep(0.1)
     await cluster.kill(gang)

@@ -1,4 +1,4 @@
-"""Routers that die with their clients' streams: over real gRPC, with another router for the clients to come back to."""
+"""Routers that die while clients stream: over real gRPC, with another router at which the clients resume."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ORPHAN_S = 1.0
 
 
 class ReadingEngine(StandInEngine):
-    """Reads the passage out over and over, from a place that the seed says; ends where the seed says."""
+    """An engine whose tokens are a passage, repeated; the seed decides where a sequence begins and ends in it."""
 
     def __init__(self, token_ids: list[int]) -> None:
         super().__init__(step_s=0.002)
@@ -57,7 +57,7 @@ class Gang:
 
 
 class Router:
-    """An app, its connections to the gangs, and the wires that are cut when it dies."""
+    """A router's app, its connections to the gangs, and the wires that are cut when it dies."""
 
     def __init__(self, dispatcher: FleetDispatcher, wires: list[Wire], app: FastAPI) -> None:
         self.dispatcher, self.wires, self.app = dispatcher, wires, app
@@ -214,7 +214,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 async def stream_through_deaths(
     cluster: Cluster, path: str, body: dict[str, Any], rng: random.Random, ends: list[int]
 ) -> list[Event]:
-    """What a client hears that comes back to a new router whenever its own has died: after so many bytes each."""
+    """The events of a client whose routers die one after the other, each after this number of bytes."""
     events: list[Event] = []
     router = await cluster.add_router()
     while not events or events[-1].data != "[DONE]":
@@ -242,7 +242,7 @@ async def test_every_token_once_whenever_routers_die(cluster: Cluster, number: i
 
 
 async def test_what_was_computed_is_not_computed_again(cluster: Cluster) -> None:
-    """The gang that holds the sequence goes on with it, though it was not asked for a while, and others stay idle."""
+    """The gang that has the sequence continues with it after a while without a router; other gangs stay idle."""
     body = {"prompt": "hello", "max_tokens": 70, "seed": 59}
     first, second = await cluster.add_router(), await cluster.add_router()
     events = events_of(await first.stream("/v1/completions", body, "", 1500))
@@ -255,7 +255,7 @@ async def test_what_was_computed_is_not_computed_again(cluster: Cluster) -> None
 
 
 async def test_without_a_seed_any_router_draws_alike(cluster: Cluster) -> None:
-    """From scratch, as nobody came in time for what the gang had kept."""
+    """From the beginning, because no router asked in time for the sequence that the gang had kept."""
     body = {"prompt": "hello", "max_tokens": 70}
     events = events_of(await (await cluster.add_router()).stream("/v1/completions", body, "", 700))
     assert events
@@ -301,7 +301,7 @@ async def test_a_client_that_leaves_leaves_no_orphan(cluster: Cluster) -> None:
 
 
 async def test_a_second_connection_takes_the_stream_over(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that has lost its connection before its router knows: the first answer ends with a reason."""
+    """The client resumes before its router knows that the connection is lost: the first answer ends with an error."""
     monkeypatch.setattr(dispatch, "NEWS_WAIT_S", 0.02)  # no gang will tell of an orphan
     await cluster.gangs.pop().server.stop()
     router, other = await cluster.add_router(), await cluster.add_router()
