@@ -25,7 +25,7 @@ from .resources import Resources
 from .scaling import ScalingConfig
 from .settings.config_error import ConfigError
 from .settings.serving import check_base_name
-from .settings.setting import fields_of
+from .settings.setting_field import fields_of
 from .settings.settings import Settings
 from .threads import threads_of_a_worker, usable_cores
 

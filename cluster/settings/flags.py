@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from .config_error import ConfigError
-from .setting import SettingField, fields_of
+from .setting_field import SettingField, fields_of
 
 OTHER_OPTIONS = "Other options"
 

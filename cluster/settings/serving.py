@@ -11,7 +11,8 @@ from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_name
 from ...adapters.packing.layout import Dtype
 from ...workers.config import Device
-from .setting import Count, Folder, Refusal, Setting, fields_of
+from .setting import Count, Folder, Refusal, Setting
+from .setting_field import fields_of
 
 
 class SettingGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

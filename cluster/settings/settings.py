@@ -11,28 +11,8 @@ reads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
-
-from .config_error import ConfigError
 from .patience import Patience
-from .serving import SettingGroup
-from .setting import fields_of
-
-S = TypeVar("S", bound=SettingGroup)
 
 
 class Settings(Patience, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The last of the chain of groups, and so all of them."""
-
-
-def settings_from(schema: type[S], values: Mapping[str, Any]) -> S:
-    """The settings of plain values, as TOML or JSON has them, by flag; the others have their defaults.
-
-    Raises ConfigError, for a key that there is not as well.
-    """
-    names = {flag: field.name for field in fields_of(schema) for flag in field.flags}
-    for key in values:
-        if key not in names:
-            raise ConfigError(key, "…", f"there is no such setting; there are {', '.join(sorted(names))}")
-    return schema(**{names[key]: value for key, value in values.items()})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from .setting import SettingField, fields_of
+from .setting_field import SettingField, fields_of
 from .settings import Settings
 
 INTRODUCTION = """\
@@ -25,6 +25,8 @@ Each setting is an option of `motet serve` (`--max-num-sequences 64`) and a key 
 before the default. Sizes are whole numbers of bytes or text such as `"2GiB"`. What can be repeated on the command line
 is a list in the file: `latency-objective = ["acme=2", "zoo=0.5"]`. `--prefix-cache` is a switch: `--no-prefix-cache` on
 the command line, `prefix-cache = false` in the file.
+
+`--config`, `--replace` and `--wait-for-nodes` are about one start and no settings: `motet serve --help` tells of them.
 
 "Live" marks what a [rolling update](updates.md) changes while motet serves; the rest takes a restart.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from .config_error import ConfigError
-from .setting import fields_of
+from .setting_field import fields_of
 
 
 def check_update(running: msgspec.Struct, wanted: msgspec.Struct) -> None:
