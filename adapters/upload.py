@@ -20,10 +20,10 @@ from .registry.registry_view import RegistryView
 from .store.store import AdapterStore
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UploadLimits:
+    max_tensors_bytes: int  # of adapter_model.safetensors
     max_config_bytes: int = 1 << 20
-    max_tensors_bytes: int = 4 << 30
     max_concurrent: int = 2  # uploads validated and packed at once, each in a thread
 
 
@@ -39,12 +39,12 @@ class UploadService:
         registry: Registry,
         view: RegistryView,
         layouts: Sequence[AdapterLayout],
+        limits: UploadLimits,
         reserved: Collection[str] = (),
-        limits: UploadLimits | None = None,
     ) -> None:
         if not layouts or any(layout.shape != layouts[0].shape for layout in layouts):
             raise ValueError(f"{len(layouts)} layouts: at least one is needed, and all must be of one base")
-        self.limits = limits or UploadLimits()
+        self.limits = limits
         self._store = store
         self._registry = registry
         self._view = view

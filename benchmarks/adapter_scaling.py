@@ -30,7 +30,7 @@ from engine_side import BLOCK_SIZE, worker_cpu_s
 from many_adapters import StoredAdapter, draw_adapters, write_store
 from workload import Job, draw_jobs
 
-from motet.workers.config import EngineConfig
+from motet.cluster.config import MotetConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.wire.messages import SamplingParams, SequenceRequest
@@ -135,14 +135,14 @@ def main() -> None:
         store_path = Path(folder) / "store"
         adapters = write_store(store_path, model_path, max(arguments.registered), BLOCK_SIZE)
         engine = build_engine(
-            EngineConfig(
+            MotetConfig(
                 model_path=model_path,
-                store_path=store_path,
+                data_dir=store_path.parent,
                 pool_bytes=POOL_BYTES,
                 block_size=BLOCK_SIZE,
                 max_num_sequences=BATCH_SIZE,
                 num_threads=arguments.threads,
-            )
+            ).engine
         )
         try:
             clients = Clients(engine, adapters)

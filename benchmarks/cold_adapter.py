@@ -25,7 +25,7 @@ import random_model
 from engine_side import BLOCK_SIZE, worker_cpu_s
 from many_adapters import StoredAdapter, write_store
 
-from motet.workers.config import EngineConfig
+from motet.cluster.config import MotetConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.wire.messages import SamplingParams, SequenceRequest
@@ -125,14 +125,14 @@ def main() -> None:
         store_path = Path(folder) / "store"
         adapters = write_store(store_path, model_path, NUM_STORED, BLOCK_SIZE)
         engine = build_engine(
-            EngineConfig(
+            MotetConfig(
                 model_path=model_path,
-                store_path=store_path,
+                data_dir=store_path.parent,
                 pool_bytes=POOL_BYTES,
                 host_bytes=HOST_BYTES,
                 block_size=BLOCK_SIZE,
                 num_threads=arguments.threads,
-            )
+            ).engine
         )
         try:
             bench = Bench(engine, adapters, arguments.rate)

@@ -21,7 +21,7 @@ from typing import Any
 import random_model
 from engine_side import BLOCK_SIZE, fill_store
 
-from motet.workers.config import EngineConfig
+from motet.cluster.config import MotetConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.wire.messages import AdapterRef, EngineLoad, SamplingParams, SequenceRequest
@@ -106,15 +106,16 @@ def main() -> None:
 
         def engine(num_kv_pages: int, **settings: Any) -> Engine:
             built = build_engine(
-                EngineConfig(
+                MotetConfig(
                     model_path=model_path,
-                    store_path=Path(folder) / "store",
+                    data_dir=Path(folder),
                     dtype="bfloat16",
                     pool_bytes=(num_kv_pages + adapter_pages) * PAGE_BYTES,
                     block_size=BLOCK_SIZE,
                     max_num_sequences=arguments.conversations,
+                    num_threads=1,
                     **settings,
-                )
+                ).engine
             )
             talk(built, 4, refs, seed=99)  # builds kernels, loads adapters
             return built

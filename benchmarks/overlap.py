@@ -20,7 +20,7 @@ import msgspec
 import random_model
 from engine_side import BLOCK_SIZE, POOL_BYTES, fill_store
 
-from motet.workers.config import EngineConfig
+from motet.cluster.config import MotetConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.execution.executor import LocalExecutor
@@ -85,14 +85,15 @@ def main() -> None:
         adapters = random_model.write_adapters(Path(folder) / "adapters", 16)
         refs = fill_store(Path(folder) / "store", model_path, adapters)
         engine = build_engine(
-            EngineConfig(
+            MotetConfig(
                 model_path=model_path,
-                store_path=Path(folder) / "store",
+                data_dir=Path(folder),
                 dtype="bfloat16",
                 pool_bytes=POOL_BYTES,
                 block_size=BLOCK_SIZE,
+                num_threads=1,
                 prefix_cache=False,  # rounds are to compute what they ask for
-            )
+            ).engine
         )
         busy = Busy()
         assert isinstance(engine.executor, LocalExecutor)

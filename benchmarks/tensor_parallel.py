@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from thread_gang import ThreadGroup, run_threads
 
 from motet.adapters.adapter import MODULES
-from motet.workers.config import EngineConfig
+from motet.cluster.config import MotetConfig
 from motet.workers.plan import Residence, SequencePlan, StepPlan
 from motet.workers.worker_builder import build_executor
 
@@ -55,7 +55,9 @@ def write_model(folder: Path) -> Path:
 
 def count(model_path: Path, degree: int, with_adapters: bool) -> Counter[str]:
     """Bytes that one worker sends for a step of NUM_ROWS prompt tokens that samples nothing."""
-    config = EngineConfig(model_path, model_path / "store", pool_bytes=64 << 20, tensor_parallel=degree)
+    config = MotetConfig(
+        model_path=model_path, data_dir=model_path, pool_bytes=64 << 20, tensor_parallel=degree, num_threads=1
+    ).engine
 
     def work(group: ThreadGroup) -> Counter[str]:
         executor = build_executor(config, group, None)

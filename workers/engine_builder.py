@@ -161,6 +161,7 @@ def _info(config: EngineConfig, geometry: PoolGeometry, kernels: str, device: st
         block_size=geometry.block_size,
         num_pages=geometry.num_pages,
         page_bytes=geometry.page_bytes,
+        num_threads=config.num_threads,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
     )

@@ -73,6 +73,5 @@ def _page_arrays(
     if sizes.host:
         arrays["host"] = HostPages(sizes.host, geometry, pinned=pool.device.type == "cuda")
     if sizes.disk:
-        assert config.kv_disk_path is not None
         arrays["disk"] = DiskPages(config.kv_disk_path, geometry)
     return arrays

@@ -156,6 +156,7 @@ class Bench:
             block_size=BLOCK,
             num_pages=geometry.num_pages,
             page_bytes=geometry.page_bytes,
+            num_threads=torch.get_num_threads(),
             vocab_size=model.vocab_size,
         )
         self.engine = Engine(scheduler, executor, info)

@@ -9,8 +9,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import ray
 
+from motet.cluster.config import part_config
 from motet.cluster.replicas.gang_directory import ADDRESS
+from motet.cluster.settings.settings import Settings
 from motet.workers.leader.frame_server import FrameServer
+from motet.workers.leader.leader_config import LeaderConfig
 from motet.workers.wire.messages import (
     EngineLoad,
     GangInfo,
@@ -102,9 +105,10 @@ class ReadyGang:
             block_size=16,
             num_pages=1,
             page_bytes=1,
+            num_threads=1,
             vocab_size=vocab_size,
         )
-        server = FrameServer(ReadyEngine(text_token_ids), self._info, token)
+        server = FrameServer(ReadyEngine(text_token_ids), self._info, token, part_config(LeaderConfig, Settings()))
         self._address = await server.start(ray.util.get_node_ip_address())
         self._queues: dict[int, asyncio.Queue[SequenceUpdate]] = {}
         self._engine = ReadyEngine(text_token_ids)

@@ -10,9 +10,11 @@ from typing import Any, Literal
 
 from fastapi import FastAPI
 
+from motet.cluster.config import part_config
 from motet.cluster.replicas.gang_directory import GangDirectory
+from motet.cluster.settings.settings import Settings
 from motet.router.config import RouterConfig
-from motet.router.fleet.admission import TimeLimit
+from motet.router.fleet.admission import AdmissionConfig, TimeLimit
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
@@ -26,6 +28,7 @@ from motet.workers.wire.messages import (
 )
 
 Way = Literal["frames", "handles"]
+DEFAULTS = Settings()
 
 
 class OneTenant:
@@ -97,7 +100,8 @@ class ReadyRouter:
         self, way: Way, token: str, model_path: Path, gang: Any
     ) -> None:
         if way == "frames":
-            fleet = FleetDispatcher(token, gang_wait_s=10.0, adapter_pages=lambda adapter: 1)
+            admission = part_config(AdmissionConfig, DEFAULTS, max_gangs=1, queued_tokens_per_gang=0)
+            fleet = FleetDispatcher(token, 10.0, adapter_pages=lambda adapter: 1, admission=admission)
             self._directory = GangDirectory(gang.app_name, gang.deployment_name, fleet.update)
             self._directory.start()
             while fleet.gang() is None:  # noqa: ASYNC110  # once, at the start
@@ -108,7 +112,13 @@ class ReadyRouter:
         nothing: Any = None
         view: Any = OneTenant()
         self._app = create_app(
-            config=RouterConfig(model_name="ready", spool_path=Path(tempfile.gettempdir())),
+            config=part_config(
+                RouterConfig,
+                DEFAULTS,
+                model_name="ready",
+                spool_path=Path(tempfile.gettempdir()),
+                scales_from_zero=False,
+            ),
             dispatcher=dispatcher,
             view=view,
             uploads=nothing,  # its routes are not asked for

@@ -109,14 +109,14 @@ class FleetDispatcher:
         on_wait: Callable[[], None] = lambda: None,
         *,
         adapter_pages: Callable[[AdapterRef], int],
-        admission: AdmissionConfig | None = None,
+        admission: AdmissionConfig,
     ) -> None:
         """`gang_wait_s`: how long a sequence waits for a gang while none is connected. `on_wait`: one begins to.
 
         `adapter_pages`: that an adapter takes in a gang's pool.
         """
         self._fleet = Fleet(
-            token, RoutingConfig(), adapter_pages, self._connected, self._lost, self._send_found, admission
+            token, RoutingConfig(), admission, adapter_pages, self._connected, self._lost, self._send_found
         )
         self._gang_wait_s = gang_wait_s
         self._on_wait = on_wait

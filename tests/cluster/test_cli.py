@@ -198,13 +198,13 @@ def test_a_failed_answer_is_said_and_not_remembered(fake: FakeMotet) -> None:
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("1", 1), ("4096", 4096), ("512MiB", 512 << 20), ("2GiB", 2 << 30), ("1.5 kib", 1536), ("3b", 3)],
+    [("0", 0), ("1", 1), ("4096", 4096), ("512MiB", 512 << 20), ("2GiB", 2 << 30), ("1.5 kib", 1536), ("3b", 3)],
 )
 def test_sizes_as_people_write_them(text: str, num_bytes: int) -> None:
     assert parse_byte_size(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "much", "2GB", "0.1", "1e9", "MiB"])
+@pytest.mark.parametrize("text", ["", "-1", "much", "2GB", "0.1", "1e9", "MiB"])
 def test_what_is_no_size_is_refused_with_what_would_be(text: str) -> None:
     with pytest.raises(ValueError, match=r"is no size: .* needed|is no size: .*MiB.*accepted"):
         parse_byte_size(text)
@@ -226,11 +226,11 @@ def test_sizes_are_shown_short() -> None:
     [
         (["./no-such-model"], 1, "there is no folder no-such-model"),
         (["."], 1, "lacks config.json, tokenizer.json, model.safetensors"),
-        (["model", "--port", "0"], 1, "port = 0: 1 to 65535 is accepted"),
-        (["model", "--threads", "0"], 1, "num_threads = 0: a positive integer is needed"),
-        (["model", "--key", "acme=two words"], 1, "a key is printable ASCII without spaces"),
-        (["model", "--key", "acme"], 2, "TENANT=KEY is needed"),
-        (["model", "--pool-bytes", "lots"], 2, "'lots' is no size"),
+        (["model", "--port", "0"], 2, "'--port': '0': a whole number from 1 to 65535 is accepted"),
+        (["model", "--threads", "0"], 2, "'--threads': '0': auto or a whole number from 1 is accepted"),
+        (["model", "--key", "acme=two words"], 2, "a key is printable ASCII without spaces"),
+        (["model", "--key", "acme"], 2, "TENANT=KEY (for example acme=a-long-secret) is accepted"),
+        (["model", "--pool-bytes", "lots"], 2, "'--pool-bytes': 'lots': a size (bytes, or a number with KiB"),
         (["model", "--dtype", "float16"], 2, "'float32', 'bfloat16'"),
     ],
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.cluster.config import ConfigError, MotetConfig
+from motet.cluster.config import MotetConfig
 from motet.cluster.launch.local_serve import (
     check_port_is_free,
     free_ports,
@@ -23,6 +23,7 @@ from motet.cluster.launch.local_serve import (
     set_environment,
     write_haproxy_wrapper,
 )
+from motet.cluster.settings.config_error import ConfigError
 from motet.tests.rigs.running_motet import DEMO
 
 HAPROXY_CONFIG = """\

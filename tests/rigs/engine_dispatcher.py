@@ -12,12 +12,12 @@ import httpx
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.upload import UploadService
-from motet.router.config import RouterConfig
 from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.router.rest_server import create_app
 from motet.tests.rigs.engine_rig import EngineRig, Stock
+from motet.tests.rigs.part_configs import router_config
 from motet.tests.rigs.router_rig import BASE, HEADERS, FakeUploads, FakeView, text_service
 from motet.workers.wire.messages import AdapterRef, EngineLoad, GangInfo, SamplingParams, SequenceRequest
 
@@ -29,7 +29,7 @@ def client_of(dispatcher: EngineDispatcher, stock: Stock, *adapters: str) -> htt
         ref = stock.refs[name]
         view.adapters["acme", name] = AdapterVersion("acme", name, 1, ref.digest, ref.module_ranks, 1, 1.7e9)
     app = create_app(
-        config=RouterConfig(model_name=BASE, spool_path=stock.store_path.parent / "spool"),
+        config=router_config(BASE, stock.store_path.parent / "spool"),
         dispatcher=dispatcher,
         view=cast(RegistryView, view),
         uploads=cast(UploadService, FakeUploads(view)),

@@ -13,7 +13,7 @@ import torch
 from motet.adapters.format.validation import validate
 from motet.adapters.packing.layout import AdapterLayout, Dtype
 from motet.adapters.store.store import AdapterStore
-from motet.workers.config import EngineConfig
+from motet.tests.rigs.part_configs import engine_config
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.models.config import ModelConfig
@@ -81,7 +81,7 @@ class Stock:
 
     def engine(self, num_pages: int, **settings: Any) -> EngineRig:
         """An engine whose pool has so many pages. `settings` are fields of EngineConfig."""
-        config = EngineConfig(
+        config = engine_config(
             model_path=self.model_path,
             store_path=self.store_path,
             dtype=self.layout.dtype,

@@ -22,11 +22,11 @@ from transformers import PreTrainedTokenizerFast
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.upload import UploadService
-from motet.router.config import RouterConfig
 from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
+from motet.tests.rigs.part_configs import router_config
 from motet.workers.wire.messages import (
     AdapterRef,
     EngineLoad,
@@ -193,6 +193,7 @@ class FakeDispatcher:
             block_size=16,
             num_pages=64,
             page_bytes=1024,
+            num_threads=1,
             vocab_size=320,
         )
 
@@ -307,7 +308,7 @@ class RouterRig:
         self.registry = FakeView()
         self.spool_path = spool_path
         self.app: FastAPI = create_app(
-            config=RouterConfig(model_name=BASE, spool_path=spool_path, **config),
+            config=router_config(BASE, spool_path, **config),
             dispatcher=self.dispatcher,
             view=cast(RegistryView, self.registry),
             uploads=cast(UploadService, FakeUploads(self.registry)),

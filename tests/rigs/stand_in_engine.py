@@ -33,6 +33,7 @@ INFO = GangInfo(
     block_size=16,
     num_pages=1000,
     page_bytes=1,
+    num_threads=1,
     vocab_size=1000,
 )
 

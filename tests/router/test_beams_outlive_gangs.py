@@ -8,6 +8,7 @@ import random
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.generation.beam_search import BeamRules
 from motet.router.generation.beam_streams import BeamRun
+from motet.tests.rigs.part_configs import admission_config, leader_config
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.wire.messages import SequenceRequest, SequenceUpdate, TokenLogprobs
@@ -41,9 +42,9 @@ async def found(dispatcher: FleetDispatcher) -> list[list[int]]:
 
 
 async def test_a_lost_gang_changes_nothing() -> None:
-    dispatcher = FleetDispatcher(TOKEN, gang_wait_s=20.0, adapter_pages=adapter_pages)
+    dispatcher = FleetDispatcher(TOKEN, gang_wait_s=20.0, adapter_pages=adapter_pages, admission=admission_config())
     engines = [RankingEngine(), RankingEngine()]
-    servers = [FrameServer(engine, INFO, TOKEN) for engine in engines]
+    servers = [FrameServer(engine, INFO, TOKEN, leader_config()) for engine in engines]
     addresses = [await server.start("127.0.0.1") for server in servers]
     try:
         dispatcher.update({"a": addresses[0]})

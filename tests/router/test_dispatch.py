@@ -10,6 +10,7 @@ import pytest
 from motet.router.fleet.dispatch import FleetDispatcher, SequenceStream
 from motet.router.fleet.leader_connection import MAX_REQUEST_BYTES
 from motet.router.fleet.open_sequence import OpenSequence
+from motet.tests.rigs.part_configs import admission_config, leader_config
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.wire.messages import SamplingParams, SequenceRequest, SequenceUpdate, TokenLogprobs
@@ -29,7 +30,7 @@ async def start_gang() -> AsyncIterator[StartGang]:
 
     async def start() -> Gang:
         engine = StandInEngine()
-        server = FrameServer(engine, INFO, TOKEN)
+        server = FrameServer(engine, INFO, TOKEN, leader_config())
         gangs.append(Gang(engine, server, await server.start("127.0.0.1")))
         return gangs[-1]
 
@@ -40,7 +41,7 @@ async def start_gang() -> AsyncIterator[StartGang]:
 
 @pytest.fixture
 async def dispatcher() -> AsyncIterator[FleetDispatcher]:
-    dispatcher = FleetDispatcher(TOKEN, gang_wait_s=10.0, adapter_pages=adapter_pages)
+    dispatcher = FleetDispatcher(TOKEN, gang_wait_s=10.0, adapter_pages=adapter_pages, admission=admission_config())
     yield dispatcher
     await dispatcher.close()
 
@@ -133,14 +134,14 @@ async def test_a_gang_at_the_same_address_is_found_again(dispatcher: FleetDispat
     await read(submit(dispatcher, 0, 1))
     await old.server.stop()
     host, port = old.address.split(":")
-    server = FrameServer(StandInEngine(), INFO, TOKEN)
+    server = FrameServer(StandInEngine(), INFO, TOKEN, leader_config())
     await server.start(host, int(port))
     assert (await read(submit(dispatcher, 5, 2)))[0] == [6, 7]
     await server.stop()
 
 
 async def test_no_gang_within_the_wait() -> None:
-    dispatcher = FleetDispatcher(TOKEN, gang_wait_s=0.05, adapter_pages=adapter_pages)
+    dispatcher = FleetDispatcher(TOKEN, gang_wait_s=0.05, adapter_pages=adapter_pages, admission=admission_config())
     _, last = await read(submit(dispatcher, 0, 1))
     assert last.error is not None
     assert last.error.kind == "gang_lost"
@@ -152,7 +153,11 @@ async def test_who_waits_is_told() -> None:
     """So that a gang can be asked for where there is none until somebody asks."""
     told: list[int] = []
     dispatcher = FleetDispatcher(
-        TOKEN, 10.0, on_wait=lambda: told.append(dispatcher.num_waiting), adapter_pages=adapter_pages
+        TOKEN,
+        10.0,
+        on_wait=lambda: told.append(dispatcher.num_waiting),
+        adapter_pages=adapter_pages,
+        admission=admission_config(),
     )
     streams = [submit(dispatcher, 0, 1) for _ in range(2)]
     assert told == [1, 2]
@@ -186,7 +191,7 @@ async def test_a_gang_that_leaves_finishes_what_it_serves(dispatcher: FleetDispa
 
 
 async def test_a_wrong_token_connects_to_nothing(start_gang: StartGang) -> None:
-    dispatcher = FleetDispatcher("another", gang_wait_s=0.5, adapter_pages=adapter_pages)
+    dispatcher = FleetDispatcher("another", gang_wait_s=0.5, adapter_pages=adapter_pages, admission=admission_config())
     dispatcher.update({"a": (await start_gang()).address})
     _, last = await read(submit(dispatcher, 0, 1))
     assert last.error is not None

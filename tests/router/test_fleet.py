@@ -9,6 +9,7 @@ import pytest
 
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.fleet.open_sequence import OpenSequence
+from motet.tests.rigs.part_configs import admission_config, leader_config
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.wire.messages import AdapterRef, SamplingParams
@@ -28,12 +29,12 @@ class Gangs:
 
     async def add(self, key: str) -> None:
         self.engines[key] = StandInEngine()
-        self.servers[key] = FrameServer(self.engines[key], INFO, TOKEN)
+        self.servers[key] = FrameServer(self.engines[key], INFO, TOKEN, leader_config())
         self.addresses[key] = await self.servers[key].start("127.0.0.1")
 
     async def add_router(self, keys: str = "abc") -> FleetDispatcher:
         """One that is connected to these gangs."""
-        router = FleetDispatcher(TOKEN, gang_wait_s=10.0, adapter_pages=adapter_pages)
+        router = FleetDispatcher(TOKEN, gang_wait_s=10.0, adapter_pages=adapter_pages, admission=admission_config())
         self.routers.append(router)
         router.update({key: self.addresses[key] for key in keys})
         await eventually(lambda: len(router.gangs()) == len(keys))

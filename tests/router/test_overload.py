@@ -15,11 +15,11 @@ import pytest
 
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.upload import UploadService
-from motet.router.config import RouterConfig
 from motet.router.fleet.admission import SLACK, AdmissionConfig, TimeLimit
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.router.rest_server import create_app
+from motet.tests.rigs.part_configs import admission_config, leader_config, router_config
 from motet.tests.rigs.router_rig import HEADERS, FakeUploads, FakeView, text_service
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.leader.frame_server import FrameServer
@@ -41,7 +41,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.engine = StandInEngine(STEP_S, NUM_PLACES)
-        self.server = FrameServer(self.engine, INFO, TOKEN)
+        self.server = FrameServer(self.engine, INFO, TOKEN, leader_config())
         self.address = ""
         self.routers: list[FleetDispatcher] = []
 
@@ -104,7 +104,7 @@ async def offer(router: FleetDispatcher, seconds: float, limit: TimeLimit | None
 
 
 async def test_twice_the_load_with_an_objective(rig: Rig) -> None:
-    router = await rig.router(AdmissionConfig(max_queue_wait_s=OBJECTIVE_S))
+    router = await rig.router(admission_config(max_queue_wait_s=OBJECTIVE_S))
     outcomes, longest_queue = await offer(router, OVERLOAD_S)
     waits_s = sorted(one.first_token_s for one in outcomes if one.first_token_s is not None)
     refused = [one for one in outcomes if one.error is not None]
@@ -119,7 +119,7 @@ async def test_twice_the_load_with_an_objective(rig: Rig) -> None:
 
 
 async def test_twice_the_load_with_timeouts(rig: Rig) -> None:
-    router = await rig.router(AdmissionConfig(max_queue_wait_s=OBJECTIVE_S))
+    router = await rig.router(admission_config(max_queue_wait_s=OBJECTIVE_S))
     await offer(router, OVERLOAD_S / 2)  # it learns what a token of the queue takes there
     outcomes, _ = await offer(router, OVERLOAD_S / 2, TimeLimit(OBJECTIVE_S))
     admitted = [one for one in outcomes if not one.was_refused_at_once]
@@ -131,7 +131,7 @@ async def test_twice_the_load_with_timeouts(rig: Rig) -> None:
 
 async def fill(rig: Rig, router: FleetDispatcher) -> list[OpenSequence]:
     """Fills the gang with sequences of another router, and one that waits; `router` knows of it when this returns."""
-    patient = await rig.router(AdmissionConfig(max_queue_wait_s=0))
+    patient = await rig.router(admission_config(max_queue_wait_s=0))
     sequences = [submit(patient, None) for _ in range(NUM_PLACES + 1)]
     async with asyncio.timeout(10):
         while (load := router.load()) is None or load.num_waiting != 1:  # noqa: ASYNC110
@@ -140,7 +140,7 @@ async def fill(rig: Rig, router: FleetDispatcher) -> list[OpenSequence]:
 
 
 async def test_what_waited_for_a_gang_is_not_refused_by_it(rig: Rig) -> None:
-    strict = AdmissionConfig(max_queue_wait_s=1e-9)
+    strict = admission_config(max_queue_wait_s=1e-9)
     router = await rig.router(strict)
     running = await fill(rig, router)
     refused = submit(router, 1)
@@ -161,9 +161,9 @@ async def test_what_waited_for_a_gang_is_not_refused_by_it(rig: Rig) -> None:
 
 
 async def test_an_objective_refuses_its_own_tenant_alone(rig: Rig, tmp_path: Path) -> None:
-    router = await rig.router(AdmissionConfig(latency_objectives_s=(("acme", 1e-9), ("other", 1e-9))))
+    router = await rig.router(admission_config(latency_objectives_s=(("acme", 1e-9), ("other", 1e-9))))
     app = create_app(
-        config=RouterConfig("base", tmp_path),
+        config=router_config("base", tmp_path),
         dispatcher=router,
         view=cast(RegistryView, FakeView()),
         uploads=cast(UploadService, FakeUploads(FakeView())),
@@ -197,7 +197,7 @@ async def test_an_objective_refuses_its_own_tenant_alone(rig: Rig, tmp_path: Pat
 
 
 async def test_a_beam_search_that_was_admitted_is_not_refused_half_way(rig: Rig) -> None:
-    router = await rig.router(AdmissionConfig(max_queue_wait_s=1e-9, latency_objectives_s=(("acme", 1e-9),)))
+    router = await rig.router(admission_config(max_queue_wait_s=1e-9, latency_objectives_s=(("acme", 1e-9),)))
     running = await fill(rig, router)
     assert submit(router, 1).closed
     later = submit(router, 1, TimeLimit(has_begun=True))
@@ -213,7 +213,7 @@ async def test_a_beam_search_that_was_admitted_is_not_refused_half_way(rig: Rig)
 
 
 async def test_a_resumed_stream_is_not_refused(rig: Rig) -> None:
-    router = await rig.router(AdmissionConfig(max_queue_wait_s=1e-9))
+    router = await rig.router(admission_config(max_queue_wait_s=1e-9))
     running = await fill(rig, router)
     resumed = router.submit(
         [1] * 10, SamplingParams(max_tokens=1), "acme", None, key="lost", is_resumed=True, limit=TimeLimit(1e6)
@@ -232,7 +232,7 @@ async def test_a_resumed_stream_is_not_refused(rig: Rig) -> None:
 
 
 async def test_a_timeout_ends_what_runs_and_what_waits_for_a_gang(rig: Rig) -> None:
-    router = await rig.router(AdmissionConfig())
+    router = await rig.router(admission_config())
     outcome = await follow(submit(router, None, TimeLimit(0.3)))
     assert outcome.error is not None
     assert outcome.error.kind == "timeout"
@@ -240,7 +240,7 @@ async def test_a_timeout_ends_what_runs_and_what_waits_for_a_gang(rig: Rig) -> N
     async with asyncio.timeout(10):
         while rig.engine.num_running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    lonely = FleetDispatcher(TOKEN, 10.0, adapter_pages=adapter_pages)
+    lonely = FleetDispatcher(TOKEN, 10.0, adapter_pages=adapter_pages, admission=admission_config())
     outcome = await follow(submit(lonely, None, TimeLimit(0.05)))
     assert outcome.error is not None
     assert outcome.error.kind == "timeout"
@@ -251,8 +251,8 @@ async def test_a_timeout_ends_what_runs_and_what_waits_for_a_gang(rig: Rig) -> N
 
 
 async def test_the_oldest_wait_of_all_gangs_is_told_not_their_sum(rig: Rig) -> None:
-    router = await rig.router(AdmissionConfig())
-    other = FrameServer(StandInEngine(STEP_S, NUM_PLACES), INFO, TOKEN)
+    router = await rig.router(admission_config())
+    other = FrameServer(StandInEngine(STEP_S, NUM_PLACES), INFO, TOKEN, leader_config())
     router.update({"a": rig.address, "b": await other.start("127.0.0.1")})
     async with asyncio.timeout(10):
         while len(router.gangs()) < 2:  # noqa: ASYNC110

@@ -11,6 +11,7 @@ import pytest
 from motet.router.fleet import dispatch
 from motet.router.fleet.dispatch import FleetDispatcher, SequenceStream
 from motet.router.fleet.open_sequence import OpenSequence
+from motet.tests.rigs.part_configs import admission_config, leader_config
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.tests.rigs.wire import Wire
 from motet.workers.leader.frame_server import FrameServer
@@ -28,13 +29,15 @@ class Cluster:
     """Gangs, and the directory that tells a dispatcher of them."""
 
     def __init__(self) -> None:
-        self.dispatcher = FleetDispatcher(TOKEN, gang_wait_s=10.0, adapter_pages=adapter_pages)
+        self.dispatcher = FleetDispatcher(
+            TOKEN, gang_wait_s=10.0, adapter_pages=adapter_pages, admission=admission_config()
+        )
         self.gangs: list[Gang] = []  # those in the directory
         self.ever: list[Gang] = []
 
     async def add(self) -> Gang:
         engine = StandInEngine()
-        server = FrameServer(engine, INFO, TOKEN)
+        server = FrameServer(engine, INFO, TOKEN, leader_config())
         wire = Wire(await server.start("127.0.0.1"))
         gang = Gang(str(len(self.ever)), engine, server, wire, await wire.start())
         self.ever.append(gang)
@@ -179,7 +182,9 @@ async def test_a_given_seed_is_kept_and_others_differ(cluster: Cluster) -> None:
 
 
 async def test_nobody_in_time_is_told(cluster: Cluster) -> None:
-    cluster.dispatcher = FleetDispatcher(TOKEN, gang_wait_s=0.1, adapter_pages=adapter_pages)
+    cluster.dispatcher = FleetDispatcher(
+        TOKEN, gang_wait_s=0.1, adapter_pages=adapter_pages, admission=admission_config()
+    )
     gang = await cluster.add()
     reader = begun(cluster)
     await eventually(lambda: reader.num_tokens > 5)

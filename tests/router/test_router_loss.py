@@ -15,16 +15,15 @@ from fastapi import FastAPI
 
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.upload import UploadService
-from motet.router.config import RouterConfig
 from motet.router.fleet import dispatch
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
+from motet.tests.rigs.part_configs import admission_config, leader_config, router_config
 from motet.tests.rigs.router_rig import BASE, EOS, Event, FakeUploads, FakeView, encoded, events_of, text_service
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.tests.rigs.wire import Wire
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.leader.sequence_journal import JournalConfig
 from motet.workers.wire.messages import SequenceRequest, SequenceUpdate, TokenLogprobs
 
 TOKEN = "a secret"
@@ -122,17 +121,19 @@ class Cluster:
 
     async def add_gang(self) -> Gang:
         engine = ReadingEngine(encoded(self.text, PASSAGE))
-        server = FrameServer(engine, msgspec.structs.replace(INFO, vocab_size=320), TOKEN, JournalConfig(ORPHAN_S))
+        server = FrameServer(
+            engine, msgspec.structs.replace(INFO, vocab_size=320), TOKEN, leader_config(orphan_s=ORPHAN_S)
+        )
         self.gangs.append(Gang(engine, server, await server.start("127.0.0.1")))
         return self.gangs[-1]
 
     async def add_router(self) -> Router:
-        dispatcher = FleetDispatcher(TOKEN, gang_wait_s=10.0, adapter_pages=adapter_pages)
+        dispatcher = FleetDispatcher(TOKEN, gang_wait_s=10.0, adapter_pages=adapter_pages, admission=admission_config())
         wires = [Wire(gang.address) for gang in self.gangs]
         dispatcher.update({str(number): await wire.start() for number, wire in enumerate(wires)})
         registry = FakeView()
         app = create_app(
-            config=RouterConfig(model_name=BASE, spool_path=self._spool_path),
+            config=router_config(BASE, self._spool_path),
             dispatcher=dispatcher,
             view=cast(RegistryView, registry),
             uploads=cast(UploadService, FakeUploads(registry)),

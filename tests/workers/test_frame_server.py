@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from motet.tests.rigs.leader_rig import TOKEN, Leader, Router, eventually, submit
+from motet.tests.rigs.part_configs import leader_config
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.wire.messages import Cancel, Frame, FromLeader, Hello
@@ -18,7 +19,7 @@ from motet.workers.wire.messages import Cancel, Frame, FromLeader, Hello
 @pytest.fixture
 async def leader() -> AsyncIterator[Leader]:
     engine = StandInEngine()
-    server = FrameServer(engine, INFO, TOKEN)
+    server = FrameServer(engine, INFO, TOKEN, leader_config())
     yield Leader(engine, server, await server.start("127.0.0.1"))
     await server.stop()
     assert not engine.alive

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from motet.tests.rigs.leader_rig import TOKEN, Leader, Router, eventually, submit
+from motet.tests.rigs.part_configs import leader_config
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.leader.queue_limit import QueueBounds
 from motet.workers.wire.messages import Frame, SequenceUpdate, Submit
 
 
@@ -19,7 +19,7 @@ from motet.workers.wire.messages import Frame, SequenceUpdate, Submit
 async def narrow_leader() -> AsyncIterator[Leader]:
     """One place, and room for two without a token, the one in the place included."""
     engine = StandInEngine(num_places=1)
-    server = FrameServer(engine, INFO, TOKEN, bounds=QueueBounds(max_sequences=2))
+    server = FrameServer(engine, INFO, TOKEN, leader_config(max_waiting_sequences=2))
     yield Leader(engine, server, await server.start("127.0.0.1"))
     await server.stop()
 

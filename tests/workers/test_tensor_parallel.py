@@ -20,6 +20,7 @@ from motet.benchmarks.rigs.thread_gang import ThreadGroup, run_threads
 from motet.tests.rigs.engine_rig import EngineRig
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, Oracle, write_adapters, write_model
+from motet.tests.rigs.part_configs import engine_config
 from motet.workers.config import EngineConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
@@ -46,7 +47,7 @@ class Case:
     def config(self, degree: int, num_pages: int, **settings: int | float | str) -> EngineConfig:
         sharding = ModelSharding(ModelConfig.from_folder(self.model_path), degree)
         page_bytes = sharding.config.num_layers * sharding.slab(BLOCK_SIZE) * 4
-        return EngineConfig(
+        return engine_config(
             self.model_path,
             self.store_path,
             dtype="float32",

@@ -40,9 +40,10 @@ from ..wire.messages import (
     SequenceUpdate,
     ToLeader,
 )
-from .queue_limit import QueueBounds, QueueLimit
+from .leader_config import LeaderConfig
+from .queue_limit import QueueLimit
 from .router_stream import RouterStream
-from .sequence_journal import JournalConfig, SequenceJournal
+from .sequence_journal import SequenceJournal
 from .sequence_timers import SequenceTimers
 
 # Pings notice a peer whose host vanished; both sides send them, so neither may punish the other for it.
@@ -91,10 +92,9 @@ class FrameServer:
         engine: Engine,
         info: GangInfo,
         token: str,
-        journal: JournalConfig | None = None,
-        bounds: QueueBounds | None = None,
+        config: LeaderConfig,
     ) -> None:
-        """`bounds`: of what waits; what comes beyond is refused at once, unless it had begun elsewhere."""
+        """What comes when as much waits as the config allows is refused at once, unless it had begun elsewhere."""
         self._engine = engine
         self._info = info
         self._token = token.encode()
@@ -103,8 +103,8 @@ class FrameServer:
         self._num_streams_ever = 0
         self._listeners: dict[int, tuple[RouterStream, int]] = {}  # by the engine's id: who hears of it, and as what
         self._last_engine_id = 0
-        self._journal = SequenceJournal(journal or JournalConfig())
-        self._room = QueueLimit(bounds or QueueBounds())
+        self._journal = SequenceJournal(config)
+        self._room = QueueLimit(config)
         self._timers = SequenceTimers(self._room, self._waited, self._timed_out)
         self._leaving = False
         self._resident: set[str] = set()  # adapters by digest, coming ones too

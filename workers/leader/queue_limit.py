@@ -5,30 +5,15 @@ A leader that took whatever comes would hold it in memory, and serve it when nob
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ..wire.messages import SequenceError
-
-
-@dataclass(frozen=True)
-class QueueBounds:
-    """What may wait in one gang. Tokens take some 50 bytes of the leader's memory each."""
-
-    max_sequences: int = 4096
-    max_tokens: int = 4 << 20  # of prompts; one sequence may always wait, however long
-
-    def __post_init__(self) -> None:
-        for key in ("max_sequences", "max_tokens"):
-            value = getattr(self, key)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{key} = {value!r}: a positive integer is needed")
+from .leader_config import LeaderConfig
 
 
 class QueueLimit:
     """Counts them by the engine's id. `now` is any clock's seconds that never go back."""
 
-    def __init__(self, bounds: QueueBounds) -> None:
-        self._bounds = bounds
+    def __init__(self, config: LeaderConfig) -> None:
+        self._config = config
         self._waiting: dict[int, tuple[float, int]] = {}  # when it came and its tokens; the oldest first
         self._num_tokens = 0
 
@@ -48,13 +33,13 @@ class QueueLimit:
 
         It is told to come back in as long as the oldest has waited so far, which is what one in line has to expect.
         """
-        bounds, num_waiting = self._bounds, len(self._waiting)
-        if num_waiting >= bounds.max_sequences:
+        config, num_waiting = self._config, len(self._waiting)
+        if num_waiting >= config.max_waiting_sequences:
             problem = f"{num_waiting} sequences wait for their first token, and no more may"
-        elif num_waiting and self._num_tokens + num_tokens > bounds.max_tokens:
+        elif num_waiting and self._num_tokens + num_tokens > config.max_waiting_tokens:
             problem = (
                 f"sequences of {self._num_tokens} tokens wait for their first token: {num_tokens} more would be over "
-                f"{bounds.max_tokens}"
+                f"{config.max_waiting_tokens}"
             )
         else:
             return None

@@ -15,21 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..wire.messages import FinishReason, SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
-
-
-@dataclass(frozen=True)
-class JournalConfig:
-    """How long sequences wait to be asked for, and how many that have ended are kept."""
-
-    orphan_s: float = 60.0  # from the end of their router's stream: long enough to replace a router
-    finished_s: float = 10.0  # from their end, while their router's stream goes on
-    max_finished: int = 1024
-    max_finished_values: int = 4 << 20  # tokens and log-probabilities of those that have ended, together
-
-    def __post_init__(self) -> None:
-        for key in ("orphan_s", "finished_s", "max_finished", "max_finished_values"):
-            if not getattr(self, key) >= 0:
-                raise ValueError(f"{key} = {getattr(self, key)!r}: zero or a positive number is needed")
+from .leader_config import LeaderConfig
 
 
 class Attachment(NamedTuple):
@@ -98,7 +84,7 @@ class SequenceJournal:
     holds as well, and of finished ones what the config says.
     """
 
-    def __init__(self, config: JournalConfig) -> None:
+    def __init__(self, config: LeaderConfig) -> None:
         self._config = config
         self._entries: dict[int, _Entry] = {}
         self._by_name: dict[tuple[str, str], _Entry] = {}

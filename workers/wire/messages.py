@@ -198,6 +198,7 @@ class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int  # tokens a page
     num_pages: int
     page_bytes: int
+    num_threads: int  # that each worker computes with
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
 
