@@ -9,7 +9,8 @@ from collections.abc import Callable
 from .execution.executor import Executor
 from .plan import StepPlan
 from .scheduling.scheduler import Scheduler
-from .wire.messages import EngineLoad, GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
+from .wire.engine_load import EngineLoad
+from .wire.messages import GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 
 
 class Engine:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from .wire.messages import EngineLoad
+from .wire.engine_load import EngineLoad
 
 
 class StepTimes:
@@ -31,7 +31,10 @@ class StepTimes:
         now = self._clock()
         self._busy_s += now - self._began_at
         # Between two steps the engine may have slept; the loader has not.
-        self._loading_s += self._load.num_coming_adapters * (now - self._ended_at)
-        self._loading_s += (load.num_adapter_loads - self._load.num_adapter_loads) * (now - self._began_at)
-        self._ended_at, self._load = now, load
-        return msgspec.structs.replace(load, busy_s=self._busy_s, loading_s=self._loading_s)
+        before, self._load = self._load, load
+        self._loading_s += before.gauges.num_coming_adapters * (now - self._ended_at)
+        num_loads = load.counters.num_adapter_loads - before.counters.num_adapter_loads
+        self._loading_s += num_loads * (now - self._began_at)
+        self._ended_at = now
+        counters = msgspec.structs.replace(load.counters, busy_s=self._busy_s, loading_s=self._loading_s)
+        return EngineLoad(load.gauges, counters)

@@ -143,7 +143,7 @@ def test_nobody_looks_further_ahead_than_a_batch() -> None:
 @pytest.mark.parametrize(("num_free", "comes"), [(7, True), (6, False)])
 def test_a_page_is_left_for_each_running_sequence(num_free: int, comes: bool) -> None:
     s, _ = full(num_pages=3 + num_free, num_sequences=3)
-    assert s.load().num_free_pages == num_free
+    assert s.load().gauges.num_free_pages == num_free
     s.add(request(10, adapter="a4"), 0)
     assert loads_of(s.schedule()) == (["a4"] if comes else [])
 
@@ -179,15 +179,15 @@ def test_what_is_wanted_soon_goes_after_all_else_that_is_idle() -> None:
     for _ in range(4):
         s.add(asking(0, [5] * 17, max_tokens=1), 0)
         run(s, worker)
-    assert s.load().num_idle_prefix_pages == 4
+    assert s.load().gauges.num_idle_prefix_pages == 4
     s.add(request(1, num_prompt=2, max_tokens=30), 0)
     step(s, worker)
     s.add(request(2, adapter="a6"), 0)
     while s._running[1].num_computed < 26:
         step(s, worker)
     load = s.load()
-    assert (load.num_adapter_evictions, load.num_adapter_loads) == (0, 1)
-    assert load.num_prefix_evictions > 0
+    assert (load.counters.num_adapter_evictions, load.counters.num_adapter_loads) == (0, 1)
+    assert load.counters.num_prefix_evictions > 0
 
 
 def test_a_full_batch_that_grows_does_not_load_again_what_it_pushed_out() -> None:
@@ -198,9 +198,9 @@ def test_a_full_batch_that_grows_does_not_load_again_what_it_pushed_out() -> Non
     num_loads = []
     while len(s._running) == 3:
         step(s, worker)
-        num_loads.append(s.load().num_adapter_loads)
-    assert s.load().num_preemptions == 0
-    assert s.load().num_adapter_evictions > 0
+        num_loads.append(s.load().counters.num_adapter_loads)
+    assert s.load().counters.num_preemptions == 0
+    assert s.load().counters.num_adapter_evictions > 0
     assert max(num_loads) == 3  # each once
     run(s, worker)
 
@@ -231,7 +231,7 @@ def test_older_ones_first_within_bounds_and_none_again_for_nothing(
                 asked.add(i)
         if i >= 40 and not s.has_work():
             break
-        running, num_preemptions = set(s._running), s.load().num_preemptions
+        running, num_preemptions = set(s._running), s.load().counters.num_preemptions
         before = set(s._adapters._entries)
         plan = s.schedule()
         s.check_integrity()
@@ -240,7 +240,8 @@ def test_older_ones_first_within_bounds_and_none_again_for_nothing(
         num_events += not running.issuperset(s._running)
         went = before.intersection(s._memory._soon) - set(s._adapters._entries)  # though somebody looks forward to it
         went_at |= dict.fromkeys(went, num_events)
-        num_events += s.load().num_preemptions > num_preemptions  # who gives way does so when all that is idle has gone
+        # a sequence gives way when all that is idle has gone
+        num_events += s.load().counters.num_preemptions > num_preemptions
         for digest in loads_of(plan):
             assert went_at.get(digest, -1) < num_events, "nobody has made room since it was pushed out"
             newest = next(n for n, sequence in enumerate(s._waiting) if sequence.adapter_digest == digest)
@@ -315,7 +316,7 @@ def test_pages_of_kv_are_there_when_a_place_opens() -> None:
     s, worker = told_before(num_pages=30)
     while not any(update.finish_reason for update in step(s, worker)[1]):
         pass
-    assert s.load().num_pages_in == 7
+    assert s.load().counters.num_pages_in == 7
     plan, _ = step(s, worker)
     (planned,) = plan.sequences
     assert (planned.sequence_id, planned.start) == (5, 28)
@@ -331,14 +332,14 @@ def test_pages_of_kv_do_not_come_into_the_room_that_running_ones_may_need() -> N
 def test_pages_of_kv_that_were_pushed_out_again_come_only_with_a_place() -> None:
     """There would be room: what was asked often is idle, and worth more."""
     s, worker = told_before(num_pages=18, num_often=2)
-    num_evictions = s.load().num_prefix_evictions
+    num_evictions = s.load().counters.num_prefix_evictions
     num_pages_in = []
     while len(s._running) == 2:
         step(s, worker)
-        num_pages_in.append(s.load().num_pages_in)
+        num_pages_in.append(s.load().counters.num_pages_in)
     assert set(num_pages_in) == {7}
-    assert s.load().num_prefix_evictions > num_evictions
-    assert s.load().num_preemptions == 0
+    assert s.load().counters.num_prefix_evictions > num_evictions
+    assert s.load().counters.num_preemptions == 0
     finished = [update.sequence_id for update in run(s, worker) if update.finish_reason]
     assert finished == [5]
 
@@ -347,11 +348,11 @@ def test_pages_of_kv_of_an_older_one_do_not_go_for_a_newer_ones_adapter() -> Non
     """Though what else is idle was asked often, and is worth more."""
     s, worker = told_before(num_pages=20, num_often=2)
     step(s, worker)
-    assert s.load().num_pages_in == 7
+    assert s.load().counters.num_pages_in == 7
     keys = next(iter(s._waiting)).page_keys
     s.add(request(6, adapter="a4"), 0)
     assert loads_of(step(s, worker)[0]) == ["a4"]
-    assert s.load().num_prefix_evictions > 0
+    assert s.load().counters.num_prefix_evictions > 0
     assert len(s._memory.prefixes.find(keys)) == 7
 
 
@@ -372,7 +373,7 @@ def test_the_room_of_one_whose_pages_come_is_not_taken_by_a_newer_one(num_pages:
     assert [planned.sequence_id for planned in plan.sequences] == ([2] if enters else [])
     worker.slow_loads = None
     assert 1 in {update.sequence_id for update in run(s, worker) if update.finish_reason}
-    assert s.load().num_pages_in == 7
+    assert s.load().counters.num_pages_in == 7
 
 
 def test_pages_that_others_follow_on_stay_while_those_come() -> None:
@@ -390,4 +391,4 @@ def test_pages_that_others_follow_on_stay_while_those_come() -> None:
     assert s._memory.make_room(12 - 3 - 4, frozenset())
     worker.slow_loads = None
     run(s, worker)
-    assert s.load().num_cached_tokens == 28
+    assert s.load().counters.num_cached_tokens == 28

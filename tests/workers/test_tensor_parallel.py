@@ -89,7 +89,7 @@ def test_mixed_batch_on_a_small_pool(case: Case, degree: int) -> None:
             rig.submit(i, prompt, adapter, sampling)
         rig.finish()
         rig.assert_idle()
-        assert engine.load().num_adapter_evictions > 0
+        assert engine.load().counters.num_adapter_evictions > 0
     for i, (prompt, adapter) in enumerate(zip(prompts, ADAPTERS, strict=True)):
         told = rig.told[i]
         assert (told.finish_reason, told.error) == ("length", None)
@@ -125,7 +125,7 @@ def test_every_worker_copies_the_pages_that_are_alike_in_part(llama: Case) -> No
     alone.close()
     with gang(llama.config(2, num_pages=30)) as (engine, _):
         assert answers(engine) == expected
-        assert engine.load().num_cached_tokens == 13 + 20  # of both, less than a page is a copy
+        assert engine.load().counters.num_cached_tokens == 13 + 20  # of both, less than a page is a copy
 
 
 def _steps(rig: EngineRig, count: int) -> None:

@@ -15,7 +15,8 @@ import msgspec
 from ..memory.adapter_cache import AdapterState
 from ..memory.paged_memory import PagedMemory
 from ..plan import AdapterLoad, HostAdapters, SampledToken, StepPlan, StepResult
-from ..wire.messages import AdapterRef, EngineLoad, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
+from ..wire.engine_load import EngineCounters, EngineGauges, EngineLoad
+from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 from ..wire.page_keys import PageKey
 from .measured_costs import MeasuredCosts
 from .preemption import choose_victim
@@ -161,7 +162,7 @@ class Scheduler:
 
     def load(self) -> EngineLoad:
         """Counts of this moment and since the start."""
-        return EngineLoad(
+        gauges = EngineGauges(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_waiting_for_adapters=sum(not self._has_adapter(sequence) for sequence in self._waiting),
@@ -173,8 +174,13 @@ class Scheduler:
             num_idle_adapter_pages=self._adapters.num_idle_pages,
             num_prefix_pages=self._memory.prefixes.num_pages,
             num_idle_prefix_pages=self._memory.num_idle_prefix_pages,
+            num_host_pages=self._tiers.num_held("host"),
+            num_disk_pages=self._tiers.num_held("disk"),
+            host_adapter_bytes=self._host_adapters.num_bytes,
             num_resident_adapters=self._adapters.num_resident,
             num_coming_adapters=self._adapters.num_loading,
+        )
+        counters = EngineCounters(
             num_steps=self._step,
             num_computed_tokens=self._num_computed,
             num_generated_tokens=self._num_generated,
@@ -183,15 +189,13 @@ class Scheduler:
             num_adapter_evictions=self._adapters.num_evictions,
             num_cached_tokens=self._prefixes.num_cached_tokens,
             num_prefix_evictions=self._memory.prefixes.num_evictions,
-            num_host_pages=self._tiers.num_held("host"),
-            num_disk_pages=self._tiers.num_held("disk"),
             num_pages_out=self._tiers.num_pages_out,
             num_pages_in=self._tiers.num_pages_in,
             num_move_failures=self._tiers.num_failures,
-            host_adapter_bytes=self._host_adapters.num_bytes,
             num_adapter_reads=self._host_adapters.num_reads,
             num_loaded_pages=self._adapters.num_loaded_pages,
         )
+        return EngineLoad(gauges, counters)
 
     def take_residency_changes(self) -> ResidencyChange:
         """Adapters and full pages that came into the pool, or began to, and those that went since the last call."""

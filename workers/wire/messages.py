@@ -10,11 +10,7 @@ from typing import Literal
 
 import msgspec
 
-# The gRPC method, bytes both ways: `ToLeader` in, `FromLeader` out. Metadata carries the cluster's secret token.
-STREAM_SERVICE = "motet.Leader"
-STREAM_METHOD = "Stream"
-TOKEN_KEY = "motet-token"
-MAX_MESSAGE_BYTES = 64 << 20
+from .engine_load import EngineLoad
 
 FinishReason = Literal["stop", "length"]
 # A leader says "gang_lost" of a sequence when its engine has failed, and "handed_over" when it leaves before the
@@ -58,7 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to grow. `sequence_id` is chosen by the sender and unique among its unfinished sequences.
+    """One sequence to grow.
 
     `generated_token_ids` came from another gang already: the sequence goes on after them as if they had been generated
     here, and only what is new comes in updates. With the same seed, or greedily, it goes on as it would have there.
@@ -70,7 +66,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     Times are what is left of them: clocks of two machines have nothing to do with each other.
     """
 
-    sequence_id: int
+    sequence_id: int = 0  # the sender's choice, unique among its unfinished sequences; a router's connection sets it
     prompt_token_ids: list[int]
     sampling: SamplingParams
     tenant: str
@@ -128,42 +124,6 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True):
     error: SequenceError | None = None
     num_cached_tokens: int | None = None  # of its prompt, that were not computed; with its first token, else None
     computing_s: float | None = None  # since a step was first planned for it, to its first token; with that, else None
-
-
-class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a gang after a step."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_waiting_for_adapters: int = 0  # of those that wait: their adapter is not there yet
-    oldest_waiting_s: float = 0.0  # for how long the oldest sequence without a token has waited for its first one
-    num_queued_tokens: int = 0  # still to compute of all running and waiting sequences, as far as they have grown
-    num_pages: int = 0
-    num_free_pages: int = 0
-    num_adapter_pages: int = 0
-    num_idle_adapter_pages: int = 0  # of them, those of adapters that no running sequence uses
-    num_prefix_pages: int = 0  # full pages of KV that are kept for whoever begins alike
-    num_idle_prefix_pages: int = 0  # of them, those that no running sequence holds
-    num_host_pages: int = 0  # of KV, in host memory
-    num_disk_pages: int = 0  # of KV, on disk
-    host_adapter_bytes: int = 0  # of packed adapters in host memory, of the gang's first worker
-    num_resident_adapters: int = 0
-    num_coming_adapters: int = 0  # being copied into the pool
-    num_steps: int = 0
-    num_computed_tokens: int = 0  # counters since the engine's start, from here on
-    num_generated_tokens: int = 0
-    num_preemptions: int = 0
-    num_adapter_loads: int = 0
-    num_adapter_evictions: int = 0
-    num_cached_tokens: int = 0  # that were not computed, because their KV was there
-    num_prefix_evictions: int = 0  # pages
-    num_pages_out: int = 0  # of KV that were copied from the pool to the tier behind it
-    num_pages_in: int = 0  # and back
-    num_move_failures: int = 0  # copies between tiers that came to nothing
-    num_adapter_reads: int = 0  # of loads, those from the store: host memory had the adapter not
-    num_loaded_pages: int = 0  # of adapters whose copy ended well
-    busy_s: float = 0.0  # inside steps
-    loading_s: float = 0.0  # until adapters were there, summed over them
 
 
 class ResidencyChange(msgspec.Struct, frozen=True):
