@@ -87,9 +87,9 @@ class Engine:
         """The last step found nothing to compute: its sequences wait for adapters or pages that are still coming."""
         return self._is_stalled
 
-    def on_load_end(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from another thread, whenever a copy that a step may wait for has ended or failed."""
-        self.executor.on_load_end(wake)
+    def wake_on_copy_end(self, wake: Callable[[], None]) -> None:
+        """From now on `wake` is called, from another thread, whenever a copy has ended or failed."""
+        self.executor.wake_on_copy_end(wake)
 
     def load(self) -> EngineLoad:
         return self._scheduler.load()
@@ -99,7 +99,7 @@ class Engine:
         return self._scheduler.take_residency_changes()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a page leaked or is in two hands."""
+        """Raises AssertionError if a page leaked or its holders are miscounted."""
         self._scheduler.check_integrity()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The thread that steps an engine, and the thread-safe way in."""
+"""The thread that steps an engine, and the thread-safe way to reach it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EngineLoop:
         self._engine = engine
         self._wake = threading.Condition()
         self._inbox: deque[_Message] = deque()
-        self._loads_ended = 0
+        self._copies_ended = 0
         self._stopping = False
         self._failure: SequenceError | None = None
         self._progress_at = time.monotonic()
@@ -44,7 +44,7 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._times = StepTimes()
         self._on_step: OnStep = lambda updates, load, residency: None
-        engine.on_load_end(self._load_ended)
+        engine.wake_on_copy_end(self._copy_ended)
 
     @property
     def info(self) -> GangInfo:
@@ -88,9 +88,9 @@ class EngineLoop:
             self._inbox.append(message)
             self._wake.notify()
 
-    def _load_ended(self) -> None:
+    def _copy_ended(self) -> None:
         with self._wake:
-            self._loads_ended += 1
+            self._copies_ended += 1
             self._wake.notify()
 
     def _run(self) -> None:
@@ -125,7 +125,7 @@ class EngineLoop:
         with self._wake:
             # A step without work is a heartbeat: it finds a worker that died or hangs while nobody asked for anything.
             self._wake.wait_for(self._is_due, timeout=_HEARTBEAT_S)
-            self._loads_ended = 0
+            self._copies_ended = 0
             messages = tuple(self._inbox)
             self._inbox.clear()
             stopping = self._stopping
@@ -146,6 +146,6 @@ class EngineLoop:
                 self._engine.give_up_waiting(sequence_id, error)
 
     def _is_due(self) -> bool:
-        if self._stopping or self._inbox or self._loads_ended:
+        if self._stopping or self._inbox or self._copies_ended:
             return True
         return self._engine.has_work() and not self._engine.waits

@@ -1,4 +1,4 @@
-"""Where a gang's time goes: routers estimate from it what a queue and a cold load cost a sequence there."""
+"""How long a gang computes and loads: routers estimate from it what a queue and a load cost a sequence there."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .wire.engine_load import EngineLoad
 class StepTimes:
     """Seconds inside steps, and seconds that adapters took to come, since the engine's start.
 
-    An adapter counts from the begin of the step that asked for it to the end of the step that noticed it, as it does
-    for the sequences that wait for it, and several that come at once count each.
+    An adapter counts from the begin of the step that asked for it to the end of the step that noticed it, which is as
+    long as its sequences wait for it. Several that come at once count each.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -59,9 +59,9 @@ def test_a_cancel_frees_the_pages_within_two_steps(stock: Stock) -> None:
 def test_steps_go_on_while_an_adapter_is_coming(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
     let_go, get = threading.Event(), HostAdapterCache.get
 
-    def slow(tier: HostAdapterCache, digest: str) -> torch.Tensor:
+    def slow(cache: HostAdapterCache, digest: str) -> torch.Tensor:
         assert let_go.wait(30)
-        return get(tier, digest)
+        return get(cache, digest)
 
     monkeypatch.setattr(HostAdapterCache, "get", slow)
     name = next(iter(stock.refs))

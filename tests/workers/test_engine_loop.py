@@ -30,7 +30,7 @@ class CountingEngine:
         self.wake: Callable[[], None] = lambda: None
         self.stepped = threading.Event()
 
-    def on_load_end(self, wake: Callable[[], None]) -> None:
+    def wake_on_copy_end(self, wake: Callable[[], None]) -> None:
         self.wake = wake
 
     def submit(self, request: SequenceRequest) -> None:

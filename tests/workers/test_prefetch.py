@@ -13,7 +13,7 @@ from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
 from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.plan import StepPlan
-from motet.workers.scheduling.prefetch_policy import MAX_LOADS_UNDER_WAY, Waiter, choose_prefetch
+from motet.workers.scheduling.prefetch_policy import MAX_LOADS_UNDER_WAY, WaitingNeeds, choose_prefetch
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.sequence import Sequence
 from motet.workers.scheduling.tier_traffic import TierSizes
@@ -21,9 +21,9 @@ from motet.workers.wire.messages import SequenceUpdate
 
 # Where an adapter is and its size follow from its digest, as they do when a scheduler asks.
 _ADAPTERS = {"a": (True, 5), "b": (True, 2), "c": (True, 1), "d": (False, 3), "e": (False, 0)}
-_WAITERS = st.lists(
+_WAITING = st.lists(
     st.builds(
-        lambda adapter, num_kv: Waiter(adapter, *_ADAPTERS.get(adapter, (False, 0)), num_kv),
+        lambda adapter, num_kv: WaitingNeeds(adapter, *_ADAPTERS.get(adapter, (False, 0)), num_kv),
         st.sampled_from([None, *_ADAPTERS]),
         st.integers(0, 6),
     ),
@@ -31,39 +31,41 @@ _WAITERS = st.lists(
 )
 
 
-def claims(waiters: list[Waiter]) -> int:
+def claims(waiting: list[WaitingNeeds]) -> int:
     """Pages that all of them need to run together."""
-    adapters = {waiter.adapter: waiter.num_adapter_pages for waiter in waiters if waiter.adapter is not None}
-    return sum(adapters.values()) + sum(waiter.num_kv_pages for waiter in waiters)
+    adapters = {needs.adapter: needs.num_adapter_pages for needs in waiting if needs.adapter is not None}
+    return sum(adapters.values()) + sum(needs.num_kv_pages for needs in waiting)
 
 
-@given(_WAITERS, st.integers(-3, 40), st.integers(0, 4))
-def test_what_comes_is_the_oldest_that_there_is_room_for(waiters: list[Waiter], num_pages: int, num_loads: int) -> None:
-    chosen = choose_prefetch(waiters, num_pages, num_loads)
-    fit = [n for n in range(1, len(waiters) + 1) if claims(waiters[:n]) <= num_pages]
+@given(_WAITING, st.integers(-3, 40), st.integers(0, 4))
+def test_what_comes_is_the_oldest_that_there_is_room_for(
+    waiting: list[WaitingNeeds], num_pages: int, num_loads: int
+) -> None:
+    chosen = choose_prefetch(waiting, num_pages, num_loads)
+    fit = [n for n in range(1, len(waiting) + 1) if claims(waiting[:n]) <= num_pages]
     assert chosen.num_with_room == max(fit, default=0)
-    reached = waiters[: chosen.num_with_room]
-    if chosen.num_with_room < len(waiters):  # the adapter of the next one may fit alone
-        following = waiters[chosen.num_with_room]
-        if claims([*reached, Waiter(following.adapter, True, following.num_adapter_pages, 0)]) <= num_pages:
+    reached = waiting[: chosen.num_with_room]
+    if chosen.num_with_room < len(waiting):  # the adapter of the next one may fit alone
+        following = waiting[chosen.num_with_room]
+        if claims([*reached, WaitingNeeds(following.adapter, True, following.num_adapter_pages, 0)]) <= num_pages:
             reached = [*reached, following]
-    absent = dict.fromkeys(waiter.adapter for waiter in reached if waiter.is_absent)
+    absent = dict.fromkeys(needs.adapter for needs in reached if needs.is_absent)
     assert chosen.adapters == tuple(absent)[:num_loads]
 
 
-@given(_WAITERS, _WAITERS, st.integers(0, 40), st.integers(0, 4))
+@given(_WAITING, _WAITING, st.integers(0, 40), st.integers(0, 4))
 def test_newer_ones_change_nothing_for_older_ones(
-    waiters: list[Waiter], newer: list[Waiter], num_pages: int, num_loads: int
+    waiting: list[WaitingNeeds], newer: list[WaitingNeeds], num_pages: int, num_loads: int
 ) -> None:
-    alone = choose_prefetch(waiters, num_pages, num_loads)
-    together = choose_prefetch([*waiters, *newer], num_pages, num_loads)
+    alone = choose_prefetch(waiting, num_pages, num_loads)
+    together = choose_prefetch([*waiting, *newer], num_pages, num_loads)
     assert together.adapters[: len(alone.adapters)] == alone.adapters
     assert together.num_with_room >= alone.num_with_room
 
 
-@given(_WAITERS, st.integers(0, 40), st.integers(0, 4))
-def test_more_room_never_brings_less(waiters: list[Waiter], num_pages: int, num_loads: int) -> None:
-    less, more = (choose_prefetch(waiters, n, num_loads) for n in (num_pages, num_pages + 1))
+@given(_WAITING, st.integers(0, 40), st.integers(0, 4))
+def test_more_room_never_brings_less(waiting: list[WaitingNeeds], num_pages: int, num_loads: int) -> None:
+    less, more = (choose_prefetch(waiting, n, num_loads) for n in (num_pages, num_pages + 1))
     assert more.adapters[: len(less.adapters)] == less.adapters
     assert more.num_with_room >= less.num_with_room
 

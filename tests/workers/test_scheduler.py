@@ -104,7 +104,7 @@ def test_random_workload_ends_with_every_page_accounted_for(
         assert load.gauges.num_queued_tokens >= load.gauges.num_running + load.gauges.num_waiting
     worker.check_residence(s)
     assert not engine.has_work()
-    assert not s._under_way
+    assert not s._uncommitted
     assert s.load().gauges.num_queued_tokens == 0
     assert finished | failed >= set(expected)
     for sequence_id, num_tokens in expected.items():

@@ -140,7 +140,7 @@ def test_a_killed_worker_is_noticed(llama: Case, rank: int) -> None:
         rig.submit(0, [1, 2, 3], None, SamplingParams(max_tokens=200, ignore_eos=True))
         rig.step()
         woken: list[float] = []
-        engine.on_load_end(lambda: woken.append(time.monotonic()))
+        engine.wake_on_copy_end(lambda: woken.append(time.monotonic()))
         processes[rank].kill()
         processes[rank].join()
         with pytest.raises(WorkerLostError, match="worker"):

@@ -50,7 +50,7 @@ class FrameServer:
         journal: JournalConfig | None = None,
         bounds: QueueBounds | None = None,
     ) -> None:
-        """`bounds`: of what waits; what comes beyond is refused at once, unless it had begun elsewhere."""
+        """`bounds`: of the sequences that wait; more are refused at once, unless they had begun elsewhere."""
         self._engine = engine
         self._info = info
         self._token = token.encode()
@@ -139,9 +139,8 @@ class FrameServer:
             stream.tell_orphans(keys)
 
     async def _beat_forever(self) -> None:
-        """Tells quiet routers the load, which they choose a gang by, and all of them when the engine has died.
-
-        Forgets what nobody has asked for in time.
+        """Four times a second: tells the load to routers that hear no tokens, since they choose a gang by it; ends all
+        streams if the engine has died; and forgets orphans that no router has asked for in time.
         """
         while True:
             await asyncio.sleep(_BEAT_S)
@@ -192,7 +191,7 @@ class FrameServer:
         try:
             async for data in requests:
                 if stream.is_ending:
-                    continue  # what crossed it: the router sends it elsewhere
+                    continue  # it crossed the farewell: the router sends it elsewhere
                 for message in self._decoder.decode(data).messages:
                     if isinstance(message, Cancel):
                         self._sequences.cancel(stream, message.sequence_id)

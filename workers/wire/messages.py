@@ -56,14 +56,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to grow.
 
-    `generated_token_ids` came from another gang already: the sequence goes on after them as if they had been generated
-    here, and only what is new comes in updates. With the same seed, or greedily, it goes on as it would have there.
+    `generated_token_ids` came from another gang: the sequence goes on after them as if they had been generated here,
+    and only new tokens come in updates. With the same seed, or greedily, it goes on as it would have gone on there.
 
-    A sequence with a `key` survives the stream that it was submitted on: for a while it goes on as an orphan, and a
-    request of the same tenant with the same key, adapter, prompt and sampling is answered with what it has and will
-    have (`sequence_journal.py`).
+    A sequence with a `key` survives the stream that it was submitted on: it goes on as an orphan for a while, and a
+    request of the same tenant with the same key, adapter, prompt and sampling is answered with the tokens that it has
+    and will have (`sequence_journal.py`).
 
-    Times are what is left of them: clocks of two machines have nothing to do with each other.
+    Times are told as seconds that are left, since the clocks of two machines differ.
     """
 
     sequence_id: int = 0  # the sender's choice, unique among its unfinished sequences; a router's connection sets it
@@ -73,10 +73,10 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: AdapterRef | None = None  # None: the base
     generated_token_ids: list[int] = []
     cache_salt: str = ""  # sequences of one tenant share KV only if this is the same
-    key: str = ""  # names it among its tenant's sequences, on all gangs; empty: nobody will ask for it again
-    has_begun: bool = False  # somebody has had tokens of it: never refused for want of room
+    key: str = ""  # names it among its tenant's sequences, on all gangs; empty: it cannot be asked for again
+    has_begun: bool = False  # a client has had tokens of it: it is never refused for want of room
     wait_s: float | None = None  # it is given up if it still waits after so long; None: it waits as long as it takes
-    timeout_s: float | None = None  # it is given up, wherever it is, after so long; None: never
+    timeout_s: float | None = None  # it is given up, waiting or running, after so long; None: never
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -90,7 +90,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
 
 class ToLeader(msgspec.Struct, frozen=True):
-    """What a router sends: everything it had to say since its last message."""
+    """What a router sends: all messages since the last time it sent any."""
 
     messages: list[Submit | Cancel]
 
@@ -122,15 +122,15 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] | None = None  # one for each of token_ids, if asked for
     finish_reason: FinishReason | None = None
     error: SequenceError | None = None
-    num_cached_tokens: int | None = None  # of its prompt, that were not computed; with its first token, else None
+    num_cached_tokens: int | None = None  # tokens of its prompt that were not computed; with its first token, else None
     computing_s: float | None = None  # since a step was first planned for it, to its first token; with that, else None
 
 
 class ResidencyChange(msgspec.Struct, frozen=True):
     """Adapters, by digest, that came into a gang's pool or began to, and those that went, since the last change.
 
-    What came and went again in between is told as gone, so a digest told as gone need not be known. The same for full
-    pages of KV, by `short_key` of `page_keys.py`.
+    One that came and went in between is told as gone, so a digest that is told as gone need not be known. The same for
+    full pages of KV, by `short_key` of `page_keys.py`.
     """
 
     came: list[str] = []
@@ -140,7 +140,7 @@ class ResidencyChange(msgspec.Struct, frozen=True):
 
 
 class OrphanChange(msgspec.Struct, frozen=True):
-    """Keys of sequences that a gang has begun to hold for any router that asks, and of those that it no longer does."""
+    """Keys of orphans: sequences that a gang has begun to keep for any router that asks, or keeps no longer."""
 
     came: list[str] = []
     went: list[str] = []
@@ -153,7 +153,7 @@ class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # folder or hub id that the gang serves
     device: str
     dtype: str
-    kernels: str  # whose each operation is, for a person
+    kernels: str  # which kernels compute each operation, for people to read
     max_model_len: int  # tokens, prompt and completion together
     block_size: int  # tokens a page
     num_pages: int
@@ -166,7 +166,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     info: GangInfo
     resident: list[str] = []  # digests of adapters that are in the pool or on their way into it
     resident_pages: list[int] = []  # short keys of the full pages of KV that are kept
-    orphans: list[str] = []  # keys of the sequences that it holds for whoever asks
+    orphans: list[str] = []  # keys of sequences that it keeps for any router that asks
 
 
 class Frame(msgspec.Struct, frozen=True, tag="frame"):
