@@ -59,7 +59,7 @@ class Clients:
 
     def run(self, jobs: Sequence[Job], arrivals_s: Sequence[float]) -> Round:
         """`arrivals_s`: ascending, from the start. Raises RuntimeError if a request fails."""
-        loads_before = self._engine.load().num_adapter_loads
+        loads_before = self._engine.load().counters.num_adapter_loads
         arrived: dict[int, float] = {}  # of those without a token yet
         open_ids: set[int] = set()
         first_token_s: list[float] = []
@@ -91,7 +91,7 @@ class Clients:
             self._engine.cancel(sequence_id)
         while self._engine.has_work():
             self._engine.step()
-        num_loads = self._engine.load().num_adapter_loads - loads_before
+        num_loads = self._engine.load().counters.num_adapter_loads - loads_before
         return Round(num_finished / wall_s, num_tokens / wall_s, num_tokens / cpu_s, sorted(first_token_s), num_loads)
 
     def _submit(self, job: Job) -> None:

@@ -64,11 +64,11 @@ class Bench:
         """One window. It begins with new streams, so that the context is the same in all; `kind`: of the requests."""
         engine, window = self._engine, Window()
         streams = {self._submit(self._adapters[i], 32, 4096): 0.0 for i in range(NUM_STREAMS)}
-        while engine.load().num_running < NUM_STREAMS:
+        while engine.load().gauges.num_running < NUM_STREAMS:
             engine.step()
         for _ in range(3):
             engine.step()
-        loads_before, steps_before = engine.load().num_adapter_loads, engine.load().num_steps
+        loads_before, steps_before = engine.load().counters.num_adapter_loads, engine.load().counters.num_steps
         asked: dict[int, float] = {}
         started, cpu_started = time.perf_counter(), worker_cpu_s()
         next_at = started + self._rng.expovariate(self._rate)
@@ -90,8 +90,8 @@ class Bench:
                 streams[update.sequence_id] = now
         window.wall_s = time.perf_counter() - started
         load = engine.load()
-        window.step_cpu_s = (worker_cpu_s() - cpu_started) / (load.num_steps - steps_before)
-        window.num_loads = load.num_adapter_loads - loads_before
+        window.step_cpu_s = (worker_cpu_s() - cpu_started) / (load.counters.num_steps - steps_before)
+        window.num_loads = load.counters.num_adapter_loads - loads_before
         for sequence_id in (*streams, *asked):
             engine.cancel(sequence_id)
         while engine.has_work():

@@ -12,33 +12,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ..workers.wire.messages import EngineLoad, RefusalReason, SequenceError
+from ..workers.wire.engine_load import EngineLoad
+from ..workers.wire.messages import RefusalReason, SequenceError
 from .fleet.leader_connection import FaultKind
 from .histogram import Histogram
 
 FIRST_TOKEN_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 QUEUE_WAIT_BOUNDS_S = (0.001, *FIRST_TOKEN_BOUNDS_S, 120.0, 300.0, 600.0)  # up to the start of a gang on a new machine
 INTER_TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-# Fields of EngineLoad that only grow.
-_ENGINE_COUNTERS = frozenset(
-    {
-        "num_steps",
-        "num_computed_tokens",
-        "num_generated_tokens",
-        "num_preemptions",
-        "num_adapter_loads",
-        "num_adapter_evictions",
-        "num_adapter_reads",
-        "num_cached_tokens",
-        "num_prefix_evictions",
-        "num_pages_out",
-        "num_pages_in",
-        "num_move_failures",
-        "num_loaded_pages",
-        "busy_s",
-        "loading_s",
-    }
-)
 
 
 class Metrics:
@@ -142,9 +123,11 @@ class _Families(Collector):
 
 
 def _engine_families(load: EngineLoad) -> Iterator[Metric]:
-    for field, value in msgspec.structs.asdict(load).items():
-        name = f"motet_engine_{field.removeprefix('num_')}"
-        if field in _ENGINE_COUNTERS:
-            yield CounterMetricFamily(name, f"Engine counter {field}.", value)
-        else:
-            yield GaugeMetricFamily(name, f"Engine state {field}.", value)
+    for field, value in msgspec.structs.asdict(load.gauges).items():
+        yield GaugeMetricFamily(_name(field), f"Engine state {field}.", value)
+    for field, value in msgspec.structs.asdict(load.counters).items():
+        yield CounterMetricFamily(_name(field), f"Engine counter {field}.", value)
+
+
+def _name(field: str) -> str:
+    return f"motet_engine_{field.removeprefix('num_')}"

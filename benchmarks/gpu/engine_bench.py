@@ -27,7 +27,7 @@ from motet.workers.models.decoder import load_decoder
 from motet.workers.models.rotary import rotary_tables
 from motet.workers.models.sharding import ModelSharding
 from motet.workers.parallel import Alone
-from motet.workers.scheduling.request_limits import Limits
+from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.wire.messages import AdapterRef, GangInfo, SamplingParams, SequenceRequest, SequenceUpdate
 
@@ -139,7 +139,7 @@ class Bench:
         loader = AdapterLoader(host, pool, kernels)
         mover = PageMover({}, machine.device)  # KV stays where it is
         executor = LocalExecutor(self.runner, loader, mover, kernels.choice, machine.device)
-        limits = Limits(model.max_model_len, model.vocab_size, BLOCK, geometry.num_pages, 2048, size.num_sequences)
+        limits = GangLimits(model.max_model_len, model.vocab_size, BLOCK, geometry.num_pages, 2048, size.num_sequences)
         scheduler = Scheduler(
             limits,
             frozenset(),

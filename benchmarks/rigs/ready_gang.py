@@ -14,8 +14,8 @@ from motet.cluster.replicas.gang_directory import ADDRESS
 from motet.cluster.settings.settings import Settings
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.leader.leader_config import LeaderConfig
+from motet.workers.wire.engine_load import EngineGauges, EngineLoad
 from motet.workers.wire.messages import (
-    EngineLoad,
     GangInfo,
     ResidencyChange,
     SequenceError,
@@ -75,7 +75,7 @@ class ReadyEngine:
                 pace = max(request.sampling.seed or 1 for request, _ in self._running.values())
                 updates = [self._advance(*entry) for entry in list(self._running.values())]
                 num_running = len(self._running)
-            on_step(updates, EngineLoad(num_running=num_running), ResidencyChange())
+            on_step(updates, EngineLoad(EngineGauges(num_running=num_running)), ResidencyChange())
             next_step_at = max(next_step_at + 1 / pace, time.monotonic() - 1 / pace)
             time.sleep(max(0.0, next_step_at - time.monotonic()))
 

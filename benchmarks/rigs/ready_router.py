@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from fastapi import FastAPI
 
 from motet.cluster.config import part_config
@@ -18,11 +19,9 @@ from motet.router.fleet.admission import AdmissionConfig, TimeLimit
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
+from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import (
-    AdapterRef,
-    EngineLoad,
     GangInfo,
-    SamplingParams,
     SequenceRequest,
     SequenceUpdate,
 )
@@ -66,22 +65,10 @@ class HandleDispatcher:
         self._last_id = 0
 
     def submit(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        tenant: str,
-        adapter: AdapterRef | None,
-        *,
-        key: str = "",
-        is_resumed: bool = False,
-        cache_salt: str = "",
-        limit: TimeLimit | None = None,
+        self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None
     ) -> HandleStream:
         self._last_id += 1
-        request = SequenceRequest(
-            sequence_id=self._last_id, prompt_token_ids=prompt_token_ids, sampling=sampling, tenant=tenant
-        )
-        return HandleStream(self._stream.remote(request))
+        return HandleStream(self._stream.remote(msgspec.structs.replace(request, sequence_id=self._last_id)))
 
     def gang(self) -> GangInfo:
         return self._info

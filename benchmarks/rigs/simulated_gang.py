@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from motet.router.fleet.affinity import RoutingRequest
 from motet.workers.step_times import StepTimes
-from motet.workers.wire.messages import EngineLoad, Frame, ResidencyChange
+from motet.workers.wire.engine_load import EngineCounters, EngineGauges, EngineLoad
+from motet.workers.wire.messages import Frame, ResidencyChange
 
 MAX_LOADS_UNDER_WAY = 8
 
@@ -140,19 +141,22 @@ class SimulatedGang:
 
     def _load(self, now: float) -> EngineLoad:
         queued = sum(job.num_left for job in self._prefilling) + sum(job.num_left for job in self._waiting)
-        return EngineLoad(
+        gauges = EngineGauges(
             num_running=self._num_decoding + len(self._prefilling),
             num_waiting=len(self._waiting),
             num_waiting_for_adapters=sum(not self._is_ready(job.digest, now) for job in self._waiting),
             num_queued_tokens=queued + self._num_decoding,
+            num_coming_adapters=len(self._coming),
+        )
+        counters = EngineCounters(
             num_computed_tokens=self._num_computed,
             num_generated_tokens=self._num_generated,
             num_steps=self._num_steps,
-            num_coming_adapters=len(self._coming),
             num_adapter_loads=self._num_loads,
             num_adapter_evictions=self._num_evictions,
             num_loaded_pages=self._num_loaded_pages,
         )
+        return EngineLoad(gauges, counters)
 
     def _admit(self, now: float, budget: int) -> None:
         wanted: set[str] = set()

@@ -101,9 +101,9 @@ class GenerationResponse:
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self._generation
         deltas: list[list[Delta]] = [[] for _ in generation.choices]
-        async with aclosing(generation.updates()) as updates:
-            async for index, update in updates:
-                deltas[index].append(generation.take(index, update))
+        async with aclosing(generation.deltas()) as arriving:
+            async for index, delta in arriving:
+                deltas[index].append(delta)
         answer = self._shape.whole([joined(deltas[index]) for index in generation.answers()], generation.usage())
         response = Response(_encode(answer), media_type="application/json")
         self.status_code = response.status_code
@@ -112,11 +112,10 @@ class GenerationResponse:
 
     async def _send_events(self, send: Send, style: StreamStyle) -> None:
         generation, shape = self._generation, self._shape
-        async with aclosing(generation.updates()) as updates:
-            async for index, update in updates:
+        async with aclosing(generation.deltas()) as arriving:
+            async for index, delta in arriving:
                 if not self._has_started and style.position is not None and style.position.has_usage:
                     raise wrong_position("it tells of the answer's end, and the answer goes on.")
-                delta = generation.take(index, update)
                 usage = self._chunk_usage(style)
                 opening = b"" if self._has_started else await self._start_events(send, usage, style)
                 if not delta.is_empty:

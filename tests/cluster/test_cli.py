@@ -5,15 +5,14 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
 from motet.cluster.byte_size import format_byte_size, parse_byte_size
 from motet.cluster.commands.cli import main
 from motet.cluster.commands.status import status_lines
+from motet.tests.rigs.engine_loads import engine_load
 from motet.tests.rigs.fake_motet import BASE, KEY, FakeMotet, running_fake
-from motet.workers.wire.messages import EngineLoad
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +106,7 @@ def test_status_lines_show_sections_and_lists() -> None:
 
 
 def test_a_load_is_told_in_words_since_the_start_and_by_the_second() -> None:
-    load = EngineLoad(
+    load = engine_load(
         num_running=12,
         num_waiting=3,
         num_waiting_for_adapters=1,
@@ -131,8 +130,10 @@ def test_a_load_is_told_in_words_since_the_start_and_by_the_second() -> None:
         num_prefix_evictions=7,
         num_preemptions=2,
     )
-    earlier = msgspec.structs.replace(load, num_pages_out=10, num_generated_tokens=490, num_prefix_evictions=70)
-    now, before = ({"gangs": [{"gang_id": "a", "load": msgspec.to_builtins(one)}]} for one in (load, earlier))
+    earlier = engine_load(
+        **load.flat() | {"num_pages_out": 10, "num_generated_tokens": 490, "num_prefix_evictions": 70}
+    )
+    now, before = ({"gangs": [{"gang_id": "a", "load": one.flat()}]} for one in (load, earlier))
     since_the_start = list(status_lines(now))
     assert since_the_start == [
         "gangs 1 of 1",
@@ -152,7 +153,7 @@ def test_a_load_is_told_in_words_since_the_start_and_by_the_second() -> None:
     by_the_second = list(status_lines(now, before=before, seconds=2.0))
     assert "    tokens a second: 5.0 generated, 0.0 computed" in by_the_second
     assert "    copies a second: 15.0 pages of KV out, 0.0 in, 0.0 of adapters in; 0.0 failed" in by_the_second
-    another = {"gangs": [{"gang_id": "b", "load": msgspec.to_builtins(earlier)}]}
+    another = {"gangs": [{"gang_id": "b", "load": earlier.flat()}]}
     assert list(status_lines(now, before=another, seconds=2.0)) == since_the_start
 
 

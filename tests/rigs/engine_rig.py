@@ -149,9 +149,9 @@ class EngineRig:
 
     def assert_idle(self) -> None:
         """All pages are free again but those of adapters and prefixes kept for the next request."""
-        load = self.engine.load()
-        assert (load.num_running, load.num_waiting) == (0, 0)
-        assert load.num_free_pages + load.num_adapter_pages + load.num_idle_prefix_pages == load.num_pages
+        now = self.engine.load().gauges
+        assert (now.num_running, now.num_waiting) == (0, 0)
+        assert now.num_free_pages + now.num_adapter_pages + now.num_idle_prefix_pages == now.num_pages
 
     def prefer_copies(self) -> None:
         """From now on pages are always copied back rather than computed, however fast this tiny model computes."""

@@ -9,9 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from motet.tests.rigs.engine_loads import engine_load
+from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import (
     AdapterRef,
-    EngineLoad,
     GangInfo,
     ResidencyChange,
     SequenceError,
@@ -143,7 +144,7 @@ class StandInEngine:
             if updates or num_running or given_up:
                 num_running = len(updates)
                 self._num_steps += 1
-                load = EngineLoad(
+                load = engine_load(
                     num_running=num_running,
                     num_waiting=len(waiting),
                     num_queued_tokens=num_queued_tokens,

@@ -11,7 +11,7 @@ from motet.router.generation.beam_streams import BeamRun
 from motet.tests.rigs.part_configs import admission_config, leader_config
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.wire.messages import SequenceRequest, SequenceUpdate, TokenLogprobs
+from motet.workers.wire.messages import SamplingParams, SequenceRequest, SequenceUpdate, TokenLogprobs
 
 TOKEN = "a secret"
 PROMPT = [7, 8, 9]
@@ -32,7 +32,8 @@ class RankingEngine(StandInEngine):
 
 
 async def found(dispatcher: FleetDispatcher) -> list[list[int]]:
-    run = BeamRun(dispatcher, PROMPT, RULES, "acme", None, "", lambda _: False, lambda _: None)
+    request = SequenceRequest(prompt_token_ids=PROMPT, sampling=SamplingParams(), tenant="acme")
+    run = BeamRun(dispatcher, request, RULES, lambda _: False, lambda _: None)
     updates = []
     async with asyncio.timeout(30):
         for stream in run.streams():

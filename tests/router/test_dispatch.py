@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from motet.router.fleet.dispatch import FleetDispatcher, SequenceStream
-from motet.router.fleet.leader_connection import MAX_REQUEST_BYTES
 from motet.router.fleet.open_sequence import OpenSequence
+from motet.router.fleet.outbox import MAX_REQUEST_BYTES
 from motet.tests.rigs.part_configs import admission_config, leader_config
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.leader.frame_server import FrameServer
@@ -47,7 +47,9 @@ async def dispatcher() -> AsyncIterator[FleetDispatcher]:
 
 
 def submit(dispatcher: FleetDispatcher, last_token: int, max_tokens: int | None) -> OpenSequence:
-    return dispatcher.submit([1, last_token], SamplingParams(max_tokens=max_tokens), "acme", None)
+    return dispatcher.submit(
+        SequenceRequest(prompt_token_ids=[1, last_token], sampling=SamplingParams(max_tokens=max_tokens), tenant="acme")
+    )
 
 
 async def read(stream: SequenceStream) -> tuple[list[int], SequenceUpdate]:
@@ -87,10 +89,10 @@ async def test_facts_and_load_of_no_one_and_two_gangs(dispatcher: FleetDispatche
 
     def num_running() -> int:
         load = dispatcher.load()
-        return 0 if load is None else load.num_running
+        return 0 if load is None else load.gauges.num_running
 
     await eventually(lambda: num_running() == 4)
-    assert [load.num_running for _, load in dispatcher.gangs()] == [2, 2]
+    assert [load.gauges.num_running for _, load in dispatcher.gangs()] == [2, 2]
     for stream in streams:
         stream.cancel()
     await eventually(lambda: num_running() == 0)
@@ -213,7 +215,9 @@ async def test_a_request_that_is_too_large_fails_alone(
         prompt, bias = [2**31] * (MAX_REQUEST_BYTES // 5 + 1), {}
     else:
         prompt, bias = [1], dict.fromkeys(range(70_000, 70_000 + MAX_REQUEST_BYTES // 14), 1.5)
-    too_large = dispatcher.submit(prompt, SamplingParams(max_tokens=1, logit_bias=bias), "acme", None)
+    too_large = dispatcher.submit(
+        SequenceRequest(prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=1, logit_bias=bias), tenant="acme")
+    )
     after = submit(dispatcher, 5, 2)
     _, last = await read(too_large)
     assert last.error is not None
@@ -237,7 +241,9 @@ async def test_requests_that_are_too_much_for_one_message_go_out_in_several(
     await read(submit(dispatcher, 0, 1))
     bias = dict.fromkeys(range(70_000, 70_000 + MAX_REQUEST_BYTES // 4 // 14), 1.5)
     sampling = SamplingParams(max_tokens=2, logit_bias=bias)
-    streams = [dispatcher.submit([5], sampling, "acme", None) for _ in range(12)]
+    streams = [
+        dispatcher.submit(SequenceRequest(prompt_token_ids=[5], sampling=sampling, tenant="acme")) for _ in range(12)
+    ]
     for stream in streams:
         assert (await read(stream))[0] == [6, 7]
 

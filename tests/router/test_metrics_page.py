@@ -8,7 +8,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from motet.router.metrics import Metrics
-from motet.workers.wire.messages import EngineLoad
+from motet.workers.wire.engine_load import EngineLoad
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 

@@ -23,7 +23,7 @@ from motet.tests.rigs.part_configs import admission_config, leader_config, route
 from motet.tests.rigs.router_rig import HEADERS, FakeUploads, FakeView, text_service
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.wire.messages import SamplingParams, SequenceError
+from motet.workers.wire.messages import SamplingParams, SequenceError, SequenceRequest
 
 TOKEN = "a secret"
 STEP_S = 0.005
@@ -74,7 +74,10 @@ class Outcome:
 
 
 def submit(router: FleetDispatcher, max_tokens: int | None, limit: TimeLimit | None = None) -> OpenSequence:
-    return router.submit([1] * 10, SamplingParams(max_tokens=max_tokens), "acme", None, limit=limit)
+    return router.submit(
+        SequenceRequest(prompt_token_ids=[1] * 10, sampling=SamplingParams(max_tokens=max_tokens), tenant="acme"),
+        limit=limit,
+    )
 
 
 async def follow(sequence: OpenSequence) -> Outcome:
@@ -98,7 +101,7 @@ async def offer(router: FleetDispatcher, seconds: float, limit: TimeLimit | None
         for _ in range(int(elapsed_s * 2 * PER_S) - len(readers)):
             readers.append(asyncio.create_task(follow(submit(router, NUM_TOKENS, limit))))
         load = router.load()
-        longest_queue = max(longest_queue, 0 if load is None else load.num_waiting)
+        longest_queue = max(longest_queue, 0 if load is None else load.gauges.num_waiting)
         await asyncio.sleep(STEP_S)
     return await asyncio.gather(*readers), longest_queue
 
@@ -134,7 +137,7 @@ async def fill(rig: Rig, router: FleetDispatcher) -> list[OpenSequence]:
     patient = await rig.router(admission_config(max_queue_wait_s=0))
     sequences = [submit(patient, None) for _ in range(NUM_PLACES + 1)]
     async with asyncio.timeout(10):
-        while (load := router.load()) is None or load.num_waiting != 1:  # noqa: ASYNC110
+        while (load := router.load()) is None or load.gauges.num_waiting != 1:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     return sequences
 
@@ -216,7 +219,9 @@ async def test_a_resumed_stream_is_not_refused(rig: Rig) -> None:
     router = await rig.router(admission_config(max_queue_wait_s=1e-9))
     running = await fill(rig, router)
     resumed = router.submit(
-        [1] * 10, SamplingParams(max_tokens=1), "acme", None, key="lost", is_resumed=True, limit=TimeLimit(1e6)
+        SequenceRequest(prompt_token_ids=[1] * 10, sampling=SamplingParams(max_tokens=1), tenant="acme", key="lost"),
+        is_resumed=True,
+        limit=TimeLimit(1e6),
     )
     reader = asyncio.create_task(follow(resumed))
     async with asyncio.timeout(10):
@@ -259,11 +264,11 @@ async def test_the_oldest_wait_of_all_gangs_is_told_not_their_sum(rig: Rig) -> N
             await asyncio.sleep(0.01)
     sequences = [submit(router, None) for _ in range(40)]
     async with asyncio.timeout(10):
-        while min(load.oldest_waiting_s for _, load in router.gangs()) == 0:  # noqa: ASYNC110
+        while min(load.gauges.oldest_waiting_s for _, load in router.gangs()) == 0:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     told = router.load()
     assert told is not None
-    assert told.oldest_waiting_s == max(load.oldest_waiting_s for _, load in router.gangs())
+    assert told.gauges.oldest_waiting_s == max(load.gauges.oldest_waiting_s for _, load in router.gangs())
     for sequence in sequences:
         sequence.cancel()
     await other.stop()

@@ -10,8 +10,8 @@ import pytest
 
 from motet.router.fleet.probe import PROBE_TENANT
 from motet.router.text.text import TextService
-from motet.tests.rigs.router_rig import BASE, RouterRig, Submitted, failing, text_service, token_by_token
-from motet.workers.wire.messages import SequenceUpdate
+from motet.tests.rigs.router_rig import BASE, RouterRig, failing, text_service, token_by_token
+from motet.workers.wire.messages import SequenceRequest, SequenceUpdate
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def rig(tmp_path: Path, text: TextService) -> RouterRig:
 def bring_a_gang(rig: RouterRig) -> None:
     """From now on the first sequence makes a gang start."""
 
-    def script(request: Submitted) -> Sequence[SequenceUpdate]:
+    def script(request: SequenceRequest) -> Sequence[SequenceUpdate]:
         rig.dispatcher.is_connected = True
         return token_by_token(rig.dispatcher.answer, request.sampling)
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from motet.router.text.text import TextService
-from motet.tests.rigs.router_rig import BASE, EOS, Event, RouterRig, Submitted, events_of, logprobs_of, text_service
-from motet.workers.wire.messages import SequenceUpdate
+from motet.tests.rigs.router_rig import BASE, EOS, Event, RouterRig, events_of, logprobs_of, text_service
+from motet.workers.wire.messages import SequenceRequest, SequenceUpdate
 
 ANSWER = "the quick 你猫 brown fox jumps 🎉 over"
 CHAT = "/v1/chat/completions"
@@ -47,7 +47,7 @@ def rig(tmp_path: Path, text: TextService) -> RouterRig:
 def merged_script(rig: RouterRig, rng: random.Random) -> Any:
     """Each submission's updates are the same tokens, merged by chance as a slow reader gets them."""
 
-    def script(asked: Submitted) -> Sequence[SequenceUpdate]:
+    def script(asked: SequenceRequest) -> Sequence[SequenceUpdate]:
         # Choices of a request are told apart by their key's end: each starts at another word.
         start = int(asked.key.rpartition("/")[2]) if asked.key else 0
         token_ids = [*rig.ids(" ".join(ANSWER.split()[start:])), EOS][: asked.sampling.max_tokens]
@@ -111,7 +111,7 @@ async def test_from_every_event_on(rig: RouterRig, name: str) -> None:
         assert heard([*whole[: number + 1], *events_of(resumed.content)]) == expected, event.id
     seeds = {(asked.key, asked.sampling.seed) for asked in rig.dispatcher.submitted}
     assert len(seeds) == len(expected.keys() & set(range(4)))
-    assert [asked.is_resumed for asked in rig.dispatcher.submitted].count(False) == len(seeds)
+    assert rig.dispatcher.resumed.count(False) == len(seeds)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -15,7 +15,7 @@ from motet.tests.rigs.part_configs import admission_config, leader_config
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.tests.rigs.wire import Wire
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceError, TokenLogprobs
+from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceError, SequenceRequest, TokenLogprobs
 
 TOKEN = "a secret"
 
@@ -69,7 +69,9 @@ class Cluster:
         **sampling: int,
     ) -> OpenSequence:
         params = SamplingParams(max_tokens=max_tokens, num_logprobs=0, **sampling)  # type: ignore[arg-type]
-        return self.dispatcher.submit([1, last_token], params, "acme", adapter, key=key)
+        return self.dispatcher.submit(
+            SequenceRequest(prompt_token_ids=[1, last_token], sampling=params, tenant="acme", adapter=adapter, key=key)
+        )
 
     @property
     def all_arrived(self) -> bool:
@@ -211,7 +213,7 @@ async def test_cancelled_while_it_waits(cluster: Cluster) -> None:
 
 
 async def test_who_has_begun_waits_even_in_a_crowd(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "MAX_PARKED", 2)
+    monkeypatch.setattr(dispatch, "MAX_AWAITING_GANG", 2)
     gang = await cluster.add()
     await eventually(lambda: cluster.dispatcher.gang() is not None)
     readers = [begun(cluster, 10 * n) for n in range(5)]

@@ -197,7 +197,7 @@ def _assert_exact(case: Case, rig: EngineRig) -> None:
         rig.submit(i, prompt, adapter, sampling)
     rig.finish()
     rig.assert_idle()
-    assert rig.engine.load().num_adapter_evictions > 0
+    assert rig.engine.load().counters.num_adapter_evictions > 0
     for i, (prompt, adapter) in enumerate(zip(prompts, ADAPTERS, strict=True)):
         told = rig.told[i]
         assert (told.finish_reason, told.error) == ("length", None)

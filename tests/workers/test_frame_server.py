@@ -196,7 +196,7 @@ async def test_a_quiet_router_learns_the_load(leader: Leader) -> None:
             message = await quiet.read()
             assert isinstance(message, Frame)
             assert message.updates == []
-            seen = message.load.num_running
+            seen = message.load.gauges.num_running
     await busy.channel.close()
     await quiet.channel.close()
 

@@ -69,7 +69,7 @@ async def test_who_still_waits_after_its_time_is_given_up_and_who_runs_is_not(na
     while ended is None:
         message = await router.read()
         assert isinstance(message, Frame)
-        oldest_s = max(oldest_s, message.load.oldest_waiting_s)
+        oldest_s = max(oldest_s, message.load.gauges.oldest_waiting_s)
         for update in message.updates:
             given_up = update if update.sequence_id == 2 else given_up
             ended = update if update.sequence_id == 1 and update.finish_reason is not None else ended

@@ -90,7 +90,7 @@ def test_mixed_batch_on_a_small_pool(case: Case, degree: int) -> None:
             rig.submit(i, prompt, adapter, sampling)
         rig.finish()
         rig.assert_idle()
-        assert engine.load().num_adapter_evictions > 0
+        assert engine.load().counters.num_adapter_evictions > 0
     for i, (prompt, adapter) in enumerate(zip(prompts, ADAPTERS, strict=True)):
         told = rig.told[i]
         assert (told.finish_reason, told.error) == ("length", None)
@@ -126,7 +126,7 @@ def test_every_worker_copies_the_pages_that_are_alike_in_part(llama: Case) -> No
     alone.close()
     with gang(llama.config(2, num_pages=30)) as (engine, _):
         assert answers(engine) == expected
-        assert engine.load().num_cached_tokens == 13 + 20  # of both, less than a page is a copy
+        assert engine.load().counters.num_cached_tokens == 13 + 20  # of both, less than a page is a copy
 
 
 def _steps(rig: EngineRig, count: int) -> None:
@@ -141,7 +141,7 @@ def test_a_killed_worker_is_noticed(llama: Case, rank: int) -> None:
         rig.submit(0, [1, 2, 3], None, SamplingParams(max_tokens=200, ignore_eos=True))
         rig.step()
         woken: list[float] = []
-        engine.on_load_end(lambda: woken.append(time.monotonic()))
+        engine.wake_on_copy_end(lambda: woken.append(time.monotonic()))
         processes[rank].kill()
         processes[rank].join()
         with pytest.raises(WorkerLostError, match="worker"):
