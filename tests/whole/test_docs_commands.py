@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import psutil
 import pytest
 
 from motet.cluster.commands.cli import main
+from motet.cluster.demo.run_demo import main as demo_command
 from motet.cluster.launch.local_serve import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,6 +86,27 @@ def unknown_options(words: list[str]) -> list[str]:
     return [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
 
 
+@cache
+def options_of_motet() -> frozenset[str]:
+    """All long options of the `motet` command and of the demo."""
+
+    def found(command: click.Command) -> Iterator[str]:
+        for parameter in command.params:
+            yield from (name for name in (*parameter.opts, *parameter.secondary_opts) if name.startswith("--"))
+        if isinstance(command, click.Group):
+            for one in command.commands.values():
+                yield from found(one)
+
+    return frozenset({*found(main), *found(demo_command), "--help"})
+
+
+@cache
+def options_of_scripts() -> frozenset[str]:
+    """All that look like long options in what a person runs beside it."""
+    files = [*(ROOT / "scripts").iterdir(), *(ROOT / "benchmarks").rglob("*.py"), ROOT / "tests" / "conftest.py"]
+    return frozenset(found for path in files for found in re.findall(r"--[a-z][\w-]+", path.read_text()))
+
+
 def has_shape(shown: Any, found: Any) -> bool:
     """Whether JSON has the keys, and at each the kind of value, that a page shows."""
     if isinstance(shown, dict):
@@ -120,6 +143,18 @@ def test_every_command_is_run_or_says_why_not(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_options_of_commands_that_are_not_run_exist(page: Path) -> None:
     commands = [words for block in blocks_of(page.read_text()) for words in motet_commands(block.text)]
+    assert [words for words in commands if unknown_options(words)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_options_that_a_page_names_can_be_set(page: Path) -> None:
+    if page.name == "CHANGELOG.md":
+        return  # it names what was
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    spans = re.findall(r"`([^`\n]+)`", text)
+    named = {found[1] for span in spans if (found := re.match(r"(--[\w-]+)", span))}
+    assert sorted(named - options_of_motet() - options_of_scripts()) == []
+    commands = [words for span in spans for words in motet_commands(span)]
     assert [words for words in commands if unknown_options(words)] == []
 
 
