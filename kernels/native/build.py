@@ -46,7 +46,7 @@ def load_library(
     try:
         if not library.is_file():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _alone_in(folder):
+            with _locked(folder):
                 if not library.is_file():
                     _compile(compiler, all_flags, library)
         return ctypes.CDLL(str(library))
@@ -79,7 +79,7 @@ def _cpu() -> str:
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Holds a lock on the folder. The workers of a machine start together, and only the first of them must compile."""
     handle = os.open(folder, os.O_RDONLY)
     try:
