@@ -90,7 +90,7 @@ async def follow(sequence: OpenSequence) -> Outcome:
 
 
 async def offer(router: FleetDispatcher, seconds: float, limit: TimeLimit | None = None) -> tuple[list[Outcome], int]:
-    """Asks for twice what the engine can serve. What came of it, and how many waited at most."""
+    """Sends twice the requests that the engine can serve. Returns their outcomes, and the longest queue."""
     readers: list[asyncio.Task[Outcome]] = []
     longest_queue = 0
     began_at = time.perf_counter()
@@ -130,7 +130,7 @@ async def test_twice_the_load_with_timeouts(rig: Rig) -> None:
 
 
 async def fill(rig: Rig, router: FleetDispatcher) -> list[OpenSequence]:
-    """Sequences of another router in all places, and one that waits, which this one knows."""
+    """Fills the gang with sequences of another router, and one that waits; `router` knows of it when this returns."""
     patient = await rig.router(AdmissionConfig(max_queue_wait_s=0))
     sequences = [submit(patient, None) for _ in range(NUM_PLACES + 1)]
     async with asyncio.timeout(10):

@@ -292,7 +292,7 @@ async def test_what_kills_gangs_before_they_can_tell_comes_to_an_end(
 
 @pytest.mark.parametrize("num_gangs", [1, 3])
 async def test_a_broken_connection_costs_nothing_that_has_a_key(cluster: Cluster, num_gangs: int) -> None:
-    """The gang is still there: it goes on with what it has, and nothing is computed elsewhere."""
+    """The gang still runs: it continues with the sequences that it has, and no other gang computes them again."""
     gangs = [await cluster.add() for _ in range(num_gangs)]
     await eventually(lambda: len(cluster.dispatcher.gangs()) == num_gangs)
     readers = [Reader(cluster.submit(100 * n, 400, key=f"answer/{n}"), 100 * n) for n in range(6)]

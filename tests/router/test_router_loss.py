@@ -242,7 +242,7 @@ async def test_every_token_once_whenever_routers_die(cluster: Cluster, number: i
 
 
 async def test_what_was_computed_is_not_computed_again(cluster: Cluster) -> None:
-    """The gang that holds the sequence goes on with it, though it was not asked for a while, and others stay idle."""
+    """The gang that has the sequence continues with it after a while without a router; other gangs stay idle."""
     body = {"prompt": "hello", "max_tokens": 70, "seed": 59}
     first, second = await cluster.add_router(), await cluster.add_router()
     events = events_of(await first.stream("/v1/completions", body, "", 1500))
