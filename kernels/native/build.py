@@ -34,8 +34,8 @@ def load_library(
 ) -> ctypes.CDLL:
     """The compiled kernels. Raises NativeUnavailable without a compiler that can build them.
 
-    `cache`: the folder that keeps libraries, each under a hash of its sources, compiler, flags and CPU; None:
-    `.cache/motet` in the user's home. `flags`: the compiler's flags that name a CPU; None: those of this CPU.
+    `cache`: the folder that keeps libraries, by their sources, compiler, flags and CPU; None: `.cache/motet` in the
+    user's home. `flags`: the compiler's, of the CPU to compile for; None: this one, with all that it can do.
     """
     compiler = next((found for name in compilers if (found := shutil.which(name))), None)
     if compiler is None:
