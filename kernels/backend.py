@@ -179,7 +179,7 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype, num_threads: int, cache: Path | None = None) -> Kernels:
-    """The fastest kernels for this machine: the plain twins, with one warning in the log, where no others can be had.
+    """The fastest kernels that this machine can have. One warning says what is lost where the plain twins serve.
 
     `cache`: the folder that keeps compiled kernels; None: `.cache/motet` in the user's home.
     """

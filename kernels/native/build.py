@@ -34,8 +34,8 @@ def load_library(
 ) -> ctypes.CDLL:
     """The compiled kernels. Raises NativeUnavailable without a compiler that can build them.
 
-    `cache`: the folder that keeps libraries, each under a hash of its sources, compiler, flags and CPU; None:
-    `.cache/motet` in the user's home. `flags`: the compiler's flags that name a CPU; None: those of this CPU.
+    `cache`: the folder that keeps libraries, by their sources, compiler, flags and CPU; None: `.cache/motet` in the
+    user's home. `flags`: the compiler's, of the CPU to compile for; None: this one, with all that it can do.
     """
     compiler = next((found for name in compilers if (found := shutil.which(name))), None)
     if compiler is None:
@@ -46,7 +46,7 @@ def load_library(
     try:
         if not library.is_file():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _alone_in(folder):
+            with _locked(folder):
                 if not library.is_file():
                     _compile(compiler, all_flags, library)
         return ctypes.CDLL(str(library))
@@ -79,7 +79,7 @@ def _cpu() -> str:
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Holds a lock on the folder. The workers of a machine start together, and only the first of them must compile."""
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""Where Ray Serve is told to put gangs and routers."""
+"""Where the application asks Ray Serve to place gangs and routers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIG = "nvidia.com/mig-1g.10gb"
 
 
 def deployments(**given: Any) -> tuple[Any, Any]:
-    """Of the routers and of the gangs."""
+    """The deployments of the routers and of the gangs."""
     routers = build_application(MotetConfig(model_path=BASE, data_dir=BASE, **given), "token")
     (gangs,) = (argument for argument in routers._bound_deployment.init_args if hasattr(argument, "_bound_deployment"))
     return routers._bound_deployment, gangs._bound_deployment

@@ -1,4 +1,4 @@
-"""What `motet serve` says of its settings before it starts anything."""
+"""The checks that `motet serve` makes of its settings before it starts anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole motet in processes of its own: what clients see when they leave, when a gang dies, and when it is over."""
+"""A whole motet in processes of its own: what happens when clients disconnect, a gang dies, and motet ends."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Motet:
         return load
 
     def session(self) -> list[psutil.Process]:
-        """Its processes, the embedded Redis apart."""
+        """The processes of this motet except the embedded Redis."""
         mark = next(
             process.cmdline()[-2]
             for process in psutil.Process(self.process.pid).children()
@@ -149,7 +149,7 @@ def test_a_killed_gang_is_replaced_and_its_streams_go_on(motet: Motet) -> None:
 
 
 def test_only_the_front_listens_to_strangers(motet: Motet) -> None:
-    """Serve's own servers between replicas listen everywhere, but want Ray's token."""
+    """Serve's own servers between replicas listen on all interfaces, but they need Ray's token."""
     pids = {process.pid for process in motet.session()}
     listening: list[Any] = [
         connection.laddr

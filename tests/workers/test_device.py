@@ -1,4 +1,4 @@
-"""The device as configuration, and what goes there."""
+"""The device as a setting, and which tensors are on it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def flash_stand_in(
     softcap: float,
     fa_version: int,
 ) -> torch.Tensor:
-    """vllm-flash-attn's interface, computed by its own words: from int32 lengths and tables, over strided pages."""
+    """The interface of vllm-flash-attn, computed as it is documented: int32 lengths and tables, strided pages."""
     assert causal and fa_version == 3
     assert {x.dtype for x in (cu_seqlens_q, seqused_k, block_table)} == {torch.int32}
     assert k.shape[1] % 16 == 0 and k.stride(-1) == 1 and q.is_contiguous()
