@@ -53,6 +53,18 @@ def test_a_gang_is_on_one_node_unless_asked() -> None:
     assert gangs._replica_config.placement_group_bundle_label_selector is None
 
 
+def test_a_new_bound_of_what_waits_replaces_gangs_and_no_router() -> None:
+    before, after = deployments(), deployments(max_waiting_sequences=5)
+    assert before[0].version == after[0].version
+    assert before[1].version != after[1].version
+    assert (after[1].init_args[1].max_waiting_sequences, after[1].init_args[1].drain_s) == (5, 5.0)
+
+
+def test_more_gangs_that_share_the_cores_as_before_replace_none() -> None:
+    before, after = deployments(), deployments(max_gangs=2, gangs_beside=1)
+    assert before[1].version == after[1].version
+
+
 def test_a_new_objective_replaces_routers_and_no_gang() -> None:
     before, after = deployments(), deployments(latency_objectives_s=(("acme", 2.0),))
     assert before[0].version != after[0].version
