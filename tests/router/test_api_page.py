@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from motet.router.openai_api.schema import ChatRequest, CompletionRequest, GenerationFields, UnsupportedFields
+from motet.router.openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields, UnsupportedFields
 
 ROOT = Path(__file__).resolve().parents[2]
 API, ADAPTERS = (ROOT / "docs" / name for name in ("api.md", "adapters.md"))
