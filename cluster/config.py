@@ -16,7 +16,7 @@ from ..adapters.packing.layout import Dtype
 from ..router.config import RouterConfig
 from ..router.fleet.admission import AdmissionConfig
 from ..workers.config import Device, EngineConfig, ExpertSharding
-from ..workers.device import resolve_device
+from ..workers.device_probe import probe_device
 from .resources import PLACEMENTS, Placement, Resources, why_not_custom, why_not_labels, why_not_num_gpus
 from .scaling import ScalingConfig
 
@@ -189,7 +189,7 @@ class MotetConfig:
     def worker_resources(self) -> Resources:
         """What each worker takes: a GPU where this machine serves alone and has some, unless told otherwise."""
         num_gpus, has_custom = self.gang_num_gpus, bool(self.gang_resources)
-        if not num_gpus and not has_custom and self.address is None and resolve_device(self.device).type == "cuda":
+        if not num_gpus and not has_custom and self.address is None and probe_device(self.device).kind == "cuda":
             num_gpus = 1.0
         return Resources(num_cpus=self.gang_num_cpus, num_gpus=num_gpus, custom=self.gang_resources)
 

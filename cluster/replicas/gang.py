@@ -15,7 +15,6 @@ import msgspec
 import ray
 
 from ...workers.config import EngineConfig
-from ...workers.engine_builder import build_engine_loop
 from ...workers.leader.frame_server import FrameServer
 from ...workers.leader.queue_limit import QueueBounds
 from ...workers.leader.sequence_journal import JournalConfig
@@ -36,6 +35,9 @@ class GangReplica:
     ) -> None:
         """`token`: the cluster's secret. `progress_path`: where to tell how far the engine's building is."""
         configure_replica_logging()
+        # It brings torch, and the launcher, which imports this module to name the class, does without.
+        from ...workers.engine_builder import build_engine_loop
+
         self._drain_s = drain_s
         self._max_num_sequences = config.max_num_sequences
         on_progress = None if progress_path is None else ProgressWriter(progress_path)

@@ -15,6 +15,7 @@ from ...adapters.store.store import AdapterStore
 from ...adapters.upload import UploadLimits, UploadService
 from ...router.fleet.dispatch import FleetDispatcher
 from ...router.rest_server import create_app
+from ...router.text.model_tokenizer import import_transformers_without_torch
 from ...router.text.text import TextService
 from ...workers.models.config import ModelConfig
 from ...workers.models.sharding import layouts_of_gang
@@ -35,6 +36,7 @@ class RouterReplica:
     async def __init__(self, config: MotetConfig, token: str, gang: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         """`token`: the cluster's secret. `gang`: Serve's handle of the gangs, which names them."""
         configure_replica_logging()
+        import_transformers_without_torch()
         assert config.redis_url is not None
         self._redis = connect(config.redis_url)
         registry = Registry(self._redis)

@@ -14,8 +14,10 @@ from motet.kernels.attention import AttentionBatch
 from motet.kernels.gpu import flash_attention
 from motet.kernels.gpu.flash_attention import FlashAttention, FlashPackage, find_flash_attention
 from motet.kernels.plain.attention import paged_attention
+from motet.workers import device_probe
 from motet.workers.config import EngineConfig
 from motet.workers.device import resolve_device
+from motet.workers.device_probe import DeviceFacts
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.plan import SequencePlan, StepPlan
 
@@ -53,9 +55,10 @@ def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("degree", [1, 2])
 def test_each_worker_takes_a_gpu_of_its_own(degree: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = MotetConfig(model_path=BASE, data_dir=tmp_path, tensor_parallel=degree)
-    without_gpu(monkeypatch)
+    monkeypatch.setattr(device_probe, "has_driver", lambda: False)
     assert "GPU" not in str(_place_of_a_gang(config)).upper().replace("NUM_CPUS", "")
-    with_gpu(monkeypatch)
+    monkeypatch.setattr(device_probe, "has_driver", lambda: True)
+    monkeypatch.setattr(device_probe, "ask_torch", lambda name: DeviceFacts("cuda", 1 << 30))
     place = _place_of_a_gang(config)
     if degree == 1:
         assert place["ray_actor_options"]["num_gpus"] == 1
