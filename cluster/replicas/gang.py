@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import ray
@@ -18,11 +19,14 @@ from ...workers.config import EngineConfig
 from ...workers.leader.frame_server import FrameServer
 from ...workers.leader.queue_limit import QueueBounds
 from ...workers.leader.sequence_journal import JournalConfig
-from ..progress_log import ProgressWriter
+from ..progress_log import OnEvent, ProgressWriter, ignore_event, step
 from .gang_directory import ADDRESS
 from .gang_stats import gang_stats
 from .gang_workers import RayWorkers
 from .replica_logging import configure_replica_logging
+
+if TYPE_CHECKING:  # the module brings torch: launchers name the class below, and do without
+    from ...workers.loop import EngineLoop
 
 _log = logging.getLogger(__name__)
 
@@ -35,17 +39,13 @@ class GangReplica:
     ) -> None:
         """`token`: the cluster's secret. `progress_path`: where to tell how far the engine's building is."""
         configure_replica_logging()
-        # It brings torch, and the launcher, which imports this module to name the class, does without.
-        from ...workers.engine_builder import build_engine_loop
-
         self._drain_s = drain_s
         self._max_num_sequences = config.max_num_sequences
-        on_progress = None if progress_path is None else ProgressWriter(progress_path)
+        on_event = ignore_event if progress_path is None else ProgressWriter(progress_path)
         host = ray.util.get_node_ip_address()  # loopback on a cluster of one machine
         workers = None if config.tensor_parallel == 1 else RayWorkers(ray.util.get_current_placement_group())
         # In a thread, so that the replica answers Serve while a large model loads.
-        spawn = None if workers is None else workers.spawn
-        engine = await asyncio.to_thread(build_engine_loop, config, on_progress, spawn, host)
+        engine = await asyncio.to_thread(_build_engine, config, on_event, workers, host)
         info = msgspec.structs.replace(engine.info, gang_id=secrets.token_hex(4))
         bounds = QueueBounds(config.max_waiting_sequences, config.max_waiting_tokens)
         self._server = FrameServer(engine, info, token, JournalConfig(orphan_s=orphan_s), bounds)
@@ -74,3 +74,10 @@ class GangReplica:
         if num_handed_over:
             _log.info("%d sequences were handed over", num_handed_over)
         await self._server.stop()
+
+
+def _build_engine(config: EngineConfig, on_event: OnEvent, workers: RayWorkers | None, host: str) -> EngineLoop:
+    with step(on_event, "loading torch"):
+        from ...workers.engine_builder import build_engine_loop
+
+    return build_engine_loop(config, on_event, None if workers is None else workers.spawn, host)
