@@ -19,8 +19,8 @@ from msgspec import structs
 from ..router.config import RouterConfig
 from ..router.fleet.admission import AdmissionConfig
 from ..workers.config import EngineConfig
+from ..workers.device_probe import probe_device
 from ..workers.leader.leader_config import LeaderConfig
-from .gpu_driver import has_gpu_driver
 from .resources import Resources
 from .scaling import ScalingConfig
 from .settings.config_error import ConfigError
@@ -169,7 +169,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def worker_resources(self) -> Resources:
         """What each worker takes: a GPU where this machine serves alone and has some, unless told otherwise."""
         num_gpus, has_custom = self.gang_num_gpus, bool(self.gang_resources)
-        if not num_gpus and not has_custom and self.address is None and self._computes_on_gpu:
+        if not num_gpus and not has_custom and self.address is None and probe_device(self.device).kind == "cuda":
             num_gpus = 1.0
         return Resources(num_cpus=self.gang_num_cpus, num_gpus=num_gpus, custom=self.gang_resources)
 
@@ -186,14 +186,6 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def with_redis_url(self, redis_url: str) -> MotetConfig:
         """The same, with the server that was started."""
         return structs.replace(self, redis_url=redis_url)
-
-    @property
-    def _computes_on_gpu(self) -> bool:
-        if self.device == "cpu" or (self.device == "auto" and not has_gpu_driver()):
-            return False
-        from ..workers.device import resolve_device  # brings torch, which has the last word
-
-        return resolve_device(self.device).type == "cuda"
 
 
 def part_config(kind: type[P], settings: Settings, **given: object) -> P:

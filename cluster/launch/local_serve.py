@@ -15,6 +15,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..progress_log import OnEvent, ignore_event, step
 from ..settings.config_error import ConfigError
 from .janitor import SESSION_VARIABLE
 
@@ -45,9 +46,10 @@ def check_port_is_free(host: str, port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError as error:
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "1 to 65535 is accepted"
             raise ConfigError(
-                "port", port, f"cannot listen at {host}:{port}: {error.strerror}; choose another with --port"
+                "port", port, f"cannot listen at {host}:{port}: {reason}; choose another with --port"
             ) from None
 
 
@@ -132,32 +134,34 @@ def write_haproxy_wrapper(path: Path, host: str, port: int, private_ports: Seque
     return path
 
 
-def start_serve(session_path: Path, port: int, num_cpus: float) -> None:
+def start_serve(session_path: Path, port: int, num_cpus: float, on_event: OnEvent = ignore_event) -> None:
     """Starts Ray and Serve; needs `serve_environment` in the environment. `num_cpus`: what all replicas take."""
-    import ray
-    from ray import serve
+    with step(on_event, "starting Ray"):
+        import ray
+        from ray import serve
 
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its stages are the launcher's to tell
-    from ray.serve._private import constants
-    from ray.serve.config import HTTPOptions
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its stages are the launcher's to tell
+        from ray.serve._private import constants
+        from ray.serve.config import HTTPOptions
 
-    if not (constants.RAY_SERVE_ENABLE_HA_PROXY and constants.RAY_SERVE_THROUGHPUT_OPTIMIZED):
-        raise RuntimeError("ray.serve was imported before serve_environment was set: it reads its flags only then")
+        if not (constants.RAY_SERVE_ENABLE_HA_PROXY and constants.RAY_SERVE_THROUGHPUT_OPTIMIZED):
+            raise RuntimeError("ray.serve was imported before serve_environment was set: it reads its flags only then")
 
-    ray.init(
-        address="local",
-        num_cpus=max(NUM_LOGICAL_CPUS, int(-(-num_cpus // 1))),
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",  # a worker that died is news to Serve, which replaces it
-        _temp_dir=str(session_path / "ray"),
-    )
-    serve.start(
-        proxy_location="HeadOnly",
-        http_options=HTTPOptions(host=LOOPBACK, port=port),
-        logging_config={"log_level": "WARNING", "enable_access_log": False},
-    )
+        ray.init(
+            address="local",
+            num_cpus=max(NUM_LOGICAL_CPUS, int(-(-num_cpus // 1))),
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",  # a worker that died is news to Serve, which replaces it
+            _temp_dir=str(session_path / "ray"),
+        )
+    with step(on_event, "starting Ray Serve"):
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options=HTTPOptions(host=LOOPBACK, port=port),
+            logging_config={"log_level": "WARNING", "enable_access_log": False},
+        )
 
 
 def set_environment(variables: dict[str, str]) -> dict[str, str | None]:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from motet.cluster import config
 from motet.cluster.config import MotetConfig
 from motet.cluster.replicas.application import _place_of_a_gang
 from motet.kernels import pages
@@ -15,7 +14,9 @@ from motet.kernels.attention import AttentionBatch
 from motet.kernels.gpu import flash_attention
 from motet.kernels.gpu.flash_attention import FlashAttention, FlashPackage, find_flash_attention
 from motet.kernels.plain.attention import paged_attention
+from motet.workers import device_probe
 from motet.workers.device import resolve_device
+from motet.workers.device_probe import DeviceFacts
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.plan import SequencePlan, StepPlan
 
@@ -28,7 +29,6 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "has_gpu_driver", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
@@ -54,9 +54,10 @@ def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("degree", [1, 2])
 def test_each_worker_takes_a_gpu_of_its_own(degree: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = MotetConfig(model_path=BASE, data_dir=tmp_path, tensor_parallel=degree)
-    without_gpu(monkeypatch)
+    monkeypatch.setattr(device_probe, "has_driver", lambda: False)
     assert "GPU" not in str(_place_of_a_gang(served)).upper().replace("NUM_CPUS", "")
-    with_gpu(monkeypatch)
+    monkeypatch.setattr(device_probe, "has_driver", lambda: True)
+    monkeypatch.setattr(device_probe, "ask_torch", lambda name: DeviceFacts("cuda", 1 << 30))
     place = _place_of_a_gang(served)
     if degree == 1:
         assert place["ray_actor_options"]["num_gpus"] == 1
