@@ -176,7 +176,7 @@ class FleetDispatcher:
             message = f"no gang is connected and {MAX_AWAITING_GANG} requests wait for one; try again later"
             sequence.refuse(SequenceError("overloaded", message, reason="no_gang"))
         else:
-            sequence.keep()
+            sequence.outlast_waits()
             self._awaiting_gang.add(sequence)
             self._on_wait()
 

@@ -108,9 +108,7 @@ class Generation:
             choice = self.choices[index]
             if choice.finish_reason is not None:
                 continue  # after a stop string
-            if (
-                self._num_cached[index] is None
-            ):  # the first gang tells it; others that go on with the sequence do not count
+            if self._num_cached[index] is None:  # else a gang that goes on with the sequence tells its own number
                 self._num_cached[index] = update.num_cached_tokens
             if choice.num_tokens < self._num_seen[index]:
                 update = self._take_seen(index, update)
