@@ -30,7 +30,7 @@ from .affinity import RoutingConfig
 from .fleet import Fleet
 from .leader_connection import FaultKind
 from .open_sequence import OpenSequence
-from .waiting_line import WaitingLine
+from .unsent_sequences import UnsentSequences
 
 MAX_AWAITING_GANG = 1024  # new sequences that wait while no gang is connected; more are refused
 # After so many gangs have died with a sequence, without a token of it between, it is given up: it may be what kills
@@ -109,8 +109,8 @@ class FleetDispatcher:
         )
         self._gang_wait_s = gang_wait_s
         self._on_wait = on_wait
-        self._awaiting_gang = WaitingLine(gang_wait_s, self._give_up)  # no gang is connected
-        self._awaiting_news = WaitingLine(NEWS_WAIT_S, self._send)  # of the gang that holds the sequence
+        self._awaiting_gang = UnsentSequences(gang_wait_s, self._give_up)  # no gang is connected
+        self._awaiting_news = UnsentSequences(NEWS_WAIT_S, self._send)  # of the gang that holds the sequence
         self._closed = False
         self._num_resumed = 0
 
@@ -162,9 +162,9 @@ class FleetDispatcher:
     async def close(self) -> None:
         """Ends all connections; open sequences end with "gang_lost"."""
         self._closed = True
-        for line in (self._awaiting_gang, self._awaiting_news):
-            for sequence in line:
-                line.remove(sequence)
+        for unsent in (self._awaiting_gang, self._awaiting_news):
+            for sequence in unsent:
+                unsent.remove(sequence)
                 sequence.fail("gang_lost", "this router is shutting down")
         await self._fleet.close()
 

@@ -12,7 +12,7 @@ from .admission import TimeLimit
 
 
 class SequencePlace(Protocol):
-    """Where a sequence is: a line that it waits in, or the connection that it was submitted on."""
+    """Where a sequence is: it waits there, or was submitted there."""
 
     def cancel(self, sequence: OpenSequence) -> None:
         """The sequence, which is here, has been cancelled or has timed out: forget it."""
@@ -26,7 +26,7 @@ class OpenSequence:
 
     It remembers all tokens that came, so that it can go on elsewhere when its gang is lost.
 
-    It is in one `SequencePlace` at a time: a `WaitingLine` of the dispatcher, a `LeaderConnection` or, once that broke,
+    It is in one `SequencePlace` at a time: the dispatcher's `UnsentSequences`, a `LeaderConnection` or, once that broke,
     its `AwaitingReconnect`. It is nowhere (None) before it is sent, between two places and after its end.
     """
 
