@@ -28,10 +28,10 @@ _QUEUES_BEFORE_REFUSAL = 2.0  # times the queue that calls for another gang, as 
 class AdmissionConfig:
     """When a request is refused. `max_gangs` and `queued_tokens_per_gang` are the autoscaler's."""
 
-    max_queue_wait_s: float = 60.0  # a sequence that is expected to wait longer for its turn is refused; 0: no limit
+    max_queue_wait_s: float = 60.0  # that a sequence may be expected to wait for its turn; 0: any
     max_gangs: int = 1
     queued_tokens_per_gang: int = 0  # a longer queue calls for another gang, if there may be more
-    latency_objectives_s: tuple[tuple[str, float], ...] = ()  # (tenant, seconds until the first token)
+    latency_objectives_s: tuple[tuple[str, float], ...] = ()  # (tenant, until the first token); others have none
 
     def __post_init__(self) -> None:
         for tenant, objective_s in self.latency_objectives_s:

@@ -26,7 +26,7 @@ class OpenSequence:
 
     It remembers all tokens that came, so that it can go on elsewhere when its gang is lost.
 
-    It is in one `SequencePlace` at a time: the dispatcher's `UnsentSequences`, a `LeaderConnection` or, once that broke,
+    It is in one `SequencePlace` at a time: the dispatcher's `UnsentSequences`, a `LeaderConnection` or, if that broke,
     its `AwaitingReconnect`. It is nowhere (None) before it is sent, between two places and after its end.
     """
 

@@ -51,7 +51,7 @@ def seeded(sampling: SamplingParams, index: int) -> SamplingParams:
 
 
 def check_length(num_prompt_tokens: int, max_tokens: int | None, gang: GangInfo, *, prompt_param: str) -> None:
-    """Raises a 400 if prompt and completion do not fit into the context. `max_tokens` None: as many as are left."""
+    """Raises a 400 if prompt and completion do not fit the context together. `max_tokens` None: all that is left."""
     context = gang.max_model_len
     left = context - num_prompt_tokens
     if left < 0:
@@ -74,7 +74,7 @@ def check_length(num_prompt_tokens: int, max_tokens: int | None, gang: GangInfo,
 
 
 def check_text(text: str, service: TextService, gang: GangInfo, prompt_param: str) -> None:
-    """Raises a 400 for a text that is too long for the context in any tokenization, without tokenizing it."""
+    """Raises a 400 for a text that is too long for the context however it is tokenized, without tokenizing it."""
     num_tokens, context = service.min_tokens(text), gang.max_model_len
     if num_tokens > context:
         raise context_length_exceeded(
@@ -85,7 +85,7 @@ def check_text(text: str, service: TextService, gang: GangInfo, prompt_param: st
 
 
 def check_token_ids(token_ids: list[int] | tuple[int, ...], vocab_size: int, param: str) -> None:
-    """Raises a 400 for the first id that is not in the model's vocabulary."""
+    """Raises a 400 for the first id that is none of the model's."""
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return
     position = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
