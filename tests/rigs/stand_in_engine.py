@@ -45,7 +45,7 @@ def adapter_pages(adapter: AdapterRef) -> int:
 
 
 class StandInEngine:
-    """Satisfies `Engine`. `cancelled` and `submitted` tell what reached it. While `paused`, no step is made.
+    """Satisfies `ServedEngine`. `cancelled` and `submitted` tell what reached it. While `paused`, no step is made.
 
     Once it `fails`, the next step loses all sequences and is the last.
     """
