@@ -11,6 +11,7 @@ from motet.adapters.base_identity import BaseIdentity
 from motet.adapters.errors import AdapterInvalid, KeyTaken, OtherBase, RegistryUnavailable
 from motet.adapters.registry.events import AdapterDeleted, AdapterSet, KeySet
 from motet.adapters.registry.registry import PREFIX, Registry, connect, hash_key
+from motet.tests.rigs.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -211,11 +212,14 @@ async def test_changes_are_told_in_order_and_only_once(registry: Registry) -> No
     assert (end.event_id, end.event_number) == (events[-1].event_id, 4)
 
 
-async def test_waits_for_an_event(registry: Registry) -> None:
-    waiting = asyncio.create_task(registry.read_events("0-0", 1.0))
-    await asyncio.sleep(0.05)
+async def test_waits_for_an_event(registry: Registry, redis_client: Redis, redis_url: str) -> None:
+    client = connect(redis_url, timeout_s=2 * PATIENCE_S)
+    waiting = asyncio.create_task(Registry(client).read_events("0-0", PATIENCE_S))
+    while (await redis_client.info("clients"))["blocked_clients"] == 0:
+        assert not waiting.done()
     await registry.register("acme", "x", **facts())
     assert len(await waiting) == 1
+    await client.aclose()
 
 
 async def test_a_snapshot_holds_everything(registry: Registry) -> None:

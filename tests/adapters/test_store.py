@@ -231,9 +231,9 @@ def test_writers_readers_and_the_sweep_at_once(store: AdapterStore, content: Ada
 _WRITER = """
 import sys
 from pathlib import Path
-from motet.adapters.store import AdapterStore
-from motet.adapters.validation import validate
-from motet.tests.lora_files import LAYOUT, SHAPE, lora_files
+from motet.adapters.store.store import AdapterStore
+from motet.adapters.format.validation import validate
+from motet.tests.rigs.lora_files import LAYOUT, SHAPE, lora_files
 folder = Path(sys.argv[1])
 store = AdapterStore(folder / "store")
 for seed in range(10_000):
@@ -251,6 +251,7 @@ def test_what_was_put_survives_kill_9(tmp_path: Path) -> None:
     writer.send_signal(signal.SIGKILL)
     acknowledged += writer.stdout.read().split()
     writer.wait()
+    assert all(len(digest) == 64 for digest in acknowledged[:20])
     store = AdapterStore(tmp_path / "store")
     for digest in acknowledged:
         if len(digest) == 64:  # the last line may be cut

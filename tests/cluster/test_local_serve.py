@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ from motet.cluster.launch.local_serve import (
     set_environment,
     write_haproxy_wrapper,
 )
+from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.running_motet import DEMO
 
 HAPROXY_CONFIG = """\
@@ -130,14 +130,14 @@ def haproxy(folder: Path, router_port: int) -> Iterator[int]:
 def test_a_client_does_not_notice_that_a_router_closes_its_idle_connections(tmp_path: Path) -> None:
     server = OneAnswerServer()
     with haproxy(tmp_path, server.port) as port:
-        client = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        deadline = time.monotonic() + 20
-        while client.sock is None:
-            try:
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+
+        def is_connected() -> bool:
+            with suppress(ConnectionRefusedError):
                 client.connect()
-            except ConnectionRefusedError:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            return client.sock is not None
+
+        eventually(is_connected)
         kept = client.sock
         for _ in range(4):
             client.request("POST", "/", b"x" * 100)

@@ -13,6 +13,7 @@ import torch
 from motet.adapters.format.validation import validate
 from motet.adapters.packing.layout import AdapterLayout, Dtype
 from motet.adapters.store.store import AdapterStore
+from motet.tests.rigs.patience import PATIENCE_S
 from motet.workers.config import EngineConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
@@ -27,8 +28,6 @@ from motet.workers.wire.messages import (
     SequenceUpdate,
     TokenLogprobs,
 )
-
-_DEADLINE_S = 120.0  # an engine that gets nowhere fails its test, it does not hang it
 
 
 @dataclass
@@ -142,7 +141,7 @@ class EngineRig:
 
     def finish(self) -> None:
         """Steps until nothing is left to do."""
-        deadline = time.monotonic() + _DEADLINE_S
+        deadline = time.monotonic() + PATIENCE_S  # an engine that gets nowhere fails its test, it does not hang it
         while self.engine.has_work():
             self.step()
             assert time.monotonic() < deadline, f"no end in sight: {self.engine.load()}"

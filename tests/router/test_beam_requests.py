@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from motet.router.text.text import TextService
+from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.router_rig import BASE, EOS, RouterRig, Submitted, text_service
 from motet.workers.wire.messages import SequenceError, SequenceUpdate, TokenLogprobs
 
@@ -136,7 +137,7 @@ async def test_a_client_that_goes_away_cancels_all_beams(rig: Rig) -> None:
     rig.dispatcher.hangs = True
     rig.dispatcher.script = lambda request: rig.script(request) if len(rig.dispatcher.submitted) < 3 else []
     asking = asyncio.create_task(post(rig, prompt=["hello", "hello"], **BEAMS))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while len(rig.dispatcher.submitted) < 5:  # noqa: ASYNC110
             await asyncio.sleep(0)
         asking.cancel()

@@ -8,6 +8,7 @@ import random
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.generation.beam_search import BeamRules
 from motet.router.generation.beam_streams import BeamRun
+from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.wire.messages import SequenceRequest, SequenceUpdate, TokenLogprobs
@@ -33,7 +34,7 @@ class RankingEngine(StandInEngine):
 async def found(dispatcher: FleetDispatcher) -> list[list[int]]:
     run = BeamRun(dispatcher, PROMPT, RULES, "acme", None, "", lambda _: False, lambda _: None)
     updates = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         for stream in run.streams():
             updates += [update async for update in stream]
     assert all(update.error is None for update in updates)
@@ -41,7 +42,7 @@ async def found(dispatcher: FleetDispatcher) -> list[list[int]]:
 
 
 async def test_a_lost_gang_changes_nothing() -> None:
-    dispatcher = FleetDispatcher(TOKEN, gang_wait_s=20.0, adapter_pages=adapter_pages)
+    dispatcher = FleetDispatcher(TOKEN, gang_wait_s=PATIENCE_S, adapter_pages=adapter_pages)
     engines = [RankingEngine(), RankingEngine()]
     servers = [FrameServer(engine, INFO, TOKEN) for engine in engines]
     addresses = [await server.start("127.0.0.1") for server in servers]
@@ -52,7 +53,7 @@ async def test_a_lost_gang_changes_nothing() -> None:
 
         num_before = len(engines[0].submitted)
         searching = asyncio.create_task(found(dispatcher))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while len(engines[0].submitted) < num_before + 5:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             engines[0].paused = True

@@ -10,6 +10,8 @@ import pytest
 from motet.router.fleet.dispatch import FleetDispatcher, SequenceStream
 from motet.router.fleet.leader_connection import MAX_REQUEST_BYTES
 from motet.router.fleet.open_sequence import OpenSequence
+from motet.tests.rigs.patience import PATIENCE_S
+from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.wire.messages import SamplingParams, SequenceRequest, SequenceUpdate, TokenLogprobs
@@ -40,7 +42,7 @@ async def start_gang() -> AsyncIterator[StartGang]:
 
 @pytest.fixture
 async def dispatcher() -> AsyncIterator[FleetDispatcher]:
-    dispatcher = FleetDispatcher(TOKEN, gang_wait_s=10.0, adapter_pages=adapter_pages)
+    dispatcher = FleetDispatcher(TOKEN, gang_wait_s=PATIENCE_S, adapter_pages=adapter_pages)
     yield dispatcher
     await dispatcher.close()
 
@@ -53,18 +55,12 @@ async def read(stream: SequenceStream) -> tuple[list[int], SequenceUpdate]:
     """All tokens, and the last update."""
     tokens: list[int] = []
     last = None
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         async for update in stream:
             tokens += update.token_ids
             last = update
     assert last is not None
     return tokens, last
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_many_sequences_over_one_connection(dispatcher: FleetDispatcher, start_gang: StartGang) -> None:
@@ -113,7 +109,7 @@ async def test_a_reader_that_waits_is_woken_by_cancel(dispatcher: FleetDispatche
     reader = asyncio.ensure_future(anext(stream, None))
     await asyncio.sleep(0)
     stream.cancel()
-    assert await asyncio.wait_for(reader, 10) is None
+    assert await asyncio.wait_for(reader, PATIENCE_S) is None
 
 
 async def test_a_request_waits_for_the_successor(dispatcher: FleetDispatcher, start_gang: StartGang) -> None:
@@ -152,7 +148,7 @@ async def test_who_waits_is_told() -> None:
     """So that a gang can be asked for where there is none until somebody asks."""
     told: list[int] = []
     dispatcher = FleetDispatcher(
-        TOKEN, 10.0, on_wait=lambda: told.append(dispatcher.num_waiting), adapter_pages=adapter_pages
+        TOKEN, PATIENCE_S, on_wait=lambda: told.append(dispatcher.num_waiting), adapter_pages=adapter_pages
     )
     streams = [submit(dispatcher, 0, 1) for _ in range(2)]
     assert told == [1, 2]

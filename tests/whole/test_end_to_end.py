@@ -20,11 +20,11 @@ import pytest
 
 from motet.examples.demo.questions import held_out
 from motet.examples.demo.styles import ADAPTER_STYLES
+from motet.tests.rigs.patience import eventually
 from motet.tests.rigs.running_motet import (
     BASE,
     DEMO,
     RunningMotet,
-    eventually,
     running_motet,
     wait_until_nothing_is_held,
 )
@@ -262,13 +262,13 @@ def test_streams_outlive_their_gangs(motet: RunningMotet, undisturbed: list[Hear
     """Which gang serves which stream is the router's choice: rounds go on until one was lost with streams on it."""
     num_resumed = resumed(motet)
     for number in range(6):
-        eventually(lambda: len(motet.status()["gangs"]) == 2, timeout_s=90)
+        eventually(lambda: len(motet.status()["gangs"]) == 2)
         gangs = motet.gang_processes()
         _disturb(motet, undisturbed, victims=[gangs[(number + i) % 2] for i in range(num_killed)], gangs=gangs)
         if resumed(motet) > num_resumed:
             break
     assert resumed(motet) > num_resumed
-    eventually(lambda: len(motet.status()["gangs"]) == 2, timeout_s=90)
+    eventually(lambda: len(motet.status()["gangs"]) == 2)
     wait_until_nothing_is_held(motet)
     assert ask(motet, "shout") == answer_of("shout")
 
