@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import secrets
 import socket
 import subprocess
 import threading
@@ -12,14 +13,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import ray
+from ray import serve
+from ray.serve._private import constants
 
 from motet.cluster.config import ConfigError, MotetConfig
+from motet.cluster.launch import local_serve
+from motet.cluster.launch.janitor import SESSION_VARIABLE, find_processes
 from motet.cluster.launch.local_serve import (
+    NUM_START_ATTEMPTS,
     check_port_is_free,
     free_ports,
     restore_environment,
     serve_environment,
     set_environment,
+    start_serve,
     write_haproxy_wrapper,
 )
 from motet.tests.rigs.patience import PATIENCE_S, eventually
@@ -161,3 +169,54 @@ def test_the_environment_is_put_back(tmp_path: Path) -> None:
     assert os.environ["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
     restore_environment(before)
     assert dict(os.environ) == kept
+
+
+class StandInRay:
+    """Starts a process, as Ray would, and then fails so many times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception, num_failures: int) -> None:
+        self.num_starts = self.num_shutdowns = 0
+        self.num_left: list[int] = []  # processes that were there at each start
+        self._error, self._num_failures = error, num_failures
+        monkeypatch.setenv(SESSION_VARIABLE, secrets.token_hex(8))
+        monkeypatch.setattr(constants, "RAY_SERVE_ENABLE_HA_PROXY", True)
+        monkeypatch.setattr(constants, "RAY_SERVE_THROUGHPUT_OPTIMIZED", True)
+        monkeypatch.setattr(ray, "init", self._init)
+        monkeypatch.setattr(ray, "shutdown", self._shutdown)
+        monkeypatch.setattr(serve, "start", self._start)
+
+    def _init(self, **options: object) -> None:
+        self.num_left.append(len(find_processes(os.environ[SESSION_VARIABLE])))
+        self.process = subprocess.Popen(["sleep", "600"])
+
+    def _start(self, **options: object) -> None:
+        self.num_starts += 1
+        if self.num_starts <= self._num_failures:
+            raise self._error
+
+    def _shutdown(self) -> None:
+        self.num_shutdowns += 1
+
+
+def test_a_start_of_ray_that_takes_too_long_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stand_in = StandInRay(monkeypatch, TimeoutError("HTTP proxies not available after 60s."), 2)
+    start_serve(tmp_path, 18000, 1)
+    assert (stand_in.num_starts, stand_in.num_shutdowns) == (3, 2)
+    assert stand_in.num_left == [0, 0, 0]  # nothing of an attempt is left when the next one begins
+    assert caplog.text.count("Ray did not start, and is started again: HTTP proxies not available after 60s.") == 2
+    local_serve.sweep(os.environ[SESSION_VARIABLE])
+
+
+@pytest.mark.parametrize(
+    ("error", "num_starts"), [(Exception("The current node timed out"), NUM_START_ATTEMPTS), (ValueError("bad"), 1)]
+)
+def test_a_start_of_ray_that_cannot_be_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, num_starts: int
+) -> None:
+    stand_in = StandInRay(monkeypatch, error, 100)
+    with pytest.raises(type(error), match=str(error)):
+        start_serve(tmp_path, 18000, 1)
+    assert stand_in.num_starts == num_starts
+    local_serve.sweep(os.environ[SESSION_VARIABLE])

@@ -12,10 +12,11 @@ PATIENCE_S = 300.0
 
 def eventually(check: Callable[[], object], what: Callable[[], str] = lambda: "it did not come about") -> None:
     """Returns once the check holds; fails with `what` if it never does."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline, pause_s = time.monotonic() + PATIENCE_S, 0.01
     while not check():
         assert time.monotonic() < deadline, f"{what()} within {PATIENCE_S:g} s"
-        time.sleep(0.02)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.2)  # looking on must not keep what is looked at from getting on
 
 
 async def eventually_in_loop(check: Callable[[], object]) -> None:
