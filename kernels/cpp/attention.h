@@ -37,7 +37,8 @@ struct AttentionCall {
 // Tiles of 16 keys, transposed for products with queries: element d of all keys of a tile lies together.
 template <class T>
 struct KeyTiles {
-    typedef float Query;  // what an element of a query is taken as
+    // What an element of a query is taken as.
+    typedef float Query;
     static constexpr int64_t words(int64_t dim) { return dim * kLanes; }  // floats of one tile
 
     static void take(const T* const* rows, int64_t dim, float* to) {
@@ -111,8 +112,8 @@ struct TokenWalk {
     int64_t token, page, slot;
 
     TokenWalk(const AttentionCall<T>& call, int64_t sequence, int64_t first)
-        : call(call), pages(call.page_table + sequence * call.table_width), token(first),
-          page(first / call.block_size), slot(first % call.block_size) {}
+        : call(call), pages(call.page_table + sequence * call.table_width), token(first), page(first / call.block_size),
+          slot(first % call.block_size) {}
 
     // Asks memory for K and V of the next tokens below `end`.
     void ask(int64_t end, int64_t head_offset, int64_t dim) {
@@ -232,8 +233,7 @@ inline void add_values(AttentionScratch<T>& s, int64_t num_queries, const T* con
             constexpr int kRows = decltype(count)::value;
             Sums sums[kRows];
             float* totals = s.totals + query * padded + column;
-            for (int m = 0; m < kRows; m++)
-                sums[m] = {load(totals + m * padded), load(totals + m * padded + kLanes)};
+            for (int m = 0; m < kRows; m++) sums[m] = {load(totals + m * padded), load(totals + m * padded + kLanes)};
             for (int64_t i = 0; i < num_pairs; i++)
                 for (int m = 0; m < kRows; m++) s.values[i].add_to(sums[m], s.weights[query + m][i]);
             for (int m = 0; m < kRows; m++) {

@@ -70,7 +70,8 @@ void linear_tile(const LinearCall<T>& call, int64_t row, int64_t first) {
     const auto* x = call.x + row * call.x_stride;
     Floats sums[kRows][kVectors];
     for (int m = 0; m < kRows; m++)
-        for (int v = 0; v < kVectors; v++) sums[m][v] = Floats{};  // one by one: as a whole they would be cleared in memory
+        for (int v = 0; v < kVectors; v++)
+            sums[m][v] = Floats{};  // one by one: as a whole they would be cleared in memory
     for (int64_t step = 0; step < whole; step++, weight += kPanel * kWidth)
         for (int v = 0; v < kVectors; v++) {
             const Weights outputs(weight + v * kWidth);

@@ -13,9 +13,9 @@
 
 namespace motet {
 
-constexpr int kDots = 4;              // rows of A at once for several rows of x
-constexpr int kOneDots = 8;           // and for a single one
-constexpr int64_t kAhead = 16384;     // bytes that are asked for before they are read (half as fast with 2 KiB)
+constexpr int kDots = 4;           // rows of A at once for several rows of x
+constexpr int kOneDots = 8;        // and for a single one
+constexpr int64_t kAhead = 16384;  // bytes that are asked for before they are read (half as fast with 2 KiB)
 
 template <class T, int kRows, int kCount>
 inline void dot(const T* x, int64_t x_stride, const T* const* a, int64_t width, T* to, int64_t to_stride, int count) {
@@ -119,7 +119,8 @@ inline void expand_span(const RowPair<T>* pairs, int64_t num_pairs, const typena
 // Many rows of y: a strip of B is paired once and serves them all.
 template <class T, class Ahead>
 void expand_many(const LoraPages<T>& pages, const LoraPart& part, int64_t num_rows, T* y, int64_t y_stride,
-                 const typename RowPair<T>::Factors* factors, int64_t num_pairs, LoraScratch<T>& scratch, Ahead& ahead) {
+                 const typename RowPair<T>::Factors* factors, int64_t num_pairs, LoraScratch<T>& scratch,
+                 Ahead& ahead) {
     const int64_t width = part.num_out;
     ahead.lines(part.rank * width * int64_t(sizeof(T)) / 64);  // strips would reach for a bit of each row in turn
     T* spare = room(scratch.spare, part.rank * width);
@@ -228,8 +229,7 @@ template <class T>
 void shrink(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, const T* x, int64_t x_stride,
             T* shrunk, int num_threads) {
     share_out<T, run_of_a>(
-        pages, parts, num_parts, num_threads,
-        [](const LoraPart& part) { return part.num_in * int64_t(sizeof(T)); },
+        pages, parts, num_parts, num_threads, [](const LoraPart& part) { return part.num_in * int64_t(sizeof(T)); },
         [&](const PartList& singles, auto& scratch) { shrink_singles(pages, singles, x, x_stride, shrunk, scratch); },
         [&](const LoraPart& part, int64_t start, int64_t end, auto& scratch, auto& ahead) {
             shrink_part(pages, part, start, end, x, x_stride, shrunk, scratch, ahead);
@@ -237,8 +237,8 @@ void shrink(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts,
 }
 
 template <class T>
-void expand(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, const T* shrunk,
-            int64_t shrunk_stride, T* y, int64_t y_stride, int num_threads) {
+void expand(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, const T* shrunk, int64_t shrunk_stride,
+            T* y, int64_t y_stride, int num_threads) {
     share_out<T, run_of_b>(
         pages, parts, num_parts, num_threads,
         [](const LoraPart& part) { return part.num_out * int64_t(sizeof(float)); },

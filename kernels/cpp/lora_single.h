@@ -14,7 +14,7 @@ inline Run run_of_a(const LoraPart& part) { return {part.a, part.a + part.a_rows
 inline Run run_of_b(const LoraPart& part) { return {part.b, part.b + part.rank * part.num_out}; }
 
 constexpr int kReaders = 8;
-constexpr int64_t kLeastSingles = 16;      // for fewer parts one reader with all lines for itself is faster
+constexpr int64_t kLeastSingles = 16;   // for fewer parts one reader with all lines for itself is faster
 constexpr int kTurn = 2;                // lines that a reader takes in its turn
 constexpr int64_t kNearBytes = 49152;   // what eight readers may hold: a row of x each, or the sums of a row of y
 constexpr int64_t kReaderAhead = 2048;  // bytes, beyond the rows that a reader is at

@@ -27,7 +27,8 @@ struct Operand<Bfloat16> {
     static constexpr int kWidth = 2 * kLanes;
     __m512bh value;
     Operand() = default;
-    explicit Operand(const Bfloat16* from) { std::memcpy(&value, from, sizeof value); }  // GCC puts a cast one in memory
+    // GCC puts a cast one in memory.
+    explicit Operand(const Bfloat16* from) { std::memcpy(&value, from, sizeof value); }
     Operand(const Bfloat16* from, int64_t count)
         : value((__m512bh)_mm512_maskz_loadu_epi16(count >= kWidth ? ~0u : (1u << count) - 1, from)) {}
 };
@@ -111,8 +112,8 @@ struct NothingAhead {
 // `ahead`, if any, hears how many cache lines of the rows are about to be read.
 template <class T, int kPairs, class Ahead = NothingAhead>
 inline void add_weighted_rows(float* totals, int64_t total_stride, int64_t num_totals,
-                              const typename RowPair<T>::Factors* factors, int64_t factor_stride,
-                              const T* const* rows, int64_t width, Ahead* ahead = nullptr) {
+                              const typename RowPair<T>::Factors* factors, int64_t factor_stride, const T* const* rows,
+                              int64_t width, Ahead* ahead = nullptr) {
     for (int64_t column = 0; column < width; column += kSpan) {
         if (ahead) ahead->lines_in_loop(2 * kPairs * kSpan * int64_t(sizeof(T)) / 64);
         RowPair<T> pairs[kPairs];

@@ -43,12 +43,12 @@ def num_gangs(motet: RunningMotet) -> int:
     return len(motet.status()["gangs"])
 
 
-def ask(motet: RunningMotet, num_tokens: int) -> None:
+def ask(motet: RunningMotet, num_tokens: int, n: int = 1) -> None:
     with motet.http() as http:
-        fields = {"model": BASE, "prompt": PROMPT, "max_tokens": num_tokens, "ignore_eos": True}
+        fields = {"model": BASE, "prompt": PROMPT, "max_tokens": num_tokens, "ignore_eos": True, "n": n}
         answer = http.post("/v1/completions", json=fields)
     assert answer.status_code == 200, answer.text
-    assert answer.json()["usage"]["completion_tokens"] == num_tokens
+    assert answer.json()["usage"]["completion_tokens"] == n * num_tokens
 
 
 def goes_to_zero(motet: RunningMotet, settings: Path) -> None:
@@ -82,7 +82,7 @@ def test_gangs_come_and_go_with_the_load(motet: RunningMotet, settings: Path) ->
 
     def keep_asking(_: int) -> None:
         while not over.is_set():
-            ask(motet, 60)
+            ask(motet, 150, n=2)  # four times a gang's places in all, so that slow clients keep them taken too
             answered.append(num_gangs(motet))
 
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
