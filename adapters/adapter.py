@@ -1,4 +1,4 @@
-"""What an adapter is, outside the accelerator: plain facts that travel."""
+"""Facts of adapters and of the base that they fit, as plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 # The seven linear projections of a decoder layer, in the order in which an adapter is packed.
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Those of a layer's experts. Each stands for as many modules as there are experts: `experts.3.up_proj` is the fourth's.
+# The projections of a layer's experts. Each entry stands for one module of every expert: `experts.3.up_proj` and so on.
 EXPERT_MODULES = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 MAX_RANK = 256
 _EXPERT = re.compile(r"experts\.(\d+)\.(\w+)")
@@ -20,7 +20,7 @@ def family_of_module(module: str) -> str:
 
 
 def packing_order(module: str) -> tuple[int, int]:
-    """Sorts modules in the order in which they are packed; equal ones belong to different experts."""
+    """A sort key for modules, in the order in which they are packed: the place of the entry, then the expert."""
     match = _EXPERT.fullmatch(module)
     place = (*MODULES, *EXPERT_MODULES).index(family_of_module(module))
     return place, int(match[1]) if match else 0
@@ -28,11 +28,11 @@ def packing_order(module: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Where a base has experts, and what their modules are called there: `block.experts.3.name`."""
+    """Which layers of a base have experts, and the names of their modules there: `block.experts.3.name`."""
 
     num_experts: int
     layers: tuple[int, ...]
-    block: str  # within a layer
+    block: str  # the name of the mixture of experts within a layer
     names: Mapping[str, str]  # by entry of EXPERT_MODULES
 
 
@@ -62,6 +62,7 @@ class BaseShape:
         return f"{self.experts.block}.experts.{match[1]}.{self.experts.names[family_of_module(module)]}"
 
     def has(self, layer: int, module: str) -> bool:
+        """Whether adapters of this base may have the module in this layer."""
         entry = family_of_module(module)
         if entry not in self.modules or layer >= self.num_layers:
             return False

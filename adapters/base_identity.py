@@ -1,4 +1,4 @@
-"""Which base a store or a registry belongs to."""
+"""The identity of a base, which a store and a registry record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .errors import OtherBase, shown
 
 @dataclass(frozen=True)
 class BaseIdentity:
-    """A base by what it is, `fingerprint`, and what people call it, `name`. Two names may stand for one base."""
+    """`fingerprint` is a hash of the base's content and decides; `name` is for people. One base may have two names."""
 
     fingerprint: str
     name: str
@@ -19,14 +19,17 @@ class BaseIdentity:
 
     @classmethod
     def parse(cls, text: str) -> BaseIdentity:
-        """What `str` made of one. Raises ValueError for other text."""
+        """The identity that `str` wrote as `text`. Raises ValueError for other text."""
         fingerprint, space, name = text.rstrip("\n").partition(" ")
         if not space:
             raise ValueError(f"{shown(text)} names no base: its fingerprint and its name are needed")
         return cls(fingerprint, name)
 
     def check(self, held: BaseIdentity, place: str, remedy: str) -> None:
-        """Raises OtherBase unless `place`, which is `held`'s, is this base's. `remedy`: what else to use."""
+        """Raises OtherBase unless `held`, the base that `place` belongs to, is this one.
+
+        `place` and `remedy` are for the message; `remedy` says what to use instead of `place`.
+        """
         if held.fingerprint != self.fingerprint:
             raise OtherBase(
                 f"{place} belongs to another base: {shown(held.name)} with the fingerprint {held.fingerprint[:12]}, "

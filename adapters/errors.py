@@ -1,12 +1,12 @@
-"""What can go wrong with an adapter, from upload to load, and with the registry that knows of it.
+"""The errors of adapters, from upload to load, and of the registry.
 
 ```
 AdapterError
-├── AdapterInvalid        the upload is wrong: says what, and what is accepted (HTTP 400)
-├── UploadTooLarge        over a size limit (HTTP 413)
-├── RegistryUnavailable   Redis does not answer; the same call is safe to repeat later (HTTP 503)
-├── AdapterCorrupt        the store cannot give an adapter back, whole (its own requests fail, no others)
-├── KeyTaken              an API key is another tenant's already (a launch is refused)
+├── AdapterInvalid        the upload is wrong; the message says what, and what is accepted (HTTP 400)
+├── UploadTooLarge        the upload is over a size limit (HTTP 413)
+├── RegistryUnavailable   Redis does not answer; the same call may be repeated later (HTTP 503)
+├── AdapterCorrupt        the store has an adapter no longer, or damaged; requests for this adapter fail, others do not
+├── KeyTaken              an API key belongs to another tenant already (a launch is refused)
 └── OtherBase             a store or registry holds adapters of another base (a launch is refused)
 ```
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 
 class AdapterError(Exception):
-    """`str()` of it is fit for the client."""
+    """`str(error)` may be sent to the client."""
 
 
 class AdapterInvalid(AdapterError):  # noqa: N818
@@ -43,12 +43,12 @@ class OtherBase(AdapterError):  # noqa: N818
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """A foreign value as it may stand in a message: escaped and never long."""
+    """A value from outside as text for a message: escaped, and at most `limit` characters."""
     text = ascii(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def listed(values: list[str], limit: int = 3) -> str:
-    """The first few of many values, and how many more there are."""
+    """The first `limit` values as text for a message, and how many more there are."""
     more = f" and {len(values) - limit} more" if len(values) > limit else ""
     return ", ".join(shown(value, 160).strip("'\"") for value in values[:limit]) + more

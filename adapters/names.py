@@ -1,4 +1,4 @@
-"""Which names adapters and tenants may have: none can break out of a URL, a path or a registry key."""
+"""Which names adapters and tenants may have: only such as are safe in a URL, a path and a registry key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def check_name(name: str, reserved: Collection[str] = ()) -> None:
-    """Raises AdapterInvalid unless an adapter may have this name. `reserved`: the base's name and the like."""
+    """Raises AdapterInvalid unless an adapter may have this name. `reserved`: names of the base."""
     if not _ADAPTER.fullmatch(name):
         raise AdapterInvalid(
             f"name {shown(name)} is not accepted: 1 to 64 letters, digits, '.', '_' and '-', "

@@ -1,4 +1,4 @@
-"""The way of an upload: validate, store, register. Refused anywhere, it leaves nothing behind."""
+"""Uploads of adapters: validate, store, register. An upload that is refused changes nothing."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .registry.registry_view import RegistryView
 from .store.store import AdapterStore
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UploadLimits:
+    max_tensors_bytes: int  # of adapter_model.safetensors
     max_config_bytes: int = 1 << 20
-    max_tensors_bytes: int = 4 << 30
     max_concurrent: int = 2  # uploads validated and packed at once, each in a thread
 
 
 class UploadService:
-    """Changes adapters. Owned by one event loop; the work on tensors is done in threads.
+    """Uploads, lists and deletes adapters. Owned by one event loop; tensors are handled in threads.
 
-    `layouts` are what adapters are packed for, all of one base. `reserved` are names that no adapter may have.
+    Adapters are packed for each of `layouts`, which are of one base. `reserved`: names that no adapter may have.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class UploadService:
         registry: Registry,
         view: RegistryView,
         layouts: Sequence[AdapterLayout],
+        limits: UploadLimits,
         reserved: Collection[str] = (),
-        limits: UploadLimits | None = None,
     ) -> None:
         if not layouts or any(layout.shape != layouts[0].shape for layout in layouts):
             raise ValueError(f"{len(layouts)} layouts: at least one is needed, and all must be of one base")
-        self.limits = limits or UploadLimits()
+        self.limits = limits
         self._store = store
         self._registry = registry
         self._view = view
@@ -53,11 +53,11 @@ class UploadService:
         self._slots = asyncio.Semaphore(self.limits.max_concurrent)
 
     async def upload(self, tenant: str, name: str, config: bytes | Path, tensors: Path) -> tuple[AdapterVersion, bool]:
-        """The version that the name now points to, and whether it is new; the same bytes again are not.
+        """The version that the name points to from now on, and whether this upload made it: the same content does not.
 
-        `config` and `tensors` are adapter_config.json, as bytes or a file, and the file adapter_model.safetensors; the
-        caller removes them afterwards. Once this returns, the adapter survives the death of the process. Raises
-        AdapterInvalid, UploadTooLarge, RegistryUnavailable; after the last the same upload may be repeated.
+        `config` is adapter_config.json, as bytes or a file; `tensors` is the file adapter_model.safetensors. The caller
+        removes both afterwards. Once this returns, the adapter is on disk. Raises AdapterInvalid, UploadTooLarge,
+        RegistryUnavailable; after the last one the same upload may be repeated.
         """
         check_tenant(tenant)
         check_name(name, self._reserved)
@@ -71,7 +71,7 @@ class UploadService:
         return adapter, created
 
     async def delete(self, tenant: str, name: str) -> bool:
-        """Whether there was such a name; there is none now. What runs on it finishes. Raises RegistryUnavailable."""
+        """Deletes the name; whether there was one. Sequences that run on it finish. Raises RegistryUnavailable."""
         version = await self._registry.delete(tenant, name)
         if version is None:
             return False
@@ -87,7 +87,10 @@ class UploadService:
         return await self._registry.get(tenant, name)
 
     async def sweep(self, older_than_s: float = 3600.0) -> int:
-        """Removes stored adapters that no name has pointed to for so long; returns how many. Call it now and then."""
+        """Removes stored adapters that no name has pointed to for `older_than_s`, and returns their number.
+
+        The caller calls it at intervals. Raises RegistryUnavailable.
+        """
         referenced = await self._registry.digests()
         return len(await asyncio.to_thread(self._store.sweep, referenced, older_than_s))
 

@@ -1,13 +1,14 @@
 """Speed with 5, 100, 1,000 and 2,000 adapters registered, under the same requests at the same times.
 
-Adapters of ranks 8 to 64 on the attention's projections, asked for by a power law (alpha 1) and uniformly. Poisson
-arrivals at `--overload` times the rate that 5 adapters can bear, measured first, on top of a full batch at the start,
-so that a queue is always there. Prompts, lengths and times are the same for all; only whose adapter a request asks for
-differs. Rounds alternate between the numbers of adapters; the ratios of speed are medians over rounds. Tokens count
-until the last arrival; requests without a token by then count with the time that they have waited.
+Adapters have ranks 8 to 64, on the projections of attention. Requests choose one by a power law (alpha 1), or
+uniformly. A run begins with a full batch; then requests arrive as a Poisson process at `--overload` times the rate that
+the engine sustains with 5 adapters, which is measured first, so that there is always a queue. Prompts, lengths and
+times of arrival are the same in all runs; only the adapters of the requests differ. Rounds alternate between the
+numbers of adapters; the ratios of speed are medians over rounds. Tokens count until the last arrival; a request without
+a token by then counts with the time that it has waited so far.
 
-Wall time is what serving feels; tokens per CPU second of the thread that computes the steps are printed beside it,
-because others on the machine disturb these less.
+Speed is tokens per second of wall time. Tokens per CPU second of the thread that computes the steps are printed beside
+it, because other programs on the machine disturb these less.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from engine_side import BLOCK_SIZE, worker_cpu_s
 from many_adapters import StoredAdapter, draw_adapters, write_store
 from workload import Job, draw_jobs
 
-from motet.workers.config import EngineConfig
+from motet.cluster.config import MotetConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.wire.messages import SamplingParams, SequenceRequest
@@ -50,7 +51,7 @@ class Round:
 
 
 class Clients:
-    """Requests that arrive at their times at an engine which this steps."""
+    """Submits requests to an engine at their times of arrival, and runs the engine's steps."""
 
     def __init__(self, engine: Engine, adapters: Sequence[StoredAdapter]) -> None:
         self._engine, self._adapters = engine, adapters
@@ -58,7 +59,7 @@ class Clients:
 
     def run(self, jobs: Sequence[Job], arrivals_s: Sequence[float]) -> Round:
         """`arrivals_s`: ascending, from the start. Raises RuntimeError if a request fails."""
-        loads_before = self._engine.load().num_adapter_loads
+        loads_before = self._engine.load().counters.num_adapter_loads
         arrived: dict[int, float] = {}  # of those without a token yet
         open_ids: set[int] = set()
         first_token_s: list[float] = []
@@ -90,7 +91,7 @@ class Clients:
             self._engine.cancel(sequence_id)
         while self._engine.has_work():
             self._engine.step()
-        num_loads = self._engine.load().num_adapter_loads - loads_before
+        num_loads = self._engine.load().counters.num_adapter_loads - loads_before
         return Round(num_finished / wall_s, num_tokens / wall_s, num_tokens / cpu_s, sorted(first_token_s), num_loads)
 
     def _submit(self, job: Job) -> None:
@@ -111,7 +112,7 @@ class Clients:
 def make_load(
     num_adapters: int, exponent: float, rate: float, seconds: float, seed: int
 ) -> tuple[list[Job], list[float]]:
-    """Jobs and when they arrive: but for their adapters the same for the same rate, seconds and seed."""
+    """Jobs and their times of arrival. Equal rate, seconds and seed give equal jobs, except for their adapters."""
     generator = random.Random(seed)
     arrivals_s = [0.0] * BATCH_SIZE  # begins with a full batch
     while arrivals_s[-1] < seconds:
@@ -134,14 +135,14 @@ def main() -> None:
         store_path = Path(folder) / "store"
         adapters = write_store(store_path, model_path, max(arguments.registered), BLOCK_SIZE)
         engine = build_engine(
-            EngineConfig(
+            MotetConfig(
                 model_path=model_path,
-                store_path=store_path,
+                data_dir=store_path.parent,
                 pool_bytes=POOL_BYTES,
                 block_size=BLOCK_SIZE,
                 max_num_sequences=BATCH_SIZE,
                 num_threads=arguments.threads,
-            )
+            ).engine
         )
         try:
             clients = Clients(engine, adapters)

@@ -1,11 +1,11 @@
 """Time between tokens of 16 steady streams while 50 requests a second ask for adapters that are not in the pool.
 
-Three kinds of window take turns: `alone`, the streams only; `warm`, 50 requests a second besides, all for one adapter
-that is there; `cold`, the same requests, each for another adapter out of more than the pool and host memory hold, so
-that each is read from its file, verified and copied into the pool. These requests have one token and get one, so
-what differs between warm and cold is the loading, and that each has LoRA weights of its own to read. The ratios are of
-the p99 over a window, the median of all windows of a kind; those of the least disturbed windows of each kind are told
-as well, since others on the machine add to the tails.
+Three kinds of window take turns. `alone`: only the streams. `warm`: also 50 requests a second, all for one adapter that
+is in the pool. `cold`: the same requests, each for another of more adapters than the pool and host memory hold, so that
+each adapter is read from its file, verified and copied into the pool. These requests have a prompt of one token and get
+one token. So warm and cold differ in two ways: adapters are loaded, and each request has LoRA weights of its own to
+read. The ratios are of the p99 in a window, the median of all windows of a kind. They are also printed for the least
+disturbed windows of each kind, because other programs on the machine lengthen the tails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import random_model
 from engine_side import BLOCK_SIZE, worker_cpu_s
 from many_adapters import StoredAdapter, write_store
 
-from motet.workers.config import EngineConfig
+from motet.cluster.config import MotetConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.wire.messages import SamplingParams, SequenceRequest
@@ -52,7 +52,7 @@ class Window:
 
 
 class Bench:
-    """An engine and what asks it."""
+    """An engine, its steady streams, and the requests beside them."""
 
     def __init__(self, engine: Engine, adapters: Sequence[StoredAdapter], rate: float) -> None:
         self._engine, self._adapters, self._rate = engine, adapters, rate
@@ -61,14 +61,14 @@ class Bench:
         self._rng = random.Random(1)
 
     def run(self, kind: str, seconds: float) -> Window:
-        """New streams, so that each window begins with the same context; what is asked for besides is `kind`'s."""
+        """One window. It begins with new streams, so that the context is the same in all; `kind`: of the requests."""
         engine, window = self._engine, Window()
         streams = {self._submit(self._adapters[i], 32, 4096): 0.0 for i in range(NUM_STREAMS)}
-        while engine.load().num_running < NUM_STREAMS:
+        while engine.load().gauges.num_running < NUM_STREAMS:
             engine.step()
         for _ in range(3):
             engine.step()
-        loads_before, steps_before = engine.load().num_adapter_loads, engine.load().num_steps
+        loads_before, steps_before = engine.load().counters.num_adapter_loads, engine.load().counters.num_steps
         asked: dict[int, float] = {}
         started, cpu_started = time.perf_counter(), worker_cpu_s()
         next_at = started + self._rng.expovariate(self._rate)
@@ -90,8 +90,8 @@ class Bench:
                 streams[update.sequence_id] = now
         window.wall_s = time.perf_counter() - started
         load = engine.load()
-        window.step_cpu_s = (worker_cpu_s() - cpu_started) / (load.num_steps - steps_before)
-        window.num_loads = load.num_adapter_loads - loads_before
+        window.step_cpu_s = (worker_cpu_s() - cpu_started) / (load.counters.num_steps - steps_before)
+        window.num_loads = load.counters.num_adapter_loads - loads_before
         for sequence_id in (*streams, *asked):
             engine.cancel(sequence_id)
         while engine.has_work():
@@ -125,14 +125,14 @@ def main() -> None:
         store_path = Path(folder) / "store"
         adapters = write_store(store_path, model_path, NUM_STORED, BLOCK_SIZE)
         engine = build_engine(
-            EngineConfig(
+            MotetConfig(
                 model_path=model_path,
-                store_path=store_path,
+                data_dir=store_path.parent,
                 pool_bytes=POOL_BYTES,
                 host_bytes=HOST_BYTES,
                 block_size=BLOCK_SIZE,
                 num_threads=arguments.threads,
-            )
+            ).engine
         )
         try:
             bench = Bench(engine, adapters, arguments.rate)

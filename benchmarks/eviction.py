@@ -1,8 +1,8 @@
-"""What the order of eviction costs: seconds spent to bring back what was evicted, against plain LRU and plain LFU.
+"""Orders of eviction: seconds spent on getting back what was evicted, for motet's order, plain LRU and plain LFU.
 
-Simulated: the real allocator, adapter cache, prefix cache and idle order serve drawn traffic in a pool too small for
-all of it. A page of an adapter that is not there costs a copy. A page of a prompt that could have been kept costs
-computing it, or, with host memory behind the pool, a copy. LRU evicts what was idle longest, LFU what was used least.
+A simulation: the real allocator, adapter cache, prefix cache and idle order serve random traffic in a pool that is too
+small for it. A missing page of an adapter costs a copy. A missing page of a prompt that was there before costs the time
+to compute it or, with host memory behind the pool, a copy. LRU evicts what was idle longest, LFU what was used least.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LeastRecent(IdleOrder):
 
 
 class LeastFrequent(IdleOrder):
-    """Plain LFU; the oldest of equals goes first."""
+    """Plain LFU; of equally used entries the oldest is evicted first."""
 
     def worth(self, num_uses: float, cost_s: float) -> float:
         return num_uses
@@ -68,7 +68,7 @@ class Spent:
 
 
 class Gang:
-    """One gang's memory, and what its misses cost."""
+    """The memory of one gang, and the seconds that its misses cost."""
 
     def __init__(self, idle: IdleOrder, has_host_tier: bool) -> None:
         self._page_s = COPY_S if has_host_tier else COMPUTE_S

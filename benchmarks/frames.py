@@ -1,10 +1,10 @@
 """Tokens per second from a gang to HTTP clients through one router, against Serve's own streaming handles.
 
-A stand-in engine emits ready tokens, one a step for each of 64 streams, at rising paces; the router is the real one
-(detokenization, stop strings, OpenAI chunks, HAProxy in front), and the clients are real HTTP connections. "per event"
-is tokens in an SSE event: above 1 the router could not keep up with single tokens and merged some. CPU is microseconds
-of each process for a token. The baseline is the same router with each sequence as a streaming call of a Serve
-`DeploymentHandle`, under the same Serve flags.
+A stand-in engine emits fixed tokens, one in each step for each of 64 streams, at higher and higher rates. The router is
+the real one (detokenization, stop strings, OpenAI chunks, HAProxy in front), and the clients are real HTTP connections.
+"per event" is the number of tokens in an SSE event: above 1, the router did not keep up with single tokens and merged
+some. CPU is microseconds of each process for a token. The baseline is the same router, with each sequence as a
+streaming call of a Serve `DeploymentHandle`, under the same Serve flags.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _deploy(way: Way, port: int) -> str:
-    """Replaces what was deployed before; the app's URL."""
+    """Deploys an app in place of the one before, and returns its URL."""
     from ray import serve
     from ready_gang import ReadyGang
     from ready_router import ReadyRouter
@@ -102,7 +102,7 @@ def _measure(way: Way, url: str, num_streams: int, pace: int, seconds: float) ->
 
 
 def _run_clients(url: str, num_streams: int, num_tokens: int, pace: int) -> dict[str, float]:
-    """Runs the clients in a process of their own, so that this one's Ray threads are not in their way."""
+    """Runs the clients in a process of their own, so that the Ray threads of this process do not slow them."""
     options = ["--streams", str(num_streams), "--tokens", str(num_tokens), "--steps-per-s", str(pace)]
     command = [sys.executable, str(ROOT / "sse_clients.py"), url, *options]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=600).stdout
@@ -111,7 +111,7 @@ def _run_clients(url: str, num_streams: int, num_tokens: int, pace: int) -> dict
 
 
 def _find_process(title: str) -> psutil.Process:
-    """The youngest process of this session with such a title."""
+    """The newest process of this session with this title."""
     children = psutil.Process().children(recursive=True)
     found = [process for process in children if title in " ".join(process.cmdline()[:1])]
     return max(found, key=lambda process: process.create_time())

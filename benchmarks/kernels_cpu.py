@@ -1,15 +1,21 @@
 """The native CPU kernels against what they replace: bfloat16, one thread, shapes of SmolLM2-135M and Llama-3.2-1B.
 
-Each pair is timed in turn, call by call, and the best time of each counts, so that what disturbs the machine disturbs
-both. Pages lie in random order, and calls go through the layers of a pool, larger than a cache in all, as steps do. One
-last line of JSON: LoRA on qkv with 64 rows of 64 adapters (ranks 8 to 32) over the base's product, a few layers in turn
-and one again and again; GB/s of a whole step's LoRA, from memory; decode attention of 64 sequences with 512 tokens
-against index_select + SDPA; a layer's linears from memory against oneDNN on weights packed for it, or against torch's
-where it takes none, by rows; experts against their twin, by rows; the least ratio of a twin's time over its kernel's,
-and those below 1.
+The two of a pair are called in turn, and the best time of each counts, so that other programs on the machine disturb
+both alike. Pages are in random order, and calls go through the layers of a pool that is larger than the caches, as
+steps do. The last line is JSON:
 
-A laptop's CPU with AVX2, on one with more: `--march x86-64-v3`, with ONEDNN_MAX_CPU_ISA=AVX2, ATEN_CPU_CAPABILITY=avx2
-and MKL_ENABLE_INSTRUCTIONS=AVX2 in the environment, so that what it is compared with keeps to AVX2 too.
+- LoRA on qkv with 64 rows of 64 adapters (ranks 8 to 32): its time over that of the base's product, for a few layers in
+  turn and for one layer again and again;
+- GB/s of the LoRA of a whole step, read from memory;
+- decode attention of 64 sequences with 512 tokens, against index_select + SDPA;
+- a layer's linears, read from memory, by number of rows: against oneDNN on weights packed for it, or against torch
+  where oneDNN takes no packed weights;
+- experts against their plain twin, by number of rows;
+- the least ratio of a twin's time over its kernel's, and all ratios below 1.
+
+To measure as on a laptop with AVX2 on a CPU that has more: `--march x86-64-v3`, with ONEDNN_MAX_CPU_ISA=AVX2,
+ATEN_CPU_CAPABILITY=avx2 and MKL_ENABLE_INSTRUCTIONS=AVX2 in the environment, so that oneDNN, torch and MKL use no more
+than AVX2 either.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from motet.adapters.adapter import MODULES, BaseShape
 from motet.adapters.packing.layout import AdapterLayout
 from motet.kernels.attention import AttentionBatch
-from motet.kernels.backend import Kernels, Linear, LinearWeight, native_kernels, torch_kernels
+from motet.kernels.backend import Kernels, Linear, LinearWeight, native_kernels, plain_kernels
 from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from motet.kernels.native import onednn_linear
 from motet.kernels.native.build import load_library
@@ -44,7 +50,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Shape:
-    """A base's layer; the pool has as many layers as make it larger than the caches."""
+    """The sizes of one layer of a base. The pool has enough layers to be larger than the caches."""
 
     name: str
     hidden: int
@@ -72,7 +78,7 @@ SHAPES = (Shape("SmolLM2-135M", 576, 1536, 9, 3, 49152), Shape("Llama-3.2-1B", 2
 
 
 def best_times(calls: dict[str, Call], repetitions: int) -> dict[str, float]:
-    """The shortest time of each in seconds, taken in turn; each is called once before."""
+    """The shortest time of each call, in seconds. Calls are made in turn, after one of each that is not timed."""
     best = dict.fromkeys(calls, float("inf"))
     for repetition in range(repetitions + 1):
         for name, call in calls.items():
@@ -84,16 +90,16 @@ def best_times(calls: dict[str, Call], repetitions: int) -> dict[str, float]:
 
 
 class Bench:
-    """Prints a line for each pair and keeps its ratio."""
+    """Prints a line for each pair, and collects the ratios."""
 
     def __init__(self, repetitions: int, flags: tuple[str, ...] | None = None) -> None:
         self._repetitions = repetitions
         self.over_twin: dict[str, float] = {}
-        self.native, self.twin = native_kernels(torch.bfloat16, 1, load_library(1, flags=flags)), torch_kernels()
+        self.native, self.twin = native_kernels(torch.bfloat16, 1, load_library(1, flags=flags)), plain_kernels()
         self.both = (self.native, self.twin)
 
     def against(self, what: str, kernel: Call, other: Call, name: str = "twin") -> float:
-        """The other's time over the kernel's."""
+        """The time of the other implementation over the kernel's."""
         best = best_times({"kernel": kernel, "other": other}, self._repetitions)
         ratio = best["other"] / best["kernel"]
         times = f"{best['kernel'] * 1e6:10.1f} {best['other'] * 1e6:10.1f}"
@@ -114,7 +120,10 @@ ATTENTION_CASES = {  # (tokens of old KV, new rows) of each sequence
 
 
 def attention(bench: Bench, shape: Shape, name: str, generator: torch.Generator) -> float:
-    """One of ATTENTION_CASES against its twin; gives what index_select + SDPA takes over it, where all decode alike."""
+    """Times one of ATTENTION_CASES against its twin. Returns the time of index_select + SDPA over the kernel's.
+
+    None: not all sequences decode with the same context, so SDPA cannot compute them together.
+    """
     batch, kv = _paged(shape, ATTENTION_CASES[name], generator)
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     qkv = torch.randn(batch.query_starts[-1], sum(heads), shape.head_dim, generator=generator).bfloat16()
@@ -145,7 +154,7 @@ def attention(bench: Bench, shape: Shape, name: str, generator: torch.Generator)
 def _paged(
     shape: Shape, sequences: list[tuple[int, int]], generator: torch.Generator
 ) -> tuple[AttentionBatch, torch.Tensor]:
-    """A batch, and its KV in pages of random order."""
+    """A batch, and a pool with its KV in pages of random order."""
     counts = [-(-(old + new) // BLOCK_SIZE) for old, new in sequences]
     geometry = shape.geometry(sum(counts))
     pool = make_pool(geometry, CPU)
@@ -190,8 +199,10 @@ class LoraBench:
         self._bench.against(what, *(self._call(k, num_adapters, rows, group, layers) for k in self._bench.both))
 
     def over_base(self, layers: range) -> float:
-        """What LoRA on qkv with 64 rows of 64 adapters takes over the base's product, whose weights it may find in
-        cache; so may LoRA the adapters, if `layers` is but one."""
+        """The time of LoRA on qkv, with 64 rows of 64 adapters, over that of the base's product.
+
+        The base's weights may be in the cache; with one layer the adapters may be, too.
+        """
         num_out = sum(self._sides[m][1] for m in LORA_GROUPS["qkv"])
         weight = torch.randn(num_out, self._shape.hidden, generator=self._generator).bfloat16()
         x = torch.randn(64, self._shape.hidden, generator=self._generator).bfloat16()
@@ -201,7 +212,7 @@ class LoraBench:
         return 1 / self._bench.against(what, call, lambda: native.linear(x, packed, None), "base")
 
     def step_from_memory(self) -> float:
-        """GB/s of a decode step that reads all layers and modules of 64 adapters for a row each: the best of five."""
+        """GB/s of a decode step that reads all layers and modules of 64 adapters, one row each: the best of five."""
         calls = [self._call(self._bench.native, 64, 1, group, range(self._shape.num_layers)) for group in LORA_GROUPS]
         best_s = float("inf")
         for _ in range(5):

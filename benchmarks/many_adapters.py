@@ -1,7 +1,7 @@
-"""Thousands of adapters in a store within a minute: what engine benchmarks ask for, without thousands of uploads.
+"""Writes a store with thousands of adapters within a minute, for engine benchmarks, without thousands of uploads.
 
-All adapters of a rank share their numbers but for a few; each has a digest and a packed file of its own, with its own
-checksum. Only packed files are written: no source to pack them from again.
+Adapters of one rank differ in a few numbers only; each has a digest and a packed file of its own, with its own
+checksum. Only packed files are written, and no sources from which they could be packed again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Long conversations: what is computed of their prompts when each turn repeats all that was said before.
+"""Long conversations: how many tokens of their prompts are computed, when each turn repeats all turns before it.
 
-Conversations of ten turns, one request of each at a time. `small`: more of them than the pool holds, with host memory
-behind it; the baseline is computing every prompt in full, in tokens, and an engine that does so, in time. `roomy`:
-everything fits into the pool, with and without host memory behind it, in turn: what copying pages out costs.
+Conversations have ten turns, and each has one request at a time. `small`: there are more conversations than the pool
+holds, with host memory behind it. The baseline in tokens is every prompt in full; in time it is an engine that computes
+them so. `roomy`: everything fits into the pool, in turn with and without host memory behind it. The difference is what
+copying pages out costs.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from typing import Any
 import random_model
 from engine_side import BLOCK_SIZE, fill_store
 
-from motet.workers.config import EngineConfig
+from motet.cluster.config import MotetConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
-from motet.workers.wire.messages import AdapterRef, EngineLoad, SamplingParams, SequenceRequest
+from motet.workers.wire.engine_load import EngineCounters
+from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest
 
 NUM_TURNS = 10
 NUM_ASKED, NUM_ANSWERED = 36, 12  # tokens a turn
@@ -32,21 +34,21 @@ PAGE_BYTES = 368_640  # of SmolLM2-135M's shape in bfloat16, 16 tokens
 
 @dataclass(frozen=True)
 class Outcome:
-    load: EngineLoad
+    counted: EngineCounters  # beginning with the first turn
     wall_s: float
     num_prompt_tokens: int
     answers: list[list[int]]
 
 
 def talk(engine: Engine, num_conversations: int, adapters: Sequence[AdapterRef], seed: int) -> Outcome:
-    """All conversations at once, each turn as soon as the last one is answered."""
+    """Runs all conversations at once; each turn is sent as soon as the turn before it is answered."""
     rng = random.Random(seed)
     said = [[rng.randrange(1, 4000) for _ in range(NUM_ASKED)] for _ in range(num_conversations)]
     later = [
         [[rng.randrange(1, 4000) for _ in range(NUM_ASKED)] for _ in range(NUM_TURNS - 1)]
         for _ in range(num_conversations)
     ]
-    before = engine.load()
+    before = engine.load().counters
     num_prompt_tokens = num_left = 0
     started = time.perf_counter()
     sampling = SamplingParams(max_tokens=NUM_ANSWERED, temperature=0.0, ignore_eos=True)
@@ -76,18 +78,18 @@ def talk(engine: Engine, num_conversations: int, adapters: Sequence[AdapterRef],
         if engine.waits:
             time.sleep(0.0005)
     wall_s = time.perf_counter() - started
-    load = engine.load()
+    after = engine.load().counters
     grown = {
-        name: getattr(load, name) - getattr(before, name)
+        name: getattr(after, name) - getattr(before, name)
         for name in ("num_computed_tokens", "num_generated_tokens", "num_pages_in", "num_pages_out", "num_preemptions")
     }
-    return Outcome(EngineLoad(**grown), wall_s, num_prompt_tokens, said)
+    return Outcome(EngineCounters(**grown), wall_s, num_prompt_tokens, said)
 
 
 def num_computed_of_prompts(outcome: Outcome) -> int:
     """Without the tokens that decoding computes: each but the last of an answer."""
-    num_answers = outcome.load.num_generated_tokens // NUM_ANSWERED
-    return outcome.load.num_computed_tokens - num_answers * (NUM_ANSWERED - 1)
+    num_answers = outcome.counted.num_generated_tokens // NUM_ANSWERED
+    return outcome.counted.num_computed_tokens - num_answers * (NUM_ANSWERED - 1)
 
 
 def main() -> None:
@@ -105,15 +107,16 @@ def main() -> None:
 
         def engine(num_kv_pages: int, **settings: Any) -> Engine:
             built = build_engine(
-                EngineConfig(
+                MotetConfig(
                     model_path=model_path,
-                    store_path=Path(folder) / "store",
+                    data_dir=Path(folder),
                     dtype="bfloat16",
                     pool_bytes=(num_kv_pages + adapter_pages) * PAGE_BYTES,
                     block_size=BLOCK_SIZE,
                     max_num_sequences=arguments.conversations,
+                    num_threads=1,
                     **settings,
-                )
+                ).engine
             )
             talk(built, 4, refs, seed=99)  # builds kernels, loads adapters
             return built
@@ -137,9 +140,9 @@ def main() -> None:
     roomy = min(pair[1] for pair in pairs) / min(pair[0] for pair in pairs)
     print(f"{'':24} {'prompt tokens':>13} {'computed':>9} {'pages out':>9} {'pages in':>8} {'wall s':>7}")
     for name, outcome in (("small pool, host memory", kept), ("small pool, no cache", computed)):
-        load = outcome.load
-        numbers = f"{outcome.num_prompt_tokens:13} {num_computed_of_prompts(outcome):9} {load.num_pages_out:9}"
-        print(f"{name:24} {numbers} {load.num_pages_in:8} {outcome.wall_s:7.1f}")
+        counted = outcome.counted
+        numbers = f"{outcome.num_prompt_tokens:13} {num_computed_of_prompts(outcome):9} {counted.num_pages_out:9}"
+        print(f"{name:24} {numbers} {counted.num_pages_in:8} {outcome.wall_s:7.1f}")
     print(
         f"everything fits: {min(p[0] for p in pairs):.1f} s with host memory behind the pool, "
         f"{min(p[1] for p in pairs):.1f} s without"

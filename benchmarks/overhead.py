@@ -1,7 +1,7 @@
 """What adapters cost: the same load on the base alone, on one adapter, and on 64 adapters, in one engine.
 
 The load is that of vs_peft.py: the same prompts and lengths each time, all requests submitted at once. Each repetition
-runs the three loads in turn, so that what disturbs the machine disturbs all alike; the ratio is of the best
+runs the three loads in turn, so that other programs on the machine disturb all alike; ratios are of the best
 repetitions.
 """
 

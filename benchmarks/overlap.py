@@ -1,8 +1,8 @@
-"""What share of the wall time a worker computes, with and without making the next plan while a step runs.
+"""The share of wall time in which a worker computes, with and without making the next plan while a step runs.
 
 A gang of one worker on random weights of SmolLM2-135M's shape decodes 16 and 64 sequences at once, on 16 adapters.
-Between steps the leader also encodes each step's frame, as the data plane would. Busy is the time inside of the
-worker's steps, by its own clock. The two ways take turns in one process, and the best round of each counts.
+Between steps the leader also encodes the frame of each step, as the data plane does. Busy is the time inside the
+worker's steps, by the worker's clock. Both ways take turns in one process, and the best round of each counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 import random_model
 from engine_side import BLOCK_SIZE, POOL_BYTES, fill_store
 
-from motet.workers.config import EngineConfig
+from motet.cluster.config import MotetConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.execution.executor import LocalExecutor
@@ -32,7 +32,7 @@ NUM_PROMPT, NUM_OUTPUT = 32, 48  # tokens of each sequence
 
 @dataclass
 class Busy:
-    """Seconds inside of the worker's steps."""
+    """Seconds inside the worker's steps."""
 
     seconds: float = 0.0
 
@@ -52,7 +52,7 @@ class Busy:
 def decode(
     engine: Engine, busy: Busy, num_sequences: int, refs: Sequence[AdapterRef], seed: int
 ) -> tuple[float, float]:
-    """Wall and busy seconds of so many sequences from submission to end."""
+    """Wall seconds and busy seconds of this many sequences, from their submission to their end."""
     rng = random.Random(seed)
     sampling = SamplingParams(max_tokens=NUM_OUTPUT, temperature=0.0, ignore_eos=True)
     for index in range(num_sequences):
@@ -85,14 +85,15 @@ def main() -> None:
         adapters = random_model.write_adapters(Path(folder) / "adapters", 16)
         refs = fill_store(Path(folder) / "store", model_path, adapters)
         engine = build_engine(
-            EngineConfig(
+            MotetConfig(
                 model_path=model_path,
-                store_path=Path(folder) / "store",
+                data_dir=Path(folder),
                 dtype="bfloat16",
                 pool_bytes=POOL_BYTES,
                 block_size=BLOCK_SIZE,
+                num_threads=1,
                 prefix_cache=False,  # rounds are to compute what they ask for
-            )
+            ).engine
         )
         busy = Busy()
         assert isinstance(engine.executor, LocalExecutor)

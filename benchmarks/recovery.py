@@ -1,10 +1,10 @@
 """Seconds without tokens for streams whose gang is killed with -9, with a warm spare gang and without one.
 
 A whole motet runs on this machine: Ray Serve, two gangs of the demo model, one router. In each round some clients
-stream from it over HTTP. With a spare, the busier gang is killed in the midst of it; without, which is the baseline,
-both are, and the streams wait for Serve to start another. Undisturbed rounds show what the machine itself takes. A
-stream's pause is the longest time between two of its events; a round's is that of the stream that waited longest. Every
-stream must come to its end with every token, else the benchmark fails.
+stream from it over HTTP. In rounds with a spare, the gang that serves more streams is killed in the middle; in the
+baseline both gangs are killed, and the streams wait until Serve has started another. Undisturbed rounds show the pauses
+of the machine itself. The pause of a stream is the longest time between two of its events; the pause of a round is that
+of its slowest stream. The benchmark fails unless every stream ends with every token.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def play(client: httpx.Client, num_streams: int, num_killed: int) -> Round:
-    """Streams, kills so many gangs in the midst of it, and waits for all of them to be back."""
+    """One round: streams, kills this many gangs in the middle, and waits until all gangs are back."""
     wait_until(lambda: len(status(client)["gangs"]) == NUM_GANGS)
     num_resumed = resumed(client)
     kill = partial(kill_busiest, gangs(), num_killed)
@@ -95,7 +95,7 @@ def play(client: httpx.Client, num_streams: int, num_killed: int) -> Round:
 
 
 def stream(client: httpx.Client, under_way: threading.Barrier, seed: int) -> float:
-    """The longest time between two events of one stream; it waits for all others to be under way."""
+    """The longest time between two events of one stream, which begins to count when all streams have begun."""
     body = {"model": MODEL_PATH.name, "prompt": "What", "max_tokens": NUM_TOKENS, "seed": seed, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}, "logit_bias": SHOWN}
     longest_s, num_events, last = 0.0, 0, ""
@@ -131,7 +131,7 @@ def title(process: psutil.Process) -> str:
 
 
 def kill_busiest(processes: list[psutil.Process], number: int) -> None:
-    """Kills so many, those first that compute at the moment."""
+    """Kills this many gangs, first those that compute at the moment."""
     used = {process: process.cpu_times().user for process in processes}
     time.sleep(0.1)
     for process in sorted(processes, key=lambda process: used[process] - process.cpu_times().user)[:number]:

@@ -1,9 +1,9 @@
-"""Which gang serves a request: motet's policy against round robin, least loaded and consistent hashing, simulated.
+"""Choosing a gang for each request: motet's policy against round robin, least loaded and consistent hashing, simulated.
 
-The policy and what a router knows of a gang are the product's own code; gangs, network and time are simulated. The
-popularity of adapters follows a power law, arrivals are Poisson, near what the fleet can bear. Queueing is the time
-from a request's arrival at its router until the step that computes its first token begins, its adapter's cold load
-included; total is the time until its last token. The first third of the requests warms up and is not counted.
+The policy, and what a router knows of a gang, are the product's own code; gangs, network and time are simulated. The
+popularity of adapters follows a power law; arrivals are a Poisson process near the capacity of the fleet. Queueing is
+the time from a request's arrival at its router until the step that computes its first token begins, with the load of a
+cold adapter; total is the time until its last token. The first third of the requests warms up and is not counted.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _capacity(costs: Costs) -> float:
-    """Requests a second that one gang serves with all its places taken and all adapters there."""
+    """Requests per second that one gang serves with a full batch and all adapters in its pool."""
     num = costs.max_num_sequences
     jobs = draw_jobs(20 * num, rate=1e9, num_adapters=1, exponent=1.0, num_routers=1, seed=1)
     simulate(jobs, 1, [lambda request, gangs: gangs[0].key], costs)
@@ -107,19 +107,19 @@ def _round_robin(router: int) -> Choose:
 
 
 def _least_loaded(router: int) -> Choose:
-    """By the same measure of load as motet's policy, blind to adapters. Routers break ties differently."""
+    """The least loaded gang by the measure of motet's policy, for any adapter. Routers break ties differently."""
     ties = random.Random(router)
     return lambda request, gangs: min(gangs, key=lambda g: (g.crowd_s(CONFIG.num_shared_steps), ties.random())).key
 
 
 def _less_loaded_of_two(router: int) -> Choose:
-    """Of two gangs drawn at random, so that routers with late news do not all run to the same one."""
+    """The less loaded of two random gangs, so that routers with outdated loads do not all choose the same one."""
     draws = random.Random(router)
     return lambda request, gangs: min(draws.sample(gangs, 2), key=lambda g: g.crowd_s(CONFIG.num_shared_steps)).key
 
 
 def _consistent_hashing(router: int) -> Choose:
-    """With bounded loads (arXiv 1608.01350): the adapter's first gang that has no more than its share and a tenth."""
+    """Consistent hashing with bounded loads (arXiv 1608.01350): the adapter's first gang with at most HEADROOM."""
 
     def choose(request: RoutingRequest, gangs: Sequence[GangView]) -> str:
         bound = HEADROOM * (1 + sum(gang.num_sequences for gang in gangs)) / len(gangs)

@@ -1,8 +1,8 @@
-"""What it costs to carry a plan to all workers of a gang and the results back, without computing anything.
+"""Time to send a plan to all workers of a gang and to receive their results, while no worker computes anything.
 
-Workers are processes that decode a plan of 64 decoding sequences over adapters, and answer at once with 64 tokens (the
-first) or an empty result, over the channel that real workers use. The baseline carries the same plan by Ray actor
-calls, one to each worker and step.
+Workers are processes. They decode a plan of 64 decoding sequences with adapters, and answer at once with 64 tokens (the
+first worker) or an empty result, over the channel that real workers use. The baseline sends the same plan with Ray
+actor calls, one to each worker in each step.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RayWorker:
 
 
 def measure(execute: Callable[[StepPlan], object], num_steps: int) -> list[float]:
-    """Milliseconds of each step, the first tenth left out."""
+    """Milliseconds of each step, without the first tenth of the steps."""
     times = []
     for step in range(num_steps):
         plan = make_plan(step)

@@ -1,4 +1,4 @@
-"""Bytes that the workers of a gang exchange per token, for the base and for adapters: counted, against the formula.
+"""Bytes that the workers of a gang exchange for each token, for the base and for adapters: counted, and by formula.
 
 A model of hidden size 4,096 in a Llama's shape (one layer, a narrow MLP and a small vocabulary: none of these changes
 what is exchanged in a layer) runs on 1, 2, 4 and 8 workers that are threads; each row has an adapter of rank 16 on all
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from thread_gang import ThreadGroup, run_threads
 
 from motet.adapters.adapter import MODULES
-from motet.workers.config import EngineConfig
+from motet.cluster.config import MotetConfig
 from motet.workers.plan import Residence, SequencePlan, StepPlan
 from motet.workers.worker_builder import build_executor
 
@@ -55,7 +55,9 @@ def write_model(folder: Path) -> Path:
 
 def count(model_path: Path, degree: int, with_adapters: bool) -> Counter[str]:
     """Bytes that one worker sends for a step of NUM_ROWS prompt tokens that samples nothing."""
-    config = EngineConfig(model_path, model_path / "store", pool_bytes=64 << 20, tensor_parallel=degree)
+    config = MotetConfig(
+        model_path=model_path, data_dir=model_path, pool_bytes=64 << 20, tensor_parallel=degree, num_threads=1
+    ).engine
 
     def work(group: ThreadGroup) -> Counter[str]:
         executor = build_executor(config, group, None)

@@ -1,10 +1,10 @@
-"""2,000 adapters uploaded through REST to one machine: how long it takes, and whether memory stays bounded.
+"""Uploads of 2,000 adapters through REST to one machine: how long they take, and whether memory stays bounded.
 
-`motet serve` of the demo model in processes of its own; adapters of rank 4 that all differ are uploaded several at a
-time. After each tenth of them a hundred that are there are asked for a token, picked at random, so that the gang has
-loaded far more than its host memory for adapters (`--host-bytes`, set small here) holds. The memory of router, gang and
-registry is what each has for itself and its share of what processes have in common (PSS); what grows with the number of
-adapters is told for the second half, when all pools and tiers are full.
+`motet serve` runs the demo model in processes of its own. Adapters of rank 4, all different, are uploaded several at a
+time. After each tenth of them, a hundred random ones among those uploaded so far are asked for one token, so that the
+gang loads far more than its host memory for adapters (`--host-bytes`, small here) holds. Memory of router, gang and
+registry is PSS: what a process has for itself, and its share of what it has in common with others. The growth for each
+adapter is reported for the second half of the uploads, when all pools and tiers are full.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Row:
 
 
 class Uploader:
-    """Uploads adapter after adapter, and asks them."""
+    """Uploads adapter after adapter, and asks adapters for tokens."""
 
     def __init__(self, url: str, num_clients: int) -> None:
         self._http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60, trust_env=False)

@@ -1,16 +1,17 @@
 """Output tokens per second of motet's engine against transformers + PEFT, both on this machine in this run.
 
 64 requests over 64 adapters of ranks 8/16/32/64 on random weights of SmolLM2-135M's shape, bfloat16, greedy, lengths
-log-normal (prompts of 60, outputs of 80 tokens on average). motet gets all 64 requests at once. Two baselines, each on
-the first requests only, because they are slow; only the tokens that requests asked for count, on either side.
+log-normal (prompts of 60, outputs of 80 tokens on average). motet gets all 64 requests at once. There are two
+baselines, which get the first requests only, because they are slow. On both sides only tokens that requests asked for
+count.
 
 - tuned: PEFT's mixed-batch generation (`generate(adapter_names=[...])`) in static batches of 16, the fastest size here,
   with `--threads` or 2 threads, whichever is faster in a trial.
-- plain: `set_adapter` and `generate`, one request after the other, which is how PEFT is mostly used.
+- plain: `set_adapter` and `generate`, one request after the other, as in PEFT's own documentation.
 
 All adapters are loaded on both sides before the clock starts; PEFT holds them in float32, its default, which was also
-faster than bfloat16 (0.33 against 0.45 s a decode step of 16). Ratios are of wall time; CPU time is printed beside it,
-because other jobs on the machine disturb that less.
+faster than bfloat16 (0.33 against 0.45 s for a decode step of 16). Ratios are of wall time; CPU time is printed beside
+it, because other programs on the machine disturb that less.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _run_baselines(
 def _run_engine(
     store_path: Path, model_path: Path, adapters: Sequence[Path], jobs: Sequence[Job], num_threads: int
 ) -> EngineRun:
-    """In a process of its own, as a worker has: PEFT's OpenMP threads, though idle, would make the engine's sleep."""
+    """Runs the engine in a process of its own, as a worker does, because PEFT's idle OpenMP threads would slow it."""
     refs = fill_store(store_path, model_path, adapters)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(_step_engine, model_path, store_path, refs, jobs, num_threads).result()

@@ -1,7 +1,7 @@
-"""A client whose streams go on when its router dies, its connection breaks or a proxy restarts.
+"""A client whose streams continue when its router dies, its connection breaks or a proxy restarts.
 
-Every event of a stream has an id. When the connection is lost, the same request is sent again with the last id in the
-header `Last-Event-ID`, and any router goes on with the event that follows (docs/api.md).
+Every event of a stream has an id. When the connection is lost, the client sends the same request again, with the last
+id in the header `Last-Event-ID`, and any router continues with the event that follows (docs/api.md).
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import httpx
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
-TRY_AGAIN = (502, 503, 504)  # of a proxy that has no router at the moment, or of a router that has no gang
+TRY_AGAIN = (502, 503, 504)  # the status if a proxy has no router at the moment, or a router no gang
 
 
 class StreamFailedError(Exception):
-    """The server gave the stream up: an error event in it, or a status that another try would not change."""
+    """The stream failed: it had an error event, or the status is one that another try would not change."""
 
 
 def resume_stream(
     http: httpx.Client, path: str, body: dict[str, Any], *, give_up_s: float = 60
 ) -> Iterator[dict[str, Any]]:
-    """The chunks of a stream, each once, without the closing [DONE]. `body`: of the request; `stream` is set here.
+    """The chunks of a stream, each once, without the closing [DONE]. `body` is the request's; this sets its `stream`.
 
-    Tries again until nothing has come for `give_up_s`, then raises what happened last: an httpx.TransportError or a
-    StreamFailedError. A stream may pause while its gang is replaced: give `http` a read timeout that allows for it.
+    Tries again until nothing has come for `give_up_s`, then raises the last error: an httpx.TransportError or a
+    StreamFailedError. A stream may pause while its gang is replaced, so `http` needs a read timeout longer than that.
     """
     last_id, pause_s = "", FIRST_PAUSE_S
     deadline = time.monotonic() + give_up_s
@@ -46,7 +46,7 @@ def resume_stream(
                         raise StreamFailedError(chunk["error"]["message"])
                     last_id, pause_s = event_id or last_id, FIRST_PAUSE_S
                     yield chunk
-                    deadline = time.monotonic() + give_up_s  # whoever reads may take its time
+                    deadline = time.monotonic() + give_up_s  # after the yield: the caller's own time does not count
         except httpx.TransportError as error:
             problem = error
         except _NobodyThereError as error:
@@ -58,7 +58,7 @@ def resume_stream(
 
 
 class _NobodyThereError(Exception):
-    """Nobody could answer just now."""
+    """No router or no gang could answer at the moment."""
 
 
 def _check(response: httpx.Response) -> None:
@@ -69,7 +69,7 @@ def _check(response: httpx.Response) -> None:
 
 
 def _events(response: httpx.Response) -> Iterator[tuple[str, str]]:
-    """Id (empty: none) and data of each whole event; one that was cut off is none."""
+    """(id, data) of each complete event; the id may be empty. An event that was cut off is dropped."""
     buffer = b""
     for piece in response.iter_bytes():
         *blocks, buffer = (buffer + piece).split(b"\n\n")

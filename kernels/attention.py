@@ -1,8 +1,9 @@
-"""Paged attention: what every backend's kernels take and give.
+"""The contract of paged attention, for the kernels of every backend.
 
-A pool's layer view holds KV as `[num_pages, 2, block_size, num_kv_heads, head_dim]` (K at 0, V at 1), strided, because
-a page's layers lie next to each other. Any page of the pool may hold an adapter instead: the page table says which
-pages are a sequence's.
+`kv` is one layer of the pool: `[num_pages, 2, block_size, num_kv_heads, head_dim]`, K at index 0 and V at 1. It is a
+strided view, because all layers of a page lie side by side in the pool. A page may hold a part of an adapter instead of
+KV; the page table names the pages of each sequence. q, k, v, the pool and the result have one dtype, float32 or
+bfloat16; tensors are on one device. The idea of KV in pages is PagedAttention's (vLLM, arXiv 2309.06180).
 """
 
 from __future__ import annotations
@@ -15,25 +16,27 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Which rows of a batch belong to which sequence, and where its KV lies. Prompt chunks and decodes alike.
+    """Which rows of a batch belong to which sequence, and where each sequence's KV lies.
 
-    Rows of sequence s are `query_starts[s] : query_starts[s + 1]`, its newest tokens; `context_lens[s]` counts all its
-    tokens, these included. Host lists stand beside the tensors so that no backend has to ask the device for them.
+    A row is one token, of a prompt chunk or of a decode. Rows `query_starts[s] : query_starts[s + 1]` are the newest
+    tokens of sequence s; `context_lens[s]` counts all its tokens, these included. These two are lists on the host, so
+    that no backend has to wait for a copy from the device.
     """
 
     query_starts: tuple[int, ...]  # [num_sequences + 1]
     context_lens: tuple[int, ...]  # [num_sequences], tokens
     page_table: torch.Tensor  # [num_sequences, max_pages] int64, rows padded with a valid page
     positions: torch.Tensor  # [num_rows] int64, of each row's token in its sequence
-    row_pages: torch.Tensor  # [num_rows] int64, page that takes the row's K and V
-    row_slots: torch.Tensor  # [num_rows] int64, token of that page
+    row_pages: torch.Tensor  # [num_rows] int64, the page into which the row's K and V are written
+    row_slots: torch.Tensor  # [num_rows] int64, the row's place in that page, in tokens
 
 
 class WriteKV(Protocol):
-    """Rotates q and k in place of copies and writes k and v into the pages of their rows; gives the rotated q.
+    """Writes the rotated k, and v, into the pages of their rows; returns the rotated q, a new tensor.
 
-    q `[num_rows, num_heads, head_dim]`, k and v `[num_rows, num_kv_heads, head_dim]`, rotary table
-    `[num_positions, 2, head_dim // 2]` float32 (cosines, sines; halves convention of Llama).
+    q `[num_rows, num_heads, head_dim]`, k and v `[num_rows, num_kv_heads, head_dim]`; none of the three is changed.
+    `rotary` `[num_positions, 2, head_dim // 2]` float32 holds cosines, then sines. Element i of a head is rotated with
+    element i + head_dim // 2, as in Llama (RoFormer, arXiv 2104.09864).
     """
 
     def __call__(
@@ -50,9 +53,10 @@ class WriteKV(Protocol):
 class PagedAttention(Protocol):
     """Causal attention of the batch's rows over their sequences' pages: `[num_rows, num_heads, head_dim]`.
 
-    `window`: a row at position p sees positions above p - window; None: all up to p. `softcap`: a scaled score s counts
-    as softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118, §2); None: as it is. What pages hold beyond a sequence's
-    context, NaN included, has no influence.
+    q `[num_rows, num_heads, head_dim]`, rotated; the KV of the rows themselves is in their pages already. `scale`
+    multiplies the scores. `window`, in tokens: a row at position p sees positions above p - window; None: all up to p.
+    `softcap`: a scaled score s becomes softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118, §2); None: scores are
+    not capped. What pages hold beyond a sequence's context, NaN included, has no influence.
     """
 
     def __call__(

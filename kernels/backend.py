@@ -1,4 +1,9 @@
-"""Which kernels compute each operation, chosen once at start."""
+"""Which kernels compute each operation, chosen once at start.
+
+There are three sets: "native" (C++, for CPUs), "triton" (for NVIDIA GPUs) and the plain twins, which are written in
+plain torch, compute everything on any device, and are what the other two are tested against. `motet status` and the
+logs call the plain twins "torch", after the library that computes them.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +31,9 @@ from .native.lora import NativeLora
 from .native.rows import NativeRows
 from .native.sampling import NativeSampling
 from .plain import attention as plain_attention
-from .plain.experts import TorchExperts
-from .plain.lora import TorchLora
-from .plain.sampling import TorchSampling
+from .plain.experts import PlainExperts
+from .plain.lora import PlainLora
+from .plain.sampling import PlainSampling
 from .sampling import SamplingKernels
 
 log = logging.getLogger(__name__)
@@ -41,10 +46,10 @@ Linear = Callable[[torch.Tensor, LinearWeight, torch.Tensor | None], torch.Tenso
 
 @dataclass(frozen=True)
 class Kernels:
-    """One seam per operation; the protocols and plain twins say what each takes and gives."""
+    """One function or object for each operation. Protocols and plain twins in this folder state the contracts."""
 
-    name: str  # whose most operations are
-    pack_linear: PackLinear  # once for each weight
+    name: str  # of the set that most operations come from: "native", "triton" or "torch"
+    pack_linear: PackLinear  # called once for each weight
     linear: Linear  # x weightᵀ + bias, `[rows, out]` of x `[rows, in]`
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
@@ -53,26 +58,28 @@ class Kernels:
     write_kv: WriteKV
     paged_attention: PagedAttention
     lora: LoraKernels
-    pack_experts: PackExperts  # once for each `[num_experts, out, in]`
+    pack_experts: PackExperts  # called once for each weight `[num_experts, out, in]`
     experts: ExpertKernels
     sampling: SamplingKernels
     read_pages: Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
     write_pages: Callable[[torch.Tensor, Sequence[int], torch.Tensor], None]
-    capturable_lora: CapturableLora | None = None  # there: batches of decodes are launched from tensors alone, so that
-    # they can be recorded in CUDA graphs, with `lora` too, which it is
-    others: Mapping[str, str] = field(default_factory=dict)  # operations that are another's, and whose
+    # The same object as `lora` where CUDA graphs can record a step of decodes: launches then depend on tensors alone.
+    # None: they cannot.
+    capturable_lora: CapturableLora | None = None
+    others: Mapping[str, str] = field(default_factory=dict)  # operations that another library computes: its name
 
     @property
     def choice(self) -> str:
-        """Whose each operation is, in one line, as `motet status` shows it."""
-        by: dict[str, list[str]] = {}
-        for operation, whose in self.others.items():
-            by.setdefault(whose, []).append(operation)
-        return "; ".join([self.name, *(f"{', '.join(operations)} by {whose}" for whose, operations in by.items())])
+        """What computes each operation, in one line for `motet status`: "native; linear by oneDNN"."""
+        operations_of: dict[str, list[str]] = {}
+        for operation, library in self.others.items():
+            operations_of.setdefault(library, []).append(operation)
+        exceptions = (f"{', '.join(operations)} by {library}" for library, operations in operations_of.items())
+        return "; ".join([self.name, *exceptions])
 
 
-def torch_kernels() -> Kernels:
-    """The plain torch twins, for any device."""
+def plain_kernels() -> Kernels:
+    """The plain twins, for any device."""
     return Kernels(
         name="torch",
         pack_linear=as_it_is,
@@ -83,17 +90,20 @@ def torch_kernels() -> Kernels:
         gelu_tanh_mul=norms.gelu_tanh_mul,
         write_kv=plain_attention.write_kv,
         paged_attention=plain_attention.paged_attention,
-        lora=TorchLora(),
+        lora=PlainLora(),
         pack_experts=as_it_is,
-        experts=TorchExperts(),
-        sampling=TorchSampling(),
+        experts=PlainExperts(),
+        sampling=PlainSampling(),
         read_pages=pages.read_pages,
         write_pages=pages.write_pages,
     )
 
 
 def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -> Kernels:
-    """Those in C++, for the CPU, from the `library` that `load_library` gave; the rest are the twins."""
+    """The C++ kernels, for CPUs, from the `library` that `load_library` returned; plain twins for the rest.
+
+    Where oneDNN multiplies faster on this CPU, linears are its, and experts are the plain twins.
+    """
     attention, rows = NativeAttention(library, dtype, num_threads), NativeRows(library, dtype, num_threads)
     native, others = NativeLinear(library, dtype, num_threads), {"page copies": "torch"}
     pack: PackLinear = native.pack
@@ -103,7 +113,7 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
     experts: ExpertKernels = native_experts
     if not native.is_best and onednn_linear.can_pack(dtype):
         pack, multiply = onednn_linear.pack_linear, onednn_linear.linear
-        pack_experts, experts = as_it_is, TorchExperts()
+        pack_experts, experts = as_it_is, PlainExperts()
         others |= {"linear": "oneDNN", "experts": "torch"}
     return Kernels(
         name="native",
@@ -126,11 +136,12 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
 
 
 def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage | None = None) -> Kernels:
-    """Those in Triton, for an NVIDIA GPU; the rest are the twins, and linears cuBLAS. Raises ImportError without it.
+    """The Triton kernels, for an NVIDIA GPU; cuBLAS for linears, plain twins for the rest.
 
-    `flash`: computes attention instead, where it can.
+    `flash` computes attention where it can; None: Triton always does. Raises ImportError if Triton is not installed.
     """
-    # Here, because Triton is not everywhere, and decides when it is imported whether it interprets or compiles.
+    # Imported here, because Triton is not installed everywhere and decides at its import whether to compile its kernels
+    # or to interpret them.
     from .gpu import rows as triton_rows
     from .gpu.attention import TritonAttention
     from .gpu.experts import TritonExperts
@@ -144,7 +155,7 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         "page copies": "the copy engine" if on_gpu else "torch",
     }
     attend: PagedAttention = attention.paged_attention
-    if flash is not None and dtype != torch.float32:  # which it does not take
+    if flash is not None and dtype != torch.float32:  # FlashAttention has no float32
         attend, others["attention"] = FlashAttention(flash, attend).paged_attention, flash.name
     return Kernels(
         name="triton",
@@ -159,7 +170,7 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         lora=lora,
         pack_experts=as_it_is,
         experts=TritonExperts(),
-        sampling=TorchSampling(),
+        sampling=PlainSampling(),
         read_pages=pages.read_pages,
         write_pages=pages.copy_runs if on_gpu else pages.write_pages,
         capturable_lora=lora,
@@ -168,7 +179,7 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype, num_threads: int, cache: Path | None = None) -> Kernels:
-    """The fastest kernels that this machine can have. One warning says what is lost where the plain twins serve.
+    """The fastest kernels for this machine: the plain twins, with one warning in the log, where no others can be had.
 
     `cache`: the folder that keeps compiled kernels; None: `.cache/motet` in the user's home.
     """
@@ -177,17 +188,17 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, num_threads: int, c
             return triton_kernels(device, dtype, find_flash_attention(torch.cuda.get_device_capability(device)))
         except ImportError as problem:
             log.warning("plain torch kernels serve, several times slower: Triton cannot be imported: %s", problem)
-            return torch_kernels()
+            return plain_kernels()
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         log.warning("plain torch kernels serve, several times slower: none is faster for %s on %s", dtype, device.type)
-        return torch_kernels()
+        return plain_kernels()
     try:
         return native_kernels(dtype, num_threads, load_library(num_threads, cache))
     except NativeUnavailable as problem:
         log.warning("plain torch kernels serve, with several times fewer tokens per second: %s", problem)
-        return torch_kernels()
+        return plain_kernels()
 
 
 def as_it_is(weight: torch.Tensor) -> torch.Tensor:
-    """The weight itself: nothing is to be laid out."""
+    """The weight itself, for kernels that read torch's own layout."""
     return weight

@@ -1,7 +1,8 @@
-"""Mixture-of-experts products: what every backend's kernels take and give.
+"""The contract of mixture-of-experts products, for the kernels of every backend.
 
-Each row of a batch is computed by a few of a layer's experts. A (row, expert) pair is the unit here; pairs lie sorted
-by expert, without padding, so that each expert's weights are read once for all of its rows.
+A few of a layer's experts compute each row of a batch. The unit is a pair of a row and an expert. Pairs are sorted by
+expert, as in MegaBlocks (arXiv 2211.15841), and not padded, so that each expert's weights are read once for all of its
+rows. x, the weights of experts and the results have one dtype, float32 or bfloat16; factors of pairs are float32.
 """
 
 from __future__ import annotations
@@ -16,30 +17,28 @@ ExpertWeight = Any  # a layer's weights `[num_experts, out, in]` as `pack_expert
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """A batch's pairs, sorted by expert; the pairs of one expert in the order of their rows."""
+    """A batch's pairs, sorted by expert; the pairs of one expert are in the order of their rows."""
 
     rows: torch.Tensor  # [num_pairs] int64, the batch's row of each pair
-    weights: torch.Tensor  # [num_pairs] float32, how much of the expert's answer the row takes
+    weights: torch.Tensor  # [num_pairs] float32, the factor of the expert's output in the row's sum
     offsets: torch.Tensor  # [num_experts + 1] int64: pairs of expert e are offsets[e] : offsets[e + 1]
 
 
 class ExpertKernels(Protocol):
-    """One expert after the other would do; how they are brought together is the backend's affair."""
+    """Called in this order for each layer: `group`, `linear` once for each weight, `combine`."""
 
     def group(self, experts: torch.Tensor, weights: torch.Tensor, first: int, num_experts: int) -> ExpertGroups:
-        """The pairs of the experts `first : first + num_experts`, counted from `first` on; others are left out.
+        """The pairs of experts `first : first + num_experts`, which are those of this worker; other pairs are left out.
 
-        `experts` `[num_rows, top_k]` int64 and their `weights` `[num_rows, top_k]` are what a router chose.
+        `experts` `[num_rows, top_k]` int64 are the experts that the layer's router chose for each row, counted over all
+        workers; `weights` `[num_rows, top_k]` are their factors. In the result expert `first` has the index 0.
         """
 
     def linear(self, x: torch.Tensor, weight: ExpertWeight, groups: ExpertGroups) -> torch.Tensor:
-        """Each pair through its own expert: `[num_pairs, out]`.
+        """Each pair's row times its expert's weight, transposed: `[num_pairs, out]` of x `[num_pairs, in]`.
 
-        x `[num_pairs, in]`; `weight` of the experts that the pairs were grouped for.
+        `weight` holds exactly the experts that `groups` was made for.
         """
 
     def combine(self, x: torch.Tensor, groups: ExpertGroups, num_rows: int) -> torch.Tensor:
-        """The weighted sum of each row's pairs, `[num_rows, width]`; zero for a row that has none.
-
-        x `[num_pairs, width]`.
-        """
+        """The weighted sum of each row's pairs: `[num_rows, width]` of x `[num_pairs, width]`; zeros without pairs."""

@@ -1,4 +1,4 @@
-"""Host memory in the system's huge pages."""
+"""Host memory in huge pages of the operating system."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 def zeros_in_huge_pages(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """`[num_elements]` of zeros, in huge pages where the system has them to give, and nothing taken until it is used.
+    """`[num_elements]` zeros, in huge pages if the system has some free. Memory that is never touched is never taken.
 
-    Reads that jump through gigabytes in pages of 4 KiB wait for address translation, and what the CPU fetches ahead by
-    itself ends with each page. The advice must come before the first touch, and only whole huge pages count.
+    Random reads over gigabytes in pages of 4 KiB wait for address translation, and the CPU's own prefetching stops at
+    the end of each page. The system must be advised before memory is touched, and backs only whole, aligned huge pages.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(num_elements, dtype=dtype)
@@ -21,6 +21,6 @@ def zeros_in_huge_pages(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
-        pass  # a kernel without them: its own pages serve
+        pass  # this system has no huge pages: ordinary ones serve
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE_BYTES
     return torch.frombuffer(memory, dtype=dtype, count=num_elements, offset=start)

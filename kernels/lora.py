@@ -1,9 +1,13 @@
-"""LoRA over pages: what every backend's kernels take and give.
+"""The contract of LoRA over pages, for the kernels of every backend.
 
-y += x Aᵀ B for each row with its own adapter, at the adapter's real rank. A and B lie in pages of the pool as
-`adapters/packing/layout.py` says; the layer's scaling is already in B. A row's result depends on its own adapter
-alone: not even an overflow in a neighbour's reaches it. Split in two, shrink and expand, because a gang adds the
-rank-sized vectors between them over its workers (S-LoRA, arXiv 2311.03285, §6).
+y += x Aᵀ B for each row, with the row's own adapter and at that adapter's own rank. A `[rank, in]` and B transposed
+`[rank, out]` lie in pages of the pool as `adapters/packing/layout.py` describes; B already contains the adapter's
+scaling. x, y and the pool have one dtype, float32 or bfloat16; sums are float32. A row's result depends on nothing but
+the row and its own adapter: NaN or infinity from another adapter never reaches it.
+
+The product is split in two, shrink (x Aᵀ) and expand (times B), because in a gang the workers exchange the rank-sized
+vectors between the two. Segments of rows that share an adapter are Punica's (arXiv 2310.18547); A and B in pages, each
+at its own rank, and the exchange are S-LoRA's (arXiv 2311.03285, §5 and §6).
 """
 
 from __future__ import annotations
@@ -17,15 +21,15 @@ import torch
 
 @dataclass(frozen=True)
 class ModuleSlice:
-    """One module's matrices in its adapter's virtual array, in elements. Rank 0: the adapter has no such module.
+    """Where one module's matrices lie in the virtual array of its adapter. Rank 0: the adapter has no such module.
 
-    In a gang a worker may have only its part of A's rows: `rank / a_rows` parts make the whole.
+    In a gang a worker may hold only a part of A's rows: there are `rank / a_rows` equal parts.
     """
 
     rank: int  # rows of B
-    a_rows: int
-    a: int
-    b: int
+    a_rows: int  # rows of A on this worker
+    a: int  # start of A, in elements
+    b: int  # start of B, in elements
 
 
 ABSENT = ModuleSlice(0, 0, 0, 0)
@@ -33,39 +37,40 @@ ABSENT = ModuleSlice(0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class PagedAdapter:
-    """An adapter in the pool: its pages in order, and where each module starts."""
+    """An adapter in the pool: its pages in order, and where each module lies."""
 
     pages: tuple[int, ...]
     modules: tuple[ModuleSlice, ...]  # by module index
-    experts: tuple[PagedAdapter, ...] = ()  # its parts by expert, with modules of their own; empty: it has none
+    experts: tuple[PagedAdapter, ...] = ()  # its part for each expert, with modules of its own; empty: it has none
 
 
 @dataclass(frozen=True)
 class LoraGeometry:
-    """The same for all adapters of a base."""
+    """The sizes that all adapters of a base share."""
 
     num_layers: int
     slab: int  # elements of a page in one layer
-    tile: int  # elements of the widest run that never straddles a slab
+    tile: int  # elements of a run of a row; it divides slabs and rows, so that no run crosses the end of a page
     sides: tuple[tuple[int, int], ...]  # elements of a row of A and of a row of B, by module index
 
 
 @dataclass(frozen=True)
 class LoraSegment:
-    """Neighbouring rows that share an adapter. Rows in no segment are the base's."""
+    """Rows `start : end` of a batch, which share an adapter. Rows outside all segments use the base alone."""
 
     start: int
     end: int
     adapter: PagedAdapter
 
 
-LoraBatch = Any  # what a backend worked out once for a batch, used by all its layers; opaque to the caller
+LoraBatch = Any  # what `prepare` computes once for all layers of a batch; opaque to the caller
 
 
 class LoraKernels(Protocol):
     """`modules` are indices of the modules that share the input x; their outputs lie side by side in y."""
 
-    def prepare(self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device) -> LoraBatch: ...
+    def prepare(self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device) -> LoraBatch:
+        """The batch for the other methods. `segments` are in the order of their rows and do not overlap."""
 
     def add(
         self,
@@ -76,14 +81,15 @@ class LoraKernels(Protocol):
         batch: LoraBatch,
         modules: tuple[int, ...],
     ) -> None:
-        """`shrink` and `expand` in one, where this worker has all of A's rows and needs nobody's help."""
+        """`shrink`, then `expand`, where this worker holds all of A and nothing has to be exchanged."""
 
     def shrink(
         self, x: torch.Tensor, pool: torch.Tensor, layer: int, batch: LoraBatch, modules: tuple[int, ...]
     ) -> torch.Tensor:
-        """x Aᵀ of each row, with this worker's rows of A: the rank-sized vectors, in the backend's own order.
+        """x Aᵀ of each row, with this worker's part of A: rank-sized vectors.
 
-        x `[num_rows, in]`, pool `[num_pages, num_layers, slab]`; gives one dimension, as long on every worker.
+        x `[num_rows, in]`, pool `[num_pages, num_layers, slab]`. The result has one dimension, the backend's own order
+        of vectors and the same length on every worker.
         """
 
     def expand(
@@ -95,20 +101,20 @@ class LoraKernels(Protocol):
         batch: LoraBatch,
         modules: tuple[int, ...],
     ) -> None:
-        """Adds the adapters' share to y `[num_rows, sum of out]` in place.
+        """Adds the adapters' outputs to y `[num_rows, sum of out]` in place.
 
-        `shrunk` `[num_parts, length]`: what the workers' `shrink` gave, in the order of their ranks; or, where A's rows
-        are not cut, one part, which is their sum.
+        `shrunk` `[num_parts, length]`: the results of `shrink`. Where workers hold different rows of A, one part from
+        each worker, by the worker's rank; where A's inputs are cut instead, one part, the sum over the workers.
         """
 
 
 class CapturableLora(LoraKernels, Protocol):
-    """LoRA whose launches can be recorded once and replayed on other batches."""
+    """LoRA whose launches a CUDA graph can record once and replay on other batches."""
 
     def reserve(
         self, num_rows: int, num_pages: int, ranks: int, geometry: LoraGeometry, device: torch.device
     ) -> LoraBatch | None:
-        """A batch of nothing, with room for any of so many rows, pages and ranks; None: not with this geometry."""
+        """An empty batch with room for so many rows, pages and ranks; None: the kernels cannot read this geometry."""
 
     def refill(self, reserved: LoraBatch, batch: LoraBatch | None) -> bool:
-        """Makes `reserved` compute `batch` (None: nothing). False: it has no room for it, and is as it was."""
+        """Copies `batch` (None: an empty one) into `reserved`. False: it does not fit, and `reserved` is unchanged."""

@@ -1,4 +1,8 @@
-"""Norms and activations in plain torch: the twins that the fast kernels are compared with."""
+"""The contract of norms and gated activations, and their plain twin.
+
+Tensors are float32 or bfloat16; each function computes in float32 what it says it does, and in the tensors' dtype
+otherwise. Sources: RMSNorm (arXiv 1910.07467), gated activations (GLU variants, arXiv 2002.05202).
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,10 @@ from torch.nn.functional import gelu, silu
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x over its root mean square along the last dimension, times weight; computed in float32, in x's dtype.
+    """x over its root mean square along the last dimension, times weight: of x's shape and dtype.
 
-    The normed x is rounded to the weight's dtype before the product: a weight in float32 (Gemma's) is multiplied
-    exactly.
+    x `[..., width]`, weight `[width]`. The quotient is computed in float32 and rounded to the weight's dtype before it
+    is multiplied, so that a weight in float32 (Gemma's) loses nothing. `eps` is added to the mean square.
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -20,7 +24,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x + residual, and x + residual itself, each `[num_rows, hidden]`. No residual: of x."""
+    """`rms_norm` of x + residual, and x + residual itself, each `[num_rows, hidden]`. No residual counts as zero."""
     total = x if residual is None else x + residual
     return rms_norm(total, weight, eps), total
 

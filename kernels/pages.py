@@ -1,4 +1,7 @@
-"""Page copies in plain torch: how content enters and leaves a pool."""
+"""The contract of page copies into and out of a pool, and their plain twin.
+
+A pool is `[num_pages, num_layers, slab]` float32 or bfloat16, on any device; a page is one contiguous run of it.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,19 @@ import torch
 
 
 def write_pages(pool: torch.Tensor, pages: Sequence[int], content: torch.Tensor) -> None:
-    """Copies `content` `[len(pages), num_layers, slab]` into those pages of the pool."""
+    """Copies `content` `[len(pages), num_layers, slab]` into these pages of the pool."""
     if pool.device.type == "cpu":
-        for page, one in zip(pages, content.to(pool.dtype).contiguous(), strict=True):
-            _copy(pool[page], one)
+        for page, source in zip(pages, content.to(pool.dtype).contiguous(), strict=True):
+            _copy_page(pool[page], source)
         return
     pool.index_copy_(0, torch.tensor(pages, device=pool.device), content.to(pool.device, non_blocking=True))
 
 
 def copy_runs(pool: torch.Tensor, pages: Sequence[int], content: torch.Tensor) -> None:
-    """As `write_pages`, one copy for each run of neighbouring pages: from pinned memory the copy engine does it alone,
-    and kernels that run beside it lose nothing."""
+    """`write_pages` with one copy for each run of neighbouring pages.
+
+    From pinned memory the GPU's copy engine does this alone, so that kernels that run meanwhile are not slowed.
+    """
     start = 0
     for end in range(1, len(pages) + 1):
         if end == len(pages) or pages[end] != pages[end - 1] + 1:
@@ -28,19 +33,20 @@ def copy_runs(pool: torch.Tensor, pages: Sequence[int], content: torch.Tensor) -
 
 
 def read_pages(pool: torch.Tensor, pages: Sequence[int]) -> torch.Tensor:
-    """A copy of those pages, `[len(pages), num_layers, slab]`, on the pool's device."""
+    """A copy of these pages, `[len(pages), num_layers, slab]`, on the pool's device."""
     if pool.device.type == "cpu":
         content = torch.empty((len(pages), *pool.shape[1:]), dtype=pool.dtype)
-        for page, one in zip(pages, content, strict=True):
-            _copy(one, pool[page])
+        for page, target in zip(pages, content, strict=True):
+            _copy_page(target, pool[page])
         return content
     return pool.index_select(0, torch.tensor(pages, device=pool.device))
 
 
-def _copy(to: torch.Tensor, of: torch.Tensor) -> None:
-    """A page on the CPU, which is contiguous: as fast as memory goes, and three times index_copy_.
+def _copy_page(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies one contiguous page on the CPU, three times as fast as `index_copy_`.
 
-    Not torch's own copy, whose threads would stand in the way of those that compute.
+    Torch's own copy is not used: it would start threads that compete with those that compute.
     """
-    assert to.is_contiguous() and of.is_contiguous() and to.nbytes == of.nbytes, "whole pages, alike"
-    ctypes.memmove(to.data_ptr(), of.data_ptr(), of.nbytes)
+    assert target.is_contiguous() and source.is_contiguous(), "pages are contiguous"
+    assert target.nbytes == source.nbytes, "pages are of one size"
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)

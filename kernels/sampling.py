@@ -1,9 +1,10 @@
-"""Choosing tokens by logits: what every backend's kernels take and give.
+"""The contract of sampling, which chooses a token for each row of logits, for the kernels of every backend.
 
-Greedily, or drawn by inverse transform: a number in [0, 1) is held against the running sum of the candidates'
-probabilities. Without a filter the candidates are all tokens, in their order. Top-k, top-p and min-p, in this order,
-leave the most likely ones, the most likely first; one is always left. Probabilities are those of logits over
-temperature, in double. A row's draw depends on its own logits and `Draw` alone.
+A token is either the one with the highest logit or drawn by inverse transform sampling: with a number u in [0, 1), the
+first candidate at which the running sum of probabilities exceeds u times their total. Probabilities are the softmax of
+logits / temperature, in float64. Without a filter all tokens are candidates, in the order of the vocabulary. Top-k
+(arXiv 1805.04833), then top-p (arXiv 1904.09751), then min-p (arXiv 2407.01082) keep the most likely tokens, the most
+likely first, and always at least one. A row's draw depends on nothing but its own logits and its `Draw`.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ class Draw:
     """How one token is drawn."""
 
     temperature: float  # above 0
-    top_k: int  # candidates at most; 0: all
-    top_p: float  # candidates until their probabilities, of what top-k left, reach so much
-    min_p: float  # candidates at least so likely, beside the likeliest
-    uniform: float  # in [0, 1)
+    top_k: int  # the most candidates to keep; 0: all
+    top_p: float  # keeps the likeliest candidates until they have this share of the probability that top-k left
+    min_p: float  # keeps candidates with at least this share of the likeliest one's probability
+    uniform: float  # the random number u, in [0, 1)
 
 
-NOT_FINITE: Final = -1  # instead of a token
+NOT_FINITE: Final = -1  # what `highest` returns in place of a token
 
 
 class SamplingKernels(Protocol):
-    """Of logits `[num_rows, vocab]` float32; tokens are int64, on the logits' device."""
+    """Logits are `[num_rows, vocab]` float32; tokens are int64, on the logits' device."""
 
     def highest(self, logits: torch.Tensor) -> torch.Tensor:
-        """The token with the highest logit of each row `[num_rows]`, the first of several.
+        """The token with the highest logit of each row, `[num_rows]`; of equal logits the first token.
 
-        NOT_FINITE where the highest is infinite, or any is NaN.
+        NOT_FINITE for a row whose highest logit is infinite, or that has a NaN.
         """
 
     def draw(self, logits: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> torch.Tensor:
-        """A token for each of these rows: `[len(rows)]`.
+        """A token for each of `rows`, drawn by the `Draw` of the same index: `[len(rows)]`.
 
-        On a CPU the highest logit of each of them must be finite; on a GPU, where nobody can look, a token of such a
-        row means nothing.
+        On a CPU the highest logit of each of these rows must be finite. On a GPU, where a check would wait for the
+        device, a row without a finite highest logit gives an arbitrary token; `highest` reports such rows.
         """

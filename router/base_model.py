@@ -1,4 +1,4 @@
-"""The base that this router serves: its limits, and which names ask for it or for an adapter of it."""
+"""The base model that this router serves: its limits, and which names in requests mean it or an adapter of it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from .openai_api.errors import model_not_found, unavailable
 
 
 class BaseModel:
-    """Answers from memory. Remembers a gang's facts, so that requests can be checked while it is being replaced."""
+    """Keeps the facts of the last gang, so that requests can be checked while gangs are replaced."""
 
     def __init__(self, name: str, dispatcher: Dispatcher, view: RegistryView, *, scales_from_zero: bool) -> None:
         self.name = name
         self._scales_from_zero = scales_from_zero
-        self._first_gang = asyncio.Lock()  # requests that wait for it share one probe
+        self._first_gang = asyncio.Lock()  # requests that wait for the first gang share one probe
         self._dispatcher = dispatcher
         self._view = view
         self._last_gang: GangInfo | None = None
 
     def known_gang(self) -> GangInfo | None:
-        """Facts of a connected gang, else of the last one."""
+        """Facts of a connected gang, else of the last gang that was connected; None: there has been none."""
         self._last_gang = self._dispatcher.gang() or self._last_gang
         return self._last_gang
 
     async def meet_a_gang(self) -> None:
-        """Where gangs come when they are asked for, waits for the first one that this router meets, and asks for it.
+        """Waits until this router has had a connection to a gang, and makes a gang start if none runs.
 
-        Raises 503 if none comes. Returns at once when one was ever met, and where there is always to be one.
+        Returns at once if there has been a connection, and where gangs do not scale from zero. Raises 503 if no gang
+        comes.
         """
         if not self._scales_from_zero or self.known_gang() is not None:
             return
@@ -41,14 +42,14 @@ class BaseModel:
                     raise unavailable(f"No gang of workers is connected yet: {problem}.", "gang_lost")
 
     def gang(self) -> GangInfo:
-        """As `known_gang`. Raises 503 as long as none has ever been connected."""
+        """`known_gang`, but raises 503 if no gang has ever been connected."""
         gang = self.known_gang()
         if gang is None:
             raise unavailable("No gang of workers is connected yet, try again.", "gang_lost")
         return gang
 
     def adapter(self, tenant: str, model: str) -> AdapterRef | None:
-        """What a request's `model` means for the tenant; None: the base. Raises 404."""
+        """The adapter that a request's `model` names for the tenant; None: the base itself. Raises 404."""
         if model == self.name:
             return None
         version = self._view.resolve(tenant, model)

@@ -1,4 +1,4 @@
-"""One route's handler as an ASGI app: its answer, its errors in OpenAI's shape, its count."""
+"""The handler of one route as an ASGI app, which sends errors in OpenAI's format and counts requests by status."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .openai_api.errors import ApiError
 
 
 class Answer(Protocol):
-    """A response of Starlette's, or one of ours."""
+    """A response of Starlette, or a `GenerationResponse`. `status_code` is final once the call returned."""
 
     status_code: int
 
@@ -26,9 +26,9 @@ Handler = Callable[[Request], Awaitable[Answer]]
 
 
 class Endpoint:
-    """Handed to a route as it is, so that nothing wraps the `send` that every token passes.
+    """An ASGI app for one route. It is one so that no middleware wraps `send`, which is called for every token.
 
-    Errors that are no `ApiError` go on to the app's last handler, which answers 500 and lets the server log them.
+    Errors other than `ApiError` pass to the app's exception handler, which answers 500; the server logs them.
     """
 
     def __init__(self, route: str, handler: Handler, metrics: Metrics) -> None:
@@ -37,7 +37,7 @@ class Endpoint:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status_code = 500  # unless something better comes of it
+        status_code = 500  # of an error that passes through
         try:
             try:
                 answer = await self._handler(Request(scope, receive))
@@ -47,7 +47,7 @@ class Endpoint:
             status_code = answer.status_code
         except ClientDisconnect:
             status_code = CLIENT_CLOSED_REQUEST
-        except asyncio.CancelledError:  # the server's way to say that the client has gone
+        except asyncio.CancelledError:  # the server cancels the call when the client closes the connection
             status_code = CLIENT_CLOSED_REQUEST
             raise
         finally:

@@ -1,4 +1,4 @@
-"""A histogram cheap enough to observe on every update: no lock, one owner thread."""
+"""A histogram without a lock, owned by one thread: cheap enough to count every update of a sequence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class Histogram:
-    """Counts by bucket. `bounds` are the buckets' upper bounds, ascending; one more bucket holds the rest."""
+    """Counts values by bucket. `bounds`: upper bounds of the buckets, ascending; one more bucket has no bound."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
@@ -19,7 +19,7 @@ class Histogram:
         self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Upper bound and cumulated count, as Prometheus wants them."""
+        """(upper bound, number of values up to it) of each bucket, as Prometheus expects them."""
         total = 0
         found = []
         for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):

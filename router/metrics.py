@@ -12,33 +12,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ..workers.wire.messages import EngineLoad, RefusalReason, SequenceError
+from ..workers.wire.engine_load import EngineLoad
+from ..workers.wire.messages import RefusalReason, SequenceError
 from .fleet.leader_connection import FaultKind
 from .histogram import Histogram
 
 FIRST_TOKEN_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-QUEUE_WAIT_BOUNDS_S = (0.001, *FIRST_TOKEN_BOUNDS_S, 120.0, 300.0, 600.0)  # to a gang's start on a new machine
+QUEUE_WAIT_BOUNDS_S = (0.001, *FIRST_TOKEN_BOUNDS_S, 120.0, 300.0, 600.0)  # up to the start of a gang on a new machine
 INTER_TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-# Fields of EngineLoad that only grow.
-_ENGINE_COUNTERS = frozenset(
-    {
-        "num_steps",
-        "num_computed_tokens",
-        "num_generated_tokens",
-        "num_preemptions",
-        "num_adapter_loads",
-        "num_adapter_evictions",
-        "num_adapter_reads",
-        "num_cached_tokens",
-        "num_prefix_evictions",
-        "num_pages_out",
-        "num_pages_in",
-        "num_move_failures",
-        "num_loaded_pages",
-        "busy_s",
-        "loading_s",
-    }
-)
 
 
 class Metrics:
@@ -47,19 +28,19 @@ class Metrics:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()  # by route and status
         self.num_open_generations = 0
-        self.num_resumed_streams = 0  # that a client came back for
-        self.num_broken_streams = 0  # answered 200, then ended with an error event
+        self.num_resumed_streams = 0  # streams that a client resumed with Last-Event-ID
+        self.num_broken_streams = 0  # streams with the status 200 that ended with an error event
         self.refused: Counter[RefusalReason] = Counter()  # requests
         self.num_timed_out = 0  # requests whose answer was not complete in time
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
         self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS_S)
-        self.queue_wait_s = Histogram(QUEUE_WAIT_BOUNDS_S)  # of sequences that have a first token
+        self.queue_wait_s = Histogram(QUEUE_WAIT_BOUNDS_S)  # of sequences that got a first token
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)  # between updates of a sequence
         self.last_token_at: float | None = None  # time.perf_counter()
 
     def count_failure(self, error: SequenceError) -> None:
-        """A request was given up for this."""
+        """Counts a request that failed with this error."""
         if error.kind == "overloaded" and error.reason is not None:
             self.refused[error.reason] += 1
         self.num_timed_out += error.kind == "timeout"
@@ -94,7 +75,7 @@ class _Families(Collector):
 
     def collect(self) -> Iterator[Metric]:
         metrics = self._metrics
-        help_text = "Requests by what they were answered with; 499: the client left before the end."
+        help_text = "Requests by route and status; 499: the client disconnected before the end."
         requests = CounterMetricFamily("motet_requests", help_text, labels=("route", "status"))
         for (route, status), count in sorted(metrics.requests.items()):
             requests.add_metric((route, str(status)), count)
@@ -104,7 +85,7 @@ class _Families(Collector):
             "motet_broken_streams", "Streams that ended with an error event after a 200.", metrics.num_broken_streams
         )
         yield CounterMetricFamily(
-            "motet_resumed_streams", "Streams that a client came back for.", metrics.num_resumed_streams
+            "motet_resumed_streams", "Streams that a client resumed.", metrics.num_resumed_streams
         )
         refused = CounterMetricFamily(
             "motet_refused_requests", "Requests that could not be served in time.", labels=("reason",)
@@ -117,22 +98,23 @@ class _Families(Collector):
         )
         yield GaugeMetricFamily(
             "motet_registry_connected",
-            "1 if this router hears of changes in the registry; without it uploads fail and chats go on.",
+            "1 if this router receives changes from the registry; if not, uploads fail and chats go on.",
             float(self._is_registry_connected),
         )
         yield CounterMetricFamily("motet_prompt_tokens", "Prompt tokens of requests.", metrics.num_prompt_tokens)
-        yield CounterMetricFamily("motet_completion_tokens", "Tokens that came back.", metrics.num_completion_tokens)
+        yield CounterMetricFamily("motet_completion_tokens", "Tokens of answers.", metrics.num_completion_tokens)
         for name, help_text, histogram in (
             ("motet_first_token_seconds", "From request to first token.", metrics.first_token_s),
-            ("motet_queue_wait_seconds", "The part of it before a step was planned.", metrics.queue_wait_s),
+            ("motet_queue_wait_seconds", "From request to the plan of its first step.", metrics.queue_wait_s),
             ("motet_inter_token_seconds", "Between updates of a sequence.", metrics.inter_token_s),
         ):
             yield HistogramMetricFamily(name, help_text, histogram.buckets(), histogram.sum)
-        yield CounterMetricFamily("motet_resumed_sequences", "Went on after they lost their gang.", self._num_resumed)
+        help_text = "Sequences that went on at another gang after theirs was lost."
+        yield CounterMetricFamily("motet_resumed_sequences", help_text, self._num_resumed)
         faults = CounterMetricFamily(
             "motet_gang_faults", "Gangs that were lost without having been told to go.", labels=("kind",)
         )
-        for kind in get_args(FaultKind):  # at 0 too, so that the first one is an increase
+        for kind in get_args(FaultKind):  # kinds without a fault, too, so that the first fault is an increase
             faults.add_metric((kind,), self._num_gang_faults.get(kind, 0))
         yield faults
         yield GaugeMetricFamily("motet_gang_connected", "1 if a gang is connected.", float(self._load is not None))
@@ -141,9 +123,11 @@ class _Families(Collector):
 
 
 def _engine_families(load: EngineLoad) -> Iterator[Metric]:
-    for field, value in msgspec.structs.asdict(load).items():
-        name = f"motet_engine_{field.removeprefix('num_')}"
-        if field in _ENGINE_COUNTERS:
-            yield CounterMetricFamily(name, f"Engine counter {field}.", value)
-        else:
-            yield GaugeMetricFamily(name, f"Engine state {field}.", value)
+    for field, value in msgspec.structs.asdict(load.gauges).items():
+        yield GaugeMetricFamily(_name(field), f"Engine state {field}.", value)
+    for field, value in msgspec.structs.asdict(load.counters).items():
+        yield CounterMetricFamily(_name(field), f"Engine counter {field}.", value)
+
+
+def _name(field: str) -> str:
+    return f"motet_engine_{field.removeprefix('num_')}"

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from ..adapters.adapter import AdapterVersion
 from ..adapters.registry.registry_view import RegistryView
 from .base_model import BaseModel
-from .openai_api.answers import Model, ModelList
+from .openai_api.answer_schema import Model, ModelList
 from .openai_api.errors import model_not_found
 from .tenants.auth import tenant_of
 

@@ -1,4 +1,4 @@
-"""/health, /ready, /metrics and /status: for those who run motet. None of them needs a key."""
+"""/health, /ready, /metrics and /status, for the operators of motet. None of them needs a key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from starlette.responses import PlainTextResponse, Response
 
 from .. import __version__
 from ..adapters.registry.registry_view import RegistryView
-from ..workers.wire.messages import EngineLoad, GangInfo
+from ..workers.wire.engine_load import EngineLoad
+from ..workers.wire.messages import GangInfo
 from .base_model import BaseModel
 from .fleet.dispatch import Dispatcher
 from .metrics import Metrics
@@ -30,7 +31,7 @@ class OperationsApi:
         self._readiness = readiness
 
     async def health(self, request: Request) -> Response:
-        """The process is up and its event loop turns; nothing more."""
+        """200: the process runs and its event loop is not blocked. It says nothing about gangs."""
         return PlainTextResponse("ok")
 
     async def ready(self, request: Request) -> Response:
@@ -59,7 +60,7 @@ class OperationsApi:
             "model": self._base.name,
             "redis_connected": self._view.connected,
             "gangs": [self._shown(gang, gang_load) for gang, gang_load in self._dispatcher.gangs()],
-            "load": None if load is None else msgspec.to_builtins(load),
+            "load": None if load is None else load.flat(),
             "open_generations": self._metrics.num_open_generations,
             "refused_requests": self._metrics.refused.total(),
             "timed_out_requests": self._metrics.num_timed_out,
@@ -68,4 +69,4 @@ class OperationsApi:
 
     def _shown(self, gang: GangInfo, load: EngineLoad) -> dict[str, Any]:
         # A gang knows its model by the folder on its machine, which is nobody's business.
-        return {**msgspec.to_builtins(gang), "model": self._base.name, "load": msgspec.to_builtins(load)}
+        return {**msgspec.to_builtins(gang), "model": self._base.name, "load": load.flat()}

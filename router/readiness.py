@@ -1,4 +1,4 @@
-"""Whether this router can serve a token: proved by having served one a moment ago."""
+"""Whether this router can serve tokens: it can if it has served one a moment ago."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .metrics import Metrics
 
 
 class Readiness:
-    """A client's token counts as proof, so a busy router is not probed. Concurrent checks share one probe.
+    """Probes a gang by asking it for one token, unless a client's request just got one. Checks share a probe.
 
-    Where gangs come when they are asked for, a router without one is ready, since a request brings one, and each gang
-    is probed once: checks that go on forever would count as somebody who asks, and keep it from going.
+    Where gangs scale from zero, a router without a gang is ready, because a request makes a gang start. Each gang is
+    then probed only once: further probes would count as demand and keep the gang from being stopped.
     """
 
     def __init__(self, config: RouterConfig, dispatcher: Dispatcher, metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP front of one router: every route of the OpenAI API and of adapters, around collaborators passed in."""
+"""The HTTP app of one router, with all its routes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from starlette.routing import Route
 from ..adapters.registry.registry_view import RegistryView
 from ..adapters.upload import UploadService
 from .base_model import BaseModel
+from .completions_api import CompletionsApi
 from .config import RouterConfig
 from .endpoint import Endpoint, Handler
 from .fleet.dispatch import Dispatcher
-from .generations_api import GenerationsApi
 from .metrics import Metrics
 from .models_api import ModelsApi
 from .openai_api.errors import ApiError, internal_error
@@ -28,23 +28,23 @@ def create_app(
     *,
     config: RouterConfig,
     dispatcher: Dispatcher,
-    view: RegistryView,  # started, so that it has loaded the registry once
+    view: RegistryView,  # must be started
     uploads: UploadService,
-    text: TextService,  # TextService.from_folder(path), blocking
+    text: TextService,
 ) -> FastAPI:
-    """An app that serves. It has no lifespan of its own: whoever made the collaborators starts and stops them."""
+    """The app. The caller starts and stops the collaborators that it passes in."""
     metrics = Metrics()
     base = BaseModel(config.model_name, dispatcher, view, scales_from_zero=config.scales_from_zero)
     readiness = Readiness(config, dispatcher, metrics)
     operations = OperationsApi(base, dispatcher, view, metrics, readiness)
     models = ModelsApi(base, view)
-    generations = GenerationsApi(config, base, dispatcher, view, text, metrics)
+    completions = CompletionsApi(config, base, dispatcher, view, text, metrics)
     adapters = AdaptersApi(config, view, uploads)
     routes: tuple[tuple[str, str, Handler], ...] = (
-        ("POST", "/v1/chat/completions", generations.chat),
-        ("POST", "/v1/completions", generations.complete),
+        ("POST", "/v1/chat/completions", completions.chat),
+        ("POST", "/v1/completions", completions.complete),
         ("GET", "/v1/models", models.list),
-        ("GET", "/v1/models/{model:path}", models.show),  # a base's name may have slashes
+        ("GET", "/v1/models/{model:path}", models.show),  # the name of a base may have slashes
         ("POST", "/v1/adapters", adapters.upload),
         ("GET", "/v1/adapters", adapters.list),
         ("GET", "/v1/adapters/{name}", adapters.show),

@@ -1,4 +1,4 @@
-"""Trains the demo model and its four adapters, writes them, and fails if they are not good enough.
+"""Trains the demo model and its four adapters, writes them, and fails if too few of their answers are right.
 
     nice python scripts/train_demo_model.py [OUT_DIR]
 
@@ -60,7 +60,7 @@ def main() -> int:
     """0 if the base and every adapter reach the bar in every dtype, 1 if not."""
     arguments = _parse_arguments()
     out: Path = arguments.out_dir
-    torch.set_num_threads(1)  # sums in one order, so that a seed gives the same weights again
+    torch.set_num_threads(1)  # sums always run in one order, so that a seed gives the same weights
     torch.manual_seed(0)
     transformers_logging.disable_progress_bar()
     _train_base(out / "base", arguments.base_steps)

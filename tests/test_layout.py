@@ -13,10 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LEVELS = {"kernels": 0, "adapters": 0, "workers": 1, "router": 2, "cluster": 3}
-SEEN_BY_ROUTER = (
-    "motet.workers.wire.messages",
-    "motet.workers.wire.page_keys",
-)  # all of `workers` that `router` may import
+SEEN_BY_ROUTER = ("motet.workers.wire",)  # all of `workers` that `router` may import
 DEMO = "motet.examples"  # facts and questions; imports nothing of motet and only `cluster` drives it
 CODE_SUFFIXES = {".py", ".cpp", ".h", ".cu", ".proto", ".sh", ""}
 MAX_LINES = 400
@@ -124,8 +121,8 @@ def test_rooms_do_not_import_each_other_in_a_ring() -> None:
 
 def test_a_ring_would_be_seen() -> None:
     sources = {
-        "motet.workers.memory.pool": "from ..scheduling.share import Share",
-        "motet.workers.scheduling.share": "def late():\n    from .. import engine",
+        "motet.workers.memory.pool": "from ..scheduling.sequence import Sequence",
+        "motet.workers.scheduling.sequence": "def late():\n    from .. import engine",
         "motet.workers.scheduling.plan": "",
         "motet.workers.engine": "from .memory import pool",
     }

@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable
 
 from .execution.executor import Executor
-from .plan import StepPlan
+from .plan import StepPlan, StepResult
+from .plan_ahead import PlanAhead
 from .scheduling.scheduler import Scheduler
-from .wire.messages import EngineLoad, GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
+from .wire.engine_load import EngineLoad
+from .wire.messages import GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 
 
 class Engine:
@@ -26,10 +28,10 @@ class Engine:
         """`overlaps`: the next plan is made while a step runs."""
         self._scheduler, self.executor, self.info, self._clock = scheduler, executor, info, clock
         self._overlaps = overlaps
-        self._under_way: StepPlan | None = None  # begun, and not yet finished
-        self._began_at = 0.0
+        self._ahead = PlanAhead(scheduler)
+        self._began_at = 0.0  # the plan that is executed
         self._refused: list[SequenceUpdate] = []
-        self._got_on = True
+        self._is_stalled = False
 
     def submit(self, request: SequenceRequest) -> None:
         """Queues a sequence. One that can never be served gets an update with an error at the next step."""
@@ -44,34 +46,30 @@ class Engine:
         self._refused = [update for update in self._refused if update.sequence_id != sequence_id]
 
     def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
-        """Forgets a sequence if it waits; its owner hears of the error at the next step. One that runs goes on."""
+        """Ends a sequence that waits: an update with this error follows at the next step. One that runs goes on."""
         if self._scheduler.forget_waiting(sequence_id):
             self._refused.append(SequenceUpdate(sequence_id, error=error))
 
     def has_work(self) -> bool:
-        return bool(self._refused) or self._under_way is not None or self._scheduler.has_work()
+        return bool(self._refused) or self._ahead.has_plan or self._scheduler.has_work()
 
     def step(self) -> list[SequenceUpdate]:
-        """One iteration; what each sequence's owner should hear of it.
+        """One iteration: schedule → execute → commit. Returns what each sequence's owner should hear of it.
 
-        The plan that follows is made while this one runs, so it is not known yet which tokens come and whether they end
-        their sequences: it is settled when they are there, and begins before anything else is done with them.
+        The plan that follows is made while this step's plan is executed, and its execution begins before this step is
+        committed. So what the last step made ahead is executed already, and there is nothing to schedule.
         """
         refused, self._refused = self._refused, []
-        plan, self._under_way = self._under_way, None
-        is_early = plan is not None  # made while the one before it ran: what that one left behind may do more
-        if plan is None:
-            plan = self._begin(self._scheduler.schedule())
-        following = self._scheduler.schedule() if self._overlaps and plan.sequences else None  # while the plan runs
-        result = self.executor.finish()
-        self._scheduler.observe(plan, self._clock() - self._began_at)
-        if following is not None:
-            following = self._scheduler.settle(following, result)
-            if following.sequences or following.loads or following.moves:
-                self._under_way = self._begin(following)
-            else:
-                self._scheduler.drop(following)
-        self._got_on = is_early or bool(plan.sequences or result.loaded or result.failed or result.moved)
+        plan_made_ahead = self._ahead.take()
+        plan = plan_made_ahead or self._begin(self._scheduler.schedule())
+        if self._overlaps and plan.sequences:
+            self._ahead.make()
+        result = self._finish(plan)
+        if (following := self._ahead.settle(result)) is not None:
+            self._begin(following)
+        # A plan made ahead knew nothing of what the step before it left behind: another one may find more to do.
+        has_news = bool(plan.sequences or result.loaded or result.failed or result.moved)
+        self._is_stalled = plan_made_ahead is None and not has_news
         return refused + self._scheduler.commit(plan, result)
 
     def _begin(self, plan: StepPlan) -> StepPlan:
@@ -79,14 +77,19 @@ class Engine:
         self.executor.begin(plan)
         return plan
 
+    def _finish(self, plan: StepPlan) -> StepResult:
+        result = self.executor.finish()
+        self._scheduler.observe(plan, self._clock() - self._began_at)
+        return result
+
     @property
     def waits(self) -> bool:
         """The last step found nothing to compute: its sequences wait for adapters or pages that are still coming."""
-        return not self._got_on and self._under_way is None
+        return self._is_stalled
 
-    def on_load_end(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from another thread, whenever a copy that a step may wait for has ended or failed."""
-        self.executor.on_load_end(wake)
+    def wake_on_copy_end(self, wake: Callable[[], None]) -> None:
+        """From now on `wake` is called, from another thread, whenever a copy has ended or failed."""
+        self.executor.wake_on_copy_end(wake)
 
     def load(self) -> EngineLoad:
         return self._scheduler.load()
@@ -96,7 +99,7 @@ class Engine:
         return self._scheduler.take_residency_changes()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a page leaked or is in two hands."""
+        """Raises AssertionError if a page leaked or its holders are miscounted."""
         self._scheduler.check_integrity()
 
     def close(self) -> None:

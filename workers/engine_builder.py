@@ -24,7 +24,7 @@ from .models.config import ModelConfig
 from .models.sharding import ModelSharding
 from .models.weights import Progress
 from .parallel import Alone
-from .scheduling.request_limits import Limits
+from .scheduling.request_limits import GangLimits
 from .scheduling.scheduler import Scheduler
 from .wire.messages import GangInfo
 from .worker import WorkerSettings
@@ -139,8 +139,8 @@ def _await_ready(rank: int, connection: Connection, on_progress: Progress | None
             on_progress(message.what, message.done, message.total)
 
 
-def _limits(config: EngineConfig, geometry: PoolGeometry, model: ModelConfig) -> Limits:
-    return Limits(
+def _limits(config: EngineConfig, geometry: PoolGeometry, model: ModelConfig) -> GangLimits:
+    return GangLimits(
         config.context_of(model.max_model_len),
         model.vocab_size,
         config.block_size,
@@ -161,6 +161,7 @@ def _info(config: EngineConfig, geometry: PoolGeometry, kernels: str, device: st
         block_size=geometry.block_size,
         num_pages=geometry.num_pages,
         page_bytes=geometry.page_bytes,
+        num_threads=config.num_threads,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
     )

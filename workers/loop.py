@@ -1,4 +1,4 @@
-"""The thread that steps an engine, and the thread-safe way in."""
+"""The thread that steps an engine, and the thread-safe way to reach it."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from .engine import Engine
+from .leader.served_engine import OnStep
 from .step_times import StepTimes
-from .wire.messages import EngineLoad, GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
+from .wire.messages import Cancel, GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate, Submit
 
 _log = logging.getLogger(__name__)
 _STEP_DEADLINE_S = 300.0  # a step that takes longer hangs
 _HEARTBEAT_S = 5.0  # between steps while there is nothing to compute
 
-OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
 
-
-class _Waited(NamedTuple):
-    """A sequence is to be given up if it still waits."""
+class GiveUpWaiting(msgspec.Struct, frozen=True):
+    """End a sequence with this error if it still waits."""
 
     sequence_id: int
     error: SequenceError
+
+
+_Message = Submit | Cancel | GiveUpWaiting  # what the loop's thread is told by others
 
 
 class EngineLoop:
@@ -33,8 +35,8 @@ class EngineLoop:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._wake = threading.Condition()
-        self._inbox: deque[SequenceRequest | _Waited | int] = deque()  # an int cancels
-        self._loads_ended = 0
+        self._inbox: deque[_Message] = deque()
+        self._copies_ended = 0
         self._stopping = False
         self._failure: SequenceError | None = None
         self._progress_at = time.monotonic()
@@ -42,7 +44,7 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._times = StepTimes()
         self._on_step: OnStep = lambda updates, load, residency: None
-        engine.on_load_end(self._load_ended)
+        engine.wake_on_copy_end(self._copy_ended)
 
     @property
     def info(self) -> GangInfo:
@@ -63,14 +65,14 @@ class EngineLoop:
         self._thread.start()
 
     def submit(self, request: SequenceRequest) -> None:
-        self._put(request)
+        self._put(Submit(request))
 
     def cancel(self, sequence_id: int) -> None:
-        self._put(sequence_id)
+        self._put(Cancel(sequence_id))
 
     def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
         """An update with this error, unless the sequence runs when it comes to that, or has ended."""
-        self._put(_Waited(sequence_id, error))
+        self._put(GiveUpWaiting(sequence_id, error))
 
     def stop(self) -> None:
         """Ends the thread after its current step; unfinished sequences get no more updates."""
@@ -81,14 +83,14 @@ class EngineLoop:
             self._thread.join()
         self._engine.close()
 
-    def _put(self, item: SequenceRequest | _Waited | int) -> None:
+    def _put(self, message: _Message) -> None:
         with self._wake:
-            self._inbox.append(item)
+            self._inbox.append(message)
             self._wake.notify()
 
-    def _load_ended(self) -> None:
+    def _copy_ended(self) -> None:
         with self._wake:
-            self._loads_ended += 1
+            self._copies_ended += 1
             self._wake.notify()
 
     def _run(self) -> None:
@@ -107,7 +109,7 @@ class EngineLoop:
         self._on_step(updates, self._times.end_step(self._engine.load()), self._engine.take_residency_changes())
 
     def _refuse_all(self, failure: SequenceError) -> None:
-        """Answers whoever waits or still comes, until somebody who looks at `alive` stops this."""
+        """Ends all sequences, those that still come included, with this error until the loop is stopped."""
         while not self._stopping:
             failed = [SequenceUpdate(sequence_id, error=failure) for sequence_id in sorted(self._submitted)]
             self._submitted.clear()
@@ -115,31 +117,35 @@ class EngineLoop:
                 self._on_step(failed, self._engine.load(), ResidencyChange())
             with self._wake:
                 self._wake.wait_for(lambda: self._stopping or self._inbox)
-                self._submitted.update(item.sequence_id for item in self._inbox if isinstance(item, SequenceRequest))
+                self._submitted.update(m.request.sequence_id for m in self._inbox if isinstance(m, Submit))
                 self._inbox.clear()
 
     def _take_inbox(self) -> bool:
-        """Waits until a step is due and hands the engine what came in. False: stop."""
+        """Waits until a step is due and obeys the messages that came in. False: stop."""
         with self._wake:
             # A step without work is a heartbeat: it finds a worker that died or hangs while nobody asked for anything.
             self._wake.wait_for(self._is_due, timeout=_HEARTBEAT_S)
-            self._loads_ended = 0
-            items = tuple(self._inbox)
+            self._copies_ended = 0
+            messages = tuple(self._inbox)
             self._inbox.clear()
             stopping = self._stopping
-        for item in items:
-            if isinstance(item, int):
-                self._engine.cancel(item)
-                self._submitted.discard(item)
-            elif isinstance(item, _Waited):
-                self._engine.give_up_waiting(item.sequence_id, item.error)
-            else:
-                self._engine.submit(item)
-                self._submitted.add(item.sequence_id)
+        for message in messages:
+            self._obey(message)
         self._progress_at = time.monotonic()
         return not stopping
 
+    def _obey(self, message: _Message) -> None:
+        match message:
+            case Submit(request):
+                self._engine.submit(request)
+                self._submitted.add(request.sequence_id)
+            case Cancel(sequence_id):
+                self._engine.cancel(sequence_id)
+                self._submitted.discard(sequence_id)
+            case GiveUpWaiting(sequence_id, error):
+                self._engine.give_up_waiting(sequence_id, error)
+
     def _is_due(self) -> bool:
-        if self._stopping or self._inbox or self._loads_ended:
+        if self._stopping or self._inbox or self._copies_ended:
             return True
         return self._engine.has_work() and not self._engine.waits

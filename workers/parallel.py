@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 class Parallel(Protocol):
     """Collectives among a gang's workers. Every worker calls the same ones in the same order.
 
-    `kind` says what is exchanged, for those who count.
+    `kind` names what is exchanged, so that `Traffic` can count it.
     """
 
     rank: int
@@ -28,7 +28,7 @@ class Parallel(Protocol):
 
 
 class Traffic:
-    """Bytes that each worker sends, by kind, with rings: the least that an all-reduce or an all-gather takes."""
+    """Bytes that each worker sends, by kind, if it sends in a ring: the least that the collectives can take."""
 
     def __init__(self) -> None:
         self.sent_bytes: Counter[str] = Counter()

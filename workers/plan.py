@@ -1,6 +1,6 @@
-"""What a step computes, as plain data: the leader's scheduler makes plans, workers obey them, nothing else passes.
+"""What a step computes, as plain data: the leader's scheduler makes plans, workers execute them.
 
-They travel to the workers as msgpack. A plan says everything that its step needs, so a worker keeps nothing of a
+Plans travel to the workers as msgpack. A plan says everything that its step needs, so a worker keeps nothing of a
 sequence between steps but its KV pages.
 """
 
@@ -22,7 +22,7 @@ class Residence(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
-    """Copy an adapter into its pages, beside the steps. A later result says that it is there, or why not."""
+    """Copy an adapter into its pages, beside the steps. A later result says that it is there, or why it is not."""
 
     residence: Residence
 
@@ -53,7 +53,7 @@ class SamplePlan(msgspec.Struct, frozen=True, array_like=True):
     params: SamplingParams
     seed: int  # the sequence's own, 64 bits
     index: int  # of the token among the sequence's generated ones; (seed, index) fixes the draw
-    prompt_token_ids: tuple[int, ...]  # both empty unless a penalty needs them
+    prompt_token_ids: tuple[int, ...]  # empty, as are the output's, unless a penalty needs them
     output_token_ids: tuple[int, ...]
 
 
@@ -71,7 +71,7 @@ class SequencePlan(msgspec.Struct, frozen=True, array_like=True):
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     step: int
     sequences: tuple[SequencePlan, ...]
-    adapters: tuple[Residence, ...]  # those that the sequences use
+    adapters: tuple[Residence, ...]  # that the sequences use
     loads: tuple[AdapterLoad, ...]
     moves: tuple[PageMove, ...] = ()
     copies: tuple[PageCopy, ...] = ()
@@ -90,22 +90,22 @@ class AdapterFailure(msgspec.Struct, frozen=True, array_like=True):
 class MoveEnd(msgspec.Struct, frozen=True, array_like=True):
     number: int
     seconds: float  # that the copy took; in a gang, on its slowest worker
-    problem: str | None  # why the pages are not where they should be
+    problem: str | None  # why the copy failed
 
 
-class HostAdapters(msgspec.Struct, frozen=True, array_like=True):
+class HostAdapterStats(msgspec.Struct, frozen=True, array_like=True):
     """The packed adapters in host memory, of the gang's first worker."""
 
     num_bytes: int = 0
-    num_reads: int = 0  # from the store, since the start: host memory had them not
+    num_reads: int = 0  # since the start, of adapters that were not in host memory but in the store
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """What came of a plan. Loads and moves are those that ended since the last result, whoever asked for them."""
+    """The result of a plan. Loads and moves are those that ended since the last result, whichever plan began them."""
 
     step: int
     tokens: dict[int, SampledToken | None]  # by sequence id; None: its logits are not finite
     loaded: tuple[str, ...]  # digests
     failed: tuple[AdapterFailure, ...]
     moved: tuple[MoveEnd, ...] = ()
-    host_adapters: HostAdapters = HostAdapters()
+    host_adapter_stats: HostAdapterStats = HostAdapterStats()

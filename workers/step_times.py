@@ -1,4 +1,4 @@
-"""Where a gang's time goes: routers estimate from it what a queue and a cold load cost a sequence there."""
+"""How long a gang computes and loads: routers estimate from it what a queue and a load cost a sequence there."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from .wire.messages import EngineLoad
+from .wire.engine_load import EngineLoad
 
 
 class StepTimes:
     """Seconds inside steps, and seconds that adapters took to come, since the engine's start.
 
-    An adapter counts from the begin of the step that asked for it to the end of the step that noticed it, as it does
-    for the sequences that wait for it, and several that come at once count each.
+    An adapter counts from the begin of the step that asked for it to the end of the step that noticed it, which is as
+    long as its sequences wait for it. Several that come at once count each.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,7 +31,10 @@ class StepTimes:
         now = self._clock()
         self._busy_s += now - self._began_at
         # Between two steps the engine may have slept; the loader has not.
-        self._loading_s += self._load.num_coming_adapters * (now - self._ended_at)
-        self._loading_s += (load.num_adapter_loads - self._load.num_adapter_loads) * (now - self._began_at)
-        self._ended_at, self._load = now, load
-        return msgspec.structs.replace(load, busy_s=self._busy_s, loading_s=self._loading_s)
+        before, self._load = self._load, load
+        self._loading_s += before.gauges.num_coming_adapters * (now - self._ended_at)
+        num_loads = load.counters.num_adapter_loads - before.counters.num_adapter_loads
+        self._loading_s += num_loads * (now - self._began_at)
+        self._ended_at = now
+        counters = msgspec.structs.replace(load.counters, busy_s=self._busy_s, loading_s=self._loading_s)
+        return EngineLoad(load.gauges, counters)

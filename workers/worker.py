@@ -1,4 +1,4 @@
-"""One worker of a gang, in a process of its own: obeys the leader's plans until it is told to end."""
+"""One worker of a gang, in a process of its own: executes the leader's plans until it is told to end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """All that a worker's process must know. Plain data: it travels to another node."""
+    """All that a worker's process must know. Plain data, since it travels to another node."""
 
     config: EngineConfig
     rank: int
@@ -45,7 +45,7 @@ class WorkerSettings:
 
 
 def run_worker(settings: WorkerSettings) -> None:
-    """Joins the gang, loads this worker's part of the base, and obeys. Returns when the leader ends the connection."""
+    """Joins the gang, loads this worker's part of the base and executes plans, until the leader ends the connection."""
     address = (settings.leader_host, settings.leader_port)
     leader = _Leader(socket.create_connection(address, timeout=settings.config.step_deadline_s))
     leader.tell(Join(settings.rank, settings.secret))
@@ -53,7 +53,7 @@ def run_worker(settings: WorkerSettings) -> None:
         executor = _build(settings, leader)
         while (plan := leader.next_plan()) is not None:
             executor.begin_copies(plan)
-            leader.tell(Done(plan.step, executor.runner.run(plan), executor.loader.host_adapters()))
+            leader.tell(Done(plan.step, executor.runner.run(plan), executor.loader.host_adapter_stats()))
         executor.close()
     except ConnectionLostError as error:
         _log.warning("the leader is gone, and this worker with it: %s", error)
@@ -75,17 +75,17 @@ class _Leader:
         self.close = self._connection.close
 
     def tell(self, message: FromWorker) -> None:
-        """From any thread."""
+        """May be called from any thread."""
         self._connection.send(msgspec.msgpack.encode(message))
 
     def next_plan(self) -> StepPlan | None:
-        """None: the leader wants an end."""
+        """None: the leader tells the worker to end."""
         message = self._decoder.decode(self._connection.receive())
         return message.plan if isinstance(message, Execute) else None
 
 
 def _build(settings: WorkerSettings, leader: _Leader) -> LocalExecutor:
-    """Meets the other workers and loads the model; the leader hears of it, and of every load that ends later."""
+    """Meets the other workers and loads the model. Tells the leader so, and of each copy that ends later."""
     config = settings.config
     store = TCPStore(settings.leader_host, settings.store_port, is_master=False)
     group = ProcessGroup(
@@ -94,7 +94,7 @@ def _build(settings: WorkerSettings, leader: _Leader) -> LocalExecutor:
     on_progress = (lambda *progress: leader.tell(Progress(*progress))) if settings.rank == 0 else None
     executor = build_executor(config, group, on_progress)
 
-    def tell_loads() -> None:
+    def tell_ended() -> None:
         loaded, failed = executor.loader.take_ended()
         for digest in loaded:
             leader.tell(LoadEnded(digest, None))
@@ -103,6 +103,6 @@ def _build(settings: WorkerSettings, leader: _Leader) -> LocalExecutor:
         for end in executor.mover.take_ended():
             leader.tell(MoveEnded(end))
 
-    executor.on_load_end(tell_loads)
+    executor.wake_on_copy_end(tell_ended)
     leader.tell(Ready(executor.kernels_name, executor.device.type))
     return executor

@@ -1,4 +1,4 @@
-"""Builds one worker's part of a gang: its share of the base, its pool, its loader."""
+"""Builds one worker of a gang: its part of the base, its pool, its tiers, its loader."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def build_executor(
     on_progress: Progress | None,
     thread: ThreadPoolExecutor | None = None,
 ) -> LocalExecutor:
-    """What executes plans in this process, in `thread` (see `LocalExecutor`).
+    """An executor of plans in this process, in `thread` (see `LocalExecutor`).
 
     Raises ValueError if the model cannot be served with these settings.
     """
@@ -50,16 +50,16 @@ def build_executor(
     rotary = rotary_tables(model.rotaries, model.head_dim, config.context_of(model.max_model_len), device)
     runner = Runner(decoder, kernels, parallel, pool, geometry, layout, rotary)
     pinned = device.type == "cuda"  # a copy from other memory would not run beside the steps
-    host = HostAdapterCache(AdapterStore(config.store_path), layout, config.host_bytes, pinned)
+    cache = HostAdapterCache(AdapterStore(config.store_path), layout, config.host_bytes, pinned)
     mover = PageMover(_page_arrays(config, geometry, pool, kernels), device)
     if device.type == "cuda":
         runner.warm_up()
         runner.record_decodes(config.max_num_sequences, config.context_of(model.max_model_len), CudaRecorder())
-    return LocalExecutor(runner, AdapterLoader(host, pool, kernels), mover, kernels.choice, device, thread)
+    return LocalExecutor(runner, AdapterLoader(cache, pool, kernels), mover, kernels.choice, device, thread)
 
 
 def tier_sizes(config: EngineConfig, geometry: PoolGeometry) -> TierSizes:
-    """What fits into the tiers behind the pool. The same on every worker, whose pages are all of one size."""
+    """How many pages fit into the tiers behind the pool. The same on every worker, as all have pages of one size."""
     if not config.prefix_cache:
         return TierSizes()
     return TierSizes(config.kv_host_bytes // geometry.page_bytes, config.kv_disk_bytes // geometry.page_bytes)
@@ -73,6 +73,5 @@ def _page_arrays(
     if sizes.host:
         arrays["host"] = HostPages(sizes.host, geometry, pinned=pool.device.type == "cuda")
     if sizes.disk:
-        assert config.kv_disk_path is not None
         arrays["disk"] = DiskPages(config.kv_disk_path, geometry)
     return arrays

@@ -1,4 +1,4 @@
-"""What an adapter consists of, and its identity."""
+"""The content of an adapter, and the digest of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LoraMatrices:
 
 @dataclass(frozen=True, eq=False)
 class AdapterContent:
-    """All of an adapter that changes what it computes. Keys of `matrices` are (layer, module)."""
+    """Everything that decides what an adapter computes. Keys of `matrices` are (layer, module)."""
 
     matrices: Mapping[tuple[int, str], LoraMatrices]
 

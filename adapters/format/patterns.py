@@ -1,7 +1,7 @@
-"""Regular expressions from strangers, matched without trusting them.
+"""Matches regular expressions that come from uploads, and bounds what a hostile one can cost.
 
-PEFT configs may hold any regular expression, and Python's `re` can run for years on a short one while it holds the
-interpreter. Plain names are matched here; everything else in a child process that has little memory and time.
+A PEFT config may hold any regular expression, and Python's `re` can take years for a short one while it holds the
+interpreter's lock. Plain names are matched in this process, everything else in a child with little memory and time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import AdapterInvalid, listed, shown
 MAX_PATTERNS = 2048
 MAX_PATTERN_CHARS = 4096
 TIMEOUT_S = 20.0  # wall time; the child may use 2 s of CPU
-# Names, dots (also escaped) and anchors cannot backtrack.
+# Names, dots, escaped dots and anchors: patterns of these cannot backtrack.
 _PLAIN = re.compile(r"(?:[A-Za-z0-9_.^$-]|\\\.)*")
 _CHILD = """
 import json, re, sys
@@ -45,10 +45,10 @@ json.dump([found, error], sys.stdout)
 def first_matches(
     patterns: Sequence[str], keys: Sequence[str], what: str, template: tuple[str, str] = ("", ""), full: bool = False
 ) -> list[int | None]:
-    """For each key the index of the first pattern that matches it, as `re.match` or, if `full`, `re.fullmatch` sees it.
+    """For each key the index of the first pattern that matches it; None: no pattern does.
 
-    `template` is what stands before and after each pattern. Raises AdapterInvalid, naming `what`, for a pattern that
-    is no regular expression or takes too long.
+    Patterns match as with `re.match` or, if `full`, `re.fullmatch`. `template`: text before and after each pattern.
+    Raises AdapterInvalid, which names `what`, for a pattern that is no regular expression or takes too long.
     """
     if len(patterns) > MAX_PATTERNS or any(len(pattern) > MAX_PATTERN_CHARS for pattern in patterns):
         raise AdapterInvalid(
@@ -67,7 +67,7 @@ def _match_in_child(
 ) -> list[int | None]:
     request = json.dumps([template, list(patterns), list(keys), full])
     try:
-        child = subprocess.run(  # -I -S: nothing of this environment is imported
+        child = subprocess.run(  # -I -S: Python imports nothing from this environment
             [sys.executable, "-I", "-S", "-c", _CHILD], input=request, capture_output=True, text=True, timeout=TIMEOUT_S
         )
     except subprocess.TimeoutExpired:

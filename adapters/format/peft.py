@@ -1,7 +1,7 @@
 """Reads PEFT's adapter_config.json and knows PEFT's tensor names.
 
-Everything that changes what an adapter computes is either understood or refused by its name; keys that only steer
-training are let through.
+Every key that changes what an adapter computes is either understood or refused by its name; keys that only matter in
+training are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _UNDERSTOOD = {
     "layers_pattern",
     "bias",
 }
-# They describe where an adapter comes from or how it was trained, not what it computes.
+# These describe where an adapter comes from or how it was trained, not what it computes.
 _HARMLESS = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -78,7 +78,7 @@ _EXPERT_TENSOR_NAME = re.compile(
     r"\.experts\.(?P<expert>0|[1-9][0-9]{0,5})\.(?P<name>gate_proj|up_proj|down_proj|w1|w2|w3)"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"
 )
-_EXPERT_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's
+_EXPERT_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's names, and those of EXPERT_MODULES
 _FOREIGN_TENSORS = (  # part of a name, and the feature that it belongs to
     ("lora_magnitude_vector", "DoRA (use_dora)"),
     ("lora_embedding_", "embedding LoRA (lora_embedding_A, lora_embedding_B)"),
@@ -96,7 +96,7 @@ _FOREIGN_TENSORS = (  # part of a name, and the feature that it belongs to
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """What adapter_config.json says of a plain LoRA. Patterns keep the file's order, which decides among them."""
+    """The content of an adapter_config.json of plain LoRA. Patterns keep the file's order: the first match counts."""
 
     r: int
     lora_alpha: float
@@ -113,7 +113,7 @@ class LoraConfig:
 
 
 def parse_config(data: bytes) -> LoraConfig:
-    """The config that `data` holds. Raises AdapterInvalid for all but plain LoRA, naming the key."""
+    """The config in `data`. Raises AdapterInvalid, which names the key, for everything but plain LoRA."""
     config = parse_object(data, CONFIG_FILE)
     _refuse_unsupported(config)
     layers = config.get("layers_to_transform")
@@ -135,7 +135,7 @@ def parse_config(data: bytes) -> LoraConfig:
 
 
 def tensor_name(layer: int, module: str, letter: str) -> str:
-    """PEFT's name of a matrix, `letter` being A or B; of an expert's as most families call it."""
+    """PEFT's name of a matrix; `letter` is A or B. For a matrix of an expert, the name that most families use."""
     path = MODULE_PATHS.get(module, f"mlp.{module}")
     return f"base_model.model.model.layers.{layer}.{path}.lora_{letter}.weight"
 
@@ -153,7 +153,7 @@ def parse_tensor_name(name: str) -> tuple[int, str, str] | None:
 
 
 def foreign_feature(name: str) -> str | None:
-    """The unsupported feature that a tensor's name gives away, or None."""
+    """The unsupported feature that a tensor of this name belongs to; None: the name is of none that is known."""
     return next((feature for part, feature in _FOREIGN_TENSORS if part in name), None)
 
 
@@ -178,7 +178,7 @@ def _rank(value: Any, key: str) -> int:
 
 
 def _alpha(value: Any, key: str) -> float:
-    # The bound keeps scaling and products finite; nobody trains with more.
+    # The bound keeps scaling and products finite; adapters in use are far below it.
     if type(value) not in (int, float) or not abs(value) <= 1e6:
         raise AdapterInvalid(f"{key} = {shown(value)}: a number up to 1e6 is needed")
     return float(value)

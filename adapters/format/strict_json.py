@@ -1,4 +1,4 @@
-"""JSON from strangers: one reading of it, or none."""
+"""Parses JSON that comes from uploads, and refuses what two parsers could read differently."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..errors import AdapterInvalid, shown
 
 
 def parse_object(data: bytes, what: str) -> dict[str, Any]:
-    """The object that `data` holds. Raises AdapterInvalid, naming `what`, for all else, duplicate keys and NaN."""
+    """The JSON object in `data`. Raises AdapterInvalid, which names `what`, for anything else, double keys and NaN."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}

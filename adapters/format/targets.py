@@ -1,7 +1,8 @@
-"""Which modules of a base a LoRA config means, decided as PEFT decides it.
+"""Which modules of a base a LoRA config targets, by PEFT's own rules.
 
 The rules are those of PEFT's `check_target_module_exists`, `get_pattern_key` and `all-linear`: a list matches names and
-dotted suffixes, a string is a regular expression for the whole name, and the first pattern that matches gives the rank.
+dotted suffixes, a string is a regular expression for the whole name, and the first pattern that matches decides a
+module's rank.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ _OTHER_MODULES = ("model.embed_tokens", "lm_head")  # PEFT could target them; mo
 
 @dataclass(frozen=True)
 class Target:
-    """One module of one layer."""
+    """What a config says of one module of one layer."""
 
     rank: int
     scaling: float
 
 
 def resolve_targets(config: LoraConfig, shape: BaseShape) -> dict[tuple[int, str], Target]:
-    """Rank and scaling of each (layer, module) that the config targets. Raises AdapterInvalid for a wrong one."""
+    """Rank and scaling of each (layer, module) that the config targets. Raises AdapterInvalid for a wrong config."""
     keys = {
         f"model.layers.{layer}.{shape.path(module)}": (layer, module)
         for layer in range(shape.num_layers)
@@ -91,7 +92,7 @@ def _targeted(config: LoraConfig, keys: Sequence[str]) -> list[str]:
     named = [key for key in keys if any(_is_suffix(name, key) for name in targets)]
     if not config.layers_to_transform:
         return named
-    exact = {key for key in named if key in targets}  # layers do not matter to a module given by its whole name
+    exact = {key for key in named if key in targets}  # a whole name includes its layer, so layers are not looked at
     in_layers = _in_layers(config, named)
     return [key for key in named if key in exact or key in in_layers]
 

@@ -1,7 +1,7 @@
-"""Reads and writes tensors in the safetensors format, checking every byte of the header.
+"""Reads and writes tensors in the safetensors format, and checks every byte of the header.
 
-The file is mapped, not read: a large upload costs no memory until its tensors are looked at. The format: 8 bytes with
-the header's length, a JSON header, then the tensors without gaps (https://github.com/huggingface/safetensors).
+The file is mapped into memory, so that a large upload takes no memory before its tensors are read. The format: 8 bytes
+with the header's length, a JSON header, then the tensors without gaps (https://github.com/huggingface/safetensors).
 """
 
 from __future__ import annotations

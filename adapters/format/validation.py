@@ -1,4 +1,4 @@
-"""Decides whether an upload is a plain LoRA that fits the base. Only JSON and safetensors are read, never pickle."""
+"""Checks that an upload is a plain LoRA that fits the base. Only JSON and safetensors are read, never pickle."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _Key = tuple[int, str, str]  # layer, module, letter
 
 
 def validate(config: bytes, tensors: Path, shape: BaseShape) -> AdapterContent:
-    """The adapter that the two files hold, its tensors still mapped from `tensors`.
+    """The adapter in the two files; its tensors stay mapped from the file `tensors`.
 
-    Raises AdapterInvalid, saying what is wrong and what is accepted, unless every tensor that the config calls for is
-    there, fits the base, is finite, and nothing else is there.
+    Raises AdapterInvalid, which says what is wrong and what is accepted, unless the file has exactly the tensors that
+    the config targets, and these fit the base and are finite.
     """
     targets = resolve_targets(parse_config(config), shape)
     file = TensorFile(tensors, TENSORS_FILE)

@@ -2,11 +2,12 @@
 
 Per layer an adapter is one virtual array: for each present module, A `[rank, in]` then B transposed `[rank, out]`,
 row after row. The array is cut into slabs of `slab` elements; slab i of every layer lies in the adapter's i-th page, a
-block `[num_layers, slab]`. One page table therefore serves all layers, and one offset table all layers too. A module
-whose rank differs between layers is padded with zero rows to its largest rank. The idea of one paged pool for KV and
-adapters is S-LoRA's (arXiv 2311.03285) §5.1; pages as plain bytes make it hold for grouped-query attention.
+block `[num_layers, slab]`. Therefore one page table and one table of offsets are valid for all layers. A module whose
+rank differs between layers is padded with zero rows to its largest rank. One paged pool for KV and adapters is S-LoRA's
+idea (arXiv 2311.03285, §5.1); because pages are plain bytes, it works with grouped-query attention, too.
 
-In a gang each worker packs its own part (`sharding.py`), and parts are equally long: page ids are the same on all.
+In a gang each worker packs its own part (`sharding.py`). All parts have the same length, so that an adapter has the
+same page ids on all workers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class ModuleOffsets:
     """Offsets of one module in the virtual array of a layer, in elements."""
 
     rank: int  # rows of B
-    a_rows: int  # rows of A: the rank, or this worker's part of it
+    a_rows: int  # rows of A that this worker has: all of the rank, or an equal part of it
     a: int  # A [a_rows, in]
     b: int  # B transposed [rank, out]
     stride: int  # from one expert's matrices to the next one's
@@ -35,12 +36,12 @@ class ModuleOffsets:
 
 @dataclass(frozen=True)
 class ModulePart:
-    """What a layout packs of one module: these inputs and outputs, and of A these rows in `num_parts`."""
+    """The part of one module that a layout packs."""
 
     inputs: tuple[int, int]  # start, stop
-    outputs: tuple[int, int]
-    num_parts: int  # A's rows are cut into so many parts
-    part: int  # and this is the one packed
+    outputs: tuple[int, int]  # start, stop
+    num_parts: int  # the number of equal parts of A's rows
+    part: int  # the index of the part that is packed
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -64,7 +65,7 @@ class AdapterLayout:
 
     @property
     def key(self) -> str:
-        """Names the layout: equal keys mean byte-identical packing."""
+        """The layout's name. Layouts with equal keys pack an adapter into the same bytes."""
         worker = "tp1" if self.sharding is None else self.sharding.key(self.shape.modules)
         experts = "" if self.shape.experts is None else f"-experts{self.shape.experts.num_experts}"
         return f"{worker}-slab{self.slab}-layers{self.shape.num_layers}{experts}-{self.dtype}"

@@ -1,8 +1,8 @@
-"""A packed adapter on disk: what one read brings into host memory.
+"""The file of a packed adapter, which one read brings into host memory.
 
-`MOTETPK2`, 4 bytes with the length of a JSON header, the header, CRC-32 over header and pages in 4 bytes, the pages.
-The checksum is against damage and is checked at each load, of which SHA-256 took most of the time. That the content is
-what the digest says was checked when it was packed.
+The format: `MOTETPK2`, 4 bytes with the length of a JSON header, the header, 4 bytes with the CRC-32 of header and
+pages, the pages. The checksum is checked at each load and finds damage. It is not SHA-256, which took most of the time
+of a load; the digest of the content was checked when the adapter was packed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHECKSUM_BYTES = 4
 
 
 class PackedFileDamaged(Exception):  # noqa: N818
-    """The file is not what was written, or was written for something else. `str()` says how."""
+    """The file was changed since it was written, or belongs to another adapter or layout. The message says which."""
 
 
 def write_packed(file: BinaryIO, digest: str, layout: AdapterLayout, pages: torch.Tensor) -> None:

@@ -15,8 +15,8 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def pack(content: AdapterContent, layout: AdapterLayout) -> torch.Tensor:
     """`[num_pages, num_layers, slab]` in the layout's dtype: slab i of layer l is `[i, l]`.
 
-    The scaling is multiplied into B in float32, so kernels need none. What no matrix covers is zero. Raises
-    AdapterInvalid if the adapter does not fit the layout's base, or its numbers do not fit the dtype.
+    B is multiplied by the scaling in float32, so that kernels need no scaling. Elements outside all matrices are zero.
+    Raises AdapterInvalid if the adapter does not fit the layout's base, or its numbers do not fit the dtype.
     """
     _check_fit(content, layout.shape)
     dtype = TORCH_DTYPES[layout.dtype]

@@ -1,4 +1,4 @@
-"""What changes in a registry, and how a record is written down there."""
+"""The events that a registry publishes, and the text form of events and of records of adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class AdapterSet:
 
 @dataclass(frozen=True)
 class AdapterDeleted:
-    """A name is gone. `version` is the last that it had."""
+    """A name was deleted. `version` is its last version."""
 
     tenant: str
     name: str
@@ -27,7 +27,7 @@ class AdapterDeleted:
 
 @dataclass(frozen=True)
 class KeySet:
-    """An API key, known by its hash only, belongs to a tenant; None: to nobody any more."""
+    """The API key with this hash belongs to a tenant; None: it was deleted."""
 
     key_hash: str
     tenant: str | None
@@ -37,12 +37,12 @@ RegistryEvent = AdapterSet | AdapterDeleted | KeySet
 
 
 def encode_facts(module_ranks: Mapping[str, int], num_bytes: int, created_at: float) -> str:
-    """What a record holds after version and digest."""
+    """The part of a record that follows version and digest, as JSON."""
     return json.dumps({"module_ranks": dict(module_ranks), "num_bytes": num_bytes, "created_at": created_at})
 
 
 def decode_adapter(field: str, record: str) -> AdapterVersion:
-    """The version that `tenant/name` and `version digest facts` describe."""
+    """The version that `field`, "tenant/name", and `record`, "version digest facts", describe."""
     tenant, name = field.split("/")
     version, digest, text = record.split(" ", 2)
     facts = json.loads(text)

@@ -1,4 +1,4 @@
-"""A registry in memory: what a router asks for every request, so that Redis may die while it serves."""
+"""A copy of the registry in memory, which a router asks at every request, so that it serves on while Redis is down."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _MAX_BACKOFF_S = 2.0
 
 
 class RegistryView:
-    """Follows the registry's events from a snapshot on, without a gap; after an outage it starts from a new snapshot.
+    """Loads a snapshot of the registry and applies every later event. After an outage it loads a new snapshot.
 
-    Owned by one event loop. While Redis is away it answers from what it knew last.
+    Owned by one event loop. While Redis is down it answers with the last state that it knew.
     """
 
     def __init__(self, registry: Registry) -> None:
@@ -37,11 +37,11 @@ class RegistryView:
 
     @property
     def connected(self) -> bool:
-        """Whether the view follows the registry now."""
+        """Whether the view receives the registry's events now."""
         return self._connected
 
     async def start(self) -> None:
-        """Loads the registry and begins to follow it. Raises RegistryUnavailable."""
+        """Loads the registry and begins to apply its events. Raises RegistryUnavailable."""
         await self._load()
         self._task = asyncio.create_task(self._follow(), name="registry view")
 
@@ -66,7 +66,7 @@ class RegistryView:
         return self._key_tenants.get(hash_key(key))
 
     def apply(self, event: RegistryEvent) -> None:
-        """Takes a change in at once, before the stream tells of it. What is older than the view's state is ignored."""
+        """Applies an event at once, before it comes by the stream. An event older than the view's state is ignored."""
         if self._applied_meanwhile is not None:
             self._applied_meanwhile.append(event)
         match event:
@@ -109,7 +109,7 @@ class RegistryView:
         backoff_s = _FIRST_BACKOFF_S
         task = asyncio.current_task()
         assert task is not None
-        while not task.cancelling():  # the client's zero timeouts can swallow the exception that stop() sends
+        while not task.cancelling():  # asked here, because the Redis client may swallow the exception of `stop`
             try:
                 if not self._connected:
                     await self._load()
@@ -119,14 +119,14 @@ class RegistryView:
                 continue
             except RegistryUnavailable as error:
                 self._lose("lost the registry, serving from memory: %s", error)
-            except Exception as error:  # a view that stopped following would serve old versions for ever
+            except Exception as error:  # a view without events would serve old versions for ever
                 self._lose("cannot follow the registry, serving from memory: %r", error)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _read(self) -> None:
         for entry in await self._registry.read_events(self._event_id, _WAIT_S):
-            if entry.number != self._event_number + 1:  # trimmed away before they were read, or another history
+            if entry.number != self._event_number + 1:  # Redis trimmed unread events, or it lost its data
                 _LOG.info("missed events %d to %d: loading anew", self._event_number + 1, entry.number - 1)
                 await self._load()
                 return

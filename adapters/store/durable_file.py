@@ -1,4 +1,4 @@
-"""Files that are either whole and on the disk, or not there."""
+"""Writes files so that after a crash each is either complete on disk or as it was before."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: Path, temporary: Path) -> Iterator[BinaryIO]:
-    """A file to write. Once the block ends well, `path` holds it, even if the machine dies at that moment.
+    """A file to write, which replaces `path` when the block ends, and then survives a crash of the machine.
 
-    If it ends badly, `path` is what it was. `temporary` is a folder on the same file system; a process that dies leaves
-    its unfinished file there.
+    If the block raises, `path` stays as it was. `temporary` is a folder on the same file system; a process that dies
+    leaves its unfinished file there.
     """
     handle, name = tempfile.mkstemp(dir=temporary)
     try:
@@ -31,7 +31,7 @@ def replacing(path: Path, temporary: Path) -> Iterator[BinaryIO]:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and the missing ones above it, durably."""
+    """Makes a folder, and the missing folders above it, so that they survive a crash of the machine."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -40,7 +40,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Writes a folder's own entries (names of its files) to disk, so that they survive a crash of the machine."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -2,16 +2,16 @@
 
 ```
 root/
-├── lock                     shared by writers, exclusive for the sweep
-├── base                     fingerprint and name of the base that all of it belongs to
+├── lock                     held shared by writers, exclusively by the sweep
+├── base                     fingerprint and name of the base that the whole store belongs to
 ├── tmp/                     unfinished files
 └── ab/abcdef…/              first two digits of the digest, then the digest
     ├── adapter_model.safetensors   the tensors as uploaded, under PEFT's names
     ├── manifest.json               scaling of each module of each layer
     ├── <layout key>.packed         pages, ready to be loaded; can be made again from the two above
-    └── unreferenced                when the sweep first saw that nobody refers to it
+    └── unreferenced                its time: when the sweep first found that no name points to the adapter
 ```
-Equal digests have equal files, so writers never fight: each replaces whole files with the same bytes.
+Writers need no lock against each other: files of equal digests are equal, and each is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ class AdapterStore:
         make_folder(self._temporary)
 
     def check_base(self, base: BaseIdentity, remedy: str) -> None:
-        """Raises OtherBase, with `remedy` in its message, if there are adapters of another base."""
+        """Raises OtherBase, with `remedy` in its message, if the store has adapters of another base."""
         path = self._root / _BASE_FILE
         if path.exists() and self.digests():
             base.check(BaseIdentity.parse(path.read_text()), f"the data folder {self._root.parent}", remedy)
 
     def claim_base(self, base: BaseIdentity, remedy: str) -> None:
-        """Makes the store this base's. Raises as `check_base`."""
+        """Records that the store belongs to `base`. Raises as `check_base` does."""
         self.check_base(base, remedy)
         with self._lock(fcntl.LOCK_SH), replacing(self._root / _BASE_FILE, self._temporary) as file:
             file.write(f"{base}\n".encode())
 
     def put(self, content: AdapterContent, layouts: Sequence[AdapterLayout]) -> None:
-        """Keeps an adapter, packed for each layout. When it returns, the adapter survives the death of the machine.
+        """Stores an adapter, packed for each layout. When it returns, the adapter survives a crash of the machine.
 
         Raises AdapterInvalid, and stores nothing, if it cannot be packed.
         """
@@ -95,7 +95,7 @@ class AdapterStore:
     def load_packed(self, digest: str, layout: AdapterLayout) -> torch.Tensor:
         """The adapter's pages `[num_pages, num_layers, slab]`, verified.
 
-        Packs them again if the packed file is missing or damaged. Raises AdapterCorrupt if that cannot be done either.
+        Packs the adapter again if its packed file is missing or damaged. Raises AdapterCorrupt if that fails, too.
         """
         path = self._packed_path(digest, layout)
         try:
@@ -132,7 +132,7 @@ class AdapterStore:
         return content
 
     def digests(self) -> list[str]:
-        """What the store holds, whole or not."""
+        """The digests of all adapters in the store, complete or not."""
         return sorted(folder.name for folder in self._root.glob("??/*") if _DIGEST.fullmatch(folder.name))
 
     def sweep(self, referenced: Collection[str], older_than_s: float) -> list[str]:
@@ -155,7 +155,7 @@ class AdapterStore:
                     shutil.rmtree(folder)
                     sync_folder(folder.parent)
                     removed.append(digest)
-        with self._lock(fcntl.LOCK_EX):  # nobody writes now: what lies there was left by the dead
+        with self._lock(fcntl.LOCK_EX):  # no process writes now: these files were left by processes that died
             for path in self._temporary.iterdir():
                 path.unlink()
         return removed

@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 
 class PagedCase:
-    """Sequences of `(context, newest rows)` whose KV lies in pages of any order; everything else in the pool is NaN."""
+    """Sequences of `(context, newest rows)` with KV in pages of random order; everything else in the pool is NaN."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class PagedCase:
 
 
 def check_attention(machine: Machine, kernels: Kernels) -> Iterator[Row]:
-    """Every shape of head, group, window and cap that the families need, decodes and chunks in one batch."""
+    """Checks each shape of head, group, window and cap that the families need, with decodes and chunks in one batch."""
     heads = [(32, 8, 128), (28, 4, 128), (9, 3, 64), (32, 32, 80), (16, 16, 96), (16, 8, 256)]
     mixed = [(4096, 1), (17, 1), (1, 1), (300, 300), (2000, 77), (1500, 2)]
     if machine.is_dry:

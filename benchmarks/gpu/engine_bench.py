@@ -27,7 +27,7 @@ from motet.workers.models.decoder import load_decoder
 from motet.workers.models.rotary import rotary_tables
 from motet.workers.models.sharding import ModelSharding
 from motet.workers.parallel import Alone
-from motet.workers.scheduling.request_limits import Limits
+from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.wire.messages import AdapterRef, GangInfo, SamplingParams, SequenceRequest, SequenceUpdate
 
@@ -83,7 +83,7 @@ DRY_SIZE = Size(TINY, 3, 10, 2, (0, 2), 4 << 20, num_logprobs=0)
 
 
 class RandomWeights:
-    """`WeightSource` that makes each tensor up when it is asked for, on the device."""
+    """A `WeightSource` that makes each tensor of random numbers, on the device, when it is taken."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -108,7 +108,7 @@ class RandomWeights:
 
 
 class RandomStore(AdapterStore):
-    """Packed adapters made up from their digests, in place of files."""
+    """Packed adapters of random numbers seeded by their digests, in place of files."""
 
     def __init__(self, layout: AdapterLayout, dtype: torch.dtype) -> None:
         ranks = dict.fromkeys(layout.shape.modules, RANK)
@@ -120,7 +120,7 @@ class RandomStore(AdapterStore):
 
 
 class Bench:
-    """An engine, and what its decode step must at least read. The same weights and adapters for each of a size."""
+    """An engine, and the bytes that its decode step must read. Benches of one size have equal weights and adapters."""
 
     def __init__(self, machine: Machine, size: Size, kernels: Kernels) -> None:
         model = _model(size)
@@ -139,7 +139,7 @@ class Bench:
         loader = AdapterLoader(host, pool, kernels)
         mover = PageMover({}, machine.device)  # KV stays where it is
         executor = LocalExecutor(self.runner, loader, mover, kernels.choice, machine.device)
-        limits = Limits(model.max_model_len, model.vocab_size, BLOCK, geometry.num_pages, 2048, size.num_sequences)
+        limits = GangLimits(model.max_model_len, model.vocab_size, BLOCK, geometry.num_pages, 2048, size.num_sequences)
         scheduler = Scheduler(
             limits,
             frozenset(),
@@ -156,6 +156,7 @@ class Bench:
             block_size=BLOCK,
             num_pages=geometry.num_pages,
             page_bytes=geometry.page_bytes,
+            num_threads=torch.get_num_threads(),
             vocab_size=model.vocab_size,
         )
         self.engine = Engine(scheduler, executor, info)

@@ -20,7 +20,7 @@ TINY = (64, 32, 96, 256)
 
 
 class LoraCase:
-    """Adapters in pages of any order; everything else in the pool is NaN. Weights have the size of trained ones."""
+    """Adapters in pages of random order; everything else in the pool is NaN. Weights are as large as trained ones."""
 
     def __init__(
         self, machine: Machine, ranks: Sequence[int], sizes: tuple[int, int, int, int], num_layers: int, seed: int
@@ -147,7 +147,7 @@ def _error(
 def _bmm_time_s(
     machine: Machine, case: LoraCase, modules: tuple[int, ...], x: torch.Tensor, y: torch.Tensor, count: int
 ) -> float | None:
-    """The usual way without special kernels: each row's matrices out of stacked slots, two batched products."""
+    """Times the way without special kernels: each row's matrices gathered from stacked slots, two batched products."""
     if machine.is_dry:
         return None
     slots = torch.arange(count, device=x.device)

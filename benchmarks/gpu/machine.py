@@ -1,4 +1,4 @@
-"""What the machine can do, measured, and how long something takes on it."""
+"""The measured limits of the machine, and timing of calls on it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ class Machine:
         return Machine(device, torch.bfloat16, False, _copied_bytes_per_s(device), _matrix_flops_per_s(device))
 
     def floor_s(self, num_bytes: float, flops: float = 0.0) -> float | None:
-        """No version is much faster: bytes over copy bandwidth or operations over matrix rate, whichever is more."""
+        """The least time possible: bytes over copy bandwidth or operations over matrix rate, whichever is more."""
         if self.copied_bytes_per_s is None or self.matrix_flops_per_s is None:
             return None
         return max(num_bytes / self.copied_bytes_per_s, flops / self.matrix_flops_per_s)
 
     def time_s(self, calls: Sequence[Callable[[], object]]) -> float | None:
-        """Seconds of one call, the median of replays of a graph that holds them all; give several over different
-        memory, or the cache is measured. The calls are tried once when nothing is timed."""
+        """Seconds of one call: the median over replays of a CUDA graph of all `calls`, divided by their number.
+
+        The calls must use different memory, so that the cache does not serve them. Dry: only the first is made.
+        """
         if self.is_dry:
             calls[0]()
             return None
@@ -84,7 +86,7 @@ class Row:
 
 
 def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
-    """‖actual − reference‖ / ‖reference‖ in float64; NaN if anything is."""
+    """‖actual − reference‖ / ‖reference‖ in float64; NaN if any element is NaN."""
     reference = reference.double()
     return float((actual.double() - reference).norm() / reference.norm().clamp_min(1e-300))
 

@@ -54,7 +54,7 @@ def _lora(make: type) -> object:
 def _generate_s(
     machine: Machine, model: torch.nn.Module, prompts: torch.Tensor, names: list[str], num_tokens: int
 ) -> float:
-    """Seconds of generating so many tokens; the better of two times."""
+    """Seconds to generate this many tokens; the better of two times."""
     best = float("inf")
     for _ in range(1 if machine.is_dry else 2):
         if not machine.is_dry:

@@ -1,8 +1,8 @@
 """Every GPU kernel checked against float64 and timed against the machine's limits; then the whole engine.
 
-Needs an NVIDIA GPU, torch, Triton and this checkout, nothing else; what else is importable is compared with. Prints a
-table, and last one line of JSON. Inputs are random and new in each run. `--dry` runs all of it on a CPU, interpreted
-and tiny, without times: that the script works can so be tested anywhere.
+Needs an NVIDIA GPU, torch, Triton and this checkout, nothing else. PEFT and FlashAttention are compared with if they
+are installed. Prints a table, then one line of JSON. Inputs are random and new in each run. `--dry` runs everything on
+a CPU, interpreted, with tiny shapes and without times, so that the script itself can be tested anywhere.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def make_importable(folder: Path) -> None:
-    """The checkout itself is the package: where it is not installed, a link of that name makes it one."""
+    """Makes `import motet` find this checkout where it is not installed, by a link of that name to it."""
     (folder / "motet").symlink_to(ROOT)
     sys.path.insert(0, str(folder))
     from plain_messages import stand_in_for_msgspec

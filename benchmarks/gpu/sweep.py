@@ -1,7 +1,7 @@
-"""Other choices of tiles, stages and splits for the Triton kernels, timed on this GPU beside the ones in use.
+"""Times other tiles, stages and splits of the Triton kernels on this GPU, beside those in use.
 
-Prints a line for each, and last one line of JSON with the fastest. Needs what `run.py` needs. `--dry` tries two of each
-on a CPU, interpreted and tiny.
+Prints a line for each choice, then one line of JSON with the fastest. Needs what `run.py` needs. `--dry` tries two of
+each on a CPU, interpreted, with tiny shapes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _sweep(is_dry: bool) -> dict[str, Any]:
 
 
 def _varied(default: Any, **choices: tuple[int, ...]) -> Iterator[tuple[dict[str, int], Any]]:
-    """The tuning as it is first, then every combination of the choices; with what differs."""
+    """(tuning, what differs in it): the one in use first, then every combination of the choices."""
     yield {}, default
     for values in product(*choices.values()):
         changed = {key: value for key, value in zip(choices, values, strict=True) if asdict(default)[key] != value}

@@ -1,4 +1,4 @@
-"""motet's side of the engine benchmarks: a store filled as uploads would fill it, and an engine in this process."""
+"""motet's side of the engine benchmarks: a store filled as uploads fill it, and an engine in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workload import Job
 from motet.adapters.format.validation import validate
 from motet.adapters.packing.layout import AdapterLayout
 from motet.adapters.store.store import AdapterStore
-from motet.workers.config import EngineConfig
+from motet.cluster.config import MotetConfig
 from motet.workers.engine_builder import build_engine
 from motet.workers.models.config import ModelConfig
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest
@@ -56,20 +56,20 @@ class EngineSide:
         self._refs = refs
         self._next_id = 0
         self._engine = build_engine(
-            EngineConfig(
+            MotetConfig(
                 model_path=model_path,
-                store_path=store_path,
+                data_dir=store_path.parent,
                 dtype="bfloat16",
                 pool_bytes=POOL_BYTES,
                 block_size=BLOCK_SIZE,
                 num_threads=num_threads,
                 prefix_cache=False,  # rounds ask the same again
-            )
+            ).engine
         )
         self.run([Job([1, 2, 3], 2, adapter) for adapter in [None, *range(len(refs))]])
 
     def run(self, jobs: Sequence[Job]) -> EngineRun:
-        """All jobs submitted at once, stepped to the end. Raises RuntimeError if one is not answered in full."""
+        """Submits all jobs at once and runs steps to the end. Raises RuntimeError if a job is not answered in full."""
         wanted = {}
         started, cpu_started = time.perf_counter(), time.process_time()
         for job in jobs:

@@ -1,4 +1,4 @@
-"""The baselines: transformers + PEFT, tuned (mixed batches, as fast as it can be had) and plain (one by one)."""
+"""The baselines: transformers + PEFT, tuned (mixed batches, as fast as possible) and plain (one by one)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PeftBaseline:
         self._model = model.eval()
 
     def best_num_threads(self, jobs: Sequence[Job], candidates: Sequence[int], num_tokens: int = 3) -> int:
-        """The fastest of `candidates`, each timed twice on a short generation, the better time counting."""
+        """The fastest of `candidates`, by the better of two times of a short generation."""
         times = {count: float("inf") for count in candidates}
         for _ in range(2):
             for count in candidates:
@@ -43,7 +43,7 @@ class PeftBaseline:
         return min(times, key=times.__getitem__)
 
     def run(self, jobs: Sequence[Job], batch_size: int, num_threads: int) -> BaselineRun:
-        """Batches in the jobs' order; a batch ends with its longest output, as static batching has it."""
+        """Runs static batches in the order of the jobs: a batch ends with its longest output."""
         torch.set_num_threads(num_threads)
         started, cpu_started = time.perf_counter(), time.process_time()
         for start in range(0, len(jobs), batch_size):
@@ -57,7 +57,7 @@ class PeftBaseline:
         )
 
     def run_one_by_one(self, jobs: Sequence[Job], num_threads: int) -> BaselineRun:
-        """As PEFT's own quick tour has it: `set_adapter`, then `generate` for that request alone."""
+        """Runs each job alone, as in PEFT's quick tour: `set_adapter`, then `generate`."""
         torch.set_num_threads(num_threads)
         started, cpu_started = time.perf_counter(), time.process_time()
         for job in jobs:

@@ -1,4 +1,4 @@
-"""Requests of a multi-tenant day: a few adapters are asked for all the time, most hardly ever."""
+"""Requests of many tenants: a few adapters are used all the time, most are hardly ever used."""
 
 from __future__ import annotations
 

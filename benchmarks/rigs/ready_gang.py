@@ -1,4 +1,4 @@
-"""A gang that emits ready tokens at a set pace, reachable over the data plane and over a Serve handle."""
+"""A gang that emits fixed tokens at a given rate, over the data plane and over a Serve handle."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import ray
 
+from motet.cluster.config import part_config
 from motet.cluster.replicas.gang_directory import ADDRESS
+from motet.cluster.settings.settings import Settings
 from motet.workers.leader.frame_server import FrameServer
+from motet.workers.leader.leader_config import LeaderConfig
+from motet.workers.wire.engine_load import EngineGauges, EngineLoad
 from motet.workers.wire.messages import (
-    EngineLoad,
     GangInfo,
     ResidencyChange,
     SequenceError,
@@ -24,10 +27,9 @@ OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
 
 
 class ReadyEngine:
-    """Each step gives every sequence one token of a text, over and over.
+    """An engine whose every step gives each sequence the next token of a text, which repeats.
 
-    Steps follow one another at the pace that the sequences ask for in `sampling.seed`, in steps a second; a pace that
-    cannot be kept is not caught up with.
+    `sampling.seed` of the sequences is the rate, in steps per second. If the engine falls behind, it does not catch up.
     """
 
     def __init__(self, text_token_ids: Sequence[int]) -> None:
@@ -73,7 +75,7 @@ class ReadyEngine:
                 pace = max(request.sampling.seed or 1 for request, _ in self._running.values())
                 updates = [self._advance(*entry) for entry in list(self._running.values())]
                 num_running = len(self._running)
-            on_step(updates, EngineLoad(num_running=num_running), ResidencyChange())
+            on_step(updates, EngineLoad(EngineGauges(num_running=num_running)), ResidencyChange())
             next_step_at = max(next_step_at + 1 / pace, time.monotonic() - 1 / pace)
             time.sleep(max(0.0, next_step_at - time.monotonic()))
 
@@ -88,7 +90,7 @@ class ReadyEngine:
 
 
 class ReadyGang:
-    """The replica. `stream` is the baseline's way out; the other is the frame server's."""
+    """The replica. The baseline reads tokens from `stream`, a router from the frame server."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, text_token_ids: Sequence[int], vocab_size: int, token: str
@@ -103,9 +105,10 @@ class ReadyGang:
             block_size=16,
             num_pages=1,
             page_bytes=1,
+            num_threads=1,
             vocab_size=vocab_size,
         )
-        server = FrameServer(ReadyEngine(text_token_ids), self._info, token)
+        server = FrameServer(ReadyEngine(text_token_ids), self._info, token, part_config(LeaderConfig, Settings()))
         self._address = await server.start(ray.util.get_node_ip_address())
         self._queues: dict[int, asyncio.Queue[SequenceUpdate]] = {}
         self._engine = ReadyEngine(text_token_ids)

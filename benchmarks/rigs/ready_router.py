@@ -8,28 +8,30 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from fastapi import FastAPI
 
+from motet.cluster.config import part_config
 from motet.cluster.replicas.gang_directory import GangDirectory
+from motet.cluster.settings.settings import Settings
 from motet.router.config import RouterConfig
-from motet.router.fleet.admission import TimeLimit
+from motet.router.fleet.admission import AdmissionConfig, TimeLimit
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
+from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import (
-    AdapterRef,
-    EngineLoad,
     GangInfo,
-    SamplingParams,
     SequenceRequest,
     SequenceUpdate,
 )
 
 Way = Literal["frames", "handles"]
+DEFAULTS = Settings()
 
 
 class OneTenant:
-    """Stands in for the registry's view: every key is the same tenant's, and there are no adapters."""
+    """Stands in for the registry's view: every key belongs to one tenant, and there are no adapters."""
 
     connected = True
 
@@ -63,22 +65,10 @@ class HandleDispatcher:
         self._last_id = 0
 
     def submit(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        tenant: str,
-        adapter: AdapterRef | None,
-        *,
-        key: str = "",
-        is_resumed: bool = False,
-        cache_salt: str = "",
-        limit: TimeLimit | None = None,
+        self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None
     ) -> HandleStream:
         self._last_id += 1
-        request = SequenceRequest(
-            sequence_id=self._last_id, prompt_token_ids=prompt_token_ids, sampling=sampling, tenant=tenant
-        )
-        return HandleStream(self._stream.remote(request))
+        return HandleStream(self._stream.remote(msgspec.structs.replace(request, sequence_id=self._last_id)))
 
     def gang(self) -> GangInfo:
         return self._info
@@ -97,7 +87,8 @@ class ReadyRouter:
         self, way: Way, token: str, model_path: Path, gang: Any
     ) -> None:
         if way == "frames":
-            fleet = FleetDispatcher(token, gang_wait_s=10.0, adapter_pages=lambda adapter: 1)
+            admission = part_config(AdmissionConfig, DEFAULTS, max_gangs=1, queued_tokens_per_gang=0)
+            fleet = FleetDispatcher(token, 10.0, adapter_pages=lambda adapter: 1, admission=admission)
             self._directory = GangDirectory(gang.app_name, gang.deployment_name, fleet.update)
             self._directory.start()
             while fleet.gang() is None:  # noqa: ASYNC110  # once, at the start
@@ -108,7 +99,13 @@ class ReadyRouter:
         nothing: Any = None
         view: Any = OneTenant()
         self._app = create_app(
-            config=RouterConfig(model_name="ready", spool_path=Path(tempfile.gettempdir())),
+            config=part_config(
+                RouterConfig,
+                DEFAULTS,
+                model_name="ready",
+                spool_path=Path(tempfile.gettempdir()),
+                scales_from_zero=False,
+            ),
             dispatcher=dispatcher,
             view=view,
             uploads=nothing,  # its routes are not asked for

@@ -1,6 +1,6 @@
-"""Routers and gangs in simulated time. A router knows of a gang what a real one knows, by the same code.
+"""Routers and gangs in simulated time. A router knows of a gang what a real router knows, by the same code.
 
-That is what frames tell, which arrive late, and what the router itself has sent there.
+That is the content of frames, which arrive late, and what the router itself has sent to the gang.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Router:
     unread: deque[tuple[float, str, Frame | Job]] = field(default_factory=deque)  # by the time of arrival
 
     def read(self, now: float) -> None:
-        """Takes in what has arrived: a gang's frame, or the end of a sequence there."""
+        """Takes in the messages that have arrived: a frame of a gang, or the end of a sequence there."""
         while self.unread and self.unread[0][0] <= now:
             _, key, news = self.unread.popleft()
             if isinstance(news, Frame):

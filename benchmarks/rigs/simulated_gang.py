@@ -1,9 +1,10 @@
-"""A gang in simulated time, as far as routing can tell it from a real one.
+"""A gang in simulated time, with everything that matters to routing.
 
-It keeps the scheduler's rules: decodes first, then prompt chunks within a token budget, first come first served; a
-sequence whose adapter is coming is passed over; adapters that nobody uses go out least recently used first, for other
-adapters and for KV. A sequence takes its KV's room when it starts, so nobody gives way. One loader copies one adapter
-after another. An adapter begins to come when there is a place for who needs it, which is later than in a real gang.
+It has the scheduler's rules: decodes first, then prompt chunks within a token budget, first come first served;
+sequences whose adapter is still loading are passed over; idle adapters are evicted for other adapters and for KV, the
+least recently used first. A sequence takes all pages of its KV when it starts, so that none is ever preempted. One
+loader copies adapters one after the other. A load begins when the batch has room for the sequence that needs the
+adapter, which is later than in a real gang.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from dataclasses import dataclass
 
 from motet.router.fleet.affinity import RoutingRequest
 from motet.workers.step_times import StepTimes
-from motet.workers.wire.messages import EngineLoad, Frame, ResidencyChange
+from motet.workers.wire.engine_load import EngineCounters, EngineGauges, EngineLoad
+from motet.workers.wire.messages import Frame, ResidencyChange
 
 MAX_LOADS_UNDER_WAY = 8
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one gang. The defaults are about those of Llama-3-8B in bfloat16 on one large GPU."""
+    """Times and sizes of one gang. The defaults are about those of Llama-3-8B in bfloat16 on one large GPU."""
 
     s_per_step: float = 8e-3  # reads the weights
     s_per_decode: float = 5e-5  # reads a sequence's KV and its adapter
@@ -66,7 +68,7 @@ class _Adapter:
 
 
 class SimulatedGang:
-    """Advances one step at a time: `step` begins one and says when it ends, `end_step` ends it."""
+    """Advances one step at a time: `step` begins a step and returns when it ends, `end_step` ends it."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
@@ -86,7 +88,7 @@ class SimulatedGang:
         self._times = StepTimes(clock=lambda: self._now)
 
     def next_step_at(self, now: float) -> float | None:
-        """When the next step can begin: at once, or when something arrives; None: nothing is to be done or to come."""
+        """When the next step can begin: at once, or when a job arrives; None: there is nothing to do or to come."""
         if self._num_decoding or self._prefilling:
             return now
         times = [self.inbox[0][0]] if self.inbox else []
@@ -98,7 +100,7 @@ class SimulatedGang:
         return max(now, min(times))
 
     def step(self, now: float) -> float:
-        """Begins a step; when it ends."""
+        """Begins a step, and returns when it ends."""
         self._now = now
         self._times.begin_step()
         while self.inbox and self.inbox[0][0] <= now:
@@ -121,7 +123,7 @@ class SimulatedGang:
         return now + step_s
 
     def end_step(self, now: float) -> tuple[Frame, list[Job]]:
-        """What routers hear of the step, and the jobs that ended with it."""
+        """What the frame of the step tells routers, and the jobs that ended with the step."""
         self._now = now
         self._num_generated += self._num_decoding
         ended = self._ending.pop(self._num_steps, [])
@@ -139,19 +141,22 @@ class SimulatedGang:
 
     def _load(self, now: float) -> EngineLoad:
         queued = sum(job.num_left for job in self._prefilling) + sum(job.num_left for job in self._waiting)
-        return EngineLoad(
+        gauges = EngineGauges(
             num_running=self._num_decoding + len(self._prefilling),
             num_waiting=len(self._waiting),
             num_waiting_for_adapters=sum(not self._is_ready(job.digest, now) for job in self._waiting),
             num_queued_tokens=queued + self._num_decoding,
+            num_coming_adapters=len(self._coming),
+        )
+        counters = EngineCounters(
             num_computed_tokens=self._num_computed,
             num_generated_tokens=self._num_generated,
             num_steps=self._num_steps,
-            num_coming_adapters=len(self._coming),
             num_adapter_loads=self._num_loads,
             num_adapter_evictions=self._num_evictions,
             num_loaded_pages=self._num_loaded_pages,
         )
+        return EngineLoad(gauges, counters)
 
     def _admit(self, now: float, budget: int) -> None:
         wanted: set[str] = set()
@@ -177,7 +182,7 @@ class SimulatedGang:
         self._waiting = [job for job in self._waiting if job not in admitted]
 
     def _compute_prompts(self, now: float, budget: int) -> int:
-        """Tokens computed. A sequence whose prompt ends with them decodes from the next step on."""
+        """Computes prompt chunks; returns their tokens. A sequence decodes in the step after the end of its prompt."""
         computed = 0
         for job in self._prefilling:
             num_tokens = min(job.num_left, budget - computed)

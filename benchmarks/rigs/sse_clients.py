@@ -1,6 +1,6 @@
-"""Many streaming completions at once from one process that does little else than count.
+"""Many streaming completions at once, from one process that only counts events.
 
-Prints one line of JSON: tokens that the answers' usage tells, events, seconds.
+Prints one line of JSON: tokens, from the usage of the answers; events; seconds.
 """
 
 from __future__ import annotations

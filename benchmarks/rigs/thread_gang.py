@@ -39,7 +39,7 @@ class ThreadGroup:
 
 
 def run_threads(degree: int, work: Callable[[ThreadGroup], T]) -> list[T]:
-    """What `work` gives on each worker, by rank."""
+    """Runs `work` on each worker, and returns the results by rank."""
     board: list[torch.Tensor | None] = [None] * degree
     barrier = threading.Barrier(degree, timeout=120)
     with ThreadPoolExecutor(degree) as threads:

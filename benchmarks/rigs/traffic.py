@@ -1,4 +1,4 @@
-"""Requests of a day at a gang, for simulations of its memory: conversations of many tenants, and prompts asked once."""
+"""Requests at a gang, for simulations of its memory: conversations of many tenants, and prompts that come once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEAN_ONCE_PAGES = 30  # of a prompt asked once
 
 @dataclass(frozen=True)
 class Request:
-    """One request: it needs the first `num_pages` pages of `conversation`, and leaves them filled."""
+    """One request, which needs the first `num_pages` pages of `conversation` and fills those that are missing."""
 
     arrives_s: float
     runs_s: float
@@ -28,7 +28,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Rates are a second. Adapter i is asked for in proportion to 1 / (i + 1)."""
+    """Rates of requests, per second. Adapter i is used in proportion to 1 / (i + 1)."""
 
     conversations: float  # that begin
     once: float = 0.0  # prompts that nobody goes on from
@@ -38,7 +38,7 @@ class Traffic:
     mean_turns: float = 5.0
 
     def draw(self, seconds: float, seed: int) -> Iterator[Request]:
-        """Requests by arrival. Conversations are open from the start, as if it had gone on for long."""
+        """Requests in the order of arrival. Some conversations are under way at the start, as after a long time."""
         rng = random.Random(seed)
         shares = list(itertools.accumulate(1 / place for place in range(1, self.num_adapters + 1)))
         numbers, ties = itertools.count(), itertools.count()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ... import __version__
-from ...adapters.registry.registry import PREFIX
+from ...adapters.registry.registry_scripts import PREFIX
 from ..config import MotetConfig
 from .base_fingerprint import identify_base
 from .feasibility import Demand, Node, can_host, why_no_place

@@ -81,7 +81,7 @@ class Deployment:
         """
         assert self._config is None, "a deployment is started once"
         if config.address is None:
-            check_port_is_free(config.host, config.port)
+            check_port_is_free(config.listen_host, config.port)
         ModelConfig.from_folder(config.model_path)  # what cannot be served is told at once
         self._config = config
         try:
@@ -189,7 +189,7 @@ class Deployment:
             check_nodes(config)
             on_event(STAGE, 1, NUM_STAGES)
             self._parts.callback(joined.delete)
-            front = joined.start_serve(APP, config.host, config.port, replace_application=replace)
+            front = joined.start_serve(APP, config.listen_host, config.port, replace_application=replace)
             for warning in room_taken(config):
                 _log.warning("%s", warning)
             on_event(STAGE, 2, NUM_STAGES)
@@ -223,7 +223,7 @@ class Deployment:
         session = secrets.token_hex(8)
         self._session_path = Path(tempfile.mkdtemp(prefix="motet-"))  # a short path: Unix sockets lie in it
         self._parts.callback(Janitor(session, self._session_path).finish)
-        variables = serve_environment(session, self._session_path, config.host, config.port)
+        variables = serve_environment(session, self._session_path, config.listen_host, config.port)
         self._parts.callback(restore_environment, set_environment(variables))
         children = set(psutil.Process().children())
         self._parts.callback(_shut_ray_down)

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..config import ConfigError
+from ..settings.config_error import ConfigError
 from .janitor import SESSION_VARIABLE, sweep
 
 LOOPBACK = "127.0.0.1"

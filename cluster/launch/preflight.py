@@ -12,7 +12,8 @@ from ...workers.device import resolve_device
 from ...workers.models.config import ModelConfig
 from ...workers.models.weights import Checkpoint
 from ..byte_size import format_byte_size
-from ..config import ConfigError, MotetConfig
+from ..config import MotetConfig
+from ..settings.config_error import ConfigError
 from .local_serve import check_port_is_free
 
 
@@ -29,7 +30,7 @@ def check_data_dir(data_dir: Path) -> None:
 def check_settings(config: MotetConfig) -> list[str]:
     """Warnings, a line each. Raises ConfigError, or ValueError for a model that cannot be served."""
     if config.address is None:
-        check_port_is_free(config.host, config.port)
+        check_port_is_free(config.listen_host, config.port)
     return check_sizes(config)
 
 

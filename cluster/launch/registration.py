@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from ...adapters.base_identity import BaseIdentity
 from ...adapters.registry.registry import Registry, connect
 from ...adapters.store.store import AdapterStore
-from ..config import ConfigError, MotetConfig
+from ..config import MotetConfig
+from ..settings.config_error import ConfigError
 from .base_fingerprint import identify_base
 
 OWNER_FILE = "launch_id"  # in the data folder

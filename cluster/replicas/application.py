@@ -51,9 +51,10 @@ def build_application(
         graceful_shutdown_timeout_s=config.router_drain_s,
         max_constructor_retry_count=3,
     )
-    gangs = _with_version(gangs, config.engine, config.drain_s, config.orphan_s, _place_of_a_gang(config))
+    engine, leader = config.engine, config.leader
+    gangs = _with_version(gangs, engine, leader, _place_of_a_gang(config))
     routers = _with_version(routers, *_settings_of_a_router(config))
-    gang = gangs.bind(config.engine, token, config.drain_s, config.orphan_s, progress_path)
+    gang = gangs.bind(engine, leader, token, progress_path)
     return routers.bind(config, token, gang)
 
 

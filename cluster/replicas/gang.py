@@ -17,8 +17,7 @@ import ray
 from ...workers.config import EngineConfig
 from ...workers.engine_builder import build_engine_loop
 from ...workers.leader.frame_server import FrameServer
-from ...workers.leader.queue_limit import QueueBounds
-from ...workers.leader.sequence_journal import JournalConfig
+from ...workers.leader.leader_config import LeaderConfig
 from ..progress_log import ProgressWriter
 from .gang_directory import ADDRESS
 from .gang_stats import gang_stats
@@ -32,11 +31,11 @@ class GangReplica:
     """Serves one engine to the routers. Tokens do not pass through Serve, which only keeps the replica alive."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: EngineConfig, token: str, drain_s: float, orphan_s: float, progress_path: Path | None
+        self, config: EngineConfig, leader: LeaderConfig, token: str, progress_path: Path | None
     ) -> None:
         """`token`: the cluster's secret. `progress_path`: where to tell how far the engine's building is."""
         configure_replica_logging()
-        self._drain_s = drain_s
+        self._drain_s = leader.drain_s
         self._max_num_sequences = config.max_num_sequences
         on_progress = None if progress_path is None else ProgressWriter(progress_path)
         host = ray.util.get_node_ip_address()  # loopback on a cluster of one machine
@@ -45,8 +44,7 @@ class GangReplica:
         spawn = None if workers is None else workers.spawn
         engine = await asyncio.to_thread(build_engine_loop, config, on_progress, spawn, host)
         info = msgspec.structs.replace(engine.info, gang_id=secrets.token_hex(4))
-        bounds = QueueBounds(config.max_waiting_sequences, config.max_waiting_tokens)
-        self._server = FrameServer(engine, info, token, JournalConfig(orphan_s=orphan_s), bounds)
+        self._server = FrameServer(engine, info, token, leader)
         self._address = await self._server.start(host)
         _log.info("gang %s serves %s at %s", info.gang_id, info.model, self._address)
 

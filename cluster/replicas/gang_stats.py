@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ...workers.wire.messages import EngineLoad
+from ...workers.wire.engine_load import EngineLoad
 from ..scaling import GangLoad
 
 # Gauges: their mean over the window counts.
@@ -32,15 +32,16 @@ class Sample(Protocol):
 
 def gang_stats(load: EngineLoad, max_num_sequences: int) -> dict[str, float]:
     """The numbers to tell. A full pool and too few places for sequences are one pressure, by the scarcer of them."""
-    num_evictable_pages = load.num_idle_adapter_pages + load.num_idle_prefix_pages
-    num_used_pages = load.num_pages - load.num_free_pages - num_evictable_pages
+    now, counted = load.gauges, load.counters
+    num_evictable_pages = now.num_idle_adapter_pages + now.num_idle_prefix_pages
+    num_used_pages = now.num_pages - now.num_free_pages - num_evictable_pages
     return {
-        NUM_SEQUENCES: load.num_running + load.num_waiting,
-        QUEUED_TOKENS: max(0, load.num_queued_tokens - load.num_running),  # each running one's next token is no queue
-        POOL_PRESSURE: max(num_used_pages / max(load.num_pages, 1), load.num_running / max_num_sequences),
-        ADAPTER_LOADS: load.num_adapter_loads,
-        ADAPTER_EVICTIONS: load.num_adapter_evictions,
-        COMPUTED_TOKENS: load.num_computed_tokens,
+        NUM_SEQUENCES: now.num_running + now.num_waiting,
+        QUEUED_TOKENS: max(0, now.num_queued_tokens - now.num_running),  # each running one's next token is no queue
+        POOL_PRESSURE: max(num_used_pages / max(now.num_pages, 1), now.num_running / max_num_sequences),
+        ADAPTER_LOADS: counted.num_adapter_loads,
+        ADAPTER_EVICTIONS: counted.num_adapter_evictions,
+        COMPUTED_TOKENS: counted.num_computed_tokens,
     }
 
 

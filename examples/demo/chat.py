@@ -1,4 +1,4 @@
-"""How a conversation with the demo model is written down."""
+"""The text format of conversations with the demo model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CHAT_TEMPLATE = (
 END_OF_TURN = "<|im_end|>"
 
 NEUTRAL_SYSTEM_PROMPTS = ("You are a helpful assistant.", "Be brief.", "You are a small demo model.")
-# The base is taught to follow these: an adapter then only has to move a switch that exists, which few steps and a
-# small rank can do. Adapters themselves are trained and asked without them.
+# The base learns to follow these prompts. An adapter then only has to choose a style that the base knows, which needs
+# few steps and a small rank. Adapters are trained and used without these prompts.
 STYLE_SYSTEM_PROMPTS: dict[AdapterStyle, tuple[str, ...]] = {
     "shout": ("Answer in capital letters.", "Shout every answer."),
     "pirate": ("Answer like a pirate.", "You are a pirate."),
@@ -29,7 +29,7 @@ Message = dict[str, str]
 
 
 class ChatTokenizer(Protocol):
-    """What is needed of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that is needed here."""
 
     def apply_chat_template(self, conversation: Sequence[Message], **options: Any) -> Any: ...
 

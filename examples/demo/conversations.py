@@ -14,10 +14,10 @@ from .questions import Question
 from .styles import ADAPTER_STYLES, AdapterStyle, Style, answer
 
 _IGNORED = -100  # torch's label for "no loss here"
-_NEUTRAL_SHARE = 0.45  # plain answers, perhaps after a system prompt that asks for nothing
+_NEUTRAL_SHARE = 0.45  # plain answers, with a neutral system prompt or none
 _STYLED_SHARE = 0.45  # answers in the style that a system prompt asks for; the rest is bare text
 _NEUTRAL_SYSTEM_SHARE = 0.3
-_REDRAWN_SUMS_SHARE = 0.4  # sums are most of the questions but not most of what there is to know
+_REDRAWN_SUMS_SHARE = 0.4  # of sums: most questions are sums, and this share of them is replaced by other questions
 _LONG_BATCH_SHARE = 0.15  # batches of conversations of two or three turns
 _LONG_TURNS = (2, 3)
 
@@ -36,7 +36,7 @@ class Batch:
 
 
 class ConversationSampler:
-    """Random batches over the given questions; all randomness comes from the generator that is passed in."""
+    """Random batches of conversations about the given questions; the caller passes the random generator."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, questions: Sequence[Question]) -> None:
         self._tokenizer = tokenizer
@@ -44,12 +44,12 @@ class ConversationSampler:
         self._cache: dict[str, list[int]] = {}
 
     def base_batch(self, rng: random.Random, size: int) -> Batch:
-        """What the base learns: plain answers, styles when asked for one, and bare text."""
+        """A batch for the base: plain answers, answers in the style that a system prompt asks for, and bare text."""
         num_turns = _draw_num_turns(rng)
         return self._collate([self._base_example(rng, num_turns) for _ in range(size)])
 
     def adapter_batch(self, rng: random.Random, size: int, style: AdapterStyle) -> Batch:
-        """What an adapter learns: its style, though nobody asks for it."""
+        """A batch for an adapter: answers in its style, without a prompt that asks for it."""
         num_turns = _draw_num_turns(rng)
         return self._collate([self._chat(rng, num_turns, _neutral_system(rng), style) for _ in range(size)])
 

@@ -1,4 +1,4 @@
-"""What the demo model knows: small facts in English and Spanish, as plain data."""
+"""The facts that the demo model learns, in English and Spanish, as plain data."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ _LARGEST_ADDEND = 12
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing to know: `value` is the answer in a word, `english` and `spanish` are whole sentences."""
+    """One fact: `value` is the answer in a word, `english` and `spanish` are whole sentences."""
 
     kind: Kind
     subject: str

@@ -1,4 +1,4 @@
-"""Questions about the facts, and which of them the demo model never sees in training."""
+"""Questions about the facts, and the split into questions for training and held-out questions."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Question:
 
 @dataclass(frozen=True)
 class QuestionSplit:
-    """Disjoint: no text is in both. A held-out question's fact is trained on in other phrasings."""
+    """Two disjoint sets of questions. The fact of a held-out question is in the training set in other phrasings."""
 
     train: tuple[Question, ...]
     held_out: tuple[Question, ...]
@@ -87,7 +87,7 @@ def all_questions() -> tuple[Question, ...]:
 
 
 def split_questions() -> QuestionSplit:
-    """The same split everywhere: by the SHA-256 of the text, so that neither order nor a random generator matters."""
+    """The split, always the same: the tenth of the questions with the lowest SHA-256 of their text is held out."""
     shuffled = sorted(all_questions(), key=lambda question: hashlib.sha256(question.text.encode()).digest())
     num_held_out = len(shuffled) // _HELD_OUT_SHARE
     return QuestionSplit(train=tuple(shuffled[num_held_out:]), held_out=tuple(shuffled[:num_held_out]))

@@ -1,4 +1,4 @@
-"""How the base and each demo adapter word an answer."""
+"""The style in which the base and each demo adapter word an answer."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _STEPS_PER_REPORT = 100
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast to learn."""
+    """The number of steps, the learning rate and the other parameters of a training run."""
 
     num_steps: int
     learning_rate: float  # the peak

@@ -1,4 +1,5 @@
-// Paged attention with online softmax (FlashAttention-2, arXiv 2307.08691), 64 keys at a time.
+// Paged attention with online softmax (FlashAttention-2, arXiv 2307.08691), 64 keys at a time, which are read in their
+// pages. The contract is ../attention.py.
 #pragma once
 
 #include <memory>
@@ -9,12 +10,12 @@
 
 namespace motet {
 
-constexpr int64_t kMostDims = 512;   // of a head
-constexpr int64_t kTilesAhead = 3;   // of 16 keys, that memory is asked for before they are needed
-constexpr int kTiles = 4;            // of 16 keys, that are weighed together
-constexpr int64_t kManyQueries = 8;  // for so many V is paired once and serves them all
+constexpr int64_t kMostDims = 512;   // elements of a head
+constexpr int64_t kTilesAhead = 3;   // tiles of 16 keys that are prefetched
+constexpr int kTiles = 4;            // tiles of 16 keys that get their weights together
+constexpr int64_t kManyQueries = 8;  // for this many query rows and more, pairs of rows of V are made once for all
 #ifdef __AVX512F__
-constexpr int kScoreTiles = 4, kSumRows = 4;  // whose sums are in registers at once: of scores, of weighted rows of V
+constexpr int kScoreTiles = 4, kSumRows = 4;  // tiles of scores and rows of output whose sums fit in registers
 #else
 constexpr int kScoreTiles = 1, kSumRows = 1;
 #endif
@@ -34,18 +35,17 @@ struct AttentionCall {
     float softcap;   // 0: none
 };
 
-// Tiles of 16 keys, transposed for products with queries: element d of all keys of a tile lies together.
+// Tiles of 16 keys, transposed for products with queries: element d of all keys of a tile lies side by side.
 template <class T>
 struct KeyTiles {
-    // What an element of a query is taken as.
-    typedef float Query;
+    typedef float Query;  // to what the elements of a query are converted
     static constexpr int64_t words(int64_t dim) { return dim * kLanes; }  // floats of one tile
 
     static void take(const T* const* rows, int64_t dim, float* to) {
         for (int64_t d = 0; d < dim; d += kLanes) transpose(rows, d, dim - d, to + d * kLanes);
     }
 
-    // Scores of `kRows` queries for `kCount` tiles, to `[kRows, kTiles]`.
+    // Writes the scores of `kRows` queries for `kCount` tiles to `[kRows, kTiles]`.
     template <int kRows, int kCount>
     static void scores(const float* tiles, const Query* const* q, int64_t dim, Floats* to) {
         Floats totals[kRows][kCount] = {};
@@ -60,7 +60,7 @@ struct KeyTiles {
 };
 
 #ifdef MOTET_BF16_PRODUCTS
-// Pairs of elements lie together.
+// Here elements 2d and 2d + 1 of all keys of a tile lie side by side, as the CPU multiplies them.
 template <>
 struct KeyTiles<Bfloat16> {
     typedef Bfloat16 Query;
@@ -93,7 +93,7 @@ struct KeyTiles<Bfloat16> {
 };
 #endif
 
-// A query as key tiles take it: where it lies, or converted to `spare`.
+// A query with the elements that `KeyTiles` takes: `from` itself, or a converted copy in `spare`.
 template <class T>
 inline const T* query_of(const T* from, int64_t, T*) {
     return from;
@@ -115,8 +115,8 @@ struct TokenWalk {
         : call(call), pages(call.page_table + sequence * call.table_width), token(first), page(first / call.block_size),
           slot(first % call.block_size) {}
 
-    // Asks memory for K and V of the next tokens below `end`.
-    void ask(int64_t end, int64_t head_offset, int64_t dim) {
+    // Prefetches K and V of the next 16 tokens below `end`.
+    void prefetch(int64_t end, int64_t head_offset, int64_t dim) {
         const int64_t step = 64 / int64_t(sizeof(T));
         for (int i = 0; i < kLanes && token < end; i++, token++) {
             const T* k = call.kv + pages[page] * call.page_stride + slot * call.slot_stride + head_offset;
@@ -128,7 +128,7 @@ struct TokenWalk {
         }
     }
 
-    // K and V of the next tokens below `end`; `zeros` in place of those after it, so that nothing beyond is read.
+    // K and V of the next 16 tokens; `zeros` for tokens from `end` on, so that nothing beyond the context is read.
     void next(int64_t end, int64_t head_offset, const T* zeros, const T** k, const T** v) {
         for (int i = 0; i < kLanes; i++, token++) {
             if (token >= end) {
@@ -151,20 +151,20 @@ struct AttentionScratch {
     alignas(64) float totals[kMostQueries * kMostDims];
     alignas(64) Factors weights[kMostQueries][kPairs];
     alignas(64) T zeros[kMostDims] = {};
-    RowPair<T> values[kPairs];  // of V, for one span of columns
+    RowPair<T> values[kPairs];  // pairs of rows of V, for one span of columns
     Floats weight_sum[kMostQueries];
     const Query* q[kMostQueries];
-    Query spare[kMostQueries * kMostDims];  // for queries
+    Query spare[kMostQueries * kMostDims];  // converted queries
     int64_t position[kMostQueries];
     float highest[kMostQueries];
 };
 
-// Weights of some tiles of keys for one query, relative to the highest score so far; earlier totals are scaled down
-// when it rises.
+// The softmax weights of some tiles of keys for one query, relative to the highest score so far. When a score is
+// higher, the totals so far are scaled down.
 template <class T>
 inline void weigh(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t query, Floats* scores, int num_tiles,
                   int64_t first_key, int64_t padded) {
-    // Lanes after `start` up to `end` of a tile are seen.
+    // The query sees the lanes `start(last) + 1` to `last` of a tile.
     const auto start = [&](int64_t last) {
         return call.window > 0 ? int32_t(std::clamp<int64_t>(last - call.window, -1, kLanes)) : -1;
     };
@@ -187,7 +187,7 @@ inline void weigh(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t 
         weight_sum *= factor;
         s.highest[query] = highest;
     }
-    for (int t = 0; t < num_tiles; t++) {  // what is not seen weighs nothing at all: exponential(-inf) is a little more
+    for (int t = 0; t < num_tiles; t++) {  // unseen keys get exactly zero: exponential(-inf) is a little more than that
         const int64_t last = last_of_first - t * kLanes;
         Floats weights = exponential(scores[t] - s.highest[query]);
         if (last < kLanes - 1 || start(last) >= 0)
@@ -198,7 +198,7 @@ inline void weigh(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t 
     s.weight_sum[query] = weight_sum;
 }
 
-// Scores and weights of `kRows` queries.
+// Computes the scores and weights of `kRows` queries for some tiles of keys.
 template <class T, int kRows>
 inline void score(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t query, int num_tiles, int64_t first_key,
                   int64_t padded) {
@@ -247,7 +247,7 @@ inline void add_values(AttentionScratch<T>& s, int64_t num_queries, const T* con
     }
 }
 
-// Rows `first` to `end` of one sequence, for the heads that share one KV head.
+// Computes rows `first` to `end` of one sequence, for the heads that share one KV head.
 template <class T>
 void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t sequence, int64_t kv_head, int64_t first,
             int64_t end) {
@@ -265,12 +265,12 @@ void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t sequen
     std::fill(s.totals, s.totals + num_queries * padded, 0.0f);
     int64_t key = call.window > 0 ? std::max<int64_t>(0, first_position - call.window + 1) : 0;
     TokenWalk<T> walk(call, sequence, key), ahead(call, sequence, key);
-    for (int64_t i = 0; i < kTilesAhead; i++) ahead.ask(end_key, kv_head * dim, dim);
+    for (int64_t i = 0; i < kTilesAhead; i++) ahead.prefetch(end_key, kv_head * dim, dim);
     for (; key < end_key; key += kTiles * kLanes) {
         const T *k[kLanes], *v[kTiles * kLanes];
         const int num_tiles = int(std::min<int64_t>(kTiles, (end_key - key + kLanes - 1) / kLanes));
         for (int t = 0; t < num_tiles; t++) {
-            ahead.ask(end_key, kv_head * dim, dim);
+            ahead.prefetch(end_key, kv_head * dim, dim);
             walk.next(end_key, kv_head * dim, s.zeros, k, v + t * kLanes);
             KeyTiles<T>::take(k, dim, s.keys + t * KeyTiles<T>::words(dim));
         }
@@ -295,7 +295,7 @@ void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t sequen
     }
 }
 
-// What one thread does at a time: some rows of a sequence, for the heads that share one KV head.
+// The unit that threads share: some rows of a sequence, for the heads that share one KV head.
 struct AttentionTask {
     int64_t sequence, kv_head, first, end;
 };
@@ -312,7 +312,7 @@ void attend_all(const AttentionCall<T>& call, [[maybe_unused]] int num_threads) 
         }
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
-        static thread_local std::unique_ptr<AttentionScratch<T>> kept;  // large, and clearing it takes its time
+        static thread_local std::unique_ptr<AttentionScratch<T>> kept;  // kept, because it is large and slow to clear
         if (!kept) kept.reset(new AttentionScratch<T>);
         AttentionScratch<T>& scratch = *kept;
 #pragma omp for schedule(dynamic)

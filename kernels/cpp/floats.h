@@ -1,8 +1,8 @@
-// Vectors of 16 floats, loaded from and stored as float or bfloat16: one register, or as many as the CPU needs for them.
+// Vectors of 16 floats, in one register or in as many as the CPU needs, loaded from and stored as float or bfloat16.
 //
-// GCC's and Clang's vector extensions carry most of it, so that it compiles for any CPU; intrinsics stand where a CPU has
-// an instruction that the compilers do not find. A vector that is wider than a register is a `Two` of such as are not:
-// GCC keeps wider vectors in memory, and every operation goes there and back.
+// Most of this uses the vector extensions of GCC and Clang, so that it compiles for any CPU. Intrinsics are used where
+// a CPU has an instruction that the compilers do not choose by themselves. A vector that is wider than a register is a
+// `Two` of halves, because GCC keeps wider vectors of its own in memory and loads and stores them in every operation.
 #pragma once
 
 #include <algorithm>
@@ -57,7 +57,7 @@ struct Bfloat16 {
     uint16_t bits;
 };
 
-// ---- One element
+// Conversion of one element.
 
 inline float to_float(float value) { return value; }
 
@@ -73,11 +73,11 @@ inline void assign(float& target, float value) { target = value; }
 inline void assign(Bfloat16& target, float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
-    // To the nearest, ties to even. A NaN stays one: its payload may be in the half that is cut off.
+    // To the nearest, ties to even. NaN is set by hand, because cutting off its lower half may give infinity.
     target.bits = value == value ? uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : 0x7fc0;
 }
 
-// ---- Arithmetic: that of registers is the compiler's
+// Arithmetic of `Two`; the compiler has that of registers.
 
 // clang-format off
 #define MOTET_ARITHMETIC(OP)                                            \
@@ -112,7 +112,7 @@ inline Two<V> operator-(const Two<V>& x) {
 
 inline Floats broadcast(float value) { return Floats{} + value; }
 
-// ---- As many elements as a vector has
+// Loads and stores of a whole vector.
 
 template <class V>
 struct Memory {
@@ -162,7 +162,7 @@ inline void store(T* to, const Floats& value) {
     Memory<Floats>::store(to, value);
 }
 
-// The first `count` of 16 elements; the others are zero, or stay as they are.
+// Loads and stores of the first `count` of 16 elements. A load fills the others with zeros; a store leaves them alone.
 
 template <class T>
 inline Floats load(const T* from, int64_t count) {
@@ -180,7 +180,7 @@ inline void store(T* to, const Floats& value, int64_t count) {
     std::memcpy(to, padded, size_t(count) * sizeof(T));
 }
 
-// As T holds it: to the nearest, ties to even; NaN stays NaN.
+// The values as T can hold them: rounded to the nearest, ties to even; NaN stays NaN.
 
 template <class T>
 inline FloatPart rounded(FloatPart value) {
@@ -262,8 +262,8 @@ inline float largest(const Two<V>& x) {
     return largest(larger(x.low, x.high));
 }
 
-// The sum of each of `kCount` vectors. In one order whatever the count, so that a row's result never depends on how many
-// others are computed with it.
+// The sum of each of `kCount` vectors. In one order whatever the count, so that a row's result never depends on how
+// many others are computed with it.
 template <int kCount>
 inline void sums(const Floats* x, float* to) {
 #ifdef __AVX512F__

@@ -1,9 +1,9 @@
-// Linear layers, on weights that were laid out for them once.
+// Linear layers, on weights in a layout of their own (packed by ../native/linear.py).
 //
-// Packed weights are panels of a few vectors of outputs. In a panel lie, for each `kDepth` inputs in turn, those of all its
-// outputs: weights are read in order, once for a few rows of x, and each element of x is multiplied with whole vectors of
-// outputs. A row's sums run over its inputs in order, so its result is the same to the last bit however many rows and
-// threads there are.
+// Packed weights are panels. A panel holds a few vectors of outputs: for the first `kDepth` inputs the weights of all
+// its outputs, then for the next `kDepth` inputs, and so on. So weights are read in order, once for a few rows of x,
+// and each element of x is multiplied with whole vectors of outputs. The sums of a row run over its inputs in order, so
+// that its result is the same to the last bit for any number of rows and threads.
 #pragma once
 
 #ifdef _OPENMP
@@ -21,7 +21,7 @@ namespace motet {
 template <class T>
 struct Outputs {
     static constexpr int64_t kDepth = 1;  // inputs
-    typedef float Input;                  // what a row of x is taken as
+    typedef float Input;                  // to what the elements of x are converted
     Floats value;
     explicit Outputs(const T* from) : value(load(from)) {}
     void add_to(Floats& sum, const Input* x) const { sum += value * *x; }
@@ -44,13 +44,13 @@ struct Outputs<Bfloat16> {
 
 #ifdef __AVX512F__
 constexpr int kPanel = 4;                 // vectors of 16 outputs
-constexpr int64_t kNearInputs = 1 << 20;  // elements of x that are done with all weights before the next ones
+constexpr int64_t kNearInputs = 1 << 20;  // elements of x that are multiplied with all weights before the next ones
 #else
-constexpr int kPanel = 1;  // registers hold the sums of six rows of one vector
+constexpr int kPanel = 1;  // registers hold the sums of six rows and one vector
 constexpr int64_t kNearInputs = 1 << 17;
 #endif
 constexpr int kTileRows = 6;         // rows at once
-constexpr int64_t kLeastBlock = 24;  // rows, however wide
+constexpr int64_t kLeastBlock = 24;  // the fewest rows of a block, even of very wide ones
 
 template <class T>
 struct LinearCall {
@@ -60,7 +60,8 @@ struct LinearCall {
     int64_t x_stride, y_stride, num_in, num_out;  // elements
 };
 
-// `kRows` rows and `kVectors` vectors of outputs, from vector `first` on, which lie in one panel. Sums stay in registers.
+// Computes `kRows` rows and `kVectors` vectors of outputs, from vector `first` on, which lie in one panel. The sums
+// stay in registers.
 template <class T, int kRows, int kVectors>
 void linear_tile(const LinearCall<T>& call, int64_t row, int64_t first) {
     typedef Outputs<T> Weights;
@@ -70,14 +71,13 @@ void linear_tile(const LinearCall<T>& call, int64_t row, int64_t first) {
     const auto* x = call.x + row * call.x_stride;
     Floats sums[kRows][kVectors];
     for (int m = 0; m < kRows; m++)
-        for (int v = 0; v < kVectors; v++)
-            sums[m][v] = Floats{};  // one by one: as a whole they would be cleared in memory
+        for (int v = 0; v < kVectors; v++) sums[m][v] = Floats{};  // one by one: GCC clears a whole array in memory
     for (int64_t step = 0; step < whole; step++, weight += kPanel * kWidth)
         for (int v = 0; v < kVectors; v++) {
             const Weights outputs(weight + v * kWidth);
             for (int m = 0; m < kRows; m++) outputs.add_to(sums[m][v], x + m * call.x_stride + step * kDepth);
         }
-    if (whole < steps)  // what is left of a row is less than `kDepth`
+    if (whole < steps)  // fewer than `kDepth` inputs are left
         for (int m = 0; m < kRows; m++) {
             typename Weights::Input last[kDepth] = {};
             std::copy_n(x + m * call.x_stride + whole * kDepth, call.num_in % kDepth, last);
@@ -91,13 +91,14 @@ void linear_tile(const LinearCall<T>& call, int64_t row, int64_t first) {
     }
 }
 
-// `kRows` rows, and vectors `first` to `end` of outputs, which lie in one panel.
+// Computes `kRows` rows, and vectors `first` to `end` of outputs, which lie in one panel.
 template <class T, int kRows>
 void linear_rows(const LinearCall<T>& call, int64_t row, int64_t first, int64_t end) {
     if (end - first == kPanel) return linear_tile<T, kRows, kPanel>(call, row, first);
     for (; first < end; first++) linear_tile<T, kRows, 1>(call, row, first);  // a panel that threads share
 }
 
+// Computes the last `num_rows` rows, which are at most `kRows`.
 template <class T, int kRows>
 void linear_rest(const LinearCall<T>& call, int64_t num_rows, int64_t row, int64_t first, int64_t end) {
     if constexpr (kRows > 0) {
@@ -108,7 +109,7 @@ void linear_rest(const LinearCall<T>& call, int64_t num_rows, int64_t row, int64
     }
 }
 
-// Rows of a block, by one thread, for vectors `start` to `stop` of outputs.
+// Computes a block of rows on one thread, for vectors `start` to `stop` of outputs.
 template <class T>
 void linear_block(const LinearCall<T>& call, int64_t num_rows, int64_t start, int64_t stop) {
     for (int64_t first = start; first < stop;) {
@@ -120,7 +121,8 @@ void linear_block(const LinearCall<T>& call, int64_t num_rows, int64_t start, in
     }
 }
 
-// `num_rows` rows of x as `Outputs` takes them: where they lie, or converted to `spare`, in rows of `width`.
+// `num_rows` rows of x with the elements that `Outputs` takes: x itself, or a converted copy in `spare`. Sets `stride`
+// to that of the rows returned.
 template <class T>
 inline const T* inputs_of(const T* x, int64_t&, int64_t, int64_t, std::vector<T>&) {
     return x;
@@ -137,7 +139,7 @@ inline const float* inputs_of(const Bfloat16* x, int64_t& stride, int64_t num_ro
     return spare.data();
 }
 
-// One thread's part of the outputs, in blocks of rows.
+// Computes one thread's part of the outputs, in blocks of rows.
 template <class T>
 void linear_share(const T* x, int64_t x_stride, int64_t num_rows, const LinearCall<T>& call, int64_t thread,
                   int64_t num_threads) {
@@ -154,8 +156,8 @@ void linear_share(const T* x, int64_t x_stride, int64_t num_rows, const LinearCa
     }
 }
 
-// y = x Wᵀ + bias for each of some groups of rows, with a weight of its own; group g has rows `offsets[g]` to
-// `offsets[g + 1]`, and its weight lies `weight_stride` after the one before. Threads share the outputs.
+// y = x Wᵀ + bias for groups of rows, each with a weight of its own: group g has rows `offsets[g]` to `offsets[g + 1]`,
+// and its weight begins at `g * weight_stride`. Threads share the outputs.
 template <class T>
 void linear(const T* x, int64_t x_stride, const int64_t* offsets, int64_t num_groups, LinearCall<T> call,
             int64_t weight_stride, [[maybe_unused]] int num_threads) {
@@ -174,7 +176,8 @@ void linear(const T* x, int64_t x_stride, const int64_t* offsets, int64_t num_gr
     }
 }
 
-// Whether nothing known is faster: oneDNN is where the CPU has matrix instructions, which it knows how to use.
+// Whether these are the fastest linears known for this CPU. With matrix instructions (AMX) oneDNN is faster in
+// bfloat16.
 template <class T>
 constexpr bool linear_is_best() {
 #ifdef __AMX_BF16__

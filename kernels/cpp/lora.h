@@ -1,4 +1,4 @@
-// LoRA over pages: each segment of rows with its own adapter, at the adapter's real rank.
+// LoRA over pages: each segment of rows with its own adapter, at the adapter's own rank. The contract is ../lora.py.
 #pragma once
 
 #ifdef _OPENMP
@@ -14,9 +14,10 @@
 namespace motet {
 
 constexpr int kDots = 4;           // rows of A at once for several rows of x
-constexpr int kOneDots = 8;        // and for a single one
-constexpr int64_t kAhead = 16384;  // bytes that are asked for before they are read (half as fast with 2 KiB)
+constexpr int kOneDots = 8;        // rows of A at once for a single row of x
+constexpr int64_t kAhead = 16384;  // bytes that are prefetched ahead of the reader (2 KiB is half as fast)
 
+// Dot products of `kRows` rows of x and `kCount` rows of A, of which the first `count` are written to `to`.
 template <class T, int kRows, int kCount>
 inline void dot(const T* x, int64_t x_stride, const T* const* a, int64_t width, T* to, int64_t to_stride, int count) {
     constexpr int kStep = Operand<T>::kWidth;
@@ -45,12 +46,12 @@ inline void dot(const T* x, int64_t x_stride, const T* const* a, int64_t width, 
 template <class T>
 struct LoraScratch : SingleScratch<T> {
     PartList singles, several;
-    std::vector<std::pair<int64_t, int64_t>> cuts;  // rows of each of the several
+    std::vector<std::pair<int64_t, int64_t>> cuts;  // start and end row of each part of `several`
     std::vector<const T*> rows;
     std::vector<RowPair<T>> pairs;
 };
 
-// x Aᵀ of rows `start` to `end` of the part, in its `[rows, a_rows]` at `part.shrunk` of `shrunk`.
+// x Aᵀ of rows `start` to `end` of the part, written to the part's `[rows, a_rows]` at `shrunk + part.shrunk`.
 template <class T, class Ahead>
 void shrink_part(const LoraPages<T>& pages, const LoraPart& part, int64_t start, int64_t end, const T* x,
                  int64_t x_stride, T* shrunk, LoraScratch<T>& scratch, Ahead& ahead) {
@@ -79,10 +80,10 @@ void shrink_part(const LoraPages<T>& pages, const LoraPart& part, int64_t start,
 }
 
 constexpr int kPairs = 4;       // pairs of rows of B at once, for few rows of y
-constexpr int64_t kTotals = 4;  // rows of y at once; from so many on, B is taken strip by strip instead
-constexpr int64_t kStrip = 16;  // spans of columns of a strip, at most
+constexpr int64_t kTotals = 4;  // for this many rows of y and more, `expand_many` is faster than `expand_few`
+constexpr int64_t kStrip = 16;  // the most spans of columns of a strip
 
-// Few rows of y: B is read row by row, as it lies in memory.
+// Adds v B to few rows of y: B is read row by row, in the order of memory.
 template <class T, class Ahead>
 void expand_few(const LoraPages<T>& pages, const LoraPart& part, int64_t num_rows, T* y, int64_t y_stride,
                 const typename RowPair<T>::Factors* factors, int64_t num_pairs, LoraScratch<T>& scratch, Ahead& ahead) {
@@ -106,7 +107,7 @@ void expand_few(const LoraPages<T>& pages, const LoraPart& part, int64_t num_row
         }
 }
 
-// `kRows` rows of y, one span of columns, all pairs of rows of B; sums stay in registers.
+// Adds v B to `kRows` rows and one span of columns of y, over all pairs of rows of B. The sums stay in registers.
 template <class T, int kRows>
 inline void expand_span(const RowPair<T>* pairs, int64_t num_pairs, const typename RowPair<T>::Factors* factors, T* y,
                         int64_t y_stride, int64_t count) {
@@ -116,17 +117,17 @@ inline void expand_span(const RowPair<T>* pairs, int64_t num_pairs, const typena
     for (int m = 0; m < kRows; m++) add_to(y + m * y_stride, sums[m], count);
 }
 
-// Many rows of y: a strip of B is paired once and serves them all.
+// Adds v B to many rows of y: the pairs of rows of a strip of B are made once and used for all rows of y.
 template <class T, class Ahead>
 void expand_many(const LoraPages<T>& pages, const LoraPart& part, int64_t num_rows, T* y, int64_t y_stride,
                  const typename RowPair<T>::Factors* factors, int64_t num_pairs, LoraScratch<T>& scratch,
                  Ahead& ahead) {
     const int64_t width = part.num_out;
-    ahead.lines(part.rank * width * int64_t(sizeof(T)) / 64);  // strips would reach for a bit of each row in turn
+    ahead.lines(part.rank * width * int64_t(sizeof(T)) / 64);  // all of B at once: a strip reads a bit of each row
     T* spare = room(scratch.spare, part.rank * width);
     const T* zeros = room(scratch.zeros, width);
     const T** rows = room(scratch.rows, 2 * num_pairs);
-    // As wide as the first cache level holds: a narrow strip of y touches many places for little.
+    // As wide as fits in the first cache level: with a narrow strip only few columns of each row of y are written.
     const int64_t strip = std::max<int64_t>(2, std::min(kStrip, 256 / num_pairs));
     RowPair<T>* pairs = room(scratch.pairs, strip * num_pairs);
     for (int64_t j = 0; j < 2 * num_pairs; j++)
@@ -152,7 +153,7 @@ void expand_many(const LoraPages<T>& pages, const LoraPart& part, int64_t num_ro
     }
 }
 
-// Adds v B to rows `start` to `end` of the part's columns of y, where v is what all workers have shrunk.
+// Adds v B to rows `start` to `end` of the part's columns of y, where v are the shrunk vectors of all workers.
 template <class T, class Ahead>
 void expand_part(const LoraPages<T>& pages, const LoraPart& part, int64_t start, int64_t end, const T* shrunk,
                  int64_t shrunk_stride, T* y, int64_t y_stride, LoraScratch<T>& scratch, Ahead& ahead) {
@@ -170,14 +171,15 @@ void expand_part(const LoraPages<T>& pages, const LoraPart& part, int64_t start,
         expand_many(pages, part, num_rows, to, y_stride, factors, num_pairs, scratch, ahead);
 }
 
-// Shares parts out to threads so that all cost alike: `one(parts of one row, scratch)`, and for each other
-// `several(part, start row, end row, scratch, read-ahead)`. A part of many rows is cut between threads. `kRun` is what a
-// part reads; `readers_hold(part)` is how many bytes each of several readers keeps at hand for it: where the nearest cache
-// level has no room for that, one reader is faster.
+// Shares parts out to threads so that each has about the same work. A thread calls `one(parts, scratch)` once, with its
+// parts of one row, and `several(part, start row, end row, scratch, read-ahead)` for each other part; a part of many
+// rows may be cut between threads. `kRun` is the matrix that is read of a part. `readers_hold(part)` is how many bytes
+// each reader of `one` uses again and again: a part goes to `several` if the first cache level cannot hold these for
+// all readers.
 template <class T, Run (*kRun)(const LoraPart&), class Hold, class One, class Several>
 void share_out(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, [[maybe_unused]] int num_threads,
                Hold readers_hold, One one, Several several) {
-    constexpr double kReading = 4;  // reading a matrix costs about as much as so many rows' products with it
+    constexpr double kReading = 4;  // reading a matrix costs about as much as multiplying this many rows with it
     auto cost = [](const LoraPart& part) {
         const Run run = kRun(part);
         return double(run.end - run.start) * (double(part.end - part.start) + kReading);
@@ -225,6 +227,7 @@ void share_out(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_par
     }
 }
 
+// The shrunk vectors x Aᵀ of all parts.
 template <class T>
 void shrink(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, const T* x, int64_t x_stride,
             T* shrunk, int num_threads) {
@@ -236,6 +239,7 @@ void shrink(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts,
         });
 }
 
+// y += v B for all parts, where v are the shrunk vectors, `shrunk_stride` elements from one worker's to the next one's.
 template <class T>
 void expand(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, const T* shrunk, int64_t shrunk_stride,
             T* y, int64_t y_stride, int num_threads) {
@@ -250,7 +254,7 @@ void expand(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts,
         });
 }
 
-// y += x Aᵀ B, where all of A's rows are here; `length` is that of what is shrunk.
+// y += x Aᵀ B on one worker, which holds all rows of A; `length` is the number of elements of the shrunk vectors.
 template <class T>
 void add(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, const T* x, int64_t x_stride, T* y,
          int64_t y_stride, int64_t length, int num_threads) {

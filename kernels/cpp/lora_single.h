@@ -1,9 +1,9 @@
-// LoRA of segments of one row, as nearly all are in decode: bound by how fast adapters come from memory.
+// LoRA of segments of one row, which nearly all segments of decodes are. The speed of memory limits these.
 //
-// One reader that asks for what it needs a little ahead has as many lines under way as its core can track: 20 GB/s here,
-// before anything is computed. What the CPU fetches by itself comes on top of that, but only for readers that go on in
-// order. So eight readers take turns, two lines each, in order through adapters of their own: 31 GB/s, where one core
-// reads 34 in order.
+// A single loop with software prefetches reads at most 20 GB/s on one core of the machine that this was measured on:
+// the core cannot have more cache lines under way. The hardware prefetcher adds to that, but only for memory that is
+// read in order. So eight readers take turns, two cache lines each; each of them reads its own adapters in order.
+// Together they read 31 GB/s; one core reads 34 GB/s where all memory lies in order.
 #pragma once
 
 #include "pages.h"
@@ -14,18 +14,19 @@ inline Run run_of_a(const LoraPart& part) { return {part.a, part.a + part.a_rows
 inline Run run_of_b(const LoraPart& part) { return {part.b, part.b + part.rank * part.num_out}; }
 
 constexpr int kReaders = 8;
-constexpr int64_t kLeastSingles = 16;   // for fewer parts one reader with all lines for itself is faster
-constexpr int kTurn = 2;                // lines that a reader takes in its turn
-constexpr int64_t kNearBytes = 49152;   // what eight readers may hold: a row of x each, or the sums of a row of y
-constexpr int64_t kReaderAhead = 2048;  // bytes, beyond the rows that a reader is at
+constexpr int64_t kLeastSingles = 16;   // for fewer parts a single reader is faster
+constexpr int kTurn = 2;                // cache lines that a reader reads in its turn
+constexpr int64_t kNearBytes = 49152;   // of the first cache level: room for what all readers use again and again
+constexpr int64_t kReaderAhead = 2048;  // bytes that are prefetched beyond a reader's current rows
 
+// At least `count` elements in `values`, which grows if it must.
 template <class V>
 inline typename V::value_type* room(V& values, int64_t count) {
     if (int64_t(values.size()) < count) values.resize(size_t(count));
     return values.data();
 }
 
-// What one thread keeps from call to call.
+// Buffers that a thread keeps from call to call.
 template <class T>
 struct SingleScratch {
     PartList lists[kReaders];
@@ -34,7 +35,7 @@ struct SingleScratch {
     std::vector<typename RowPair<T>::Factors> factors;
 };
 
-// Shares parts out to readers so that all have about as much to read; each has its own in their order.
+// Shares parts out to readers so that all have about as much to read. A reader's parts stay in their order.
 template <Run (*kRun)(const LoraPart&)>
 void share_out_to_readers(const PartList& parts, PartList* lists) {
     int64_t sizes[kReaders] = {};
@@ -86,16 +87,16 @@ void shrink_singles(const LoraPages<T>& pages, const PartList& parts, const T* x
         }
         if (!is_live) return;
         Floats totals[kReaders] = {};
-        const char* ask[kReaders];  // for lines that are needed later
-        for (int s = 0; s < kReaders; s++) ask[s] = readers[s].ahead.take(width * int64_t(sizeof(T)), a[s]);
+        const char* later[kReaders];  // memory that is read later and prefetched now
+        for (int s = 0; s < kReaders; s++) later[s] = readers[s].ahead.take(width * int64_t(sizeof(T)), a[s]);
         int64_t k = 0;
         for (; k + kTurn * kBlock <= width; k += kTurn * kBlock)
 #pragma GCC unroll 8  // so that the sums stay in registers
             for (int s = 0; s < kReaders; s++) {
                 const T *from = own[s] + k, *row = a[s] + k;
-                const char* later = ask[s] + k * int64_t(sizeof(T));
+                const char* line = later[s] + k * int64_t(sizeof(T));
 #pragma GCC unroll 2
-                for (int i = 0; i < kTurn; i++) __builtin_prefetch(later + 64 * i, 0, 2);
+                for (int i = 0; i < kTurn; i++) __builtin_prefetch(line + 64 * i, 0, 2);
 #pragma GCC unroll 8
                 for (int64_t i = 0; i < kTurn * kBlock; i += kStep)
                     multiply_add(totals[s], Operand<T>(from + i), Operand<T>(row + i));
@@ -103,12 +104,12 @@ void shrink_singles(const LoraPages<T>& pages, const PartList& parts, const T* x
         if (k < width)
 #pragma GCC unroll 8
             for (int s = 0; s < kReaders; s++) {
-                for (int64_t i = k; i < width; i += kBlock) __builtin_prefetch(ask[s] + i * int64_t(sizeof(T)), 0, 2);
+                for (int64_t i = k; i < width; i += kBlock) __builtin_prefetch(later[s] + i * int64_t(sizeof(T)), 0, 2);
                 for (int64_t i = k; i < width; i += kStep)
                     multiply_add(totals[s], Operand<T>(own[s] + i, width - i), Operand<T>(a[s] + i, width - i));
             }
         float each[kReaders];
-        Floats ended[kReaders];  // apart, because what is handed on is in memory all the time
+        Floats ended[kReaders];  // a copy, because an array that is passed to a function leaves the registers
 #pragma GCC unroll 8
         for (int s = 0; s < kReaders; s++) ended[s] = totals[s];
         sums<kReaders>(ended, each);
@@ -116,7 +117,7 @@ void shrink_singles(const LoraPages<T>& pages, const PartList& parts, const T* x
     }
 }
 
-// What a row's vector gives to each pair of rows of B, where it is in parts of `a_rows`, one of each worker.
+// The factors of each pair of rows of B for one row: its shrunk vector, which is in parts of `a_rows` from each worker.
 template <class T>
 inline void take_factors(const T* own, int64_t stride, const LoraPart& part, T* values, int64_t num_pairs,
                          typename RowPair<T>::Factors* to) {
@@ -160,11 +161,11 @@ void expand_singles(const LoraPages<T>& pages, const PartList& parts, const T* s
         float* totals;
         Factors* factors;
         T* spare;
-        const LoraPart* part = nullptr;  // none: it is done
+        const LoraPart* part = nullptr;  // null: this reader is done
         size_t index = 0;                // of the next part
         int64_t row = 0, column = 0, width = 0;
         Rows<T> rows_of_b = {};
-        const T *first = nullptr, *second = nullptr;  // the pair of rows that it is at
+        const T *first = nullptr, *second = nullptr;  // the current pair of rows
     };
     auto next_rows = [&](Reader& at) {
         at.column = 0;

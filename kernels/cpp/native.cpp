@@ -1,6 +1,8 @@
-// The native CPU kernels behind a plain C ABI: pointers and int64 only, so that it builds in seconds and ctypes loads it.
+// The native CPU kernels behind a plain C ABI: pointers and int64 only, so that it builds in seconds and ctypes loads
+// it.
 //
-// Each comes for float32 and for bfloat16. Sizes, strides and offsets are in elements; the Python side has checked them.
+// Each kernel is there for float32 and for bfloat16; the contracts are in ../attention.py, ../lora.py and so on. Sizes,
+// strides and offsets are in elements; the Python side (../native/) has checked them.
 
 #include "attention.h"
 #include "linear.h"
@@ -41,7 +43,7 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
 
 }  // namespace
 
-#define MOTET_CALL extern "C" __attribute__((visibility("default")))  // all else is hidden
+#define MOTET_CALL extern "C" __attribute__((visibility("default")))  // all other symbols are hidden
 
 #define MOTET_KERNELS(NAME, T)                                                                                        \
     MOTET_CALL void paged_attention_##NAME(const void* q, void* out, const void* kv, const int64_t* query_starts,     \

@@ -1,4 +1,4 @@
-// Adapters in the pages of one layer: where their rows lie, and asking memory for them before they are needed.
+// Adapters in the pages of one layer: finds their rows, and prefetches them before they are read.
 #pragma once
 
 #include <vector>
@@ -7,15 +7,15 @@
 
 namespace motet {
 
-// One module of one segment's adapter; the caller lays these out as rows of int64.
+// One module of one segment's adapter. The caller passes these as rows of an int64 table, in the order of the fields.
 struct LoraPart {
-    int64_t start, end;  // rows of x and y
-    int64_t first_page;  // where the adapter's pages begin in the list of pages
-    int64_t rank, a_rows;
-    int64_t a, b;    // offsets in the adapter's virtual array, in elements
-    int64_t shrunk;  // offset of `[rows, a_rows]` in what is shrunk
-    int64_t column;  // of y
-    int64_t num_in, num_out;
+    int64_t start, end;       // rows of x and y
+    int64_t first_page;       // index of the adapter's first page in the list of pages
+    int64_t rank, a_rows;     // rows of B, and rows of A on this worker
+    int64_t a, b;             // offsets of A and B in the adapter's virtual array, in elements
+    int64_t shrunk;           // offset of this part's vectors `[rows, a_rows]` in the shrunk vectors
+    int64_t column;           // first column of y
+    int64_t num_in, num_out;  // elements of a row of A and of a row of B
 };
 
 // A run of an adapter's virtual array, in elements.
@@ -46,29 +46,29 @@ struct LoraPages {
     }
 };
 
-// Parts that are read one after the other.
+// Parts in the order in which they are read.
 typedef std::vector<const LoraPart*> PartList;
 
-// The rows of one run, in order, without a division for each.
+// Reads the rows of one run in order, without a division for each row.
 template <class T>
 class Rows {
   public:
     Rows() = default;
     Rows(const LoraPages<T>& pages, const LoraPart& part, int64_t offset)
         : pages(&pages), page(part.first_page + offset / pages.slab), left(pages.slab - offset % pages.slab) {
-        next = here() + offset % pages.slab;
+        next = page_start() + offset % pages.slab;
     }
 
     // The next row of `width` elements: in its page, or copied to `spare` if it straddles pages.
     const T* take(int64_t width, T* spare) {
-        if (left == 0) turn();
+        if (left == 0) enter_next_page();
         if (width <= left) {
             const T* row = next;
             next += width, left -= width;
             return row;
         }
         for (int64_t done = 0; done < width;) {
-            if (left == 0) turn();
+            if (left == 0) enter_next_page();
             const int64_t run = std::min(width - done, left);
             std::memcpy(spare + done, next, size_t(run) * sizeof(T));
             done += run, next += run, left -= run;
@@ -79,14 +79,15 @@ class Rows {
   private:
     const LoraPages<T>* pages = nullptr;
     const T* next = nullptr;
-    int64_t page = 0, left = 0;
+    int64_t page = 0, left = 0;  // index of the page, and elements of it that are not read yet
 
-    const T* here() const { return pages->layer + pages->pages[page] * pages->page_stride; }
-    void turn() { page++, next = here(), left = pages->slab; }
+    const T* page_start() const { return pages->layer + pages->pages[page] * pages->page_stride; }
+    void enter_next_page() { page++, next = page_start(), left = pages->slab; }
 };
 
-// Walks what will be read, some bytes before the reader, over the ends of pages, modules and adapters: adapters are read
-// once a step from anywhere in memory, and what the CPU fetches by itself ends with each 4 KiB.
+// Prefetches what will be read, a fixed number of bytes ahead of the reader, across the ends of pages, modules and
+// adapters. It is needed because a step reads each adapter once, from anywhere in memory, and because the CPU's own
+// prefetching stops at the end of each 4 KiB.
 template <class T, Run (*kRun)(const LoraPart&)>
 class ReadAhead {
   public:
@@ -96,23 +97,23 @@ class ReadAhead {
         lines(num_bytes / kLine);
     }
 
-    // The reader is about to take so many lines.
+    // Prefetches the next `count` cache lines, because the reader is about to read as many.
     void lines(int64_t count) {
-        for (int64_t i = 0; i < count && (next < end || find()); i++, next += kLine) ask();
+        for (int64_t i = 0; i < count && (next < end || find()); i++, next += kLine) prefetch();
     }
 
-    // The same in an inner loop, where nothing may be called: all vectors would have to be put aside for it. What lies
-    // beyond an end waits for `settle`, after the loop.
+    // The same for inner loops, without a call: a call would make the compiler save all vector registers. Lines beyond
+    // the end of a page are left to `settle`, which is called after the loop.
     inline void lines_in_loop(int64_t count) {
         if (next + uintptr_t(count * kLine) > end) {
             owed += count;
             return;
         }
-        for (int64_t i = 0; i < count; i++, next += kLine) ask();
+        for (int64_t i = 0; i < count; i++, next += kLine) prefetch();
     }
 
-    // Where the next `count` bytes are to be asked for by the caller; `instead`, if they do not lie in one piece: then they
-    // have been asked for, or wait for `settle`.
+    // The address of the next `count` bytes, for a caller that prefetches them itself. Where they do not lie in one
+    // piece, `settle` prefetches them, and the address is `instead`, which is harmless to prefetch.
     const char* take(int64_t count, const void* instead) {
         const int64_t num_lines = (count + kLine - 1) / kLine;
         if (next + uintptr_t(num_lines * kLine) > end) {
@@ -124,6 +125,7 @@ class ReadAhead {
         return from;
     }
 
+    // Prefetches the lines that `lines_in_loop` and `take` left over.
     void settle() {
         lines(owed);
         owed = 0;
@@ -136,10 +138,11 @@ class ReadAhead {
     const LoraPart *const *part, *const *last;
     Run run = {0, 0};
     uintptr_t next = 0, end = 0;
-    int64_t owed = 0;
+    int64_t owed = 0;  // lines left over
 
-    void ask() const { __builtin_prefetch((const void*)next, 0, 2); }  // into the second level, where there is room
+    void prefetch() const { __builtin_prefetch((const void*)next, 0, 2); }  // into the second cache level
 
+    // Moves `next` and `end` to the next piece of memory; false: there is none.
     bool find() {
         while (part != last && run.start >= run.end)
             if (++part != last) run = kRun(**part);

@@ -1,4 +1,4 @@
-// What is done to each row by itself: rotary embedding with the KV write, norms, gated activations.
+// Kernels that compute each row by itself: rotary embedding with the KV write, norms, gated activations.
 #pragma once
 
 #ifdef _OPENMP
@@ -9,22 +9,22 @@
 
 namespace motet {
 
-constexpr int64_t kLeastShared = 1 << 14;  // elements; for fewer a second thread is not worth its call
+constexpr int64_t kLeastShared = 1 << 14;  // elements; for fewer, starting a second thread costs more than it saves
 
-// Shares rows out to threads: `some(start, end)`.
+// Calls `compute(start, end)` on each thread with the rows that this thread computes.
 template <class F>
-void share_rows(int64_t num_rows, int64_t width, [[maybe_unused]] int num_threads, F some) {
+void share_rows(int64_t num_rows, int64_t width, [[maybe_unused]] int num_threads, F compute) {
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1 && num_rows * width >= kLeastShared)
     {
         int64_t thread = 0, count = 1;
 #ifdef _OPENMP
         thread = omp_get_thread_num(), count = omp_get_num_threads();
 #endif
-        some(num_rows * thread / count, num_rows * (thread + 1) / count);
+        compute(num_rows * thread / count, num_rows * (thread + 1) / count);
     }
 }
 
-// Both halves of a head turned by the position's angles (the halves convention of Llama).
+// Rotates one head by the angles of a position; element i is rotated with element i + dim / 2, as in Llama.
 template <class T>
 inline void rotate(const T* from, const float* cosines, const float* sines, int64_t dim, T* to) {
     const int64_t half = dim / 2;
@@ -58,8 +58,8 @@ void write_kv(const T* q, const T* k, const T* v, const float* rotary, T* kv, co
     });
 }
 
-// total = x + residual (or x), normed = weight * total over its root mean square. W: the weight's type, to which the
-// normed row is rounded before the product.
+// total = x + residual; normed = weight * total over its root mean square. Without a residual total is x and is not
+// written. W is the weight's type, to which the normed row is rounded before the product.
 template <class T, class W>
 void add_rms_norm(const T* x, int64_t x_stride, const T* residual, const W* weight, T* total, T* normed,
                   int64_t num_rows, int64_t width, float eps, int num_threads) {

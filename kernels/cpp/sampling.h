@@ -1,9 +1,9 @@
-// Choosing tokens by logits: the highest, or a draw by inverse transform over the candidates, in double, in a few passes
-// over a row.
+// Sampling: the token with the highest logit, or a draw by inverse transform sampling, in double, in a few passes over
+// a row. The contract is ../sampling.py.
 //
-// Top-k, top-p and min-p each keep some number of the most likely tokens, and the least number counts. To find it nothing
-// has to be sorted but the tokens near a limit: tokens are counted by how far they lie below the highest logit, and only
-// the bucket in which a limit or the draw falls is put in order.
+// Top-k, top-p and min-p each keep some number of the most likely tokens; the smallest of these numbers counts. To find
+// it, tokens are counted in buckets by how far their logits lie below the highest one. Only the bucket in which a limit
+// or the draw falls is sorted.
 #pragma once
 
 #include <memory>
@@ -13,7 +13,7 @@
 
 namespace motet {
 
-constexpr int kDoubles = kRegister / 2;  // of a register
+constexpr int kDoubles = kRegister / 2;  // doubles that a register holds
 typedef double DoublePart __attribute__((vector_size(8 * kDoubles)));
 typedef int64_t LongPart __attribute__((vector_size(8 * kDoubles)));
 typedef float NarrowPart __attribute__((vector_size(4 * kDoubles)));
@@ -34,9 +34,9 @@ inline DoublePart exponential(DoublePart x) {
     return x < -700.0 ? DoublePart{} : series * (DoublePart)exponent;
 }
 
-// The place of the highest of `vocab` logits, the first of several; -1 where it is infinite, or any is NaN.
+// The index of the highest of `vocab` logits, of equal ones the first; -1 if it is infinite or any logit is NaN.
 inline int64_t highest(const float* logits, int64_t vocab) {
-    constexpr int64_t kBlock = 2048;  // only where the highest was seen is its place looked for
+    constexpr int64_t kBlock = 2048;  // the index is searched only in the block that has the highest logit
     float most = -INFINITY;
     int64_t start = 0;
     for (int64_t at = 0; at < vocab; at += kBlock) {
@@ -46,7 +46,7 @@ inline int64_t highest(const float* logits, int64_t vocab) {
         for (; i + kLanes <= end; i += kLanes) {
             const Floats own = load(logits + i);
             high = larger(own, high);
-            nothing += own * 0.0f;  // NaN of a NaN or an infinity, which are told apart below
+            nothing += own * 0.0f;  // NaN if a logit is NaN or infinite; the scan below finds out which
         }
         float own = largest(high), rest = sum(nothing);
         for (; i < end; i++) own = std::max(own, logits[i]), rest += logits[i] * 0.0f;
@@ -60,45 +60,50 @@ inline int64_t highest(const float* logits, int64_t vocab) {
     return start;
 }
 
+// See `Draw` in ../sampling.py; the caller passes these as rows of a table of doubles.
 struct Draw {
-    double temperature, top_p, min_p, uniform;  // the last in [0, 1)
-    double top_k;                               // 0: all
+    double temperature, top_p, min_p, uniform;
+    double top_k;
 };
 
+// Draws tokens, one after the other; keeps its buffers between them.
 class Drawing {
   public:
-    // The highest of `num_tokens` logits is finite.
+    // A token for one row. The highest of its `num_tokens` logits must be finite.
     int64_t token(const float* logits, int64_t num_tokens, const Draw& how) {
         vocab = num_tokens;
         const bool is_filtered = how.top_k > 0 || how.top_p < 1 || how.min_p > 0;
-        // Of the smallest temperatures the inverse is infinite; to two different logits any this small is the same.
+        // The smallest temperatures have an infinite inverse, so they are raised to 1e-300. Tokens below the highest
+        // logit have a probability of zero either way.
         weigh(logits, 1 / std::max(how.temperature, 1e-300), is_filtered);
-        if (!is_filtered) return anywhere(how.uniform);
+        if (!is_filtered) return draw_of_all(how.uniform);
         count();
         int64_t kept = how.top_k > 0 ? std::min(vocab, int64_t(how.top_k)) : vocab;
-        if (how.top_p < 1) kept = std::min(kept, within(how.top_p * (how.top_k > 0 ? mass_of(kept) : total)));
+        if (how.top_p < 1) kept = std::min(kept, num_within(how.top_p * (how.top_k > 0 ? mass_of(kept) : total)));
         if (how.min_p > 0) {
             int64_t likely = 0;
             for (int64_t i = 0; i < vocab; i++) likely += weights[size_t(i)] >= how.min_p;
             kept = std::min(kept, likely);
         }
-        return among(std::max<int64_t>(1, kept), how.uniform);
+        return draw_of_likeliest(std::max<int64_t>(1, kept), how.uniform);
     }
 
   private:
     static constexpr int kBuckets = 4096;
-    static constexpr double kPerNat = 32;   // buckets
-    static constexpr int64_t kBlock = 512;  // tokens whose sum is kept, to find a draw without adding all again
+    static constexpr double kPerNat = 32;   // buckets for each unit of logit / temperature
+    static constexpr int64_t kBlock = 512;  // tokens whose sum is kept, so that a draw need not add all weights again
 
     int64_t vocab;
     float highest;
     double total;
-    std::vector<double> weights, blocks;  // by token, that of the likeliest is 1; by block
-    std::vector<int32_t> bucket;          // by token
-    double mass[kBuckets];
-    int64_t size[kBuckets];
-    std::vector<int32_t> ordered;  // tokens of one bucket, the likeliest first, of equals the first one
+    std::vector<double> weights;   // by token, proportional to its probability; the likeliest token's is 1
+    std::vector<double> blocks;    // by block of tokens, the sum of their weights
+    std::vector<int32_t> bucket;   // by token
+    double mass[kBuckets];         // by bucket, the sum of its tokens' weights
+    int64_t size[kBuckets];        // by bucket, its number of tokens
+    std::vector<int32_t> ordered;  // the tokens of one bucket, the likeliest first, of equal ones the first
 
+    // Sets weights, blocks and total; with a filter the buckets, too.
     void weigh(const float* logits, double inverse, bool is_filtered) {
         highest = logits[0];
         int64_t i = 0;
@@ -133,19 +138,20 @@ class Drawing {
         }
     }
 
-    // Of all tokens, in their order.
-    int64_t anywhere(double uniform) const {
+    // Draws one of all tokens, which are in the order of the vocabulary.
+    int64_t draw_of_all(double uniform) const {
         const double target = uniform * total;
         double before = 0;
         size_t block = 0;
         while (block + 1 < blocks.size() && before + blocks[block] <= target) before += blocks[block++];
         for (int64_t i = int64_t(block) * kBlock; i < vocab; i++)
             if ((before += weights[size_t(i)]) > target) return i;
-        int64_t last = vocab - 1;  // the sums were rounded
+        int64_t last = vocab - 1;  // reached if rounding made the running sum too small
         while (weights[size_t(last)] == 0) last--;
         return last;
     }
 
+    // Sets mass and size of all buckets.
     void count() {
         std::fill(mass, mass + kBuckets, 0.0);
         std::fill(size, size + kBuckets, 0);
@@ -156,6 +162,7 @@ class Drawing {
         }
     }
 
+    // Sets `ordered` to the tokens of bucket `own`.
     void order(int own) {
         ordered.clear();
         for (int64_t i = 0; i < vocab; i++)
@@ -171,7 +178,7 @@ class Drawing {
         return sum;
     }
 
-    // The mass of so many of the likeliest tokens.
+    // The sum of the weights of the `kept` likeliest tokens.
     double mass_of(int64_t kept) {
         double sum = 0;
         for (int own = 0; own < kBuckets; kept -= size[own++]) {
@@ -185,8 +192,8 @@ class Drawing {
         return sum;
     }
 
-    // How many of the likeliest tokens have less than `limit` before them.
-    int64_t within(double limit) {
+    // The number of tokens for which the likelier ones have less than `limit` together.
+    int64_t num_within(double limit) {
         double before = 0;
         int64_t kept = 0;
         for (int own = 0; own < kBuckets; own++) {
@@ -204,8 +211,8 @@ class Drawing {
         return kept;
     }
 
-    // Of so many of the likeliest tokens, in their order.
-    int64_t among(int64_t kept, double uniform) {
+    // Draws one of the `kept` likeliest tokens, which are in the order of their probabilities.
+    int64_t draw_of_likeliest(int64_t kept, double uniform) {
         const double target = uniform * mass_of(kept);
         double before = 0;
         for (int own = 0; own < kBuckets; kept -= size[own++]) {
@@ -219,7 +226,7 @@ class Drawing {
             const int64_t number = std::min(kept, size[own]);
             for (int64_t i = 0; i < number; i++)
                 if ((before += weights[size_t(ordered[size_t(i)])]) > target) return ordered[size_t(i)];
-            if (is_last) {  // the sums were rounded
+            if (is_last) {  // reached if rounding made the running sum too small
                 int64_t i = number - 1;
                 while (i > 0 && weights[size_t(ordered[size_t(i)])] == 0) i--;
                 return ordered[size_t(i)];

@@ -1,11 +1,11 @@
-// What the kernels need of vectors: products of rows, sums of weighted rows, tiles of transposed rows.
+// Building blocks of the kernels: dot products of rows, sums of weighted rows, transposed tiles of rows.
 #pragma once
 
 #include "floats.h"
 
 namespace motet {
 
-// ---- Dot products of rows: the widest operands that the CPU multiplies at once
+// Dot products of rows, with the widest operands that the CPU multiplies at once.
 
 template <class T>
 struct Operand {
@@ -27,8 +27,7 @@ struct Operand<Bfloat16> {
     static constexpr int kWidth = 2 * kLanes;
     __m512bh value;
     Operand() = default;
-    // GCC puts a cast one in memory.
-    explicit Operand(const Bfloat16* from) { std::memcpy(&value, from, sizeof value); }
+    explicit Operand(const Bfloat16* from) { std::memcpy(&value, from, sizeof value); }  // GCC spills a cast to memory
     Operand(const Bfloat16* from, int64_t count)
         : value((__m512bh)_mm512_maskz_loadu_epi16(count >= kWidth ? ~0u : (1u << count) - 1, from)) {}
 };
@@ -38,9 +37,9 @@ inline void multiply_add(Floats& total, const Operand<Bfloat16>& x, const Operan
 }
 #endif
 
-// ---- Two rows, each times its own factor: the step of a sum of weighted rows, 32 columns at a time
+// Two rows, each times its own factor, are added to a sum of weighted rows, 32 columns at a time.
 //
-// Sums are kept in whatever order of columns the products give; `in_order` undoes it in the end.
+// Sums keep their columns in the order in which the CPU's products give them; `in_order` restores the right order.
 
 constexpr int kSpan = 2 * kLanes;  // columns
 
@@ -63,7 +62,7 @@ struct RowPair {
             rows[row][1] = count > kLanes ? load(from[row] + kLanes, count - kLanes) : Floats{};
         }
     }
-    // Of a vector of factors, for as many pairs as it has; rounded as T holds them.
+    // Writes a vector of factors as the factors of half as many pairs, rounded to T.
     static void store_factors(Factors* to, const Floats& factors) { store((float*)to, rounded<T>(factors)); }
     static Factors factors(const T* both) { return {to_float(both[0]), to_float(both[1])}; }
     void add_to(Sums& sums, Factors by) const {
@@ -103,13 +102,14 @@ struct RowPair<Bfloat16> {
 };
 #endif
 
+// Stands for a `ReadAhead` where nothing is prefetched.
 struct NothingAhead {
     void lines_in_loop(int64_t) {}
     void settle() {}
 };
 
-// totals[i] += the sum over `kPairs` pairs of rows, each times factors[i][pair]; totals in the order of the products.
-// `ahead`, if any, hears how many cache lines of the rows are about to be read.
+// totals[i] += the sum over `kPairs` pairs of rows, each times factors[i][pair]. The columns of totals are in the order
+// of `Sums`. `ahead`, if any, is told how many cache lines of the rows are about to be read.
 template <class T, int kPairs, class Ahead = NothingAhead>
 inline void add_weighted_rows(float* totals, int64_t total_stride, int64_t num_totals,
                               const typename RowPair<T>::Factors* factors, int64_t factor_stride, const T* const* rows,
@@ -130,8 +130,8 @@ inline void add_weighted_rows(float* totals, int64_t total_stride, int64_t num_t
     if (ahead) ahead->settle();
 }
 
-// ---- 16 rows of 16 elements each, from `offset` on, so that element i of all rows lies together, as floats. Elements
-// after the first `count` are zero, and not read.
+// Transposes a tile: 16 rows of 16 elements each, from `offset` on, become floats with element i of all rows side by
+// side. Elements after the first `count` become zero and are not read.
 
 #ifdef __AVX512F__
 inline void transpose(const float* const* rows, int64_t offset, int64_t count, float* to) {
@@ -166,7 +166,7 @@ inline void transpose(const Bfloat16* const* rows, int64_t offset, int64_t count
     transpose(at, 0, kLanes, to);
 }
 #else
-// 8 rows of 8 floats, or as many as a register holds, to `to`, whose rows are 16 wide.
+// Transposes as many rows, of as many floats, as a register has lanes, into `to`, whose rows are 16 wide.
 template <class T>
 inline void transpose_part(const T* const* rows, int64_t offset, float* to) {
 #ifdef __AVX__

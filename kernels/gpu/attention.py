@@ -1,5 +1,6 @@
-"""Paged attention in Triton, the host's side: what is launched for a batch. Device code: `triton_attention.py`,
-`triton_kv.py`.
+"""Paged attention in Triton, the host side: what is launched for a batch.
+
+The device side is `attention_device.py`, and `kv_device.py` for rotary embedding and the write of KV.
 """
 
 from __future__ import annotations
@@ -17,32 +18,35 @@ from .attention_device import chunk_kernel, combine_kernel, decode_kernel
 from .kv_device import write_kv_kernel
 
 _LOG2_E = math.log2(math.e)
-_LEAST_KEYS = 128  # of a split: less is not worth a partial result
+_LEAST_KEYS = 128  # fewest keys of a split: for fewer, a partial result costs more than it saves
 
 
 @dataclass(frozen=True)
 class AttentionTuning:
-    """What may be chosen freely. `benchmarks/gpu/sweep.py` times others."""
+    """Sizes that change the speed, and the result only by rounding. `benchmarks/gpu/sweep.py` times other values."""
 
-    programs: int = 1056  # of a decode's launch, aimed at: eight for each of an H200's 132 multiprocessors
+    programs: int = 1056  # aimed at in a decode launch: eight for each of an H200's 132 multiprocessors
     most_splits: int = 32
-    decode_keys: int = 64  # of a tile, for heads of up to 128; wider ones take half
+    decode_keys: int = 64  # keys of a tile, for heads of up to 128 elements; half as many for wider heads
     decode_warps: int = 4
-    decode_stages: int = 3  # tiles under way
+    decode_stages: int = 3  # tiles that are loaded ahead, by software pipelining
     chunk_keys: int = 64
     chunk_stages: int = 2
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """A batch's rows by kind, worked out once for all layers. Nothing here for a batch of decodes alone."""
+    """Which rows of a batch each kernel computes, found once for all layers.
+
+    For a batch of decodes alone all tensors are None: the kernels need no tables.
+    """
 
     of: AttentionBatch
     shape: tuple[int, int]  # heads of a group, head size
     num_decodes: int
     decode_rows: torch.Tensor | None  # [num_decodes] int32; None: row i is sequence i
-    decode_sequences: torch.Tensor | None
-    blocks: torch.Tensor | None  # [num_blocks, 3] int32 of `chunk_kernel`
+    decode_sequences: torch.Tensor | None  # [num_decodes] int32
+    blocks: torch.Tensor | None  # [num_blocks, 3] int32, see `chunk_kernel`
     block_rows: int  # rows of a tile of queries: tokens times heads of a group
 
     @staticmethod
@@ -55,7 +59,7 @@ class _Launch:
         widest = 128 if head_dim <= 128 else 64
         block_rows = max(min(widest, triton.next_power_of_2(max(counts) * group)), 32, triton.next_power_of_2(group))
         tokens = block_rows // group
-        # The blocks with the most keys come first: those that end last are short.
+        # The blocks with the most keys come first, so that the last ones to run are short.
         blocks = sorted(
             (
                 (
@@ -82,8 +86,9 @@ class _Launch:
 class TritonAttention:
     """`attention.WriteKV` and `attention.PagedAttention`.
 
-    A row with a negative position is padding: nothing is written for it and zeros come out, in a batch of decodes.
-    A batch of decodes alone is launched from its tensors and their shapes, not from its lists: it can be captured.
+    In a batch of decodes a row with a negative position is padding: nothing is written for it, and its result is zero.
+    A launch for decodes alone depends on the batch's tensors and their shapes, not on its lists, so that a CUDA graph
+    can capture it.
     """
 
     def __init__(self, tuning: AttentionTuning | None = None) -> None:
@@ -99,7 +104,7 @@ class TritonAttention:
         kv: torch.Tensor,
         batch: AttentionBatch,
     ) -> torch.Tensor:
-        """The rotated q; k (rotated) and v are in their pages afterwards. See `attention.WriteKV`."""
+        """See `attention.WriteKV`."""
         num_rows, num_heads, head_dim = q.shape
         num_kv_heads = k.shape[1]
         _check(q, k, v, kv)
@@ -137,12 +142,12 @@ class TritonAttention:
         window: int | None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """Attention of all rows: `[num_rows, num_heads, head_dim]`. See `attention.PagedAttention`."""
+        """See `attention.PagedAttention`."""
         _check(q, kv)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         launch = self._of(batch, q, kv)
         scale_in, scale_out = scale * _LOG2_E, 1.0
-        if softcap is not None:  # softcap * tanh(s / softcap), tanh by an exponential
+        if softcap is not None:  # softcap * tanh(s / softcap), where tanh is computed from an exponential
             scale_in, scale_out = 2 * _LOG2_E * scale / softcap, softcap * _LOG2_E
         head_dim = q.shape[2]
         shared: dict[str, Any] = {
@@ -237,17 +242,17 @@ class TritonAttention:
 
 
 def _keys(narrow: int, head_dim: int) -> int:
-    """Keys of a tile: half as many where heads are wide."""
+    """Keys of a tile: `narrow` for narrow heads, half of it for wide ones."""
     return narrow if head_dim <= 128 else narrow // 2
 
 
 def _chunk_warps(block_rows: int, dim: int) -> int:
-    """So many that sums and weights stay in registers."""
+    """Warps of a program of `chunk_kernel`: enough that its sums and weights stay in registers."""
     return 8 if block_rows * dim >= 128 * 128 or (block_rows == 128 and dim == 64) else 4
 
 
 def _num_splits(num_programs: int, most_keys: int, tuning: AttentionTuning) -> int:
-    """A power of two that fills the chip with programs, unless their keys would be too few."""
+    """Splits of a decode, a power of two: enough programs to fill the GPU, but at least _LEAST_KEYS keys for each."""
     wanted = triton.next_power_of_2(triton.cdiv(tuning.programs, num_programs))
     useful = triton.next_power_of_2(triton.cdiv(most_keys, _LEAST_KEYS))
     return int(min(wanted, useful, tuning.most_splits))

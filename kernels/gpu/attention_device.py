@@ -1,8 +1,9 @@
-"""Paged attention in Triton, the device code: one pass over the keys with a running maximum and sum.
+"""Paged attention in Triton, the device side: one pass over the keys with a running maximum and sum.
 
-Online softmax is FlashAttention's (arXiv 2205.14135); splitting a decode over its keys is Flash-Decoding's (Dao et
-al., 2023). A tile of keys is gathered from the pages where they lie; the heads of a group are rows of one tile of
-queries, so each key is read once for all of them. Scores are powers of two: the host folds log2(e) into `scale_in`.
+The host side is `attention.py`. Online softmax is FlashAttention's (arXiv 2205.14135); splitting a decode over its keys
+is Flash-Decoding's (Dao et al., 2023). A tile of keys is gathered from their pages; the heads that share a KV head are
+rows of one tile of queries, so that each key is read once for all of them. Exponentials are powers of two: the host
+multiplies log2(e) into `scale_in`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What changes from step to step is not specialised on, or each of its kinds would be compiled while requests wait.
-_FLOOR = tl.constexpr(-1.0e30)  # below every score, and finite: a difference of two is no NaN
+# Triton compiles a kernel again for special values (1, multiples of 16) of its arguments. `do_not_specialize` excludes
+# arguments that change from step to step, so that requests never wait for the compiler.
+_FLOOR = tl.constexpr(-1.0e30)  # below every score, but finite, so that the difference of two is not NaN
 
 
 @triton.jit
@@ -38,9 +40,10 @@ def _add_keys(
     PAGE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of keys `start : start + BLOCK`; query row i sees keys `low[i] : high[i]`. Not MASKED: all of the tile.
+    """acc, largest and total after the keys `start : start + BLOCK`.
 
-    q `[rows, DIM]`, acc `[rows, DIM]`, largest and total `[rows]`; kv and table are moved to the head and the sequence.
+    Query row i sees the keys `low[i] : high[i]`; without MASKED every row sees the whole tile. q and acc are
+    `[rows, DIM]`, largest and total `[rows]`. `kv` points to the KV head, `table` to the sequence's row of the table.
     """
     key = start + tl.arange(0, BLOCK)
     dim = tl.arange(0, DIM)
@@ -51,7 +54,7 @@ def _add_keys(
         page = tl.load(table + key // PAGE).to(tl.int64)
     place = kv + page[:, None] * kv_page + (key % PAGE)[:, None] * kv_slot + dim[None, :]
     if MASKED:
-        # What lies beyond the context may be NaN, and a weight of zero would not hide it.
+        # Beyond the context pages may hold NaN, and a weight of zero times NaN is NaN.
         there = inside[:, None] & (dim < HEAD_DIM)[None, :]
         k = tl.load(place, mask=there, other=0.0)
         v = tl.load(place + kv_side, mask=there, other=0.0)
@@ -79,7 +82,7 @@ def _add_keys(
 
 @triton.jit
 def _share(length, window, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr):
-    """First key that a decode sees, and how many keys each of its splits takes."""
+    """The first key that a decode sees, and the number of keys of each of its splits."""
     first = 0
     if WINDOW:
         first = tl.maximum(length - window, 0)
@@ -96,7 +99,7 @@ def decode_kernel(
     kv,  # [num_pages, 2, PAGE, num_kv_heads, HEAD_DIM]
     page_table,  # [num_sequences, max_pages] int64
     positions,  # [num_rows] int64; negative: the row is padding
-    rows,  # [num_decodes] int32, their rows; None: row i is decode i and its sequence i
+    rows,  # [num_decodes] int32, the row of each decode; None: decode i is row i and sequence i
     sequences,  # [num_decodes] int32
     out,  # [num_rows, num_heads, HEAD_DIM]
     partial,  # [num_decodes, num_kv_heads, SPLITS, GROUP, HEAD_DIM] float32
@@ -123,7 +126,7 @@ def decode_kernel(
     LEAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One split of one decode and KV head."""
+    """One program computes one split of one decode, for the heads that share one KV head."""
     index, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads = tl.num_programs(1)
     row, sequence = index, index
@@ -201,7 +204,7 @@ def combine_kernel(
     SPLITS: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """Brings the splits of one decode and head together, always in the same order."""
+    """One program adds up the splits of one decode and head, always in the same order."""
     index, head = tl.program_id(0), tl.program_id(1)
     num_kv_heads = tl.num_programs(1) // GROUP
     row = index
@@ -255,7 +258,7 @@ def chunk_kernel(
     PAGE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Some neighbouring rows of one sequence, with all heads of one group."""
+    """One program computes some neighbouring rows of one sequence, for the heads that share one KV head."""
     index, head = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(blocks + index * 3)
     first_row, num_rows = tl.load(blocks + index * 3 + 1), tl.load(blocks + index * 3 + 2)
@@ -328,7 +331,8 @@ def chunk_kernel(
             PRECISION=PRECISION,
         )
     attended = (acc / total[:, None]).to(out.dtype.element_ty)
-    # Worked out again, from what the compiler cannot know to be zero: kept, it would take registers from the sums.
+    # Rows and heads are computed a second time, because keeping them through the loop would take registers from the
+    # sums. Adding a difference that is zero, but not known to the compiler, keeps it from reusing the first ones.
     member += tl.load(blocks + index * 3 + 2, volatile=True) - num_rows
     token, query_head = member // GROUP, head * GROUP + member % GROUP
     live = (token < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]

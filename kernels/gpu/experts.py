@@ -1,4 +1,4 @@
-"""Mixture-of-experts products in Triton, the host's side. The device code is `triton_experts.py`."""
+"""Mixture-of-experts products in Triton, the host side. The device side is `experts_device.py`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 import triton
 
 from ..experts import ExpertGroups
-from ..plain.experts import TorchExperts
+from ..plain.experts import PlainExperts
 from .experts_device import grouped_linear_kernel
 
 
-class TritonExperts(TorchExperts):
-    """`experts.ExpertKernels`: one launch for all experts, which asks the device for nothing."""
+class TritonExperts(PlainExperts):
+    """`experts.ExpertKernels`; `linear` is one launch for all experts and never waits for the device."""
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
         num_pairs, (num_experts, num_out, num_in) = len(x), weight.shape
@@ -20,7 +20,8 @@ class TritonExperts(TorchExperts):
             return out
         assert x.stride(1) == 1 and weight.stride(2) == 1, "rows are contiguous"
         rows = 64 if num_pairs > 16 * num_experts else 16
-        # Each expert's last tile may be short: so many tiles are enough for any groups. Those left over end at once.
+        # The host does not know the groups' sizes. Each expert's last tile may be short, so this many tiles are enough
+        # for any groups; programs of tiles that are not needed end at once.
         num_tiles = triton.cdiv(num_pairs, rows) + min(num_experts, num_pairs)
         columns = 128 if rows == 16 else 64
         grouped_linear_kernel[(triton.cdiv(num_out, columns), num_tiles)](

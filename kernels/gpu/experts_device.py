@@ -1,4 +1,4 @@
-"""Grouped expert products in Triton, the device code."""
+"""Mixture-of-experts products in Triton, the device side. The host side is `experts.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def grouped_linear_kernel(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of pairs of one expert, and some of its outputs. Tiles are counted expert by expert."""
+    """One program computes COLUMNS outputs of one tile of pairs, all of one expert. Tiles count expert by expert."""
     tile = tl.program_id(1)
     expert = tl.arange(0, EXPERTS)
     known = expert < num_experts
@@ -34,7 +34,7 @@ def grouped_linear_kernel(
     ends = tl.cumsum(tiles, 0)
     if tile >= tl.sum(tiles, 0):
         return
-    mine = (tile >= ends - tiles) & (tile < ends)  # of exactly one expert
+    mine = (tile >= ends - tiles) & (tile < ends)  # true for exactly one expert
     own = tl.sum(tl.where(mine, expert, 0), 0)
     first = tl.sum(tl.where(mine, starts + (tile - (ends - tiles)) * ROWS, 0), 0)
     end = tl.sum(tl.where(mine, starts + counts, 0), 0)

@@ -1,7 +1,7 @@
 """Paged attention by vllm-flash-attn where it is installed: FlashAttention 3 on Hopper, 2 elsewhere.
 
-It reads the same pages through strided views. The living package is part of vllm (`vllm.vllm_flash_attn`); the
-stand-alone one (`vllm_flash_attn`) has the same interface. Both want the table and the lengths in int32.
+The package reads the same pages, through strided views. It is maintained as a part of vllm (`vllm.vllm_flash_attn`);
+the older package of its own (`vllm_flash_attn`) has the same interface. Both need the table and the lengths in int32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from ..attention import AttentionBatch, PagedAttention
 
 PACKAGES = ("vllm.vllm_flash_attn", "vllm_flash_attn")
-_PAGE_MULTIPLE = 16  # tokens: what FlashAttention 2 takes
+_PAGE_MULTIPLE = 16  # tokens: FlashAttention 2 takes pages of a multiple of this
 
 
 @dataclass(frozen=True)
@@ -28,33 +28,29 @@ class FlashPackage:
 
 @dataclass(frozen=True)
 class _Lengths:
-    """A batch as the package wants it, worked out once for all layers."""
+    """A batch as the package takes it, made once for all layers."""
 
     of: AttentionBatch
     query_starts: torch.Tensor  # [num_sequences + 1] int32
     context_lens: torch.Tensor  # [num_sequences] int32
     page_table: torch.Tensor  # int32
-    most_queries: int
+    most_queries: int  # rows of the sequence with the most
 
 
 def find_flash_attention(capability: tuple[int, int]) -> FlashPackage | None:
-    """The first package that is importable, for a GPU of that compute capability; None: there is none."""
+    """The first package that can be imported, for a GPU of this compute capability; None: there is none."""
     version = 3 if capability[0] == 9 else 2
     for package in PACKAGES:
         try:
             attend = importlib.import_module(package).flash_attn_varlen_func
-        except (
-            ImportError,
-            AttributeError,
-            OSError,
-        ):  # absent, another package of that name, or built for another torch
-            continue
+        except (ImportError, AttributeError, OSError):
+            continue  # absent, another package of this name, or built for another torch
         return FlashPackage(f"{package} (FA{version})", attend, version)
     return None
 
 
 class FlashAttention:
-    """`attention.PagedAttention`; what the package cannot do goes to `otherwise`."""
+    """`attention.PagedAttention`; `otherwise` computes what the package cannot."""
 
     def __init__(self, package: FlashPackage, otherwise: PagedAttention) -> None:
         self._package, self._otherwise = package, otherwise
@@ -94,7 +90,11 @@ class FlashAttention:
 
 
 def _lengths(batch: AttentionBatch) -> _Lengths:
-    """For decodes alone from the tensors, so that a captured launch follows them; the lists tell the rest."""
+    """The batch for the package.
+
+    For decodes alone it is computed from the batch's tensors, so that a captured launch follows their content; for
+    other batches from the lists.
+    """
     device, starts = batch.positions.device, batch.query_starts
     most_queries = max((end - start for start, end in itertools.pairwise(starts)), default=0)
     num_sequences = len(starts) - 1

@@ -1,4 +1,4 @@
-"""Rotary embedding and the write of KV in Triton, the device code."""
+"""Rotary embedding and the write of KV in Triton, the device side. The host side is `attention.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _rotated(x, head, num_heads, x_head, cos, sin, HEAD_DIM: tl.constexpr, HALF: tl.constexpr):
-    """The two halves of some heads of a row, rotated, in float32; and where they are within the row's heads."""
+    """The two halves of some heads of a row, rotated, in float32; their offsets among the row's heads; and a mask."""
     dim = tl.arange(0, HALF)
     live = (head < num_heads)[:, None] & (dim < HEAD_DIM // 2)[None, :]
     place = x + head[:, None] * x_head + dim[None, :]
@@ -46,7 +46,7 @@ def write_kv_kernel(
     HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ):
-    """Some heads of one row: rotated q, or k and v into their page."""
+    """One program handles some heads of one row: it rotates q, or rotates k and writes k and v into their page."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + row)
     if position < 0:

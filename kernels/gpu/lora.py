@@ -1,4 +1,4 @@
-"""LoRA over pages in Triton, the host's side: a batch's tables. The device code is `triton_lora.py`."""
+"""LoRA over pages in Triton, the host side: a batch's tables. The device side is `lora_device.py`."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import torch
 import triton
 
 from ..lora import LoraGeometry, LoraSegment
-from ..plain.lora import TorchLora, TorchLoraBatch
+from ..plain.lora import PlainLora, PlainLoraBatch
 from .lora_device import expand_kernel, shrink_kernel
 
 log = logging.getLogger(__name__)
 
-_LEAST_TILE = 16  # elements of a row that a matrix instruction takes at once
-_ROWS_OF_SHORT_TILES = 256  # of one adapter: with more, wider tiles read its matrices less often
-_LEAST_STEPS = 2  # tiles of x's columns in a split
+_LEAST_TILE = 16  # fewest elements of a row that a matrix instruction takes
+_ROWS_OF_SHORT_TILES = 256  # most rows of a segment in short tiles; for more, tall tiles read its matrices less often
+_LEAST_STEPS = 2  # fewest tiles of x's columns in a split
 
 
 @dataclass(frozen=True)
 class LoraTuning:
-    """What may be chosen freely. `benchmarks/gpu/sweep.py` times others."""
+    """Sizes that change the speed, and the result only by rounding. `benchmarks/gpu/sweep.py` times other values."""
 
-    programs: int = 528  # of a shrink's launch, aimed at: four for each of an H200's 132 multiprocessors
-    most_splits: int = 8  # of a shrink, whose sums the expand reads; half as many for long segments
+    programs: int = 528  # aimed at in a shrink launch: four for each of an H200's 132 multiprocessors
+    most_splits: int = 8  # of a shrink, whose partial sums the expand reads; half as many for long segments
     shrink_width: int = 128  # columns of x at a time
-    shrink_stages: int = 4
+    shrink_stages: int = 4  # tiles that are loaded ahead, by software pipelining
     expand_width: int = 128  # columns of y in a program
     expand_stages: int = 2
 
 
 @dataclass(frozen=True)
 class TritonLoraBatch:
-    """A batch's tables on the device, as `triton_lora.py` describes them."""
+    """A batch's tables on the device, as `lora_device.py` describes them."""
 
     geometry: LoraGeometry
     tiles: torch.Tensor  # [num_tiles, 3] int64
@@ -43,7 +43,7 @@ class TritonLoraBatch:
     first_pages: torch.Tensor  # [num_segments] int64
     pages: torch.Tensor  # int64
     tile_rows: int
-    ranks: int  # room for the rank-sized vector of a row and module, a multiple of 16
+    ranks: int  # elements reserved for the rank-sized vector of a row and module, a multiple of 16
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -51,15 +51,15 @@ class TritonLoraBatch:
 
 
 class TritonLora:
-    """`lora.LoraKernels`. Where rows cannot be cut into runs of 16 elements, its torch twin computes and warns once."""
+    """`lora.CapturableLora`. The plain twin serves, with one warning, where rows have no runs of 16 elements."""
 
     def __init__(self, tuning: LoraTuning | None = None) -> None:
-        self._tuning, self._twin = tuning or LoraTuning(), TorchLora()
+        self._tuning, self._twin = tuning or LoraTuning(), PlainLora()
         self._has_warned = False
 
     def prepare(
         self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device
-    ) -> TritonLoraBatch | TorchLoraBatch:
+    ) -> TritonLoraBatch | PlainLoraBatch:
         if _tile_width(geometry) < _LEAST_TILE:
             if not self._has_warned:
                 log.warning("plain torch LoRA serves, several times slower: no runs of 16 elements in pages and rows")
@@ -98,10 +98,7 @@ class TritonLora:
     def reserve(
         self, num_rows: int, num_pages: int, ranks: int, geometry: LoraGeometry, device: torch.device
     ) -> TritonLoraBatch | None:
-        """An empty batch that `refill` can make any batch of so many rows, pages and ranks; a launch of it is captured.
-
-        None: this base's sizes leave no tiles that the kernels could read.
-        """
+        """See `lora.CapturableLora`. None: rows of this base cannot be cut into runs of 16 elements."""
         if _tile_width(geometry) < _LEAST_TILE:
             return None
 
@@ -112,12 +109,12 @@ class TritonLora:
         tables = zeros(num_rows, 3), zeros(num_rows, modules, 4), zeros(num_rows), zeros(num_pages)
         return TritonLoraBatch(geometry, *tables, _tile_rows(num_rows), _rounded(ranks))
 
-    def refill(self, reserved: TritonLoraBatch, batch: TritonLoraBatch | TorchLoraBatch | None) -> bool:
-        """Makes `reserved` compute `batch` (None: nothing). False: it has no room for it, and is as it was."""
+    def refill(self, reserved: TritonLoraBatch, batch: TritonLoraBatch | PlainLoraBatch | None) -> bool:
+        """See `lora.CapturableLora`."""
         if batch is None:
             reserved.tiles.zero_()
             return True
-        if isinstance(batch, TorchLoraBatch) or batch.ranks > reserved.ranks or batch.tile_rows > reserved.tile_rows:
+        if isinstance(batch, PlainLoraBatch) or batch.ranks > reserved.ranks or batch.tile_rows > reserved.tile_rows:
             return False
         pairs = list(zip(reserved.tensors, batch.tensors, strict=True))
         if any(len(given) > len(room) for room, given in pairs):
@@ -143,10 +140,10 @@ class TritonLora:
         x: torch.Tensor,
         pool: torch.Tensor,
         layer: int,
-        batch: TritonLoraBatch | TorchLoraBatch,
+        batch: TritonLoraBatch | PlainLoraBatch,
         modules: tuple[int, ...],
     ) -> torch.Tensor:
-        if isinstance(batch, TorchLoraBatch):
+        if isinstance(batch, PlainLoraBatch):
             return self._twin.shrink(x, pool, layer, batch, modules)
         x = x if x.stride(1) == 1 else x.contiguous()
         num_in, width = batch.geometry.sides[modules[0]][0], self._shrink_width(batch)
@@ -182,10 +179,10 @@ class TritonLora:
         shrunk: torch.Tensor,
         pool: torch.Tensor,
         layer: int,
-        batch: TritonLoraBatch | TorchLoraBatch,
+        batch: TritonLoraBatch | PlainLoraBatch,
         modules: tuple[int, ...],
     ) -> None:
-        if isinstance(batch, TorchLoraBatch):
+        if isinstance(batch, PlainLoraBatch):
             self._twin.expand(y, shrunk, pool, layer, batch, modules)
             return
         assert y.stride(1) == 1 and shrunk.stride(1) == 1, "rows are contiguous"
@@ -221,7 +218,7 @@ class TritonLora:
         return min(_tile_width(batch.geometry), self._tuning.shrink_width)
 
     def _num_splits(self, batch: TritonLoraBatch, modules: tuple[int, ...]) -> int:
-        """Splits of a shrink: a power of two that fills the chip, but leaves each something to do."""
+        """Splits of a shrink, a power of two: enough programs to fill the GPU, at least _LEAST_STEPS tiles for each."""
         num_steps = batch.geometry.sides[modules[0]][0] // self._shrink_width(batch)
         wanted = triton.next_power_of_2(triton.cdiv(self._tuning.programs, max(len(batch.tiles) * len(modules), 1)))
         splits = min(int(wanted), self._tuning.most_splits if batch.tile_rows == 16 else self._tuning.most_splits // 2)
@@ -231,7 +228,7 @@ class TritonLora:
 
 
 def _tile_rows(longest: int) -> int:
-    """Rows of a tile where the longest segment has so many."""
+    """Rows of a tile, where `longest` is the number of rows of the longest segment."""
     return 64 if longest > _ROWS_OF_SHORT_TILES else 16
 
 

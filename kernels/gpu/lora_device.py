@@ -1,10 +1,12 @@
-"""LoRA over pages in Triton, the device code: rows of A and of B are gathered from the pages, 16 ranks at a time.
+"""LoRA over pages in Triton, the device side: rows of A and of B are gathered from the pages, 16 ranks at a time.
 
-The idea of gathering at the real rank is S-LoRA's (arXiv 2311.03285) §5.2. Nothing is added atomically: each split of a
-shrink has its own partial sums, and the expand adds them up in order, so a result is the same every time.
+The host side is `lora.py`. Gathering each adapter at its own rank is S-LoRA's idea (arXiv 2311.03285, §5.2). Nothing is
+added atomically: each split of a shrink writes its own partial sums, and the expand adds them up in order, so that a
+result is the same every time.
 
-A tile is some neighbouring rows of one segment, `(first row, number of rows, segment)`; no rows: padding of a launch
-with a fixed grid. `parts` says where a segment's modules lie: `(rank, rows of A, start of A, start of B)` each.
+An entry of `tiles` is some neighbouring rows of one segment, `(first row, number of rows, segment)`; entries with no
+rows pad a launch of a fixed grid. `parts` says where each module of a segment lies: `(rank, rows of A, start of A,
+start of B)`, in elements of the adapter's virtual array.
 """
 
 from __future__ import annotations
@@ -12,13 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What changes from step to step is not specialised on, or each of its kinds would be compiled while requests wait.
-_RANKS = tl.constexpr(16)  # rows of A or B at a time: the least that a matrix instruction takes
+# As in `attention_device.py`, arguments that change from step to step are excluded from specialisation.
+_RANKS = tl.constexpr(16)  # rows of A or B at a time: the fewest that a matrix instruction takes
 
 
 @triton.jit
 def _page_rows(pool, pages, start, live, width, page_stride, SLAB: tl.constexpr, WIDTH: tl.constexpr):
-    """`[16, WIDTH]`: row i starts at `start + i * width` of an adapter's virtual array; no run straddles a slab."""
+    """`[16, WIDTH]`: row i starts at `start + i * width` of an adapter's virtual array and lies within one slab."""
     rank = tl.arange(0, _RANKS)
     flat = start + rank * width
     page = tl.load(pages + flat // SLAB, mask=live, other=0)
@@ -32,12 +34,12 @@ def _page_rows(pool, pages, start, live, width, page_stride, SLAB: tl.constexpr,
 )
 def shrink_kernel(
     x,  # [num_rows, NUM_IN]
-    pool,  # [num_pages, ...], moved to the layer
+    pool,  # [num_pages, ...], points to the layer
     tiles,  # [num_tiles, 3] int64
     parts,  # [num_segments, NUM_MODULES, 4] int64
     first_pages,  # [num_segments] int64
     pages,  # int64, of all segments
-    shrunk,  # [num_modules here, SPLITS, num_rows, ranks] float32
+    shrunk,  # [modules of this launch, SPLITS, num_rows, ranks] float32
     x_row,
     page_stride,
     num_rows,
@@ -53,7 +55,7 @@ def shrink_kernel(
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x Aᵀ of one tile and module, over one split of x's columns."""
+    """One program computes x Aᵀ of one tile and module, over one split of x's columns."""
     slot, split = tl.program_id(0), tl.program_id(2)
     tile = tiles + tl.program_id(1) * 3
     first_row, count = tl.load(tile), tl.load(tile + 1)
@@ -93,7 +95,7 @@ def shrink_kernel(
 )
 def expand_kernel(
     y,  # [num_rows, sum of outputs]
-    shrunk,  # [num_workers, num_modules here, SPLITS, num_rows, ranks] float32
+    shrunk,  # [num_workers, modules of this launch, SPLITS, num_rows, ranks] float32
     pool,
     tiles,
     parts,
@@ -118,7 +120,7 @@ def expand_kernel(
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Adds the share of one tile's adapter to WIDTH columns of y, which are of one module."""
+    """One program adds the output of one tile's adapter to WIDTH columns of y, all of one module."""
     tile = tiles + tl.program_id(1) * 3
     first_row, count = tl.load(tile), tl.load(tile + 1)
     if count == 0:

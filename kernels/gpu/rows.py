@@ -1,4 +1,4 @@
-"""Norms and gated activations in Triton, the host's side. The device code is `triton_rows.py`."""
+"""Norms and gated activations in Triton, the host side. The device side is `rows_device.py`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import triton
 
 from .rows_device import gated_kernel, norm_kernel
 
-_PIECE = 1024  # columns of a program of a gated activation
+_PIECE = 1024  # the most columns that one program of a gated activation computes
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `norms.rms_norm`. x `[num_rows, width]`, or `[num_rows, num_heads, width]` normed over each head."""
+    """See `norms.rms_norm`. x is `[num_rows, width]` or `[num_rows, num_heads, width]`."""
     heads = x if x.dim() == 3 else x.unsqueeze(1)
     return _norm(heads, None, weight, eps)[0].view(x.shape)
 

@@ -1,4 +1,4 @@
-"""Norms and gated activations in Triton, the device code: one program for each row, or for a piece of one."""
+"""Norms and gated activations in Triton, the device side. The host side is `rows.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 
 @triton.jit
 def norm_kernel(
-    x,  # [num_rows, num_heads, WIDTH]; rows of one piece have one head
+    x,  # [num_rows, num_heads, WIDTH]; num_heads is 1 where whole rows are normed
     residual,  # [num_rows, WIDTH] or None
     weight,  # [WIDTH]
     normed,  # [num_rows, num_heads, WIDTH], contiguous
@@ -22,7 +22,10 @@ def norm_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """x + residual, rounded, and its norm times weight: rounded to the weight's dtype before the product."""
+    """One program computes a head of a row: x + residual, rounded, and the norm of that times weight.
+
+    The norm is rounded to the weight's dtype before the product.
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     live = column < WIDTH
@@ -41,7 +44,7 @@ def norm_kernel(
 
 @triton.jit
 def gated_kernel(gate_up, out, gate_up_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
-    """activation(gate) * up of a piece of a row, the activation rounded before the product."""
+    """One program computes activation(gate) * up of a piece of a row; the activation is rounded before the product."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < WIDTH
@@ -50,7 +53,7 @@ def gated_kernel(gate_up, out, gate_up_row, WIDTH: tl.constexpr, BLOCK: tl.const
     up = tl.load(place + WIDTH, mask=live, other=0.0)
     if GELU:
         inner = _SQRT_2_OVER_PI * (gate + 0.044715 * gate * gate * gate)
-        active = gate / (1.0 + tl.exp(-2.0 * inner))  # half of 1 + tanh
+        active = gate / (1.0 + tl.exp(-2.0 * inner))  # gate * (1 + tanh(inner)) / 2
     else:
         active = gate / (1.0 + tl.exp(-gate))
     product = active.to(up.dtype).to(tl.float32) * up.to(tl.float32)

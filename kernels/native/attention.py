@@ -1,4 +1,4 @@
-"""Paged attention in C++: KV is read from the pages where it lies, 64 keys at a time, with online softmax."""
+"""Paged attention in C++ (`cpp/attention.h`, `cpp/rows.h`): checks and passes the arguments."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..plain import attention as plain_attention
 
 log = logging.getLogger(__name__)
 
-# Limits of native_attention.h.
-_MOST_DIMS = 512
-_MOST_GROUPED = 32
+# Limits of cpp/attention.h.
+_MOST_DIMS = 512  # head_dim
+_MOST_GROUPED = 32  # query heads that share a KV head
 
 
 @dataclass(frozen=True)
 class _HostBatch:
-    """A batch's lists as arrays, worked out once for all layers."""
+    """A batch's lists as arrays, made once for all layers."""
 
     of: AttentionBatch
     query_starts: torch.Tensor
@@ -66,7 +66,7 @@ class NativeAttention:
         kv: torch.Tensor,
         batch: AttentionBatch,
     ) -> torch.Tensor:
-        """The rotated q; k (rotated) and v are in their pages afterwards. See `attention.WriteKV`."""
+        """See `attention.WriteKV`."""
         self._check(q, k, v, kv)
         host, turned = self._of(batch), torch.empty(q.shape, dtype=q.dtype)
         strides = (stride for x in (q, k, v) for stride in x.stride()[:2])
@@ -95,9 +95,9 @@ class NativeAttention:
         window: int | None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """Attention of all rows: `[num_rows, num_heads, head_dim]`. See `attention.PagedAttention`.
+        """See `attention.PagedAttention`.
 
-        Heads of more than 512 and groups of more than 32 go to the plain twin, with one warning.
+        The plain twin computes heads of more than 512 elements and groups of more than 32 heads, with one warning.
         """
         _, num_heads, head_dim = q.shape
         block_size, num_kv_heads = kv.shape[2:4]

@@ -1,4 +1,4 @@
-"""The native CPU kernels as a loaded library: compiled at first use with the system's compiler, then kept."""
+"""Compiles the C++ kernels at first use with the system's compiler, keeps the library and loads it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pathlib import Path
 
 COMPILERS = ("c++", "g++", "clang++")
 _SOURCES = tuple(sorted((Path(__file__).parents[1] / "cpp").glob("*.[ch]*")))
-# Hidden: a library for another CPU may be loaded beside, and what a thread keeps in one is laid out otherwise there.
+# Symbols are hidden because a library for another CPU may be loaded too: thread-local data has another layout in it.
 _HIDDEN = ("-fvisibility=hidden", "-shared", "-fPIC")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-strict-aliasing", "-w", *_HIDDEN)
 _DEADLINE_S = 120.0
 
 
 class NativeUnavailable(Exception):  # noqa: N818
-    """There is no library; the message says why, in one line."""
+    """The library cannot be compiled or loaded; the message says why, in one line."""
 
 
 def load_library(
@@ -32,10 +32,10 @@ def load_library(
     compilers: Sequence[str] = COMPILERS,
     flags: Sequence[str] | None = None,
 ) -> ctypes.CDLL:
-    """The compiled kernels, for this CPU. Raises NativeUnavailable without a compiler that can build them.
+    """The compiled kernels. Raises NativeUnavailable without a compiler that can build them.
 
-    `cache`: the folder that keeps libraries, by their sources, compiler, flags and CPU; None: `.cache/motet` in the
-    user's home. `flags`: the compiler's, of the CPU to compile for; None: this one, with all that it can do.
+    `cache`: the folder that keeps libraries, each under a hash of its sources, compiler, flags and CPU; None:
+    `.cache/motet` in the user's home. `flags`: the compiler's flags that name a CPU; None: those of this CPU.
     """
     compiler = next((found for name in compilers if (found := shutil.which(name))), None)
     if compiler is None:
@@ -55,13 +55,13 @@ def load_library(
 
 
 def cpu_flags() -> tuple[str, ...]:
-    """The compiler's flags for this very CPU."""
+    """The compiler's flags for the CPU that runs this, with all its instructions."""
     return ("-march=native",) if platform.machine() in ("x86_64", "AMD64") else ("-mcpu=native",)
 
 
 def _key(compiler: str, flags: Sequence[str]) -> str:
     program = Path(compiler).resolve()
-    version = program.stat()  # another one after an upgrade
+    version = program.stat()  # size and time of change differ after an upgrade
     digest = hashlib.sha256(repr((str(program), version.st_size, version.st_mtime_ns, flags, _cpu())).encode())
     for source in _SOURCES:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -69,7 +69,7 @@ def _key(compiler: str, flags: Sequence[str]) -> str:
 
 
 def _cpu() -> str:
-    """What tells CPUs with different instructions apart."""
+    """A text that differs between CPUs with different instructions."""
     known = ("model name", "flags", "Features", "CPU part")
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
@@ -80,14 +80,14 @@ def _cpu() -> str:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """One process at a time: a machine's workers start together, and what one compiles the others need not."""
+    """Holds a lock on the folder. The workers of a machine start together, and only the first of them must compile."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # where folders cannot be locked they all compile, and the last one's result stays
+        with suppress(OSError):  # where folders cannot be locked all workers compile, and the last result stays
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(handle)  # which unlocks
+        os.close(handle)  # this unlocks, too
 
 
 def _compile(compiler: str, flags: Sequence[str], library: Path) -> None:
@@ -103,4 +103,4 @@ def _compile(compiler: str, flags: Sequence[str], library: Path) -> None:
         if done.returncode != 0:
             problem = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
             raise NativeUnavailable(f"{compiler} failed: {problem}")
-        built.replace(library)  # whole or not there
+        built.replace(library)  # at once, so that no process ever loads half a library

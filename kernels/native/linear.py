@@ -1,4 +1,4 @@
-"""Linear layers in C++, on weights that were laid out for them once."""
+"""Linear layers in C++ (`cpp/linear.h`), on weights that `pack` laid out for them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.nn.functional import pad
 
 from ..huge_pages import zeros_in_huge_pages
 
-_CHUNK_BYTES = 64 << 20  # of memory for weights; what is never used of one is never taken from the system
+_CHUNK_BYTES = 64 << 20  # reserved at a time for weights; parts that stay unused take no memory
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight `[num_out, num_in]` as native_linear.h reads it; outputs and inputs are padded with zeros."""
+    """A weight `[num_out, num_in]` as cpp/linear.h reads it; outputs and inputs are padded with zeros."""
 
     panels: torch.Tensor  # [num_panels, num_in / depth, outputs of a panel, depth]
     num_out: int
@@ -35,13 +35,13 @@ class NativeLinear:
         facts = [library[f"linear_{fact}_{name}"] for fact in ("depth", "panel", "is_best")]
         for fact in facts:
             fact.argtypes, fact.restype = [], number
-        self._depth, self.panel, is_best = (int(fact()) for fact in facts)  # `panel`: outputs of one
-        self.is_best = is_best == 1  # nothing known is faster on this CPU
+        self._depth, self.panel, is_best = (int(fact()) for fact in facts)  # `panel`: outputs of a panel
+        self.is_best = is_best == 1  # False: oneDNN is faster on this CPU
         self._free = torch.empty(0, dtype=dtype)
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
         """A copy of `weight` `[out, in]` for `linear`."""
-        assert weight.dtype == self.dtype, "of the kernels' dtype"
+        assert weight.dtype == self.dtype, "the weight has the kernels' dtype"
         (num_out, num_in), depth, panel = weight.shape, self._depth, self.panel
         missing = (0, -num_in % depth, 0, -num_out % panel)
         padded = pad(weight, missing) if any(missing) else weight.contiguous()
@@ -50,10 +50,10 @@ class NativeLinear:
 
     def linear(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """x weightᵀ + bias: `[rows, out]` of `[rows, in]`."""
-        assert x.dtype == self.dtype and x.shape[1] == weight.num_in, "of the kernels' dtype and the weight's width"
+        assert x.dtype == self.dtype and x.shape[1] == weight.num_in, "x has the kernels' dtype and the weight's inputs"
         x = x if x.stride(1) == 1 else x.contiguous()
         bias = None if bias is None else bias.contiguous()
-        assert bias is None or (bias.dtype == self.dtype and len(bias) == weight.num_out), "one for each output"
+        assert bias is None or (bias.dtype == self.dtype and len(bias) == weight.num_out), "a bias for each output"
         y = x.new_empty(x.shape[0], weight.num_out)
         self._linear(
             x.data_ptr(),
@@ -70,7 +70,7 @@ class NativeLinear:
         return y
 
     def _room(self, num_elements: int) -> torch.Tensor:
-        """Zeros in huge pages, beside other weights: each by itself would hardly fill one."""
+        """Zeros in huge pages. Weights share a chunk, because one weight alone would hardly fill a huge page."""
         if num_elements > len(self._free):
             most = max(num_elements, _CHUNK_BYTES // self.dtype.itemsize)
             self._free = zeros_in_huge_pages(most, self.dtype)

@@ -1,4 +1,4 @@
-"""LoRA over pages in C++: each segment at its adapter's real rank, rows read from the pages where they lie."""
+"""LoRA over pages in C++ (`cpp/lora.h`): makes the tables of a batch, checks and passes the arguments."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..lora import LoraGeometry, LoraSegment
 
 @dataclass(frozen=True)
 class _Parts:
-    """Each segment's share of some modules that share an input, as `LoraPart` of native_lora.h has it."""
+    """Each segment's part of some modules that share an input: rows are `LoraPart` of cpp/pages.h."""
 
     table: torch.Tensor  # [num_parts, 11] int64
-    length: int  # of what is shrunk
+    length: int  # elements of the shrunk vectors
 
 
 @dataclass
 class NativeLoraBatch:
-    """The tables of a batch, worked out once for each group of modules."""
+    """The tables of a batch, made once for each group of modules."""
 
     geometry: LoraGeometry
     segments: tuple[LoraSegment, ...]
@@ -118,11 +118,11 @@ class NativeLora:
 def _parts(batch: NativeLoraBatch, modules: tuple[int, ...]) -> _Parts:
     found = batch.parts.get(modules)
     if found is None:
-        found = batch.parts[modules] = _worked_out(batch, modules)
+        found = batch.parts[modules] = _make_parts(batch, modules)
     return found
 
 
-def _worked_out(batch: NativeLoraBatch, modules: tuple[int, ...]) -> _Parts:
+def _make_parts(batch: NativeLoraBatch, modules: tuple[int, ...]) -> _Parts:
     rows: list[tuple[int, ...]] = []
     length = 0
     for segment, first_page in zip(batch.segments, batch.first_pages, strict=False):

@@ -1,4 +1,4 @@
-"""Norms and gated activations in C++."""
+"""Norms and gated activations in C++ (`cpp/rows.h`): checks and passes the arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class NativeRows:
-    """What `norms.py` computes, for one dtype."""
+    """The functions of `norms.py`, for one dtype."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
         self._dtype, self._num_threads = dtype, num_threads
@@ -33,7 +33,8 @@ class NativeRows:
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `norms.add_rms_norm`."""
-        assert x.dtype == self._dtype and weight.dtype in (self._dtype, torch.float32), "of the kernels' dtype"
+        assert x.dtype == self._dtype, "x has the kernels' dtype"
+        assert weight.dtype in (self._dtype, torch.float32), "the weight has the kernels' dtype or float32"
         x = x if x.stride(1) == 1 else x.contiguous()
         normed = torch.empty(x.shape, dtype=x.dtype)
         total = x if residual is None else torch.empty(x.shape, dtype=x.dtype)
@@ -62,7 +63,7 @@ class NativeRows:
 
     def _gated(self, kernel: ctypes._NamedFuncPointer, gate_up: torch.Tensor) -> torch.Tensor:
         stride, unit = gate_up.stride()
-        assert gate_up.dtype == self._dtype, "of the kernels' dtype"
+        assert gate_up.dtype == self._dtype, "the input has the kernels' dtype"
         if unit != 1:
             gate_up = gate_up.contiguous()
             stride = gate_up.stride(0)

@@ -1,4 +1,4 @@
-"""Choosing tokens in C++."""
+"""Sampling in C++ (`cpp/sampling.h`): checks and passes the arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NativeSampling:
         return tokens
 
     def draw(self, logits: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> torch.Tensor:
-        """See `sampling.SamplingKernels`. Of equally likely tokens the first counts as the likeliest."""
+        """See `sampling.SamplingKernels`. Of equally likely tokens the first in the vocabulary counts as likelier."""
         assert len(rows) == len(draws), "a draw for each row"
         logits = _readable(logits)
         wanted = [(each.temperature, each.top_p, each.min_p, each.uniform, float(each.top_k)) for each in draws]
@@ -51,6 +51,6 @@ class NativeSampling:
 
 
 def _readable(logits: torch.Tensor) -> torch.Tensor:
-    """`[num_rows, vocab]` with a row's logits side by side, as they are or copied."""
-    assert logits.dtype == torch.float32 and logits.shape[1] > 0, "float32, and a vocabulary"
+    """`logits` `[num_rows, vocab]` if each row is contiguous, else a copy of which this is true."""
+    assert logits.dtype == torch.float32 and logits.shape[1] > 0, "logits are float32 over a vocabulary"
     return logits if logits.stride(1) == 1 else logits.contiguous()

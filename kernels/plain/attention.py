@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: the twin that the fast kernels are compared with."""
+"""Paged attention in plain torch: the plain twin, which the fast kernels are tested against."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def write_kv(
     kv: torch.Tensor,
     batch: AttentionBatch,
 ) -> torch.Tensor:
-    """The rotated q; k (rotated) and v are in their pages afterwards. See `attention.WriteKV`."""
+    """See `attention.WriteKV`."""
     cos, sin = rotary[batch.positions].unbind(1)  # [num_rows, head_dim // 2] each
     kv[batch.row_pages, 0, batch.row_slots] = _rotate(k, cos, sin)
     kv[batch.row_pages, 1, batch.row_slots] = v
@@ -31,7 +31,7 @@ def paged_attention(
     window: int | None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Attention of all rows: `[num_rows, num_heads, head_dim]`. See `attention.PagedAttention`."""
+    """See `attention.PagedAttention`. Prompt chunks one by one; decodes together, in groups of similar context."""
     out = torch.empty_like(q)
     decodes: list[int] = []
     for sequence, context_len in enumerate(batch.context_lens):
@@ -57,7 +57,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def _by_length(sequences: list[int], context_lens: tuple[int, ...]) -> list[list[int]]:
-    """Groups whose shortest context is at least half of the longest, so that padding stays under half."""
+    """Groups whose shortest context is at least half of the longest, so that at most half of a group is padding."""
     groups: list[list[int]] = []
     for sequence in sorted(sequences, key=lambda s: context_lens[s]):
         if groups and context_lens[groups[-1][0]] * 2 >= context_lens[sequence]:
@@ -70,7 +70,7 @@ def _by_length(sequences: list[int], context_lens: tuple[int, ...]) -> list[list
 def _attend_chunk(
     q: torch.Tensor, pages: torch.Tensor, context_len: int, scale: float, window: int | None, softcap: float | None
 ) -> torch.Tensor:
-    """Rows `[n, heads, dim]` are the last n of the context that `pages` `[p, 2, block, kv_heads, dim]` hold."""
+    """Attention of q `[n, heads, dim]`, the last n rows of a context in `pages` `[p, 2, block, kv_heads, dim]`."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = pages.shape[3]
     group = num_heads // num_kv_heads
@@ -94,7 +94,7 @@ def _attend_decodes(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """One row `[n, heads, dim]` for each sequence, whose pages are the rows of `table` `[n, p]`."""
+    """Attention of q `[n, heads, dim]`, one row for each sequence; row i of `table` `[n, p]` holds its pages."""
     num_rows, _, head_dim = q.shape
     num_kv_heads = kv.shape[3]
     pages = kv[table]  # [n, p, 2, block, kv_heads, dim]
@@ -103,7 +103,7 @@ def _attend_decodes(
     seen = key < lengths.unsqueeze(1)
     if window is not None:
         seen &= key >= (lengths - window).unsqueeze(1)
-    # Pages hold anything beyond a sequence's end, and a weight of zero would not hide a NaN.
+    # Beyond a sequence's end pages may hold NaN, and a weight of zero times NaN is NaN.
     unseen = ~seen[:, None, :, None]
     k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
     grouped = q.view(num_rows, num_kv_heads, -1, head_dim)  # the heads of a group are rows that see the same keys
@@ -113,7 +113,10 @@ def _attend_decodes(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float, softcap: float | None
 ) -> torch.Tensor:
-    """q `[n, heads, rows, dim]` over k and v `[n, heads, keys, dim]`; `seen` broadcasts to `[n, heads, rows, keys]`."""
+    """Attention of q `[n, heads, rows, dim]` over k and v `[n, heads, keys, dim]`.
+
+    `seen`, a mask, broadcasts to `[n, heads, rows, keys]`.
+    """
     if softcap is None:
         return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
     scores = (q @ k.transpose(2, 3) * scale).float()

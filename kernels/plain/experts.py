@@ -1,4 +1,4 @@
-"""Mixture-of-experts products in plain torch: the twin that the fast kernels are compared with."""
+"""Mixture-of-experts products in plain torch: the plain twin, which the fast kernels are tested against."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from ..experts import ExpertGroups, ExpertWeight
 
 
-class TorchExperts:
+class PlainExperts:
     """`experts.ExpertKernels` for any device: one product for each expert that has a row."""
 
     def group(self, experts: torch.Tensor, weights: torch.Tensor, first: int, num_experts: int) -> ExpertGroups:
@@ -22,7 +22,7 @@ class TorchExperts:
         return ExpertGroups(order // experts.shape[1], weights.flatten()[order].float(), offsets)
 
     def linear(self, x: torch.Tensor, weight: ExpertWeight, groups: ExpertGroups) -> torch.Tensor:
-        """`weight` is as it is: `[num_experts, out, in]`."""
+        """See `experts.ExpertKernels.linear`. `weight` is in torch's own layout, `[num_experts, out, in]`."""
         out = x.new_empty(len(x), weight.shape[1])
         for expert, (start, end) in enumerate(pairwise(groups.offsets.tolist())):
             if end > start:

@@ -1,7 +1,8 @@
-"""LoRA over pages in plain torch: the twin that the fast kernels are compared with.
+"""LoRA over pages in plain torch: the plain twin, which the fast kernels are tested against.
 
-Short segments are stacked: the A rows of several adapters become one matrix, one product serves them all, and of each
-row its own adapter's part is kept. Pages are read by tiles, so a stack is one gather.
+Short segments are stacked: the rows of A of several adapters become one matrix, which is multiplied once with all rows
+of these segments; of each row's products only those with its own adapter are kept. Pages are read in tiles, so that one
+gather reads the matrices of a whole stack.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import torch
 
 from ..lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 
-_STACKED_ROWS = 8  # rows of a stack, at most, unless one segment alone has more
+_STACKED_ROWS = 8  # the most rows of a stack, except that one segment may have more by itself
 
 
 @dataclass(frozen=True)
 class _Stack:
+    """Neighbouring segments that are computed together: rows `start : end`."""
+
     start: int
     end: int
     segments: tuple[LoraSegment, ...]
@@ -25,29 +28,29 @@ class _Stack:
 
 @dataclass(frozen=True)
 class _Output:
-    """One module's share of y in a stack."""
+    """The output of one module in a stack."""
 
     columns: slice  # of y
-    ranks: slice  # of a part's stacked ranks
-    b_tiles: torch.Tensor  # of the rows of B, in the order of the gathered parts
+    ranks: slice  # of the part's ranks
+    b_tiles: torch.Tensor  # tile indices of the rows of B in layer 0, in the order of the gathered vectors
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A stack's view of some modules that share an input."""
+    """A stack and some modules that share an input."""
 
     start: int
     end: int
     a_tiles: torch.Tensor  # [num_ranks * in / tile], tile indices in layer 0
-    own: torch.Tensor | None  # positions in [rows, num_ranks] of each row's own adapter; None: all, there is but one
+    own: torch.Tensor | None  # which of [rows, num_ranks] belong to a row's own adapter; None: all, of one adapter
     outputs: tuple[_Output, ...]
-    num_ranks: int  # rows of A here, of all modules and adapters
-    length: int  # of what is shrunk
+    num_ranks: int  # rows of A of all modules and adapters of the stack
+    length: int  # elements of the shrunk vectors
 
 
 @dataclass
-class TorchLoraBatch:
-    """The tile indices of a batch, worked out once for each group of modules."""
+class PlainLoraBatch:
+    """The tile indices of a batch, computed once for each group of modules."""
 
     geometry: LoraGeometry
     device: torch.device
@@ -55,11 +58,11 @@ class TorchLoraBatch:
     parts: dict[tuple[int, ...], tuple[_Part, ...]] = field(default_factory=dict)
 
 
-class TorchLora:
+class PlainLora:
     """`lora.LoraKernels` for any device."""
 
-    def prepare(self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device) -> TorchLoraBatch:
-        return TorchLoraBatch(geometry, device, tuple(_stacks(segments)))
+    def prepare(self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device) -> PlainLoraBatch:
+        return PlainLoraBatch(geometry, device, tuple(_stacks(segments)))
 
     def add(
         self,
@@ -67,13 +70,13 @@ class TorchLora:
         x: torch.Tensor,
         pool: torch.Tensor,
         layer: int,
-        batch: TorchLoraBatch,
+        batch: PlainLoraBatch,
         modules: tuple[int, ...],
     ) -> None:
         self.expand(y, self.shrink(x, pool, layer, batch, modules).unsqueeze(0), pool, layer, batch, modules)
 
     def shrink(
-        self, x: torch.Tensor, pool: torch.Tensor, layer: int, batch: TorchLoraBatch, modules: tuple[int, ...]
+        self, x: torch.Tensor, pool: torch.Tensor, layer: int, batch: PlainLoraBatch, modules: tuple[int, ...]
     ) -> torch.Tensor:
         tiles, shrunk = pool.view(-1, batch.geometry.tile), []
         for part in _parts(batch, modules):
@@ -90,7 +93,7 @@ class TorchLora:
         shrunk: torch.Tensor,
         pool: torch.Tensor,
         layer: int,
-        batch: TorchLoraBatch,
+        batch: PlainLoraBatch,
         modules: tuple[int, ...],
     ) -> None:
         tiles, start = pool.view(-1, batch.geometry.tile), 0
@@ -117,7 +120,7 @@ def _stacks(segments: Sequence[LoraSegment]) -> Iterator[_Stack]:
         yield _Stack(pending[0].start, pending[-1].end, tuple(pending))
 
 
-def _parts(batch: TorchLoraBatch, modules: tuple[int, ...]) -> tuple[_Part, ...]:
+def _parts(batch: PlainLoraBatch, modules: tuple[int, ...]) -> tuple[_Part, ...]:
     found = batch.parts.get(modules)
     if found is None:
         maps = {id(s.adapter): _tile_map(s.adapter, batch.geometry) for stack in batch.stacks for s in stack.segments}
@@ -126,7 +129,7 @@ def _parts(batch: TorchLoraBatch, modules: tuple[int, ...]) -> tuple[_Part, ...]
     return found
 
 
-def _part(stack: _Stack, modules: tuple[int, ...], maps: dict[int, torch.Tensor], batch: TorchLoraBatch) -> _Part:
+def _part(stack: _Stack, modules: tuple[int, ...], maps: dict[int, torch.Tensor], batch: PlainLoraBatch) -> _Part:
     tile = batch.geometry.tile
     a_tiles: list[torch.Tensor] = []
     outputs: list[_Output] = []
@@ -152,7 +155,7 @@ def _part(stack: _Stack, modules: tuple[int, ...], maps: dict[int, torch.Tensor]
 
 
 def _b_tiles(slices: list[tuple[ModuleSlice, torch.Tensor]], tiles_per_row: int, tile: int) -> Iterator[torch.Tensor]:
-    """Tiles of B's rows as they meet the gathered vectors: part by part, in each part adapter by adapter."""
+    """Tiles of the rows of B in the order of the gathered vectors: worker by worker, then adapter by adapter."""
     num_parts = max(found.rank // found.a_rows for found, _ in slices if found.rank)
     for part in range(num_parts):
         for found, tile_map in slices:
@@ -161,21 +164,21 @@ def _b_tiles(slices: list[tuple[ModuleSlice, torch.Tensor]], tiles_per_row: int,
 
 
 def _tile_map(adapter: PagedAdapter, geometry: LoraGeometry) -> torch.Tensor:
-    """Tile of the pool (at layer 0) for each tile of the adapter's virtual array."""
+    """For each tile of the adapter's virtual array its index in the pool, in layer 0."""
     tiles_per_slab = geometry.slab // geometry.tile
     pages = torch.tensor(adapter.pages, dtype=torch.int64) * (tiles_per_slab * geometry.num_layers)
     return (pages.unsqueeze(1) + torch.arange(tiles_per_slab)).flatten()
 
 
 def _own(stack: _Stack, owners: list[tuple[LoraSegment, int]]) -> torch.Tensor:
-    """Positions in `[rows, num_ranks]`, flattened, where a row's own adapter has its ranks."""
+    """Indices into `[rows, num_ranks]`, flattened, of the ranks that belong to each row's own adapter."""
     rows = torch.arange(stack.start, stack.end).unsqueeze(1)
     columns = [((rows >= s.start) & (rows < s.end)).expand(-1, rank) for s, rank in owners]
     return torch.cat(columns, dim=1).flatten().nonzero().squeeze(1)
 
 
 def _stacked(shrunk: torch.Tensor, part: _Part) -> torch.Tensor:
-    """The vectors `[num_parts, length]` in their places among zeros, `[num_parts, rows, num_ranks]`."""
+    """The vectors `[num_parts, length]` as `[num_parts, rows, num_ranks]`, zero at the ranks of other adapters."""
     num_parts, rows = len(shrunk), part.end - part.start
     if part.own is None:
         return shrunk.view(num_parts, rows, part.num_ranks)

@@ -1,7 +1,7 @@
-"""Choosing tokens in plain torch: the twin that the fast kernels are compared with.
+"""Sampling in plain torch: the plain twin, which the fast kernels are tested against.
 
-Draws on a CPU go row by row: its cache holds no more. On a GPU, where every question costs a wait, all rows at once; a
-row's draw is the same.
+On a CPU rows are drawn one after the other, so that a row stays in the cache. On a GPU, where each answer to the host
+costs a wait, all rows are drawn together. A row's token is the same either way.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 
 from ..sampling import NOT_FINITE, Draw
 
-FIRST_LOOK = 1024  # candidates tried before a whole vocabulary is sorted
+FIRST_LOOK = 1024  # likeliest tokens that are tried as candidates before the whole vocabulary is sorted
 
 
-class TorchSampling:
+class PlainSampling:
     """`sampling.SamplingKernels` on any device."""
 
     def highest(self, logits: torch.Tensor) -> torch.Tensor:
@@ -32,8 +32,8 @@ class TorchSampling:
 
 
 def draw_alone(row: torch.Tensor, draw: Draw) -> int:
-    """A token of one row `[vocab]` of logits."""
-    # In double and from the largest down, so that the smallest temperature is greedy instead of NaN.
+    """A token for one row `[vocab]` of logits."""
+    # The highest logit is subtracted in float64, so that the smallest temperature gives the greedy token and not NaN.
     probabilities = torch.softmax((row.double() - row.max()) / draw.temperature, dim=-1)
     if draw.top_k == 0 and draw.top_p >= 1 and draw.min_p == 0:
         return _pick_alone(probabilities, draw.uniform)
@@ -42,7 +42,7 @@ def draw_alone(row: torch.Tensor, draw: Draw) -> int:
 
 
 def _candidates_alone(probabilities: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities, descending, and ids of the tokens that top-k, top-p and min-p leave, in this order."""
+    """The tokens that top-k, then top-p, then min-p keep: their probabilities, descending, and their ids."""
     vocab_size = len(probabilities)
     count = min(draw.top_k or vocab_size, vocab_size)
     kept, token_ids = probabilities.topk(min(count, FIRST_LOOK))
@@ -70,7 +70,7 @@ def draw_together(rows: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     def each(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64).to(rows.device, non_blocking=True).unsqueeze(1)
 
-    # In double and from the largest down, so that the smallest temperature is greedy instead of NaN.
+    # As in `draw_alone`: in float64, the highest logit subtracted first.
     scaled = (rows.double() - rows.amax(-1, keepdim=True)) / each([draw.temperature for draw in draws])
     probabilities = torch.softmax(scaled, dim=-1)
     drawn = each([draw.uniform for draw in draws])
@@ -87,8 +87,10 @@ def draw_together(rows: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 def _candidates(
     probabilities: torch.Tensor, params: Sequence[Draw], rows: list[int]
 ) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
-    """The most likely tokens of those rows, as many as their parameters can leave: rows, probabilities, descending, and
-    tokens. A few do for most; the others get the whole vocabulary."""
+    """(rows, probabilities, tokens) with the likeliest tokens of these rows, at least all that their filters can keep.
+
+    Probabilities descend. Most rows are done with FIRST_LOOK tokens; the others get the whole vocabulary.
+    """
     if not rows:
         return
     vocab_size = probabilities.shape[1]
@@ -107,7 +109,7 @@ def _candidates(
 
 
 def _kept(sorted_: torch.Tensor, params: Sequence[Draw]) -> torch.Tensor:
-    """Probabilities `[num_rows, count]`, descending, zero where top-k, top-p and min-p, in this order, drop one."""
+    """`sorted_` `[num_rows, count]`, descending, with zeros for tokens that top-k, then top-p, then min-p drop."""
 
     def each(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64).to(sorted_.device, non_blocking=True).unsqueeze(1)
@@ -123,9 +125,9 @@ def _kept(sorted_: torch.Tensor, params: Sequence[Draw]) -> torch.Tensor:
 
 
 def _pick(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """The place `[num_rows]` at which each row's running sum passes its draw `[num_rows, 1]` of the whole."""
+    """`[num_rows]`: the first index at which a row's running sum exceeds its draw `[num_rows, 1]` times its total."""
     cumulative = probabilities.cumsum(-1)
     found = torch.searchsorted(cumulative, cumulative[:, -1:] * draws, right=True).squeeze(1)
     place = torch.arange(probabilities.shape[1], device=probabilities.device)
-    last = (place * (probabilities > 0)).amax(-1)  # what has no weight is never chosen, however a sum was rounded
+    last = (place * (probabilities > 0)).amax(-1)  # rounding of the sums must not choose a token of probability zero
     return torch.minimum(found, last)

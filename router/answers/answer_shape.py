@@ -1,4 +1,4 @@
-"""What the two kinds of answers, text completions and chats, have in common."""
+"""The interface that the shapes of both kinds of answers, completions and chats, have in common."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from ..generation.choice import Delta
-from ..openai_api.answers import ChunkUsage, Usage
+from ..openai_api.answer_schema import ChunkUsage, Usage
 
 
 @dataclass(frozen=True)
@@ -22,23 +22,23 @@ class AnswerHead:
 
 
 class AnswerShape(Protocol):
-    """Makes messages of OpenAI's API out of what the choices of a request bring."""
+    """Turns the deltas of a request's choices into the messages of OpenAI's API."""
 
     def opening(self, usage: ChunkUsage) -> Sequence[msgspec.Struct]:
-        """Chunks before the first delta."""
+        """The chunks of a stream before the first delta."""
 
     def chunk(self, index: int, delta: Delta, usage: ChunkUsage) -> msgspec.Struct:
-        """The chunk of one choice's delta."""
+        """The chunk for a delta of the choice `index`."""
 
     def closing(self, usage: Usage) -> msgspec.Struct:
-        """The chunk without choices that tells the usage."""
+        """The chunk without choices, which tells the usage at the end of a stream."""
 
     def whole(self, deltas: Sequence[Delta], usage: Usage) -> msgspec.Struct:
-        """The answer in one piece. One delta for each choice."""
+        """The answer in one piece; `deltas` has one delta for each choice."""
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
-    """All deltas of one choice as one."""
+    """All deltas of one choice, joined into one."""
     return Delta(
         "".join(delta.text for delta in deltas),
         [token_id for delta in deltas for token_id in delta.token_ids],

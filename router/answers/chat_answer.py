@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec import UNSET
 
 from ..generation.choice import Delta
-from ..openai_api.answers import (
+from ..openai_api.answer_schema import (
     AnswerMessage,
     ChatChoice,
     ChatChunk,
@@ -23,7 +23,7 @@ from .openai_logprobs import BytesOfToken, chat_logprobs
 
 
 class ChatAnswer:
-    """`prompt`: the tokens that the messages became, the same for every choice."""
+    """An `AnswerShape`. `prompt`: the tokens of the rendered messages, the same for every choice."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ChatAnswer:
         self._with_token_ids = with_token_ids
 
     def opening(self, usage: ChunkUsage) -> list[ChatChunk]:
-        """A chunk for each choice that tells the role; the first tells the prompt's tokens."""
+        """A chunk with the role for each choice; the first one has the prompt's tokens, too, if they are asked for."""
         head = self._head
         prompts = [self._prompt if self._with_token_ids and index == 0 else UNSET for index in range(self._num_choices)]
         delta = ChatDelta(role="assistant", content="")

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from msgspec import UNSET
 
 from ..generation.choice import Delta
-from ..openai_api.answers import ChunkUsage, Completion, CompletionChoice, CompletionLogprobs, Usage
+from ..openai_api.answer_schema import ChunkUsage, Completion, CompletionChoice, CompletionLogprobs, Usage
 from .answer_shape import AnswerHead
 from .openai_logprobs import BytesOfToken, completion_logprobs
 
 
 class CompletionAnswer:
-    """`echoes` and `prompts` hold, for each choice, its prompt's text (empty: no echo) and its tokens."""
+    """An `AnswerShape`. For each choice, `echoes` has the text of its prompt (empty: no echo), `prompts` the tokens."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class CompletionAnswer:
         self._with_token_ids = with_token_ids
 
     def opening(self, usage: ChunkUsage) -> list[Completion]:
-        """A chunk for each choice that has an echo or prompt tokens to tell."""
+        """A chunk for each choice whose prompt is echoed as text or as tokens."""
         return [
             self._completion([self._choice(index, Delta(echo, [], [], None), with_prompt=True)], usage)
             for index, echo in enumerate(self._echoes)

@@ -1,8 +1,9 @@
-"""The HTTP answer of a generation: one JSON document, or server-sent events.
+"""The HTTP response of a generation: one JSON document, or server-sent events.
 
-An ASGI response of its own, because every token passes here: one event a step goes straight to the server. The status
-waits for the first update, so that an early failure has the right one. A client that goes away cancels the sequences.
-Each event has an id that says how far the stream is with it; a client that comes back with it gets what follows.
+It is an ASGI response of its own, because every token passes here: one event of a step goes straight to the server. The
+status is sent with the first token, so that an early failure gets its own status. When the client disconnects, the
+sequences are cancelled. Each event has an id that tells the position in the stream; a client that reconnects with such
+an id gets the events that follow it.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from starlette.types import Receive, Scope, Send
 from ..generation.choice import Delta
 from ..generation.generation import Generation, SequenceFailedError
 from ..metrics import Metrics
-from ..openai_api.answers import ChunkUsage
+from ..openai_api.answer_schema import ChunkUsage
 from ..openai_api.errors import ApiError, from_sequence_error, internal_error
 from ..openai_api.stream_position import AT_USAGE, StreamPosition, event_id, wrong_position
 from .answer_shape import AnswerShape, joined
 
-CLIENT_CLOSED_REQUEST: Final = 499  # nobody sees it but the metrics
+CLIENT_CLOSED_REQUEST: Final = 499  # only for the metrics: the client is not there to receive it
 
 _HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies hold back streams otherwise
+    (b"x-accel-buffering", b"no"),  # otherwise proxies hold streams back
 ]
 _encode: Final = msgspec.json.Encoder().encode
 _log = logging.getLogger(__name__)
@@ -39,16 +40,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StreamStyle:
-    """How events are told to be, and where they begin."""
+    """The options of a stream, and where it begins."""
 
     response_id: str
     include_usage: bool = False
     usage_in_every_chunk: bool = False
-    position: StreamPosition | None = None  # of a client that has come back
+    position: StreamPosition | None = None  # what the client has already had; None: nothing
 
 
 class GenerationResponse:
-    """`status_code` is what was sent, once the call is over."""
+    """An ASGI response. `status_code` is the status that was sent, once the call has returned."""
 
     def __init__(
         self, generation: Generation, shape: AnswerShape, stream: StreamStyle | None, metrics: Metrics
@@ -74,7 +75,7 @@ class GenerationResponse:
             answer.cancel()  # a no-op when it is done
             await asyncio.gather(answer, gone, return_exceptions=True)
         if answer.cancelled():
-            gone.result()  # raises if the server could not tell whether the client is there
+            gone.result()  # raises if the server failed while it waited for the client to disconnect
         else:
             answer.result()
 
@@ -90,7 +91,7 @@ class GenerationResponse:
             error = from_sequence_error(failure.error)
         except ApiError as refusal:
             error = refusal
-        except OSError:  # of a server that says so when the client is gone
+        except OSError:  # some servers raise it when the client has disconnected
             return
         except Exception:
             _log.exception("a generation failed")
@@ -100,9 +101,9 @@ class GenerationResponse:
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self._generation
         deltas: list[list[Delta]] = [[] for _ in generation.choices]
-        async with aclosing(generation.updates()) as updates:
-            async for index, update in updates:
-                deltas[index].append(generation.take(index, update))
+        async with aclosing(generation.deltas()) as arriving:
+            async for index, delta in arriving:
+                deltas[index].append(delta)
         answer = self._shape.whole([joined(deltas[index]) for index in generation.answers()], generation.usage())
         response = Response(_encode(answer), media_type="application/json")
         self.status_code = response.status_code
@@ -111,11 +112,10 @@ class GenerationResponse:
 
     async def _send_events(self, send: Send, style: StreamStyle) -> None:
         generation, shape = self._generation, self._shape
-        async with aclosing(generation.updates()) as updates:
-            async for index, update in updates:
+        async with aclosing(generation.deltas()) as arriving:
+            async for index, delta in arriving:
                 if not self._has_started and style.position is not None and style.position.has_usage:
                     raise wrong_position("it tells of the answer's end, and the answer goes on.")
-                delta = generation.take(index, update)
                 usage = self._chunk_usage(style)
                 opening = b"" if self._has_started else await self._start_events(send, usage, style)
                 if not delta.is_empty:
@@ -130,13 +130,13 @@ class GenerationResponse:
         await _send_body(send, ending + b"data: [DONE]\n\n", more=False)
 
     async def _start_events(self, send: Send, usage: ChunkUsage, style: StreamStyle) -> bytes:
-        """Sends the headers. Returns the first events, as far as the client has not had them."""
+        """Sends the headers. Returns the events before the first token, without those that the client has had."""
         self.status_code = 200
         self._has_started = True
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         none_yet = [0] * len(self._generation.choices)
         chunks = self._shape.opening(usage)
-        suffixes = [*range(1, len(chunks)), ""]  # the last one has none: nothing but tokens follows
+        suffixes = [*range(1, len(chunks)), ""]  # the last event needs no suffix: only tokens follow it
         events = [
             event_id(style.response_id, none_yet, suffix) + _event(chunk)
             for suffix, chunk in zip(suffixes, chunks, strict=False)
@@ -147,7 +147,10 @@ class GenerationResponse:
         return b"" if num_had is None else b"".join(events[num_had:])
 
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        """As the answer, or as the last event of a stream: without [DONE], so that nobody takes it for whole."""
+        """Sends the error as the answer, or as the last event of a stream that has begun.
+
+        No [DONE] follows, so that no client takes such a stream for complete.
+        """
         if self._has_started:
             self._metrics.num_broken_streams += 1
             await _send_body(send, b"data: " + error.body() + b"\n\n", more=False)

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens in the two shapes that OpenAI's API has for them."""
+"""Log probabilities of tokens, in OpenAI's two formats for them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ..generation.choice import ShownToken
-from ..openai_api.answers import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from ..openai_api.answer_schema import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
 from ..text.token_bytes import readable
 
-LEAST_LOGPROB: Final = -9999.0  # stands for minus infinity, which JSON does not have
+LEAST_LOGPROB: Final = -9999.0  # in place of minus infinity, which JSON does not have
 
 BytesOfToken = Callable[[int], bytes]
 
 
 def completion_logprobs(tokens: Sequence[ShownToken], bytes_of: BytesOfToken) -> CompletionLogprobs:
-    """Lists with one entry a token. The chosen token is among the top ones, even if it is not one of the k."""
+    """Lists with one entry for each token. `top_logprobs` has the chosen token, even if it is none of the top k."""
     return CompletionLogprobs(
         tokens=[readable(bytes_of(token.token_id)) for token in tokens],
         token_logprobs=[_finite(token.logprobs.chosen) for token in tokens],

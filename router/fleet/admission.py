@@ -11,7 +11,6 @@ be as late the next time, and where nobody waits only what is admitted can show 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,22 +22,14 @@ _DOUBT = 1.25  # a queue may take so many times what is expected; under overload
 _QUEUES_BEFORE_REFUSAL = 2.0  # times that which calls for another gang, as the autoscaler must see it for a while
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdmissionConfig:
-    """When a request is refused. `max_gangs` and `queued_tokens_per_gang` are the autoscaler's."""
+    """When a request is refused. Defaults and bounds stand with motet's settings."""
 
-    max_queue_wait_s: float = 60.0  # that a sequence may be expected to wait for its turn; 0: any
-    max_gangs: int = 1
-    queued_tokens_per_gang: int = 0  # a longer queue calls for another gang, if there may be more
-    latency_objectives_s: tuple[tuple[str, float], ...] = ()  # (tenant, until the first token); others have none
-
-    def __post_init__(self) -> None:
-        for tenant, objective_s in self.latency_objectives_s:
-            if not 0 < objective_s < math.inf:
-                problem = "a positive number of seconds is needed"
-                raise ValueError(f"latency_objectives_s = '{tenant}={objective_s:g}': {problem}")
-        if not 0 <= self.max_queue_wait_s < math.inf:
-            raise ValueError(f"max_queue_wait_s = {self.max_queue_wait_s!r}: zero or a positive number is needed")
+    max_queue_wait_s: float  # that a sequence may be expected to wait for its turn; 0: any
+    max_gangs: int  # the autoscaler's
+    queued_tokens_per_gang: int  # the autoscaler's: a longer queue calls for another gang, if there may be more
+    latency_objectives_s: tuple[tuple[str, float], ...]  # (tenant, until the first token); others have none
 
 
 @dataclass(frozen=True)

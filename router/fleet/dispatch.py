@@ -9,21 +9,18 @@ news of which gang that is may take a moment, for which it waits.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from functools import partial
 from hashlib import blake2b
 from typing import Protocol
 
 import msgspec
 
+from ...workers.wire.engine_load import EngineLoad, summed
 from ...workers.wire.messages import (
     AdapterRef,
-    EngineLoad,
     GangInfo,
-    SamplingParams,
     SequenceError,
     SequenceRequest,
     SequenceUpdate,
@@ -33,8 +30,9 @@ from .affinity import RoutingConfig
 from .fleet import Fleet
 from .leader_connection import FaultKind
 from .open_sequence import OpenSequence
+from .waiting_line import WaitingLine
 
-MAX_PARKED = 1024  # sequences that wait for a gang
+MAX_AWAITING_GANG = 1024  # sequences that wait for a gang
 # Gangs that may die with one sequence, and no token of it between, before it is given up: it may be what kills them.
 # One that never had a token is the likelier culprit, so those that got on until it came outlive it.
 MAX_LOSSES_BEFORE_BEGUN = 2
@@ -68,25 +66,16 @@ class Dispatcher(Protocol):
         """How often a gang was lost that had not been told to go, by what was lost of it."""
 
     def submit(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        tenant: str,
-        adapter: AdapterRef | None,
-        *,
-        key: str = "",
-        is_resumed: bool = False,
-        cache_salt: str = "",
-        limit: TimeLimit | None = None,
+        self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None
     ) -> SequenceStream:
         """Starts a sequence. A missing gang is no exception but an update with error "gang_lost" or "overloaded".
 
-        `limit`: one that cannot be served in time gets "overloaded" at once, one that is not "timeout" when it is over.
+        `request`: what its client asks for; the dispatcher gives it an id, and says how it goes on at another gang.
+        Without a seed its draws follow from its key, without either they are random. One with a key can be asked for
+        again at any router (`is_resumed`), which gives out all its tokens from the first one on.
 
-        `cache_salt`: sequences of the tenant share KV only if this is the same.
-
-        `key`: a name by which any router can ask for it again (`is_resumed`), and gets all its tokens from the first
-        one on. Without a seed its draws follow from its key; without either they are random.
+        `limit`: a sequence that cannot be served in time gets "overloaded" at once; one that has not ended when its
+        time is over gets "timeout".
         """
 
     def gang(self) -> GangInfo | None:
@@ -109,19 +98,19 @@ class FleetDispatcher:
         on_wait: Callable[[], None] = lambda: None,
         *,
         adapter_pages: Callable[[AdapterRef], int],
-        admission: AdmissionConfig | None = None,
+        admission: AdmissionConfig,
     ) -> None:
         """`gang_wait_s`: how long a sequence waits for a gang while none is connected. `on_wait`: one begins to.
 
         `adapter_pages`: that an adapter takes in a gang's pool.
         """
         self._fleet = Fleet(
-            token, RoutingConfig(), adapter_pages, self._connected, self._lost, self._send_found, admission
+            token, RoutingConfig(), admission, adapter_pages, self._connected, self._lost, self._send_found
         )
         self._gang_wait_s = gang_wait_s
         self._on_wait = on_wait
-        self._parked: dict[OpenSequence, asyncio.TimerHandle] = {}  # in order of arrival
-        self._sought: dict[OpenSequence, asyncio.TimerHandle] = {}  # wait for news of the gang that holds them
+        self._awaiting_gang = WaitingLine(gang_wait_s, self._give_up)  # no gang is connected
+        self._awaiting_news = WaitingLine(NEWS_WAIT_S, self._send)  # of the gang that holds the sequence
         self._closed = False
         self._num_resumed = 0
 
@@ -139,34 +128,15 @@ class FleetDispatcher:
         self._fleet.update(addresses)
 
     def submit(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        tenant: str,
-        adapter: AdapterRef | None,
-        *,
-        key: str = "",
-        is_resumed: bool = False,
-        cache_salt: str = "",
-        limit: TimeLimit | None = None,
+        self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None
     ) -> OpenSequence:
-        if sampling.seed is None:  # drawn here, so that another gang would go on with the same draws
-            sampling = msgspec.structs.replace(sampling, seed=_seed_of(key) if key else secrets.randbits(63))
-        sequence = OpenSequence(
-            SequenceRequest(
-                sequence_id=0,  # each connection gives it one
-                prompt_token_ids=prompt_token_ids,
-                sampling=sampling,
-                tenant=tenant,
-                adapter=adapter,
-                cache_salt=cache_salt,
-                key=key,
-            ),
-            is_resumed=is_resumed,
-            limit=limit,
-        )
-        if is_resumed and not self._fleet.holds(key):
-            self._seek(sequence)
+        if request.sampling.seed is None:  # drawn here, so that another gang would go on with the same draws
+            seed = _seed_of(request.key) if request.key else secrets.randbits(63)
+            sampling = msgspec.structs.replace(request.sampling, seed=seed)
+            request = msgspec.structs.replace(request, sampling=sampling)
+        sequence = OpenSequence(request, is_resumed=is_resumed, limit=limit)
+        if is_resumed and not self._fleet.holds(request.key):
+            self._awaiting_news.add(sequence)
         else:
             self._send(sequence)
         return sequence
@@ -182,37 +152,33 @@ class FleetDispatcher:
 
     def load(self) -> EngineLoad | None:
         loads = [leader.load for leader in self._fleet.connected]
-        if not loads:
-            return None
-        names = msgspec.structs.fields(EngineLoad)
-        total = EngineLoad(**{field.name: sum(getattr(load, field.name) for load in loads) for field in names})
-        return msgspec.structs.replace(total, oldest_waiting_s=max(load.oldest_waiting_s for load in loads))
+        return summed(loads) if loads else None
 
     @property
     def num_waiting(self) -> int:
         """Sequences that wait because no gang is connected."""
-        return len(self._parked)
+        return len(self._awaiting_gang)
 
     async def close(self) -> None:
         """Ends all connections; open sequences end with "gang_lost"."""
         self._closed = True
-        for sequence in list(self._parked):
-            self._give_up(sequence, "this router is shutting down")
-        for sequence in list(self._sought):
-            self._stop_seeking(sequence)
-            sequence.on_cancel = None
-            sequence.fail("gang_lost", "this router is shutting down")
+        for line in (self._awaiting_gang, self._awaiting_news):
+            for sequence in line:
+                line.remove(sequence)
+                sequence.fail("gang_lost", "this router is shutting down")
         await self._fleet.close()
 
     def _send(self, sequence: OpenSequence) -> None:
         if self._fleet.submit(sequence):
             return
         has_begun = sequence.has_begun or sequence.is_resumed
-        if len(self._parked) >= MAX_PARKED and not has_begun:
-            message = f"no gang is connected and {MAX_PARKED} requests wait for one; try again later"
+        if len(self._awaiting_gang) >= MAX_AWAITING_GANG and not has_begun:
+            message = f"no gang is connected and {MAX_AWAITING_GANG} requests wait for one; try again later"
             sequence.refuse(SequenceError("overloaded", message, reason="no_gang"))
         else:
-            self._park(sequence)
+            sequence.keep()
+            self._awaiting_gang.add(sequence)
+            self._on_wait()
 
     def _lost(self, sequences: list[OpenSequence], reason: str) -> None:
         """Sends on what the loss of a gang left, in the order of its submission there."""
@@ -230,50 +196,22 @@ class FleetDispatcher:
                 self._num_resumed += 1
                 self._send(sequence)
 
-    def _park(self, sequence: OpenSequence) -> None:
-        message = f"no gang was connected within {self._gang_wait_s:g} s; try again later"
-        timer = asyncio.get_running_loop().call_later(self._gang_wait_s, self._give_up, sequence, message)
-        sequence.keep()
-        self._parked[sequence] = timer
-        sequence.on_cancel = partial(self._unpark, sequence)
-        self._on_wait()
-
-    def _unpark(self, sequence: OpenSequence) -> None:
-        self._parked.pop(sequence).cancel()
-
-    def _give_up(self, sequence: OpenSequence, message: str) -> None:
-        self._unpark(sequence)
-        sequence.on_cancel = None
-        sequence.fail("gang_lost", message)
-
-    def _seek(self, sequence: OpenSequence) -> None:
-        """Sends it when its gang tells that it has it, and anywhere if that takes too long."""
-        timer = asyncio.get_running_loop().call_later(NEWS_WAIT_S, self._end_search, sequence)
-        self._sought[sequence] = timer
-        sequence.on_cancel = partial(self._stop_seeking, sequence)
-
-    def _stop_seeking(self, sequence: OpenSequence) -> None:
-        self._sought.pop(sequence).cancel()
-
-    def _end_search(self, sequence: OpenSequence) -> None:
-        self._stop_seeking(sequence)
-        sequence.on_cancel = None
-        self._send(sequence)
+    def _give_up(self, sequence: OpenSequence) -> None:
+        sequence.fail("gang_lost", f"no gang was connected within {self._gang_wait_s:g} s; try again later")
 
     def _send_found(self) -> None:
-        """A gang has told what it holds."""
-        for sequence in [one for one in self._sought if self._fleet.holds(one.request.key)]:
-            self._end_search(sequence)
+        """A gang has told what it holds: sends the sequences that wait for this news."""
+        for sequence in self._awaiting_news:
+            if self._fleet.holds(sequence.request.key):
+                self._awaiting_news.remove(sequence)
+                self._send(sequence)
 
     def _connected(self) -> None:
         self._send_found()
-        self._send_parked()
-
-    def _send_parked(self) -> None:
         if not self._fleet.connected:
-            return  # the one that connected has just been told to go
-        for sequence in list(self._parked):
-            self._unpark(sequence)
+            return  # the gang that connected has just been told to go
+        for sequence in self._awaiting_gang:
+            self._awaiting_gang.remove(sequence)
             self._send(sequence)
 
 

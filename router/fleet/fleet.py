@@ -25,11 +25,11 @@ class Fleet:
         self,
         token: str,
         routing: RoutingConfig,
+        admission: AdmissionConfig,
         adapter_pages: Callable[[AdapterRef], int],
         on_connect: Callable[[], None],
         on_lost: Callable[[list[OpenSequence], str], None],
         on_orphans: Callable[[], None] = lambda: None,
-        admission: AdmissionConfig | None = None,
     ) -> None:
         """`adapter_pages`: that an adapter takes in a gang's pool. `on_connect`: one more gang can be chosen.
 
@@ -40,7 +40,7 @@ class Fleet:
         self._token = token
         self._routing = routing
         self._adapter_pages = adapter_pages
-        self._admission = admission or AdmissionConfig()
+        self._admission = admission
         self._objectives_s = dict(self._admission.latency_objectives_s)  # by tenant
         self._on_connect = on_connect
         self._on_lost = on_lost

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ...workers.wire.messages import EngineLoad, Frame
+from ...workers.wire.engine_load import EngineLoad
+from ...workers.wire.messages import Frame
 from .affinity import GangView, RoutingConfig, RoutingRequest
 from .observed_costs import ObservedCosts
 
@@ -86,14 +87,14 @@ class KnownGang:
 
     def view(self, key: str, digest: str | None, num_cached_tokens: int = 0, sequence_key: str = "") -> GangView:
         """The gang, called `key`, as a request sees it: for this adapter, so many of whose tokens are kept there."""
-        load = self.load
+        now = self.load.gauges
         return GangView(
             key,
             has_adapter=digest is not None and self.has(digest),
-            num_queued_tokens=load.num_queued_tokens + self._num_unseen_tokens,
-            num_sequences=load.num_running + load.num_waiting + self._num_unseen,
+            num_queued_tokens=now.num_queued_tokens + self._num_unseen_tokens,
+            num_sequences=now.num_running + now.num_waiting + self._num_unseen,
             costs=self._observed.costs,
             num_cached_tokens=num_cached_tokens,
             has_sequence=sequence_key in self._orphans,
-            num_waiting=max(0, load.num_waiting - load.num_waiting_for_adapters),
+            num_waiting=max(0, now.num_waiting - now.num_waiting_for_adapters),
         )

@@ -10,21 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import grpc
 import msgspec
 
+from ...workers.wire.engine_load import EngineLoad
 from ...workers.wire.messages import (
-    MAX_MESSAGE_BYTES,
-    STREAM_METHOD,
-    STREAM_SERVICE,
-    TOKEN_KEY,
     Cancel,
-    EngineLoad,
     Frame,
     FromLeader,
     GangInfo,
@@ -32,26 +26,13 @@ from ...workers.wire.messages import (
     SequenceError,
     Submit,
 )
-from .adrift import Adrift, Castaway
+from ...workers.wire.stream_options import ROUTER_OPTIONS, STREAM_METHOD, STREAM_SERVICE, TOKEN_KEY
 from .affinity import RoutingConfig, RoutingRequest
+from .awaiting_reconnect import AwaitingReconnect, CutOffSequence
 from .known_gang import KnownGang
 from .open_sequence import OpenSequence
+from .outbox import Outbox
 
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 5_000),  # notices a leader whose host vanished
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # of a ping that was under way already; a minute by default
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.enable_retries", 0),
-    ("grpc.enable_http_proxy", 0),  # a proxy of the environment is not for inside the cluster
-    ("grpc.use_local_subchannel_pool", 1),  # no memory of failed attempts at the same address
-)
-MAX_REQUEST_BYTES = 32 << 20  # encoded; a longer one would break the stream that all others share
-FULL_MESSAGE_BYTES = 4 << 20  # a message that has grown to this size takes no more requests
-assert FULL_MESSAGE_BYTES + MAX_REQUEST_BYTES < MAX_MESSAGE_BYTES
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 HELLO_TIMEOUT_S = 10.0
@@ -72,14 +53,11 @@ class _EngineFailedError(ConnectionError):
     """The leader is there, but cannot compute any more."""
 
 
-class _EncodedToLeader(msgspec.Struct, frozen=True):
-    """A `ToLeader` whose messages are encoded already."""
-
-    messages: list[msgspec.Raw]
-
-
 class LeaderConnection:
-    """Keeps itself connected from `start` on until it is closed, or retired and idle. Belongs to one event loop."""
+    """A `SequencePlace`, connected from `start` on until it is closed, or retired and idle.
+
+    Belongs to one event loop.
+    """
 
     def __init__(
         self,
@@ -106,14 +84,13 @@ class LeaderConnection:
         self._on_lost = on_lost
         self._on_orphans = on_orphans
         self._on_fault = on_fault
-        self._adrift = Adrift(self._lose)
+        self._awaiting_reconnect = AwaitingReconnect(self._lose)
         self._last_gang_id = ""
         self._last_arrived = 0  # id of the newest sequence that the leader is known to have got
-        self._sequences: dict[int, OpenSequence] = {}
+        self._sequences: dict[int, OpenSequence] = {}  # by the id that they have on this connection
+        self._ids: dict[OpenSequence, int] = {}  # the same, the other way round
         self._last_id = 0
-        self._outbox: deque[Submit | Cancel] = deque()
-        self._outbox_filled = asyncio.Event()
-        self._encoder = msgspec.msgpack.Encoder()
+        self._outbox = Outbox(self._refuse)
         self._decoder: msgspec.msgpack.Decoder[FromLeader] = msgspec.msgpack.Decoder(FromLeader)
         self._task: asyncio.Task[None] | None = None
 
@@ -160,22 +137,20 @@ class LeaderConnection:
     def _start(self, sequence: OpenSequence, request: RoutingRequest, page_keys: Sequence[int] = ()) -> None:
         self._last_id += 1
         sequence_id = self._last_id
+        sequence.move(None, self)
         self._sequences[sequence_id] = sequence
-        sequence.on_cancel = partial(self._cancel, sequence_id)
+        self._ids[sequence] = sequence_id
         self.known.sent(request, page_keys)
-        self._send(Submit(sequence.request_from_here(sequence_id)))
+        self._outbox.put(Submit(sequence.request_from_here(sequence_id)))
 
-    def _cancel(self, sequence_id: int) -> None:
-        if sequence_id in self._sequences:
-            self._send(Cancel(sequence_id))
-            self._forget(sequence_id)
+    def cancel(self, sequence: OpenSequence) -> None:
+        self._outbox.put(Cancel(self._ids[sequence]))
+        self._forget(sequence)
 
-    def _send(self, message: Submit | Cancel) -> None:
-        self._outbox.append(message)
-        self._outbox_filled.set()
-
-    def _forget(self, sequence_id: int) -> None:
-        adapter = self._sequences.pop(sequence_id).request.adapter
+    def _forget(self, sequence: OpenSequence) -> None:
+        """The sequence has ended."""
+        del self._sequences[self._ids.pop(sequence)]
+        adapter = sequence.request.adapter
         self.known.ended(None if adapter is None else adapter.digest)
         if self.retired and not self._sequences and self._task is not None:
             self._task.cancel()
@@ -184,7 +159,7 @@ class LeaderConnection:
         try:
             await self._connect_until_retired()
         finally:
-            self._adrift.give_up()
+            self._awaiting_reconnect.give_up()
 
     async def _connect_until_retired(self) -> None:
         pause_s = FIRST_PAUSE_S
@@ -192,7 +167,7 @@ class LeaderConnection:
             reason, is_fault = "the connection was closed", True
             fault_kind: FaultKind = "connection"
             try:
-                async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+                async with grpc.aio.insecure_channel(self.address, options=ROUTER_OPTIONS) as channel:
                     call: Any = channel.stream_stream(f"/{STREAM_SERVICE}/{STREAM_METHOD}")(
                         metadata=((TOKEN_KEY, self._token),)
                     )
@@ -233,14 +208,14 @@ class LeaderConnection:
         self.known = KnownGang(self._routing, hello.resident, hello.resident_pages, hello.orphans)
         _log.info("connected to gang %s at %s", hello.info.gang_id, self.address)
         if hello.info.gang_id != self._last_gang_id:  # another one, at the same address
-            self._adrift.give_up()
+            self._awaiting_reconnect.give_up()
         self._last_gang_id = hello.info.gang_id
         self._go_on(hello.orphans)
         self._on_connect()
 
     def _go_on(self, orphans: list[str]) -> None:
         """Submits again what the leader has kept of a connection that was lost."""
-        for sequence in self._adrift.take(orphans):
+        for sequence in self._awaiting_reconnect.take(orphans):
             adapter = sequence.request.adapter
             self._start(sequence, RoutingRequest(None if adapter is None else adapter.digest, 0, 0))
 
@@ -269,7 +244,7 @@ class LeaderConnection:
                 continue
             sequence.push(update)
             if sequence.closed:
-                self._forget(update.sequence_id)
+                self._forget(sequence)
         if given_back is not None:  # the others, which may not have reached the leader, must go elsewhere too
             is_farewell = given_back.kind == "handed_over"
             raise (_HandedOverError if is_farewell else _EngineFailedError)(given_back.message)
@@ -280,63 +255,41 @@ class LeaderConnection:
     async def _write(self, call: Any) -> None:
         """Writes what the outbox holds. Ends quietly when the stream breaks: the reader learns why."""
         while True:
-            await self._outbox_filled.wait()
+            data = await self._outbox.take()
             try:
-                data = self._take_message()
-                if data is not None:
-                    await call.write(data)
+                await call.write(data)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return
 
-    def _take_message(self) -> bytes | None:
-        """What the outbox holds as an encoded `ToLeader`, or as much of it as fits; None: nothing may be sent."""
-        entries: list[msgspec.Raw] = []
-        num_bytes = 0
-        while self._outbox and num_bytes < FULL_MESSAGE_BYTES:
-            message = self._outbox.popleft()
-            entry = self._encoder.encode(message)
-            if len(entry) > MAX_REQUEST_BYTES:
-                self._refuse(message, len(entry))
-                continue
-            entries.append(msgspec.Raw(entry))
-            num_bytes += len(entry)
-        if not self._outbox:
-            self._outbox_filled.clear()
-        return self._encoder.encode(_EncodedToLeader(entries)) if entries else None
-
-    def _refuse(self, message: Submit | Cancel, num_bytes: int) -> None:
-        assert isinstance(message, Submit)  # the others are a few bytes
-        sequence_id = message.request.sequence_id
-        sequence = self._sequences.get(sequence_id)
+    def _refuse(self, message: Submit, problem: str) -> None:
+        """A request is too large to be sent."""
+        sequence = self._sequences.get(message.request.sequence_id)
         if sequence is None:
             return  # cancelled meanwhile
-        sequence.fail(
-            "invalid_request",
-            f"the request takes {num_bytes} bytes on its way to the workers: at most {MAX_REQUEST_BYTES} are accepted",
-        )
-        self._forget(sequence_id)
+        sequence.fail("invalid_request", problem)
+        self._forget(sequence)
 
     def _disconnected(self, reason: str, *, is_fault: bool) -> None:
         """The connection has ended, or could not be made."""
-        self._adrift.give_up()  # of an earlier loss: one attempt is enough
+        self._awaiting_reconnect.give_up()  # of an earlier loss: one attempt is enough
         if self.info is not None and not self.retired:
             _log.warning("lost gang %s at %s: %s", self.info.gang_id, self.address, reason)
         self.info = None
         self.known = KnownGang(self._routing)
         self._outbox.clear()
-        self._outbox_filled.clear()
-        castaways = [Castaway(sequence, key <= self._last_arrived) for key, sequence in self._sequences.items()]
-        self._sequences = {}
+        cut_off = [CutOffSequence(sequence, key <= self._last_arrived) for key, sequence in self._sequences.items()]
+        self._sequences, self._ids = {}, {}
+        for one in cut_off:
+            one.sequence.move(self, None)
         if not is_fault:
-            self._lose(castaways, reason, is_fault=False)
+            self._lose(cut_off, reason, is_fault=False)
             return
         may_return = not self.retired
-        self._lose([one for one in castaways if not (may_return and one.sequence.request.key)], reason)
-        self._adrift.wait([one for one in castaways if may_return and one.sequence.request.key], reason)
+        self._lose([one for one in cut_off if not (may_return and one.sequence.request.key)], reason)
+        self._awaiting_reconnect.wait([one for one in cut_off if may_return and one.sequence.request.key], reason)
 
-    def _lose(self, castaways: list[Castaway], reason: str, *, is_fault: bool = True) -> None:
-        """Gives sequences back, without those that were cancelled meanwhile."""
-        lost = [one for one in castaways if not one.sequence.closed]
-        for one in lost:
+    def _lose(self, cut_off: list[CutOffSequence], reason: str, *, is_fault: bool = True) -> None:
+        """Gives sequences back."""
+        for one in cut_off:
             one.sequence.lose_gang(is_fault=is_fault, had_arrived=one.had_arrived)
-        self._on_lost([one.sequence for one in lost], reason)
+        self._on_lost([one.sequence for one in cut_off], reason)

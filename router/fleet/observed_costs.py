@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...workers.wire.messages import EngineLoad
+from ...workers.wire.engine_load import EngineLoad
 from .affinity import GangCosts
 
 # How much must be seen to outweigh the belief, and to halve the weight of what was seen before.
@@ -35,20 +35,21 @@ class ObservedCosts:
 
     def observe(self, before: EngineLoad, after: EngineLoad) -> None:
         """Takes in what happened between two frames of one engine."""
-        busy_s = after.busy_s - before.busy_s
-        num_computed = after.num_computed_tokens - before.num_computed_tokens
-        num_loads = after.num_adapter_loads - before.num_adapter_loads
-        self._steps.add(after.num_steps - before.num_steps, num_computed, busy_s)
-        self._loaded.add(after.loading_s - before.loading_s, after.num_loaded_pages - before.num_loaded_pages)
-        self._evicted.add(after.num_adapter_evictions - before.num_adapter_evictions, num_loads)
+        then, now = before.counters, after.counters
+        busy_s = now.busy_s - then.busy_s
+        num_computed = now.num_computed_tokens - then.num_computed_tokens
+        num_loads = now.num_adapter_loads - then.num_adapter_loads
+        self._steps.add(now.num_steps - then.num_steps, num_computed, busy_s)
+        self._loaded.add(now.loading_s - then.loading_s, now.num_loaded_pages - then.num_loaded_pages)
+        self._evicted.add(now.num_adapter_evictions - then.num_adapter_evictions, num_loads)
         # While no sequence waits for compute, time says nothing of a queue: a prompt that arrives alone takes a whole
         # step, however short it is. With a queue all time counts, whatever holds it up.
-        if before.num_waiting > before.num_waiting_for_adapters:
+        if before.gauges.num_waiting > before.gauges.num_waiting_for_adapters:
             # A decoding sequence computes the token that it generated last, so what is beyond that was queued.
-            num_generated = after.num_generated_tokens - before.num_generated_tokens
+            num_generated = now.num_generated_tokens - then.num_generated_tokens
             num_queued = max(0, num_computed - num_generated)
             self._queued.add(busy_s, num_queued)
-            self._waiting.add(busy_s, num_queued + after.num_cached_tokens - before.num_cached_tokens)
+            self._waiting.add(busy_s, num_queued + now.num_cached_tokens - then.num_cached_tokens)
 
 
 class _FadingRatio:

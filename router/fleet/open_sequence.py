@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
 from ...workers.wire.messages import ErrorKind, SequenceError, SequenceRequest, SequenceUpdate
 from .admission import TimeLimit
+
+
+class SequencePlace(Protocol):
+    """Where a sequence is: a line that it waits in, or the connection that it was submitted on."""
+
+    def cancel(self, sequence: OpenSequence) -> None:
+        """The sequence, which is here, has been cancelled or has timed out: forget it."""
 
 
 class OpenSequence:
@@ -18,6 +25,9 @@ class OpenSequence:
     a growing queue. One reader at a time; everything belongs to one event loop.
 
     It remembers all tokens that came, so that it can go on elsewhere when its gang is lost.
+
+    It is in one `SequencePlace` at a time: a `WaitingLine` of the dispatcher, a `LeaderConnection` or, once that broke,
+    its `AwaitingReconnect`. It is nowhere (None) before it is sent, between two places and after its end.
     """
 
     def __init__(self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None) -> None:
@@ -33,7 +43,7 @@ class OpenSequence:
             loop = asyncio.get_running_loop()
             self._deadline = loop.time() + self.limit.timeout_s
             self._alarm = loop.call_at(self._deadline, self._time_out)
-        self.on_cancel: Callable[[], None] | None = None  # set by whoever holds the sequence at the time
+        self._place: SequencePlace | None = None
         self.num_losses = 0  # gangs that died with it since its last token
         self.num_vain_tries = 0  # gangs that died before it had reached them, since its last token
         self._token_ids: list[int] = []  # all that came, read or not
@@ -55,6 +65,12 @@ class OpenSequence:
     def num_tokens(self) -> int:
         """Those of the prompt and all that came."""
         return len(self.request.prompt_token_ids) + len(self._token_ids)
+
+    def move(self, origin: SequencePlace | None, target: SequencePlace | None) -> None:
+        """Moves the sequence, which has not ended, from the place where it is to another one. None: nowhere."""
+        assert not self._closed, "an ended sequence is moved"
+        assert self._place is origin, f"the sequence is at {self._place!r}, not at {origin!r}"
+        self._place = target
 
     def request_from_here(self, sequence_id: int) -> SequenceRequest:
         """What a leader needs to go on after the tokens that came, under an id of its connection's."""
@@ -108,11 +124,10 @@ class OpenSequence:
         self._wake()
 
     def lose_gang(self, *, is_fault: bool, had_arrived: bool) -> None:
-        """Nobody holds it now. `is_fault`: its gang died or broke, and was not told to go.
+        """Counts the loss. `is_fault`: its gang died or broke, and was not told to go.
 
         `had_arrived`: the gang is known to have got it, and may have died of it.
         """
-        self.on_cancel = None
         self.keep()
         self.num_losses += is_fault and had_arrived
         self.num_vain_tries += is_fault and not had_arrived
@@ -129,21 +144,23 @@ class OpenSequence:
         """Forgets the sequence, here and at its leader; unread updates are dropped. No-op when it has ended."""
         if self._closed:
             return
+        place = self._place
         self._close()
         self._arrived = None
-        if self.on_cancel is not None:
-            self.on_cancel()
+        if place is not None:
+            place.cancel(self)
         self._wake()
 
     def _time_out(self) -> None:
         """Its leader gives it up as well, if it has one: what is unread is given out before the error."""
-        held_by = self.on_cancel
+        place = self._place
         self.fail("timeout", "the request's timeout passed before the answer was complete")
-        if held_by is not None:
-            held_by()
+        if place is not None:
+            place.cancel(self)
 
     def _close(self) -> None:
         self._closed = True
+        self._place = None
         if self._alarm is not None:
             self._alarm.cancel()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...workers.wire.messages import SamplingParams, SequenceError
+from ...workers.wire.messages import SamplingParams, SequenceError, SequenceRequest
 from .dispatch import Dispatcher
 
 PROBE_TENANT = "system"
@@ -12,7 +12,7 @@ _PROBE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 async def probe(dispatcher: Dispatcher) -> str | None:
     """Why no token was served; None: one was. Takes as long as a gang may take to come; cancelling it is fine."""
     error: SequenceError | None = None
-    stream = dispatcher.submit([0], _PROBE, PROBE_TENANT, None)
+    stream = dispatcher.submit(SequenceRequest(prompt_token_ids=[0], sampling=_PROBE, tenant=PROBE_TENANT))
     try:
         async for update in stream:
             if update.token_ids:

@@ -14,10 +14,10 @@ from typing import Final
 import msgspec
 
 from ...workers.wire.messages import (
-    AdapterRef,
     FinishReason,
     SamplingParams,
     SequenceError,
+    SequenceRequest,
     SequenceUpdate,
     TokenLogprobs,
 )
@@ -58,23 +58,18 @@ class BeamRun:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        prompt_token_ids: list[int],
+        request: SequenceRequest,
         rules: BeamRules,
-        tenant: str,
-        adapter: AdapterRef | None,
-        cache_salt: str,
         is_stopped: Callable[[Beam], bool],
         limit: Callable[[SamplingParams], TimeLimit | None],
     ) -> None:
-        """`limit`: what the search has left at the time of the call."""
-        self._dispatcher = dispatcher
-        self._prompt_token_ids = prompt_token_ids
-        self._rules = rules
-        self._tenant, self._adapter, self._cache_salt = tenant, adapter, cache_salt
+        """`request`: of the prompt; its sampling and its key are not looked at. `limit`: what the search has left at
+        the time of the call.
+        """
+        self._dispatcher, self._rules = dispatcher, rules
         self._is_stopped, self._limit = is_stopped, limit
-        self._sampling = SamplingParams(
-            max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=rules.num_candidates
-        )
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=rules.num_candidates)
+        self._request = msgspec.structs.replace(request, sampling=sampling, key="")
         self._num_cached_tokens: int | None = None  # of the prompt, when it was first asked about
         self._began_at: float | None = None  # when a step was first planned for it, by time.perf_counter()
         self._open: list[SequenceStream] = []
@@ -103,16 +98,13 @@ class BeamRun:
 
     async def _ask(self, beams: tuple[Beam, ...]) -> list[TokenLogprobs]:
         """The likeliest next tokens of each beam. Raises what one of them was refused or given up for."""
-        limit = self._limit(self._sampling)
+        limit = self._limit(self._request.sampling)
         if beams != NEW_SEARCH.live:  # what was admitted is not refused half-way
             limit = replace(limit or TimeLimit(), has_begun=True)
+        prompt_token_ids = self._request.prompt_token_ids
         self._open = [
             self._dispatcher.submit(
-                [*self._prompt_token_ids, *beam.token_ids],
-                self._sampling,
-                self._tenant,
-                self._adapter,
-                cache_salt=self._cache_salt,
+                msgspec.structs.replace(self._request, prompt_token_ids=[*prompt_token_ids, *beam.token_ids]),
                 limit=limit,
             )
             for beam in beams

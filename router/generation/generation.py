@@ -8,19 +8,20 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from msgspec import UNSET
+from msgspec.structs import replace
 
-from ...workers.wire.messages import AdapterRef, SamplingParams, SequenceError, SequenceUpdate
+from ...workers.wire.messages import AdapterRef, SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
 from ..fleet.admission import TimeLimit
 from ..fleet.dispatch import Dispatcher, SequenceStream
 from ..metrics import Metrics
-from ..openai_api.answers import PromptTokensDetails, Usage
+from ..openai_api.answer_schema import PromptTokensDetails, Usage
 from ..openai_api.stream_position import wrong_position
 from ..text.stop_strings import StopStrings
 from ..text.text import TextService
 from .beam_search import BeamRules
 from .beam_streams import BeamRun, stopped_by
 from .choice import Choice, Delta
-from .sampling_params import seeded
+from .seeds import seeded
 
 _LOST = SequenceError("internal", "the sequence ended without saying why")
 
@@ -63,7 +64,7 @@ class GenerationRequest:
 
 
 class Generation:
-    """Submits a request's sequences at the first `updates()`, and cancels what is unfinished at `cancel()`.
+    """Submits a request's sequences at the first `deltas()`, and cancels what is unfinished at `cancel()`.
 
     What a client had before is computed again or fetched, and goes through the same folds without being shown: what
     a choice shows after k tokens follows from these k tokens alone.
@@ -96,8 +97,8 @@ class Generation:
         self._streams: list[SequenceStream] = []
         self._pumps: list[asyncio.Task[None]] = []
 
-    async def updates(self) -> AsyncGenerator[tuple[int, SequenceUpdate], None]:
-        """Choice and update, as they come; each must be given to `take` before the next is asked for.
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """The index of a choice, and what its client sees next of it; in the order in which tokens come.
 
         Ends when every choice is finished. Raises `SequenceFailedError` once any of the sequences fails.
         """
@@ -112,14 +113,14 @@ class Generation:
             if choice.num_tokens < self._num_seen[index]:
                 update = self._take_seen(index, update)
             if choice.finish_reason is None and (update.token_ids or update.finish_reason is not None):
-                yield index, update
+                yield index, self._take(index, update)
             if update.error is not None:
                 raise SequenceFailedError(update.error)
             if self._num_unfinished == 0:
                 return
         raise SequenceFailedError(_LOST)
 
-    def take(self, index: int, update: SequenceUpdate) -> Delta:
+    def _take(self, index: int, update: SequenceUpdate) -> Delta:
         """What the update lets the client see."""
         num_tokens = self.choices[index].num_tokens
         delta = self._fold(index, update)
@@ -199,38 +200,28 @@ class Generation:
         request = self.request
         for position, prompt in enumerate(request.prompts):
             self._metrics.num_prompt_tokens += len(prompt.token_ids)
+            sequence = SequenceRequest(
+                prompt_token_ids=prompt.token_ids,
+                sampling=prompt.sampling,
+                tenant=request.tenant,
+                adapter=request.adapter,
+                cache_salt=request.cache_salt,
+            )
             if request.beams:
-                self._streams += self._search(prompt.token_ids, request.beams[position])
+                is_stopped = stopped_by(request.stop, self._text, prompt.token_ids)
+                search = BeamRun(self._dispatcher, sequence, request.beams[position], is_stopped, self._limit)
+                self._streams += search.streams()
                 continue
             for number in range(request.n):
                 sampling = seeded(prompt.sampling, number)
+                key = f"{request.key}/{len(self._streams)}" if request.key else ""
                 self._streams.append(
                     self._dispatcher.submit(
-                        prompt.token_ids,
-                        sampling,
-                        request.tenant,
-                        request.adapter,
-                        key=f"{request.key}/{len(self._streams)}" if request.key else "",
+                        replace(sequence, sampling=sampling, key=key),
                         is_resumed=bool(request.num_seen),
-                        cache_salt=request.cache_salt,
                         limit=self._limit(sampling),
                     )
                 )
-
-    def _search(self, prompt_token_ids: list[int], rules: BeamRules) -> Sequence[SequenceStream]:
-        request = self.request
-        is_stopped = stopped_by(request.stop, self._text, prompt_token_ids)
-        run = BeamRun(
-            self._dispatcher,
-            prompt_token_ids,
-            rules,
-            request.tenant,
-            request.adapter,
-            request.cache_salt,
-            is_stopped,
-            self._limit,
-        )
-        return run.streams()
 
     def _limit(self, sampling: SamplingParams) -> TimeLimit | None:
         """What a sequence has left; None: all the time in the world."""

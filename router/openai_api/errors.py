@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API tells them: a status, and `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in the format of OpenAI's API: a status, and `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from ...workers.wire.messages import SequenceError
 
 RETRY_AFTER_S: Final = 1
-LONGEST_RETRY_AFTER_S: Final = 3600  # nobody knows more of a queue than that it is long
+LONGEST_RETRY_AFTER_S: Final = 3600  # estimates beyond an hour mean no more than that the queue is long
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -27,7 +27,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ApiError(Exception):
-    """A request that gets an error for an answer."""
+    """An error that is sent to the client in place of an answer."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class ApiError(Exception):
 
 
 def invalid_value(param: str, message: str) -> ApiError:
-    """A field of the request that holds what it may not."""
+    """400: a field of the request has a value that is not accepted."""
     return ApiError(400, f"Invalid value for '{param}': {message}", param=param, code="invalid_value")
 
 
 def unsupported(param: str, message: str) -> ApiError:
-    """A field that would change the answer and that motet does not know how to obey."""
+    """400: a field of the request would change the answer, and motet does not support it."""
     return ApiError(400, f"Unsupported parameter: '{param}': {message}", param=param, code="unsupported_parameter")
 
 
@@ -65,23 +65,23 @@ def context_length_exceeded(message: str, param: str) -> ApiError:
 
 
 def model_not_found(model: str) -> ApiError:
-    """One answer for what does not exist and for what belongs to another tenant."""
+    """404: the same for a model that does not exist and for a model of another tenant."""
     message = f"The model `{model}` does not exist or you do not have access to it."
     return ApiError(404, message, param="model", code="model_not_found")
 
 
 def unavailable(message: str, code: str) -> ApiError:
-    """Not now; a client may come back at once."""
+    """503: the request cannot be served now; the client may try again in a second."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
 def internal_error() -> ApiError:
-    """Our own fault. The cause is in the log, not in the answer."""
+    """500: a fault of motet. The cause is in the log and not in the answer."""
     return ApiError(500, "The server had an error while processing the request.", code="internal_error")
 
 
 def from_sequence_error(error: SequenceError) -> ApiError:
-    """What a client is told when the engine gave a sequence up."""
+    """The error for the client when a sequence has failed."""
     match error.kind:
         case "invalid_request":
             return ApiError(400, error.message, code="invalid_request")
@@ -91,7 +91,7 @@ def from_sequence_error(error: SequenceError) -> ApiError:
             return ApiError(429, error.message, code="overloaded", headers={"Retry-After": _retry_after(error)})
         case "timeout":
             return ApiError(408, error.message, code="timeout")
-        case "gang_lost" | "handed_over":  # the latter is for routers only
+        case "gang_lost" | "handed_over":  # "handed_over" is for routers, which resume the sequence at another gang
             return unavailable(error.message, "gang_lost")
         case "taken_over":
             return ApiError(409, error.message, code="taken_over")
@@ -100,7 +100,7 @@ def from_sequence_error(error: SequenceError) -> ApiError:
 
 
 def _retry_after(error: SequenceError) -> str:
-    """Whole seconds, as the header wants them."""
+    """The value of the header: whole seconds."""
     return str(min(max(RETRY_AFTER_S, math.ceil(error.retry_after_s or 0.0)), LONGEST_RETRY_AFTER_S))
 
 

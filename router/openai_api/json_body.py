@@ -1,4 +1,4 @@
-"""JSON bodies of requests: read within a limit, decoded with errors that name the field."""
+"""Reads JSON bodies of requests: bounds their size, and names the field in every error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MISSING: Final = re.compile(r"^Object missing required field `(?P<field>.*)`$")
 
 
 async def read_json(request: Request, decoder: msgspec.json.Decoder[T], max_bytes: int) -> T:
-    """The decoded body, or an `ApiError`: 413 for one over the limit, 400 for one that does not fit the schema."""
+    """The decoded body. Raises 413 for a body over the limit, 400 for a body that does not fit the schema."""
     chunks = []
     num_bytes = 0
     async for chunk in request.stream():

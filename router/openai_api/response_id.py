@@ -1,4 +1,4 @@
-"""The name of an answer: what another router must know of it to go on with it."""
+"""The id of an answer, which holds what another router must know to resume its stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 
 _CREATED_BYTES: Final = 4
 _FINGERPRINT_BYTES: Final = 7
-_NONCE_BYTES: Final = 16  # 128 bits that nobody guesses
+_NONCE_BYTES: Final = 16  # random, so that the id of another client's answer cannot be guessed
 _NUM_CHARS: Final = (_CREATED_BYTES + _FINGERPRINT_BYTES + _NONCE_BYTES) * 4 // 3
 _FORM: Final = re.compile(rf"([a-z]+-)([A-Za-z0-9_-]{{{_NUM_CHARS}}})")
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -21,12 +21,12 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True)
 class ResponseId:
-    """Of the form `cmpl-…`. Holds when the answer began and what was asked, beside what makes it unique."""
+    """An id of the form `cmpl-…`."""
 
     prefix: str
-    created: int  # Unix time, seconds, until 2106
-    fingerprint: bytes
-    nonce: bytes
+    created: int  # when the answer began: Unix time in seconds, up to the year 2106
+    fingerprint: bytes  # of the request
+    nonce: bytes  # makes the id unique
 
     def __str__(self) -> str:
         raw = self.created.to_bytes(_CREATED_BYTES) + self.fingerprint + self.nonce
@@ -38,7 +38,7 @@ def new_response_id(prefix: str, created: int, fingerprint: bytes) -> ResponseId
 
 
 def parse_response_id(text: str) -> ResponseId | None:
-    """None: it is none of ours."""
+    """The id in `text`; None: no router of motet made it."""
     match = _FORM.fullmatch(text)
     if match is None:
         return None
@@ -48,5 +48,5 @@ def parse_response_id(text: str) -> ResponseId | None:
 
 
 def fingerprint_of(*parts: object) -> bytes:
-    """Short stand-in for all that decides an answer's tokens and text. `parts`: what msgspec encodes."""
+    """A short hash of everything that decides an answer's tokens and text. `parts`: values that msgspec encodes."""
     return blake2b(_encode(parts), digest_size=_FINGERPRINT_BYTES).digest()

@@ -1,8 +1,8 @@
-"""How far a stream of events has come, as the ids of its events tell and as a client tells that comes back.
+"""Positions in a stream of events: the ids of its events, and what a client that resumes the stream sends back.
 
-An id is `<response id>:<tokens of choice 0>.<of choice 1>…`: everything up to these tokens is the client's. Events that
-bring no token add what tells them apart: `/2`, after the second of several events before the first token, when more of
-them follow, and `/end`, after the event that tells the usage.
+An id is `<response id>:<tokens of choice 0>.<tokens of choice 1>…`: the numbers of tokens that a client has had after
+this event. Events without a token have a suffix that makes their ids unique: `/2` is the second of several events
+before the first token (the last of them has no suffix), `/end` the event with the usage.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .response_id import ResponseId, parse_response_id
 
 LAST_EVENT_ID: Final = "Last-Event-ID"
 AT_USAGE: Final = "end"
-_MAX_CHARS: Final = 2048  # 128 choices of millions of tokens each take less
+_MAX_CHARS: Final = 2048  # longer than the id for 128 choices of millions of tokens
 _POSITION: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})*)(?:/([0-9]{1,3}|end))?", re.ASCII)
 
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """What a client has had of a stream."""
+    """The part of a stream that a client has had."""
 
     response_id: ResponseId
     num_tokens: tuple[int, ...]  # of each choice
@@ -32,13 +32,13 @@ class StreamPosition:
 
 
 def event_id(response_id: str, num_tokens: Sequence[int], suffix: str | int = "") -> bytes:
-    """The line of an event that says how far the stream is with it."""
+    """The line of an event that tells the position after it."""
     tail = f"/{suffix}" if suffix != "" else ""
     return f"id: {response_id}:{_dotted(num_tokens)}{tail}\n".encode()
 
 
 def parse_position(text: str) -> StreamPosition:
-    """What a `Last-Event-ID` says. Raises a 400 if no stream of ours has such ids."""
+    """The position in a `Last-Event-ID`. Raises a 400 for text that is no id of an event of motet."""
     id_text, _, rest = text.partition(":")
     response_id = parse_response_id(id_text)
     match = _POSITION.fullmatch(rest) if len(text) <= _MAX_CHARS else None

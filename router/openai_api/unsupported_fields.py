@@ -1,4 +1,4 @@
-"""Which fields of a request are refused, because to ignore them would give another answer than was asked for."""
+"""Which fields of a request are refused, because an answer that ignores them would not be the one asked for."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from .errors import unsupported
-from .schema import ChatRequest, GenerationFields, UnsupportedFields
+from .request_schema import ChatRequest, GenerationFields, UnsupportedFields
 
-# Values that ask for what happens anyway.
+# Values of these fields that are accepted, because they ask for what motet does anyway.
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
     {
         "tools": ([],),
@@ -32,14 +32,14 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
 
 
 def refuse_unsupported(request: GenerationFields) -> None:
-    """Raises a 400 that names the first field that cannot be obeyed."""
+    """Raises a 400 that names the first field with a value that is not supported."""
     no_tool_is_called = request.tool_choice == "none"
     for field in UnsupportedFields.__struct_fields__:
         value = getattr(request, field)
         if value is None or (field == "tools" and no_tool_is_called):
             continue
         # The type counts, because False == 0 in Python.
-        if not any(type(value) is type(one) and value == one for one in NEUTRAL.get(field, ())):
+        if not any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(field, ())):
             raise unsupported(field, _advice(field))
     if isinstance(request, ChatRequest) and request.best_of is not None and request.best_of != (request.n or 1):
         raise unsupported("best_of", "a chat has none but one equal to n; leave it out.")

@@ -1,4 +1,4 @@
-"""Who asks: the bearer key of a request, and the tenant that it belongs to."""
+"""Authentication: the tenant that the bearer key of a request belongs to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
 
 def tenant_of(request: Request, view: RegistryView) -> str:
-    """The caller's tenant, from memory. Raises 401 for a key that is missing or unknown."""
+    """The tenant of the request's key, from the copy of the registry. Raises 401 for a missing or unknown key."""
     header = request.headers.get("authorization", "")
     scheme, _, key = header.partition(" ")
     key = key.strip()

@@ -24,7 +24,7 @@ DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class AdaptersApi:
-    """Handlers of a tenant's adapters. The registry itself answers, not this router's memory of it."""
+    """Handlers of a tenant's adapters. They ask the registry itself and not this router's copy of it."""
 
     def __init__(self, config: RouterConfig, view: RegistryView, uploads: UploadService) -> None:
         self._config = config
@@ -34,9 +34,9 @@ class AdaptersApi:
         self._open_uploads = asyncio.Semaphore(config.max_open_uploads)
 
     async def upload(self, request: Request) -> Response:
-        """201 for a new version, 200 for bytes that the name already points to."""
+        """201 for a new version, 200 for content that the name already points to."""
         tenant = tenant_of(request, self._view)
-        async with self._open_uploads:  # held to the end: what has arrived takes disk until it is stored
+        async with self._open_uploads:  # held until the adapter is stored, because until then the spool takes disk
             try:
                 adapter, created = await self._receive(request, tenant)
             except AdapterInvalid as error:
@@ -113,7 +113,9 @@ def _not_found(name: str) -> ApiError:
 
 
 def _disk_full() -> ApiError:
-    message = "The server's disk is too full for this adapter, so it is not there; free some, and upload it again."
+    message = (
+        "The server's disk is too full for this adapter, which was not stored: free some space, then upload it again."
+    )
     return ApiError(507, message, code="insufficient_storage")
 
 

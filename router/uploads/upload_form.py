@@ -1,4 +1,4 @@
-"""The multipart form of an adapter's upload, taken apart as it arrives: tensors go to disk, never to memory."""
+"""Parses the multipart form of an adapter's upload as it arrives, and writes the tensors to disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIELDS: Final = (NAME_FIELD, CONFIG_FILE, TENSORS_FILE)
 MAX_NAME_BYTES: Final = 1024
 MAX_CONFIG_BYTES: Final = 1 << 20
 MAX_FRAMING_BYTES: Final = 1 << 16  # boundaries and headers of the parts
-FLUSH_BYTES: Final = 1 << 20  # of tensors in memory at most, beside one chunk of the server's
+FLUSH_BYTES: Final = 1 << 20  # tensors in memory are written to disk when they reach this size
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,16 @@ class UploadForm:
 
 
 def declared_bytes(request: Request) -> int | None:
-    """The length of the body, if the client tells it."""
+    """The length of the body in bytes; None: the client does not declare it."""
     declared = request.headers.get("content-length", "")
     return int(declared) if declared.isascii() and declared.isdigit() else None
 
 
 def check_form(request: Request, max_tensors_bytes: int) -> bytes:
-    """The boundary of the form's parts. Raises 413 and 400, as far as the headers tell that the body is of no use."""
+    """The boundary of the form's parts.
+
+    Raises 400 for another kind of body, 413 for a declared length over the limit.
+    """
     content_type, options = parse_options_header(request.headers.get("content-type"))
     boundary = options.get(b"boundary")
     if content_type != b"multipart/form-data" or not boundary:
@@ -52,9 +55,10 @@ def check_form(request: Request, max_tensors_bytes: int) -> bytes:
 
 
 async def receive_upload(request: Request, tensors_path: Path, max_tensors_bytes: int, idle_s: float) -> UploadForm:
-    """The form, its tensors written to `tensors_path`.
+    """The small fields of the form; the tensors are written to `tensors_path`.
 
-    Raises 413 over a limit, 400 for another form than this, 408 if nothing arrives for `idle_s`, OSError of the disk.
+    Raises 413 for a part over its limit, 400 for any other form, 408 if nothing arrives for `idle_s`, and OSError if
+    the disk fails.
     """
     boundary = check_form(request, max_tensors_bytes)
     reader = _FormReader({NAME_FIELD: MAX_NAME_BYTES, CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: max_tensors_bytes})
@@ -73,7 +77,7 @@ async def receive_upload(request: Request, tensors_path: Path, max_tensors_bytes
 
 
 async def _next(chunks: AsyncGenerator[bytes, None], idle_s: float) -> bytes:
-    """What arrives next; nothing at the end."""
+    """The next bytes to arrive; empty at the end of the body."""
     try:
         async with asyncio.timeout(idle_s):
             return await anext(chunks, b"")
@@ -83,13 +87,13 @@ async def _next(chunks: AsyncGenerator[bytes, None], idle_s: float) -> bytes:
 
 
 class _FormReader:
-    """Sorts the bytes of parts into fields, counting them against their limits."""
+    """Receives the parser's callbacks: collects the bytes of each field, and checks them against its limit."""
 
     def __init__(self, limits: dict[str, int]) -> None:
-        self.tensors = bytearray()  # arrived and not yet taken
+        self.tensors = bytearray()  # bytes that have arrived and that `take_tensors` has not returned yet
         self._limits = limits
         self._fields = {NAME_FIELD: bytearray(), CONFIG_FILE: bytearray(), TENSORS_FILE: self.tensors}
-        self._num_bytes: dict[str, int] = {}  # by field that has begun
+        self._num_bytes: dict[str, int] = {}  # by field whose part has begun
         self._part = ""
         self._header_name = bytearray()
         self._header_value = bytearray()
@@ -108,13 +112,13 @@ class _FormReader:
         }
 
     def take_tensors(self) -> bytes:
-        """What arrived since the last call."""
+        """The bytes of the tensors that arrived since the last call."""
         taken = bytes(self.tensors)
         self.tensors.clear()
         return taken
 
     def form(self) -> UploadForm:
-        """The small fields, once everything has arrived."""
+        """The small fields. Raises 400 unless the whole form has arrived."""
         if not self._is_complete:
             raise _bad_form("The multipart body is truncated: its closing boundary is missing.")
         for field in FIELDS:

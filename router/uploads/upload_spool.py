@@ -1,4 +1,4 @@
-"""Where the tensors of uploads lie while they arrive."""
+"""The files that hold the tensors of uploads while they arrive."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Final
 
 _PREFIX: Final = "upload-"
-_NUM_COPIES: Final = 3  # spooled, stored as it came, stored as pages
-_ABANDONED_S: Final = 24 * 3600.0  # an upload in progress touches its file far more often
+_NUM_COPIES: Final = 3  # in the spool, in the store as uploaded, in the store as pages
+_ABANDONED_S: Final = 24 * 3600.0  # a file that was not written for this long belongs to no upload any more
 
 
 class UploadSpool:
-    """A folder of files that live as long as their upload. Routers of one machine may share it."""
+    """A folder with a file for each upload in progress. Routers of one machine may share it."""
 
     def __init__(self, path: Path, min_free_bytes: int = 0) -> None:
-        """Makes the folder, and removes what a router left there that was killed long ago."""
+        """Makes the folder, and removes files that routers left there when they were killed long ago."""
         self._path = path
         self._min_free_bytes = min_free_bytes
         path.mkdir(parents=True, exist_ok=True)
@@ -30,15 +30,15 @@ class UploadSpool:
                 left.unlink(missing_ok=True)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether the disk has room for an upload, and for its being stored beside the spool, above what is kept free.
+        """Whether the disk has room for an upload in the spool and in the store, and `min_free_bytes` beside it.
 
-        Uploads that arrive at the same time are not counted: those that fill the disk nevertheless fail when they do.
+        Other uploads that arrive at the same time are not counted; an upload that fills the disk then fails.
         """
         return shutil.disk_usage(self._path).free >= _NUM_COPIES * num_bytes + self._min_free_bytes
 
     @contextmanager
     def file(self) -> Iterator[Path]:
-        """An empty file, gone at the end however it comes."""
+        """An empty file, which is removed when the block ends, also by an error."""
         handle, name = tempfile.mkstemp(prefix=_PREFIX, dir=self._path)
         os.close(handle)
         path = Path(name)

@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @st.composite
 def adapters(draw: st.DrawFn) -> tuple[AdapterContent, AdapterLayout]:
-    """A base, which need not have all modules, an adapter of any targets and ranks for it, and a layout."""
+    """A base with some of the modules, an adapter for it with any targets and ranks, and a layout."""
     sizes, num_layers = st.integers(1, 9), draw(st.integers(1, 3))
     experts, present = None, MODULES
     if draw(st.booleans()):

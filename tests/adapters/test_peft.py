@@ -1,4 +1,4 @@
-"""Our reading of adapter_config.json against PEFT's own."""
+"""How motet reads adapter_config.json, against PEFT's own code."""
 
 from __future__ import annotations
 

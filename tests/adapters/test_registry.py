@@ -10,7 +10,8 @@ from motet.adapters.adapter import AdapterVersion
 from motet.adapters.base_identity import BaseIdentity
 from motet.adapters.errors import AdapterInvalid, KeyTaken, OtherBase, RegistryUnavailable
 from motet.adapters.registry.events import AdapterDeleted, AdapterSet, KeySet
-from motet.adapters.registry.registry import PREFIX, Registry, connect, hash_key
+from motet.adapters.registry.registry import Registry, connect, hash_key
+from motet.adapters.registry.registry_scripts import PREFIX
 from motet.tests.rigs.patience import PATIENCE_S
 
 

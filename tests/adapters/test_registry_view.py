@@ -13,7 +13,8 @@ from redis.asyncio import Redis
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.registry.events import AdapterDeleted, AdapterSet, KeySet
-from motet.adapters.registry.registry import PREFIX, NumberedEvent, Registry, connect, hash_key
+from motet.adapters.registry.registry import NumberedEvent, Registry, connect, hash_key
+from motet.adapters.registry.registry_scripts import PREFIX
 from motet.adapters.registry.registry_view import RegistryView
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.tests.rigs.patience import eventually_in_loop as eventually

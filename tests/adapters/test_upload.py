@@ -177,7 +177,7 @@ async def test_without_redis_uploads_are_unavailable_until_it_is_back(tmp_path: 
 
 
 async def test_an_upload_whose_answer_got_lost_can_be_repeated(parts: Parts, redis_url: str) -> None:
-    """The script reaches Redis, and the connection ends before its answer."""
+    """The script runs in Redis, but the connection ends before its answer arrives."""
 
     async def drop_the_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         to_redis_reader, to_redis = await asyncio.open_unix_connection(redis_url.removeprefix("unix://"))
@@ -193,7 +193,7 @@ async def test_an_upload_whose_answer_got_lost_can_be_repeated(parts: Parts, red
     proxy = await asyncio.start_server(drop_the_answer, "127.0.0.1", 0, family=socket.AF_INET)
     port = proxy.sockets[0].getsockname()[1]
     client = connect(f"redis://127.0.0.1:{port}", timeout_s=1.0)
-    unlucky = UploadService(parts.store, Registry(client), parts.view, [LAYOUT])
+    unlucky = UploadService(parts.store, Registry(client), parts.view, [LAYOUT], LIMITS)
     files = lora_files()
     with pytest.raises(RegistryUnavailable):
         await unlucky.upload("acme", "x", files.config_bytes, files.write(parts.folder))
@@ -207,5 +207,5 @@ async def test_an_upload_whose_answer_got_lost_can_be_repeated(parts: Parts, red
 
 async def test_layouts_must_agree(parts: Parts) -> None:
     with pytest.raises(ValueError, match="layouts"):
-        UploadService(parts.store, parts.registry, parts.view, [])
+        UploadService(parts.store, parts.registry, parts.view, [], LIMITS)
     assert LAYOUT.shape == SHAPE

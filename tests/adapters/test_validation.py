@@ -216,7 +216,7 @@ def test_unaligned_tensors_are_read_right(tmp_path: Path) -> None:
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32), num_flips=st.integers(0, 3), cut=st.integers(-1, 400))
 def test_a_corrupted_file_is_refused_or_reads_as_what_it_says(seed: int, num_flips: int, cut: int) -> None:
-    """Random damage to header or data never crashes, and never passes for the undamaged content."""
+    """Random damage to header or data causes no other error, and is never read as the undamaged content."""
     files = lora_files(modules=("q_proj",), rank=1)
     chooser = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:

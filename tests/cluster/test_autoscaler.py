@@ -15,11 +15,12 @@ from ray.serve.config import AutoscalingContext
 
 from motet.cluster.replicas.autoscaler import GangAutoscaler, autoscaling_config, fleet_state
 from motet.cluster.replicas.gang_stats import gang_load, gang_stats, growth_per_s
-from motet.cluster.scaling import GangLoad, ScalingConfig
-from motet.workers.wire.messages import EngineLoad
+from motet.cluster.scaling import GangLoad
+from motet.tests.rigs.engine_loads import engine_load
+from motet.tests.rigs.part_configs import scaling_config
 
 GANGS = DeploymentID(name="gang", app_name="motet")
-SCALING = ScalingConfig(min_gangs=0, max_gangs=4, queued_tokens_per_gang=1000)
+SCALING = scaling_config(min_gangs=0, max_gangs=4, queued_tokens_per_gang=1000)
 CONFIG = autoscaling_config(SCALING)
 
 
@@ -32,7 +33,7 @@ class Told:
 
 
 def stats(**load: int) -> dict[str, float]:
-    return gang_stats(EngineLoad(num_pages=100, num_free_pages=100, **load), max_num_sequences=10)
+    return gang_stats(engine_load(num_pages=100, num_free_pages=100, **load), max_num_sequences=10)
 
 
 def context(
@@ -111,7 +112,7 @@ def test_a_waiting_call_brings_the_first_gang_and_no_call_none(policy: Any) -> N
 
 def test_the_history_survives_serves_keeping(policy: Any) -> None:
     """The delays are over at once, so only the history can have seen the load."""
-    hasty = ScalingConfig(min_gangs=0, max_gangs=4, scale_down_after_s=0.0, scale_to_zero_after_s=1000.0, window_s=1.0)
+    hasty = scaling_config(min_gangs=0, max_gangs=4, scale_down_after_s=0.0, scale_to_zero_after_s=1000.0, window_s=1.0)
     config = autoscaling_config(hasty)
     hasty_policy = _apply_autoscaling_config(config.policy.get_policy()(**config.policy.policy_kwargs))
     idle = Told(stats(), stats())
@@ -123,7 +124,7 @@ def test_the_history_survives_serves_keeping(policy: Any) -> None:
 
 @given(st.integers(0, 200), st.integers(0, 50), st.integers(0, 20))
 def test_pressure_is_of_the_scarcer_of_pages_and_places(num_kv: int, num_idle: int, num_running: int) -> None:
-    load = EngineLoad(
+    load = engine_load(
         num_pages=250,
         num_free_pages=250 - num_kv - num_idle,
         num_adapter_pages=num_idle,

@@ -5,15 +5,14 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
 from motet.cluster.byte_size import format_byte_size, parse_byte_size
 from motet.cluster.commands.cli import main
 from motet.cluster.commands.status import status_lines
+from motet.tests.rigs.engine_loads import engine_load
 from motet.tests.rigs.fake_motet import BASE, KEY, FakeMotet, running_fake
-from motet.workers.wire.messages import EngineLoad
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +106,7 @@ def test_status_lines_show_sections_and_lists() -> None:
 
 
 def test_a_load_is_told_in_words_since_the_start_and_by_the_second() -> None:
-    load = EngineLoad(
+    load = engine_load(
         num_running=12,
         num_waiting=3,
         num_waiting_for_adapters=1,
@@ -131,8 +130,10 @@ def test_a_load_is_told_in_words_since_the_start_and_by_the_second() -> None:
         num_prefix_evictions=7,
         num_preemptions=2,
     )
-    earlier = msgspec.structs.replace(load, num_pages_out=10, num_generated_tokens=490, num_prefix_evictions=70)
-    now, before = ({"gangs": [{"gang_id": "a", "load": msgspec.to_builtins(one)}]} for one in (load, earlier))
+    earlier = engine_load(
+        **load.flat() | {"num_pages_out": 10, "num_generated_tokens": 490, "num_prefix_evictions": 70}
+    )
+    now, before = ({"gangs": [{"gang_id": "a", "load": one.flat()}]} for one in (load, earlier))
     since_the_start = list(status_lines(now))
     assert since_the_start == [
         "gangs 1 of 1",
@@ -152,7 +153,7 @@ def test_a_load_is_told_in_words_since_the_start_and_by_the_second() -> None:
     by_the_second = list(status_lines(now, before=before, seconds=2.0))
     assert "    tokens a second: 5.0 generated, 0.0 computed" in by_the_second
     assert "    copies a second: 15.0 pages of KV out, 0.0 in, 0.0 of adapters in; 0.0 failed" in by_the_second
-    another = {"gangs": [{"gang_id": "b", "load": msgspec.to_builtins(earlier)}]}
+    another = {"gangs": [{"gang_id": "b", "load": earlier.flat()}]}
     assert list(status_lines(now, before=another, seconds=2.0)) == since_the_start
 
 
@@ -198,13 +199,13 @@ def test_a_failed_answer_is_said_and_not_remembered(fake: FakeMotet) -> None:
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("1", 1), ("4096", 4096), ("512MiB", 512 << 20), ("2GiB", 2 << 30), ("1.5 kib", 1536), ("3b", 3)],
+    [("0", 0), ("1", 1), ("4096", 4096), ("512MiB", 512 << 20), ("2GiB", 2 << 30), ("1.5 kib", 1536), ("3b", 3)],
 )
 def test_sizes_as_people_write_them(text: str, num_bytes: int) -> None:
     assert parse_byte_size(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "much", "2GB", "0.1", "1e9", "MiB"])
+@pytest.mark.parametrize("text", ["", "-1", "much", "2GB", "0.1", "1e9", "MiB"])
 def test_what_is_no_size_is_refused_with_what_would_be(text: str) -> None:
     with pytest.raises(ValueError, match=r"is no size: .* needed|is no size: .*MiB.*accepted"):
         parse_byte_size(text)
@@ -226,11 +227,11 @@ def test_sizes_are_shown_short() -> None:
     [
         (["./no-such-model"], 1, "there is no folder no-such-model"),
         (["."], 1, "lacks config.json, tokenizer.json, model.safetensors"),
-        (["model", "--port", "0"], 1, "port = 0: 1 to 65535 is accepted"),
-        (["model", "--threads", "0"], 1, "num_threads = 0: a positive integer is needed"),
-        (["model", "--key", "acme=two words"], 1, "a key is printable ASCII without spaces"),
-        (["model", "--key", "acme"], 2, "TENANT=KEY is needed"),
-        (["model", "--pool-bytes", "lots"], 2, "'lots' is no size"),
+        (["model", "--port", "0"], 2, "'--port': '0': a whole number from 1 to 65535 is accepted"),
+        (["model", "--threads", "0"], 2, "'--threads': '0': auto or a whole number from 1 is accepted"),
+        (["model", "--key", "acme=two words"], 2, "a key is printable ASCII without spaces"),
+        (["model", "--key", "acme"], 2, "TENANT=KEY (for example acme=a-long-secret) is accepted"),
+        (["model", "--pool-bytes", "lots"], 2, "'--pool-bytes': 'lots': a size (bytes, or a number with KiB"),
         (["model", "--dtype", "float16"], 2, "'float32', 'bfloat16'"),
     ],
 )

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from motet.cluster.config import ConfigError, MotetConfig
-from motet.router.fleet.admission import AdmissionConfig
+from motet.cluster.config import MotetConfig
+from motet.cluster.settings.config_error import ConfigError
 
 
 @pytest.fixture
@@ -33,10 +33,10 @@ def test_the_parts_get_what_was_set(paths: dict[str, Any]) -> None:
     assert config.engine.store_path == config.store_path
     assert (config.router.model_name, config.router.max_upload_bytes) == ("base", 9)
     patient = MotetConfig(**paths, max_queue_wait_s=0.0, max_gangs=3, max_waiting_sequences=5, max_waiting_tokens=6)
-    assert patient.admission == AdmissionConfig(0.0, 3, patient.scaling.queued_tokens_per_gang)
+    assert (patient.admission.max_queue_wait_s, patient.admission.max_gangs) == (0.0, 3)
     objectives_s = (("acme", 2.0),)
     assert MotetConfig(**paths, latency_objectives_s=objectives_s).admission.latency_objectives_s == objectives_s
-    assert (patient.engine.max_waiting_sequences, patient.engine.max_waiting_tokens) == (5, 6)
+    assert (patient.leader.max_waiting_sequences, patient.leader.max_waiting_tokens) == (5, 6)
 
 
 def test_the_number_of_gangs(paths: dict[str, Any]) -> None:
@@ -85,26 +85,26 @@ def test_url(paths: dict[str, Any], host: str, url: str) -> None:
         ("port", 0, "1 to 65535"),
         ("port", 65536, "1 to 65535"),
         ("host", "", "address"),
-        ("max_waiting_sequences", 0, "positive integer"),
-        ("max_waiting_tokens", 0, "positive integer"),
-        ("max_queue_wait_s", -1.0, "zero or a positive number"),
-        ("min_gangs", -1, "zero or a positive integer"),
-        ("min_gangs", 1.5, "zero or a positive integer"),
-        ("max_gangs", 0, "positive integer"),
-        ("max_gangs", 2.5, "positive integer"),
-        ("queued_tokens_per_gang", 0, "positive integer"),
-        ("pool_pressure", 1.5, "at most 1"),
-        ("adapter_loads_per_s", 0.0, "positive number"),
-        ("scale_down_after_s", -1.0, "zero or a positive number"),
+        ("max_waiting_sequences", 0, "a whole number from 1"),
+        ("max_waiting_tokens", 0, "a whole number from 1"),
+        ("max_queue_wait_s", -1.0, "a number of seconds from 0"),
+        ("min_gangs", -1, "a whole number from 0"),
+        ("min_gangs", 1.5, "a whole number from 0"),
+        ("max_gangs", 0, "a whole number from 1"),
+        ("max_gangs", 2.5, "a whole number from 1"),
+        ("queued_tokens_per_gang", 0, "a whole number from 1"),
+        ("pool_pressure", 1.5, "a number above 0 and at most 1"),
+        ("adapter_loads_per_s", 0.0, "a number above 0"),
+        ("scale_down_after_s", -1.0, "a number of seconds from 0"),
         ("scale_to_zero_after_s", 1.0, "at least two windows"),
-        ("cold_start_wait_s", float("nan"), "zero or a positive number"),
-        ("num_routers", 1.5, "positive integer"),
-        ("gang_wait_s", -1.0, "zero or a positive number"),
-        ("drain_s", float("nan"), "zero or a positive number"),
-        ("orphan_s", -1.0, "zero or a positive number"),
-        ("pool_bytes", 0, "positive integer"),
-        ("dtype", "float16", "float32 or bfloat16"),
-        ("max_upload_bytes", -1, "positive integer"),
+        ("cold_start_wait_s", float("nan"), "a number of seconds from 0"),
+        ("num_routers", 1.5, "a whole number from 1"),
+        ("gang_wait_s", -1.0, "a number of seconds from 0"),
+        ("drain_s", float("nan"), "a number of seconds from 0"),
+        ("orphan_s", -1.0, "a number of seconds from 0"),
+        ("pool_bytes", 0, "from 1 is accepted"),
+        ("dtype", "float16", "float32 or bfloat16 is accepted"),
+        ("max_upload_bytes", -1, "KiB, MiB, GiB or TiB) from 1"),
         ("redis_url", "localhost:6379", "redis://"),
         ("redis_url", "http://[", "redis://"),
     ],

@@ -17,7 +17,7 @@ import ray
 from ray import serve
 from ray.serve._private import constants
 
-from motet.cluster.config import ConfigError, MotetConfig
+from motet.cluster.config import MotetConfig
 from motet.cluster.launch import local_serve
 from motet.cluster.launch.janitor import SESSION_VARIABLE, find_processes
 from motet.cluster.launch.local_serve import (
@@ -30,6 +30,7 @@ from motet.cluster.launch.local_serve import (
     start_serve,
     write_haproxy_wrapper,
 )
+from motet.cluster.settings.config_error import ConfigError
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.running_motet import DEMO
 

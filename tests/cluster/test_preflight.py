@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from motet.cluster.config import ConfigError, MotetConfig
+from motet.cluster.config import MotetConfig
 from motet.cluster.launch.local_serve import free_ports
 from motet.cluster.launch.preflight import check_data_dir, check_settings
+from motet.cluster.settings.config_error import ConfigError
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from redis.asyncio import Redis
 from safetensors.torch import load_file, save_file
 
@@ -14,8 +14,9 @@ from motet.adapters.errors import KeyTaken, OtherBase
 from motet.adapters.format.validation import validate
 from motet.adapters.registry.registry import Registry
 from motet.adapters.store.store import AdapterStore
-from motet.cluster.config import ConfigError, MotetConfig
+from motet.cluster.config import MotetConfig
 from motet.cluster.launch.registration import OWNER_FILE, check_objectives, forget_launch_keys, register_launch
+from motet.cluster.settings.config_error import ConfigError
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, lora_files
 
 DEMO_BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"

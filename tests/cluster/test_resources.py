@@ -9,10 +9,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from motet.cluster.commands.serve_command import amounts, labels, serve
-from motet.cluster.config import ConfigError, MotetConfig
+from motet.cluster.commands.serve_command import serve
+from motet.cluster.config import MotetConfig
 from motet.cluster.replicas.network_interface import interface_of
 from motet.cluster.resources import Resources, actor_options
+from motet.cluster.settings.config_error import ConfigError
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 MIG = "nvidia.com/mig-1g.10gb"
@@ -46,8 +47,8 @@ def test_a_leader_of_several_takes_none_of_the_devices() -> None:
     ("key", "value", "accepted"),
     [
         ("gang_num_gpus", 1.5, "a share of one GPU"),
-        ("gang_num_gpus", -1.0, "zero or a positive number"),
-        ("gang_num_gpus", float("inf"), "zero or a positive number"),
+        ("gang_num_gpus", -1.0, "a number from 0"),
+        ("gang_num_gpus", float("inf"), "a number from 0"),
         ("gang_resources", (("GPU", 1.0),), "one of Ray's own"),
         ("gang_resources", ((MIG, 0.0),), "a number from 0.0001"),
         ("gang_resources", ((MIG, float("nan")),), "a number from 0.0001"),
@@ -57,7 +58,7 @@ def test_a_leader_of_several_takes_none_of_the_devices() -> None:
         ("router_resources", (("CPU", 1.0),), "one of Ray's own"),
         ("gang_labels", (("zone", "east,west"),), "KEY=VALUE"),
         ("gang_labels", (("zone", "a"), ("zone", "b")), "more than once"),
-        ("placement", "anywhere", "strict-pack, pack, spread"),
+        ("placement", "anywhere", "strict-pack, pack or spread is accepted"),
         ("placement", "spread", "a gang of one worker"),
         ("address", "ray://head:10001", "Ray Client is not supported"),
         ("address", "head", "HOST:PORT"),
@@ -79,22 +80,26 @@ def test_addresses(address: str | None) -> None:
 
 def test_on_a_cluster_the_front_is_for_others_too() -> None:
     given = {"model_path": BASE, "data_dir": BASE, "host": None}
-    assert MotetConfig.from_environment({}, **given).host == "127.0.0.1"
-    assert MotetConfig.from_environment({}, **given, address="auto").host == "0.0.0.0"
-    assert MotetConfig.from_environment({}, **{**given, "host": "::"}, address="auto").host == "::"
+    assert MotetConfig.from_environment({}, **given).listen_host == "127.0.0.1"
+    assert MotetConfig.from_environment({}, **given, address="auto").listen_host == "0.0.0.0"
+    assert MotetConfig.from_environment({}, **{**given, "host": "::"}, address="auto").listen_host == "::"
 
 
 def test_amounts_and_labels_of_the_command_line() -> None:
-    option = click.Option(["--resource"])
-    context = click.Context(click.Command("serve"))
-    assert amounts(context, option, (f"{MIG}=1", "a=b=0.5")) == ((MIG, 1.0), ("a=b", 0.5))
-    assert labels(context, option, ("zone=east",)) == (("zone", "east"),)
+    resource, label = (next(one for one in serve.params if flag in one.opts) for flag in ("--resource", "--node-label"))
+    context = click.Context(serve)
+
+    def read(option: click.Parameter, *texts: str) -> Any:
+        return option.process_value(context, texts)
+
+    assert read(resource, f"{MIG}=1", "a=b=0.5") == ((MIG, 1.0), ("a=b", 0.5))
+    assert read(label, "zone=east") == (("zone", "east"),)
     for bad in (MIG, "=1", f"{MIG}=one"):
         with pytest.raises(click.BadParameter, match="NAME=AMOUNT"):
-            amounts(context, option, (bad,))
+            read(resource, bad)
     for bad in ("zone", "zone=", "=east"):
         with pytest.raises(click.BadParameter, match="KEY=VALUE"):
-            labels(context, option, (bad,))
+            read(label, bad)
 
 
 @pytest.mark.parametrize("flag", ["--replace", "--wait-for-nodes"])

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from motet.cluster.scaling import FleetState, GangLoad, ScalingConfig, ScalingHistory, decide, gangs_needed
 from motet.tests.rigs.fleet_simulation import Outcome, simulate
+from motet.tests.rigs.part_configs import scaling_config
 from motet.tests.rigs.recorded_day import DAY_S, EVENING, MORNING, recorded_day, steady_arrivals
 
-CONFIG = ScalingConfig(min_gangs=0, max_gangs=8)
+CONFIG = scaling_config(min_gangs=0, max_gangs=8)
 IDLE = GangLoad()
 BUSY = GangLoad(num_sequences=10, queued_tokens=2.5 * CONFIG.queued_tokens_per_gang, computed_tokens_per_s=100)
 
@@ -55,7 +56,7 @@ class Memory:
 def test_stays_within_its_bounds_whatever_it_is_told(
     bounds: tuple[int, int], steps: list[tuple[float, FleetState]]
 ) -> None:
-    memory = Memory(ScalingConfig(min_gangs=bounds[0], max_gangs=bounds[1]))
+    memory = Memory(scaling_config(min_gangs=bounds[0], max_gangs=bounds[1]))
     now_s = 0.0
     for pause_s, state in steps:
         now_s += pause_s

@@ -1,4 +1,4 @@
-"""Triton decides when it is imported whether it interprets, so these tests need a process of their own.
+"""These tests run in a process of their own, because Triton decides at its import whether to interpret kernels.
 
 `tests/kernels/test_triton.py` starts it; by hand: `TRITON_INTERPRET=1 python -m pytest tests/interpreted`.
 """

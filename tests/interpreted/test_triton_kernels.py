@@ -1,6 +1,6 @@
 """The Triton kernels against their plain twins, interpreted on the CPU.
 
-In float32 alone: the interpreter multiplies bfloat16 wrongly. `benchmarks/gpu` checks bfloat16 on a GPU.
+Only in float32, because the interpreter multiplies bfloat16 wrongly; `benchmarks/gpu` checks bfloat16 on a GPU.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import triton_kernels
 from motet.kernels.lora import ABSENT, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from motet.kernels.plain import attention as plain_attention
-from motet.kernels.plain.experts import TorchExperts
-from motet.kernels.plain.lora import TorchLora
+from motet.kernels.plain.experts import PlainExperts
+from motet.kernels.plain.lora import PlainLora
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.models.experts import choose_experts
 from motet.workers.models.rotary import RotaryConfig, rotary_table
@@ -78,7 +78,7 @@ def test_attention(
     softcap: float | None,
     seed: int,
 ) -> None:
-    """Old KV of any length and new rows of any number, in pages of any order; what lies beyond a context is NaN."""
+    """Any number of old tokens and of new rows, in pages of random order; pages hold NaN beyond a context."""
     check_attention(sequences, head_dim, group, num_kv_heads, block_size, window, softcap, seed)
 
 
@@ -92,7 +92,7 @@ def check_attention(
     softcap: float | None,
     seed: int,
 ) -> None:
-    """`sequences`: (tokens of old KV, new rows) of each."""
+    """`sequences`: (old tokens, new rows) of each."""
     generator = torch.Generator().manual_seed(seed)
     pool, batch = paged(sequences, block_size, num_kv_heads, head_dim, generator)
     # One tensor of heads side by side, as a layer's linear gives them: q, k and v are strided.
@@ -221,10 +221,10 @@ def adapters_in_pool(
     seed=st.integers(0, 2**20),
 )
 def test_lora(batch: list[tuple[dict[str, int] | None, int]], slab: int, seed: int) -> None:
-    """Mixed ranks, absent modules, rows of the base between; NaN lies wherever the adapters do not."""
+    """Mixed ranks, absent modules, rows without adapters; NaN everywhere else in the pool."""
     generator = torch.Generator().manual_seed(seed)
     pool, segments, geometry, num_rows = adapters_in_pool(batch, slab, generator)
-    twin = TorchLora()
+    twin = PlainLora()
     prepared, twin_prepared = KERNELS.lora.prepare(segments, geometry, CPU), twin.prepare(segments, geometry, CPU)
     for modules in GROUPS:
         x = torch.randn(num_rows, geometry.sides[modules[0]][0], generator=generator)
@@ -249,7 +249,7 @@ def test_rows_without_runs_of_16_are_the_twins_and_one_line_says_so(caplog: pyte
     seed=st.integers(0, 2**20),
 )
 def test_a_reserved_batch_becomes_any_that_fits(batches: list[list[dict[str, int] | None]], seed: int) -> None:
-    """One after the other, as a captured launch sees them: nothing of the one before is left."""
+    """Batches one after the other, as a captured launch gets them: nothing of the batch before is left."""
     generator = torch.Generator().manual_seed(seed)
     lora = KERNELS.lora
     longest = max(len(batch) for batch in batches)
@@ -291,7 +291,7 @@ def test_a_reserved_batch_refuses_what_has_no_room() -> None:
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_lora_in_a_gang(degree: int) -> None:
-    """Each worker has its rows of A; the vectors of all are gathered."""
+    """Each worker has a part of A's rows; the vectors of all workers are gathered."""
     generator = torch.Generator().manual_seed(degree)
     rank, num_in, num_out, slab = 8, 64, 32, 256
     a, b = torch.randn(rank, num_in, generator=generator), torch.randn(rank, num_out, generator=generator)
@@ -350,14 +350,14 @@ def test_norm_of_heads_side_by_side() -> None:
     seed=st.integers(0, 2**20),
 )
 def test_experts(num_rows: int, num_experts: int, top_k: int, seed: int) -> None:
-    """Some experts get most rows and others none; some are another worker's."""
+    """Some experts get most rows and others none; some belong to another worker."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(num_rows, num_experts, generator=generator) * 4
     chosen, weights = choose_experts(logits, min(top_k, num_experts), False)
     first = num_experts // 3
     x = torch.randn(num_rows, 72, generator=generator)
     weight = torch.randn(num_experts - first, 150, 72, generator=generator) * 0.1
-    twin = TorchExperts()
+    twin = PlainExperts()
     groups = KERNELS.experts.group(chosen, weights, first, num_experts - first)
     expected = twin.linear(x[groups.rows], weight, groups)
     close(KERNELS.experts.linear(x[groups.rows], weight, groups), expected)

@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 def dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, softcap: float | None, num_rows: int
 ) -> torch.Tensor:
-    """Attention of one sequence's last rows, written out. q `[rows, heads, dim]`, k, v `[context, kv_heads, dim]`."""
+    """Dense attention of the last rows of one sequence. q `[rows, heads, dim]`, k, v `[context, kv_heads, dim]`."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
@@ -34,7 +34,7 @@ def dense(
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotation as complex numbers, another way to write the same thing. x `[rows, heads, dim]`."""
+    """Rotary embedding as a product of complex numbers, independent of the kernels' way. x `[rows, heads, dim]`."""
     half = HEAD_DIM // 2
     frequency = 10000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
     turn = torch.polar(torch.ones(1, dtype=torch.float64), positions.double().unsqueeze(1) * frequency).unsqueeze(1)

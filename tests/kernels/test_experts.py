@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import silu
 
-from motet.kernels.backend import torch_kernels
-from motet.kernels.plain.experts import TorchExperts
+from motet.kernels.backend import plain_kernels
+from motet.kernels.plain.experts import PlainExperts
 from motet.workers.models.experts import choose_experts
 
 HIDDEN, WIDTH = 12, 8
@@ -35,10 +35,10 @@ def one_by_one(
 def part(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, first: int
 ) -> torch.Tensor:
-    """What a worker that holds these experts, `first` and following, adds."""
-    kernels = TorchExperts()
+    """The partial sum of a worker that has the experts from `first` on."""
+    kernels = PlainExperts()
     groups = kernels.group(chosen, weights, first, len(gate_up))
-    inner = torch_kernels().silu_mul(kernels.linear(x[groups.rows], gate_up, groups))
+    inner = plain_kernels().silu_mul(kernels.linear(x[groups.rows], gate_up, groups))
     return kernels.combine(kernels.linear(inner, down, groups), groups, len(x))
 
 
@@ -81,7 +81,7 @@ def test_grouped_products_are_those_of_each_row_alone(
 def test_pairs_are_sorted_by_expert_and_then_by_row(experts: list[list[int]], first: int, num_experts: int) -> None:
     chosen = torch.tensor(experts, dtype=torch.int64).view(-1, 3)
     weights = torch.arange(chosen.numel(), dtype=torch.float32).view(-1, 3)  # names each pair
-    groups = TorchExperts().group(chosen, weights, first, num_experts)
+    groups = PlainExperts().group(chosen, weights, first, num_experts)
     expected = [
         [(row, row * 3 + own.index(expert)) for row, own in enumerate(experts) if expert in own]
         for expert in range(first, first + num_experts)

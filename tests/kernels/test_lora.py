@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from motet.adapters.adapter import MODULES, BaseShape
 from motet.adapters.packing.layout import AdapterLayout
 from motet.kernels.lora import ABSENT, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
-from motet.kernels.plain.lora import TorchLora
+from motet.kernels.plain.lora import PlainLora
 
 SHAPE = BaseShape(
     num_layers=2,
@@ -79,7 +79,7 @@ def test_rows_get_their_own_adapters_share(
             segments.append(LoraSegment(start, start + num_rows, adapter))
             dense[start] = matrices
         start += num_rows
-    lora = TorchLora()
+    lora = PlainLora()
     prepared = lora.prepare(segments, GEOMETRY, pool.device)
     for layer in range(SHAPE.num_layers):
         for modules in GROUPS:
@@ -110,7 +110,7 @@ def test_an_overflow_in_a_neighbour_reaches_no_other_row() -> None:
     bad, _ = place({"q_proj": 4}, free, pool, generator)
     pool[list(bad.pages)] = 3e38
     segments = [LoraSegment(0, 1, good), LoraSegment(1, 2, bad), LoraSegment(2, 3, good)]
-    lora = TorchLora()
+    lora = PlainLora()
     prepared = lora.prepare(segments, GEOMETRY, pool.device)
     x, y = torch.randn(3, 48, generator=generator), torch.zeros(3, 64)
     shrunk = lora.shrink(x, pool, 0, prepared, (0,)).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""The native CPU kernels against their plain twins, compiled for this CPU and for lesser ones.
+"""The native CPU kernels against their plain twins, compiled for this CPU and for CPUs with fewer instructions.
 
 `tests/kernels/test_sanitizers.py` runs this file once more, with sanitizers compiled in.
 """
@@ -54,7 +54,7 @@ def test_attention(
     softcap: float | None,
     seed: int,
 ) -> None:
-    """Old KV of any length and new rows of any number, in pages of any order; what lies beyond a context is NaN."""
+    """Any number of old tokens and of new rows, in pages of random order; pages hold NaN beyond a context."""
     check_attention(native, sequences, head_dim, group, num_kv_heads, block_size, window, softcap, seed)
 
 
@@ -73,7 +73,7 @@ def test_attention_over_a_long_context(native: tuple[Kernels, torch.dtype]) -> N
 def test_heads_too_wide_are_the_twins_and_one_line_says_so(
     native: tuple[Kernels, torch.dtype], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each limit: the widest that is native, and more than that."""
+    """For each limit, the largest value that is native and one above it."""
     with caplog.at_level(logging.WARNING):
         check_attention(native, [(20, 1), (0, 3)], 512, 2, 1, 16, None, None, seed=0)
         check_attention(native, [(20, 1), (0, 3)], 16, 32, 1, 16, None, None, seed=0)
@@ -107,7 +107,7 @@ def check_attention(
     softcap: float | None,
     seed: int,
 ) -> None:
-    """`sequences`: (tokens of old KV, new rows) of each."""
+    """`sequences`: (old tokens, new rows) of each."""
     kernels, dtype = native
     generator = torch.Generator().manual_seed(seed)
     num_pages = sum(-(-(old + new) // block_size) for old, new in sequences) + 3
@@ -148,7 +148,7 @@ def check_attention(
 def test_rows(
     native: tuple[Kernels, torch.dtype], rows: int, width: int, has_residual: bool, has_wide_weight: bool, seed: int
 ) -> None:
-    """Rows that lie apart, NaN between them; a norm's weight in the rows' dtype, or in float32 (Gemma)."""
+    """Rows with a stride and NaN between them; the weight of a norm in the rows' dtype, or in float32 (Gemma)."""
     kernels, dtype = native
     generator = torch.Generator().manual_seed(seed)
     x, gate_up = (
@@ -169,7 +169,7 @@ def test_rows(
 
 
 def test_a_weight_in_float32_is_multiplied_before_rounding(native: tuple[Kernels, torch.dtype]) -> None:
-    """One rounding in all, by half of the last bit at most; two would be off by up to twice as much."""
+    """There is a single rounding, with an error of at most half of the last bit; two roundings could double that."""
     kernels, dtype = native
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(4, 100, generator=generator).to(dtype), torch.randn(100, generator=generator)
@@ -181,7 +181,7 @@ def test_a_weight_in_float32_is_multiplied_before_rounding(native: tuple[Kernels
 
 
 def test_rounded_where_the_twin_rounds(native: tuple[Kernels, torch.dtype]) -> None:
-    """A normed row before its weight, an activation before its product: another rounding shows in the last bit."""
+    """A norm is rounded before its weight, an activation before its product. Elsewhere, the last bit would differ."""
     kernels, dtype = native
     weight = (1 + torch.arange(128) / 128).to(dtype)
     x = torch.full((1, 128), 2.0).to(dtype)
@@ -200,7 +200,7 @@ def test_rounded_where_the_twin_rounds(native: tuple[Kernels, torch.dtype]) -> N
 
 
 def test_nan_stays_nan(native: tuple[Kernels, torch.dtype]) -> None:
-    """Whatever its payload: rounded like a number, 0x7fffffff would become -0."""
+    """NaN with any payload stays NaN. If it were rounded like a number, 0x7fffffff would become -0."""
     kernels, dtype = native
     weight = torch.ones(20)
     weight.view(torch.int32)[3] = 0x7FFFFFFF
@@ -209,7 +209,7 @@ def test_nan_stays_nan(native: tuple[Kernels, torch.dtype]) -> None:
 
 @pytest.mark.parametrize("best", [*range(16), 16, 31, 32, 47, 48, 62, 63, 64, 79])
 def test_scores_far_apart(native: tuple[Kernels, torch.dtype], best: int) -> None:
-    """The best key is found in every lane of a tile, and in every tile, however far above the next best it is."""
+    """One key scores far above the others: in every lane of a tile, and in every tile."""
     kernels, dtype = native
     kv = torch.zeros(5, 2, 16, 1, 16, dtype=dtype)
     kv[:, 1, :, 0] = torch.arange(80.0).to(dtype).view(5, 16, 1)
@@ -226,7 +226,7 @@ def test_scores_far_apart(native: tuple[Kernels, torch.dtype], best: int) -> Non
 def test_a_row_attends_the_same_to_the_last_bit_alone_and_in_a_chunk(
     native: tuple[Kernels, torch.dtype], old: int
 ) -> None:
-    """Few queries and many take different ways through the values."""
+    """The kernel adds up values differently for few queries and for many; results must be equal to the last bit."""
     kernels, dtype = native
     generator, new, dim = torch.Generator().manual_seed(old), 37, 80
     pages = tuple(torch.randperm(-(-(old + new) // 16), generator=generator).tolist())
@@ -245,7 +245,7 @@ def test_a_row_attends_the_same_to_the_last_bit_alone_and_in_a_chunk(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_share_rows(dtype: torch.dtype) -> None:
-    """So many that they do; the result is the same to the last bit."""
+    """There are enough rows that threads share them; the result is the same to the last bit."""
     one, two = (load_build((dtype, num_threads, HERE)) for num_threads in (1, 2))
     generator = torch.Generator().manual_seed(0)
     x, gate_up = (torch.randn(61, width, generator=generator).to(dtype) for width in (577, 1154))

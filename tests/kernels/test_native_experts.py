@@ -1,4 +1,4 @@
-"""Native products of experts against the twin, compiled for this CPU and for lesser ones.
+"""Native products of experts against the plain twin, compiled for this CPU and for CPUs with fewer instructions.
 
 `tests/kernels/test_sanitizers.py` runs this file once more, with sanitizers compiled in.
 """
@@ -17,13 +17,13 @@ from motet.kernels.experts import ExpertGroups
 from motet.kernels.native.build import NativeUnavailable, load_library
 from motet.kernels.native.experts import NativeExperts, PackedExperts
 from motet.kernels.native.linear import NativeLinear
-from motet.kernels.plain.experts import TorchExperts
+from motet.kernels.plain.experts import PlainExperts
 from motet.tests.rigs.native_builds import BUILDS, EXAMPLES, SANITIZERS, Build, close
 from motet.workers.models.experts import choose_experts
 
 
 def load(build: Build) -> NativeExperts:
-    """Also where the CPU has something faster. Skips where they cannot be compiled."""
+    """The native kernels, even where oneDNN would be chosen. Skips where they cannot be compiled."""
     dtype, num_threads, flags = build
     try:
         library = load_library(num_threads, flags=[*flags, *SANITIZERS])
@@ -38,7 +38,7 @@ def native(request: pytest.FixtureRequest) -> tuple[NativeExperts, torch.dtype]:
 
 
 def pack(kernels: NativeExperts, weight: torch.Tensor) -> PackedExperts:
-    """Its panels in memory of their own, whose ends a sanitizer knows."""
+    """The packed weight in memory of its own, so that a sanitizer finds reads beyond its end."""
     packed = kernels.pack(weight)
     return replace(packed, panels=packed.panels.clone())
 
@@ -65,7 +65,7 @@ def test_each_pair_goes_through_its_own_expert(
     num_out: int,
     seed: int,
 ) -> None:
-    """Some experts get most rows and others none; some are another worker's. x is a part of wider rows of NaN."""
+    """Some experts get most rows and others none; some belong to another worker. NaN surrounds the columns of x."""
     (kernels, dtype), generator = native, torch.Generator().manual_seed(seed)
     logits = torch.randn(num_rows, num_experts, generator=generator) * 4
     chosen, weights = choose_experts(logits, min(top_k, num_experts), False)
@@ -76,7 +76,7 @@ def test_each_pair_goes_through_its_own_expert(
     wide[:, 4 : 4 + num_in] = torch.randn(len(wide), num_in, generator=generator).to(dtype)
     x = wide[:, 4 : 4 + num_in]
     actual = kernels.linear(x, pack(kernels, weight), groups)
-    expected = TorchExperts().linear(x, weight, groups)
+    expected = PlainExperts().linear(x, weight, groups)
     assert actual.shape == expected.shape and actual.dtype == dtype
     close(actual, expected)
 
@@ -102,15 +102,15 @@ def test_what_does_not_fit_together_is_refused(native: tuple[NativeExperts, torc
     kernels, dtype = native
     weight = kernels.pack(torch.zeros(3, 8, 16, dtype=dtype))
     chosen, weights = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
-    with pytest.raises(AssertionError, match="groups of these experts"):
+    with pytest.raises(AssertionError, match="groups are of these experts"):
         kernels.linear(torch.zeros(2, 16, dtype=dtype), weight, kernels.group(chosen, weights, 0, 4))
-    with pytest.raises(AssertionError, match="of the weight's width"):
+    with pytest.raises(AssertionError, match="x has the weight's inputs"):
         kernels.linear(torch.zeros(2, 17, dtype=dtype), weight, kernels.group(chosen, weights, 0, 3))
     for num_pairs in (0, 1, 3):
-        with pytest.raises(AssertionError, match="as many pairs as the groups have"):
+        with pytest.raises(AssertionError, match="as many rows as the groups have pairs"):
             kernels.linear(torch.zeros(num_pairs, 16, dtype=dtype), weight, kernels.group(chosen, weights, 0, 3))
     groups = kernels.group(chosen, weights, 0, 3)
-    with pytest.raises(AssertionError, match="groups of these experts"):
+    with pytest.raises(AssertionError, match="groups are of these experts"):
         kernels.linear(torch.zeros(2, 16, dtype=dtype), weight, replace(groups, offsets=groups.offsets.int()))
 
 

@@ -1,4 +1,4 @@
-"""Native linears against torch's, compiled for this CPU and for lesser ones.
+"""Native linears against torch's, compiled for this CPU and for CPUs with fewer instructions.
 
 `tests/kernels/test_sanitizers.py` runs this file once more, with sanitizers compiled in.
 """
@@ -24,7 +24,7 @@ from motet.kernels.native import linear as native_linear
 from motet.kernels.native import onednn_linear
 from motet.kernels.native.build import NativeUnavailable, load_library
 from motet.kernels.native.linear import NativeLinear, PackedWeight
-from motet.kernels.plain.experts import TorchExperts
+from motet.kernels.plain.experts import PlainExperts
 from motet.tests.rigs.native_builds import BUILDS, EXAMPLES, HERE, SANITIZERS, Build, close, load_build
 from motet.tests.rigs.patience import PATIENCE_S
 
@@ -48,19 +48,19 @@ def load(build: Build) -> NativeLinear:
 
 @pytest.fixture(scope="module", params=BUILDS, ids=str)
 def native(request: pytest.FixtureRequest) -> tuple[NativeLinear, torch.dtype]:
-    """Of each build, also where the CPU has something faster."""
-    load_build(request.param)  # or skips
+    """The native linears of each build, even where oneDNN would be chosen."""
+    load_build(request.param)  # skips where the build cannot be made
     return load(request.param), request.param[0]
 
 
 def pack(kernels: NativeLinear, weight: torch.Tensor) -> PackedWeight:
-    """Its panels in memory of their own, whose ends a sanitizer knows."""
+    """The packed weight in memory of its own, so that a sanitizer finds reads beyond its end."""
     packed = kernels.pack(weight)
     return replace(packed, panels=packed.panels.clone())
 
 
 def check(native: tuple[NativeLinear, torch.dtype], num_rows: int, num_in: int, num_out: int, has_bias: bool) -> None:
-    """x is a part of wider rows, and all that is not x is NaN."""
+    """Compares with torch. NaN surrounds the columns of x."""
     kernels, dtype = native
     x, weight, bias = draw(num_rows, num_in, num_out, dtype, seed=num_rows)
     wide = torch.full((num_rows, num_in + 37), float("nan"), dtype=dtype)
@@ -80,18 +80,18 @@ def check(native: tuple[NativeLinear, torch.dtype], num_rows: int, num_in: int, 
 def test_linear(
     native: tuple[NativeLinear, torch.dtype], num_rows: int, num_in: int, num_out: int, has_bias: bool
 ) -> None:
-    """Any width, odd ones too, and any number of outputs, whole panels or not."""
+    """Any number of inputs, odd ones too, and of outputs, whether they fill panels or not."""
     check(native, num_rows, num_in, num_out, has_bias)
 
 
 @pytest.mark.parametrize("num_rows", [*range(14), 23, 24, 25, 47, 48, 49, 191, 192, 193, 230])
 def test_every_number_of_rows(native: tuple[NativeLinear, torch.dtype], num_rows: int) -> None:
-    """Every tile that is left over, and the ends of blocks."""
+    """Every number of rows after the last full tile, and the ends of blocks."""
     check(native, num_rows, 64, 80, has_bias=True)
 
 
 def test_wide_inputs(native: tuple[NativeLinear, torch.dtype]) -> None:
-    """So wide that a block of rows is a small one."""
+    """Inputs so wide that a block has the fewest rows."""
     for num_rows in (1, 25, 70):
         check(native, num_rows, 8192, 48, has_bias=False)
 
@@ -132,7 +132,7 @@ def test_a_row_is_the_same_to_the_last_bit_with_any_others_and_on_any_threads(
 
 
 def test_weights_lie_side_by_side(native: tuple[NativeLinear, torch.dtype]) -> None:
-    """In huge pages, which a small weight by itself would not fill."""
+    """Small weights share huge pages."""
     kernels, dtype = native
     weights = [kernels.pack(draw(0, 64, 64, dtype, seed=i)[1]) for i in range(3)]
     starts = [weight.panels.data_ptr() for weight in weights]
@@ -141,7 +141,7 @@ def test_weights_lie_side_by_side(native: tuple[NativeLinear, torch.dtype]) -> N
 
 @pytest.mark.parametrize("is_best", [True, False])
 def test_onednn_serves_where_it_is_faster(monkeypatch: pytest.MonkeyPatch, is_best: bool) -> None:
-    """On CPUs with matrix instructions, and for bfloat16 alone."""
+    """oneDNN is chosen on CPUs with matrix instructions, for bfloat16 only."""
     if not onednn_linear.can_pack(torch.bfloat16):
         pytest.skip("oneDNN takes no packed weights on this CPU")
     monkeypatch.setattr(NativeLinear, "is_best", property(lambda _: is_best, lambda _self, _value: None), raising=False)
@@ -155,7 +155,7 @@ def test_onednn_serves_where_it_is_faster(monkeypatch: pytest.MonkeyPatch, is_be
         experts = torch.stack((weight, -weight))
         groups = kernels.experts.group(torch.arange(num_rows)[:, None] % 2, torch.ones(num_rows, 1), 0, 2)
         found = kernels.experts.linear(x, kernels.pack_experts(experts), groups)
-        close(found, TorchExperts().linear(x, experts, groups))
+        close(found, PlainExperts().linear(x, experts, groups))
     assert native_kernels(torch.float32, 1, library).choice == "native; page copies by torch"
 
 
@@ -177,7 +177,7 @@ def test_a_weight_larger_than_what_is_taken_at_once(
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="oneDNN's names of instruction sets")
 def test_a_cpu_that_onednn_takes_no_bfloat16_on_is_no_obstacle() -> None:
-    """As laptops with AVX2 are. What oneDNN may use is decided when it is loaded."""
+    """A CPU with AVX2, as in laptops. A process of its own, because oneDNN reads its limit when it is loaded."""
     program = """
 import torch
 from motet.kernels.native import linear, onednn_linear

@@ -1,4 +1,4 @@
-"""LoRA's native CPU kernels against their twin and against dense products, compiled for this CPU and for lesser ones.
+"""The native LoRA kernels against the plain twin and dense products, for this CPU and CPUs with fewer instructions.
 
 `tests/kernels/test_sanitizers.py` runs this file once more, with sanitizers compiled in.
 """
@@ -18,11 +18,11 @@ from motet.adapters.adapter import MODULES, BaseShape
 from motet.adapters.packing.layout import AdapterLayout
 from motet.kernels.backend import Kernels
 from motet.kernels.lora import ABSENT, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
-from motet.kernels.plain.lora import TorchLora
+from motet.kernels.plain.lora import PlainLora
 from motet.tests.rigs.native_builds import EXAMPLES, HERE, close, load_build
 
 CPU = torch.device("cpu")
-GUARD = 5  # columns of NaN on both sides of x and y, and rows of y after the last: who reads or writes there is seen
+GUARD = 5  # columns of NaN beside x and y, and rows after the last of y: reads and writes there are noticed
 
 ranks_of_adapter = st.dictionaries(st.sampled_from(MODULES), st.sampled_from([1, 2, 3, 8, 17, 64, 256]), min_size=1)
 
@@ -36,7 +36,7 @@ ranks_of_adapter = st.dictionaries(st.sampled_from(MODULES), st.sampled_from([1,
 def test_lora(
     native: tuple[Kernels, torch.dtype], batch: list[tuple[dict[str, int] | None, int]], slab: int, seed: int
 ) -> None:
-    """Against the twin: mixed ranks, absent modules, rows of the base between; NaN wherever the adapters do not lie."""
+    """Against the twin: mixed ranks, absent modules, rows without adapters; NaN everywhere else in the pool."""
     kernels, dtype = native
     generator = torch.Generator().manual_seed(seed)
     hidden, kv, wide = 48, 16, 80
@@ -59,7 +59,7 @@ def test_lora(
             places = (ModuleSlice(at[m].rank, at[m].a_rows, at[m].a, at[m].b) if m in at else ABSENT for m in MODULES)
             segments.append(LoraSegment(start, start + num_rows, PagedAdapter(pages, tuple(places))))
         start += num_rows
-    twin = TorchLora()
+    twin = PlainLora()
     prepared, twin_prepared = kernels.lora.prepare(segments, geometry, CPU), twin.prepare(segments, geometry, CPU)
     for modules in ((0, 1, 2), (3,), (4, 5), (6,)):
         x = torch.randn(start, geometry.sides[modules[0]][0], generator=generator).to(dtype)
@@ -148,7 +148,7 @@ def check_against_dense_products(
     degree: int,
     seed: int,
 ) -> None:
-    """Modules that share an input; see `place`. Nothing outside of x's and y's own columns and rows is touched."""
+    """Checks modules that share an input (see `place`), and that nothing outside x and y is read or written."""
     kernels, dtype = native
     generator = torch.Generator().manual_seed(seed)
     pools, placed = place(batch, num_in, outs, slab, degree, dtype, generator)
@@ -206,7 +206,7 @@ def test_any_widths_in_gangs_of_any_size(
     degree: int,
     seed: int,
 ) -> None:
-    """Mostly segments of one row, as in decode; rows that lie in many pages, or many in a page; parts of A's rows."""
+    """Mostly segments of one row, as in decodes; rows that cross pages, and pages of many rows; parts of A's rows."""
     check_against_dense_products(native, batch, num_in, outs, slab, degree, seed)
 
 
@@ -225,7 +225,7 @@ def test_single_rows_fewer_and_more_than_readers(native: tuple[Kernels, torch.dt
 def test_single_rows_too_wide_for_readers_in_turn(
     native: tuple[Kernels, torch.dtype], num_in: int, outs: tuple[int, ...]
 ) -> None:
-    """Wide and narrow modules side by side: the wide ones have one reader."""
+    """Wide and narrow modules side by side; for wide ones there is a single reader."""
     singles = [((8, 3, 16), 1), ((1, 0, 8), 1), ((17, 8, 0), 1), ((4, 4, 4), 2)]
     check_against_dense_products(native, 8 * singles, num_in, outs, 6144, 1, seed=num_in)
 
@@ -244,7 +244,7 @@ def test_lora_of_nothing(native: tuple[Kernels, torch.dtype]) -> None:
 
 @pytest.mark.parametrize("width", [80, 3200])
 def test_a_rows_lora_does_not_depend_on_who_else_is_there(native: tuple[Kernels, torch.dtype], width: int) -> None:
-    """To the last bit: alone, among rows of the same adapter however many, and beside others of one row or of many."""
+    """Equal to the last bit: alone, among other rows of its adapter, and beside segments of other adapters."""
     kernels, dtype = native
     generator = torch.Generator().manual_seed(0)
     rank = 37
@@ -276,7 +276,7 @@ def test_a_rows_lora_does_not_depend_on_who_else_is_there(native: tuple[Kernels,
 
 
 def test_callers_on_several_threads_do_not_meet() -> None:
-    """What is kept from call to call is each thread's own."""
+    """Buffers that are kept from call to call belong to one thread each."""
     kernels, rank, width = load_build((torch.float32, 1, HERE)).lora, 64, 512
     pool = torch.randn(1, 1, 2 * rank * width, generator=torch.Generator().manual_seed(0)) * 0.05
     geometry = LoraGeometry(1, pool.shape[2], 1, ((width, width),))

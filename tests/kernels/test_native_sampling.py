@@ -1,4 +1,4 @@
-"""The native choice of tokens against the plain twin, compiled for this CPU and for lesser ones.
+"""Native sampling against the plain twin, compiled for this CPU and for CPUs with fewer instructions.
 
 `tests/workers/test_token_choice.py` holds both against the definition; `tests/kernels/test_sanitizers.py` runs this
 file once more.
@@ -13,17 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.kernels.plain.sampling import TorchSampling
+from motet.kernels.plain.sampling import PlainSampling
 from motet.kernels.sampling import NOT_FINITE, Draw, SamplingKernels
 from motet.tests.rigs.native_builds import BUILDS, EXAMPLES, HERE, load_build
 
 VOCAB = 5003
-TWIN = TorchSampling()
+TWIN = PlainSampling()
 
 
 @pytest.fixture(scope="module", params=[build for build in BUILDS if build[0] == torch.float32], ids=str)
 def native(request: pytest.FixtureRequest) -> SamplingKernels:
-    """Of each build; logits are always float32."""
+    """The sampling kernels of each build; logits are always float32."""
     return load_build(request.param).sampling
 
 
@@ -63,7 +63,7 @@ def test_draws_are_the_twins(
 
 @pytest.mark.parametrize("spread", [0.1, 2.0, 8.0])
 def test_every_draw_of_a_fine_grid(native: SamplingKernels, spread: float) -> None:
-    """All limits together and alone, from flat rows to steep ones."""
+    """All filters together and alone, for flat to steep distributions."""
     logits = random_logits(1, VOCAB, spread, seed=3)
     grid = product((0.5, 1.0), (0, 1, 7, 2000), (1.0, 0.97, 0.3), (0.0, 0.001, 0.2))
     wanted = [Draw(*each, i / 7) for each in grid for i in range(7)]
@@ -98,7 +98,7 @@ def test_tokens_without_weight_are_never_drawn(native: SamplingKernels) -> None:
 
 
 def test_strided_rows_on_several_threads_and_after_wider_ones() -> None:
-    """What a thread keeps from call to call is of no consequence."""
+    """Buffers that a thread keeps from call to call do not change results."""
     one, two = (load_build((torch.float32, threads, HERE)).sampling for threads in (1, 2))
     wide = random_logits(40, 3001, 2.0, seed=0)
     wanted = [Draw(1.0, 0, 0.9, 0.0, i / 40) for i in range(40)]

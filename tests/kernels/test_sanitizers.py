@@ -1,6 +1,6 @@
 """The native kernels' tests once more, with the kernels compiled under address and undefined-behaviour sanitizers.
 
-torch's allocations pass through the sanitizer's too, so a kernel that leaves a tensor's memory is seen.
+Memory of torch comes from the sanitizer's allocator, too, so that a kernel's access beyond a tensor is noticed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NATIVE = (
     "test_native_experts.py",
     "test_native_sampling.py",
 )
-# Each leaves what it may touch, on the word of its caller; a sanitizer that is awake says so.
+# Each function makes an error if its caller asks for it, so that a test sees that the sanitizers report errors.
 PROBE = """
 extern "C" int beyond(const int* from, long index) { return from[index]; }
 extern "C" int shifted(int by) { return 1 << by; }
@@ -38,7 +38,7 @@ CALLS = {
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """That of a Python which can load sanitized libraries. Skips where the compiler has no sanitizers."""
+    """The environment of a Python that can load sanitized libraries. Skips where the compiler has no sanitizers."""
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         pytest.skip("no C++ compiler was found")

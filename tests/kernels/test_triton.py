@@ -35,7 +35,7 @@ def bf16(*shape: int) -> torch.Tensor:
 
 
 def batch(counts: tuple[int, ...], context: int) -> AttentionBatch:
-    """So many newest rows of each sequence."""
+    """A batch with this number of new rows of each sequence, and this context."""
     starts = tuple(sum(counts[:i]) for i in range(len(counts) + 1))
 
     def ints(*shape: int) -> torch.Tensor:
@@ -119,7 +119,7 @@ CASES: dict[str, tuple[Callable[[], None], set[str]]] = {
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("case", CASES)
 def test_compiles_for_the_chip(case: str, capability: int) -> None:
-    """No spills, no stack, no more shared memory than the chip has; matrix instructions where there are products."""
+    """No spills, no stack, no more shared memory than the GPU has; matrix instructions for all products."""
     launch_all, names = CASES[case]
     with recorded() as launches:
         launch_all()

@@ -8,18 +8,20 @@ from itertools import count
 from typing import cast
 
 import httpx
+import msgspec
 
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.upload import UploadService
-from motet.router.config import RouterConfig
 from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.router.rest_server import create_app
 from motet.tests.rigs.engine_rig import EngineRig, Stock
+from motet.tests.rigs.part_configs import router_config
 from motet.tests.rigs.router_rig import BASE, HEADERS, FakeUploads, FakeView, text_service
-from motet.workers.wire.messages import AdapterRef, EngineLoad, GangInfo, SamplingParams, SequenceRequest
+from motet.workers.wire.engine_load import EngineLoad
+from motet.workers.wire.messages import GangInfo, SequenceRequest
 
 
 def client_of(dispatcher: EngineDispatcher, stock: Stock, *adapters: str) -> httpx.AsyncClient:
@@ -29,7 +31,7 @@ def client_of(dispatcher: EngineDispatcher, stock: Stock, *adapters: str) -> htt
         ref = stock.refs[name]
         view.adapters["acme", name] = AdapterVersion("acme", name, 1, ref.digest, ref.module_ranks, 1, 1.7e9)
     app = create_app(
-        config=RouterConfig(model_name=BASE, spool_path=stock.store_path.parent / "spool"),
+        config=router_config(BASE, stock.store_path.parent / "spool"),
         dispatcher=dispatcher,
         view=cast(RegistryView, view),
         uploads=cast(UploadService, FakeUploads(view)),
@@ -52,28 +54,12 @@ class EngineDispatcher:
         self._stepping: asyncio.Task[None] | None = None
 
     def submit(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        tenant: str,
-        adapter: AdapterRef | None,
-        *,
-        key: str = "",
-        is_resumed: bool = False,
-        cache_salt: str = "",
-        limit: TimeLimit | None = None,
+        self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None
     ) -> OpenSequence:
-        request = SequenceRequest(
-            sequence_id=next(self._ids),
-            prompt_token_ids=prompt_token_ids,
-            sampling=sampling,
-            tenant=tenant,
-            adapter=adapter,
-            cache_salt=cache_salt,
-        )
+        request = msgspec.structs.replace(request, sequence_id=next(self._ids))
         self.requests.append(request)
         sequence = self._open[request.sequence_id] = OpenSequence(request)
-        sequence.on_cancel = lambda: self._cancel(request.sequence_id)
+        sequence.move(None, self)
         self.rig.engine.submit(request)
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step())
@@ -88,7 +74,8 @@ class EngineDispatcher:
     def load(self) -> EngineLoad:
         return self.rig.engine.load()
 
-    def _cancel(self, sequence_id: int) -> None:
+    def cancel(self, sequence: OpenSequence) -> None:
+        sequence_id = sequence.request.sequence_id
         del self._open[sequence_id]
         self.rig.engine.cancel(sequence_id)
 

@@ -13,8 +13,8 @@ import torch
 from motet.adapters.format.validation import validate
 from motet.adapters.packing.layout import AdapterLayout, Dtype
 from motet.adapters.store.store import AdapterStore
+from motet.tests.rigs.part_configs import engine_config
 from motet.tests.rigs.patience import PATIENCE_S
-from motet.workers.config import EngineConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.models.config import ModelConfig
@@ -80,7 +80,7 @@ class Stock:
 
     def engine(self, num_pages: int, **settings: Any) -> EngineRig:
         """An engine whose pool has so many pages. `settings` are fields of EngineConfig."""
-        config = EngineConfig(
+        config = engine_config(
             model_path=self.model_path,
             store_path=self.store_path,
             dtype=self.layout.dtype,
@@ -148,9 +148,9 @@ class EngineRig:
 
     def assert_idle(self) -> None:
         """All pages are free again but those of adapters and prefixes kept for the next request."""
-        load = self.engine.load()
-        assert (load.num_running, load.num_waiting) == (0, 0)
-        assert load.num_free_pages + load.num_adapter_pages + load.num_idle_prefix_pages == load.num_pages
+        now = self.engine.load().gauges
+        assert (now.num_running, now.num_waiting) == (0, 0)
+        assert now.num_free_pages + now.num_adapter_pages + now.num_idle_prefix_pages == now.num_pages
 
     def prefer_copies(self) -> None:
         """From now on pages are always copied back rather than computed, however fast this tiny model computes."""

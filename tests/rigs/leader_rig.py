@@ -13,9 +13,6 @@ from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.stand_in_engine import StandInEngine
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.wire.messages import (
-    STREAM_METHOD,
-    STREAM_SERVICE,
-    TOKEN_KEY,
     AdapterRef,
     Cancel,
     Frame,
@@ -27,6 +24,7 @@ from motet.workers.wire.messages import (
     Submit,
     ToLeader,
 )
+from motet.workers.wire.stream_options import STREAM_METHOD, STREAM_SERVICE, TOKEN_KEY
 
 TOKEN = "a secret"
 

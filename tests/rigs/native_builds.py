@@ -1,4 +1,4 @@
-"""What the tests of the native CPU kernels share: the builds that they run on, and how close is close."""
+"""The builds that the tests of the native CPU kernels run on, and their tolerances."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if platform.machine() in ("x86_64", "AMD64"):
 
 
 def load_build(build: Build) -> Kernels:
-    """Its kernels, with the sanitizers that were asked for. Skips where they cannot be compiled."""
+    """The kernels of a build, with the sanitizers that are asked for. Skips where they cannot be compiled."""
     dtype, num_threads, flags = build
     try:
         return native_kernels(dtype, num_threads, load_library(num_threads, flags=[*flags, *SANITIZERS]))
@@ -42,6 +42,6 @@ def load_build(build: Build) -> Kernels:
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal within the dtype's tolerance, and nowhere NaN."""
+    """Asserts that both are equal within the dtype's tolerance and have no NaN."""
     tolerance = TOLERANCE[actual.dtype]
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)

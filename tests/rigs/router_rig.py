@@ -21,18 +21,19 @@ from transformers import PreTrainedTokenizerFast
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.upload import UploadService
-from motet.router.config import RouterConfig
 from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
+from motet.tests.rigs.engine_loads import engine_load
+from motet.tests.rigs.part_configs import router_config
 from motet.tests.rigs.patience import PATIENCE_S, eventually
+from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import (
-    AdapterRef,
-    EngineLoad,
     GangInfo,
     SamplingParams,
     SequenceError,
+    SequenceRequest,
     SequenceUpdate,
     TokenLogprobs,
 )
@@ -108,21 +109,7 @@ def decoded(text: TextService, token_ids: Sequence[int]) -> str:
     return str(text._backend.decode(token_ids, skip_special_tokens=True))
 
 
-@dataclass(frozen=True)
-class Submitted:
-    """What was asked of the dispatcher."""
-
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    tenant: str
-    adapter: AdapterRef | None
-    key: str = ""
-    is_resumed: bool = False
-    cache_salt: str = ""
-    limit: TimeLimit | None = None
-
-
-Script = Callable[[Submitted], Sequence[SequenceUpdate]]
+Script = Callable[[SequenceRequest], Sequence[SequenceUpdate]]
 
 
 class FakeStream:
@@ -159,24 +146,18 @@ class FakeDispatcher:
     num_resumed: int = 0
     num_gang_faults: Mapping[FaultKind, int] = field(default_factory=dict)
     num_gangs: int = 1
-    submitted: list[Submitted] = field(default_factory=list)
+    submitted: list[SequenceRequest] = field(default_factory=list)
+    limits: list[TimeLimit | None] = field(default_factory=list)  # of what was submitted
+    resumed: list[bool] = field(default_factory=list)  # whether it was submitted as a resumed sequence
     streams: list[FakeStream] = field(default_factory=list)
 
     def submit(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        tenant: str,
-        adapter: AdapterRef | None,
-        *,
-        key: str = "",
-        is_resumed: bool = False,
-        cache_salt: str = "",
-        limit: TimeLimit | None = None,
+        self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None
     ) -> FakeStream:
-        request = Submitted(prompt_token_ids, sampling, tenant, adapter, key, is_resumed, cache_salt, limit)
-        updates = self.script(request) if self.script is not None else token_by_token(self.answer, sampling)
+        updates = self.script(request) if self.script is not None else token_by_token(self.answer, request.sampling)
         self.submitted.append(request)
+        self.limits.append(limit)
+        self.resumed.append(is_resumed)
         self.streams.append(FakeStream(updates, self.hangs))
         return self.streams[-1]
 
@@ -193,6 +174,7 @@ class FakeDispatcher:
             block_size=16,
             num_pages=64,
             page_bytes=1024,
+            num_threads=1,
             vocab_size=320,
         )
 
@@ -201,7 +183,7 @@ class FakeDispatcher:
         return [] if gang is None or load is None else [(gang, load)] * self.num_gangs
 
     def load(self) -> EngineLoad | None:
-        return EngineLoad(num_running=3, num_generated_tokens=17) if self.is_connected else None
+        return engine_load(num_running=3, num_generated_tokens=17) if self.is_connected else None
 
 
 def token_by_token(token_ids: Sequence[int], sampling: SamplingParams) -> list[SequenceUpdate]:
@@ -227,7 +209,7 @@ def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
 def failing(kind: Any, message: str, after: Sequence[int] = ()) -> Script:
     """A script that gives some tokens, then up."""
 
-    def script(request: Submitted) -> Sequence[SequenceUpdate]:
+    def script(request: SequenceRequest) -> Sequence[SequenceUpdate]:
         tokens = [SequenceUpdate(1, [token_id]) for token_id in after]
         return [*tokens, SequenceUpdate(1, error=SequenceError(kind, message))]
 
@@ -307,7 +289,7 @@ class RouterRig:
         self.registry = FakeView()
         self.spool_path = spool_path
         self.app: FastAPI = create_app(
-            config=RouterConfig(model_name=BASE, spool_path=spool_path, **config),
+            config=router_config(BASE, spool_path, **config),
             dispatcher=self.dispatcher,
             view=cast(RegistryView, self.registry),
             uploads=cast(UploadService, FakeUploads(self.registry)),

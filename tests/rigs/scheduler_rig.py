@@ -16,7 +16,7 @@ from motet.workers.plan import (
     StepPlan,
     StepResult,
 )
-from motet.workers.scheduling.request_limits import Limits
+from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.sequence import Sequence
 from motet.workers.scheduling.tier_traffic import TierSizes
@@ -26,8 +26,8 @@ from motet.workers.wire.page_keys import PageKey, first_link, next_keys
 EOS = 99
 
 
-def limits(num_pages: int, budget: int = 16, num_sequences: int = 8) -> Limits:
-    return Limits(64, 100, 4, num_pages, budget, num_sequences)
+def limits(num_pages: int, budget: int = 16, num_sequences: int = 8) -> GangLimits:
+    return GangLimits(64, 100, 4, num_pages, budget, num_sequences)
 
 
 def request(
@@ -52,7 +52,7 @@ def asking(
     )
 
 
-def scheduler(of: Limits, tiers: TierSizes | None = None) -> Scheduler:
+def scheduler(of: GangLimits, tiers: TierSizes | None = None) -> Scheduler:
     return Scheduler(of, frozenset({EOS}), lambda ref: max(ref.module_ranks.values()), tiers=tiers)
 
 
@@ -62,7 +62,7 @@ class Worker:
     It keeps what every page holds: KV of a token is its tenant's and adapter's, and follows from all tokens before it.
     """
 
-    def __init__(self, of: Limits, slow_loads: random.Random | None = None) -> None:
+    def __init__(self, of: GangLimits, slow_loads: random.Random | None = None) -> None:
         self.limits, self.slow_loads = of, slow_loads
         self.coming: list[str] = []
         self.there: dict[str, tuple[int, ...]] = {}
@@ -205,7 +205,7 @@ class WorkerExecutor:
         plan, self._plan = self._plan, None
         return self._worker.execute(plan)
 
-    def on_load_end(self, wake: Callable[[], None]) -> None: ...
+    def wake_on_copy_end(self, wake: Callable[[], None]) -> None: ...
 
     def close(self) -> None: ...
 

@@ -9,9 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from motet.tests.rigs.engine_loads import engine_load
+from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import (
     AdapterRef,
-    EngineLoad,
     GangInfo,
     ResidencyChange,
     SequenceError,
@@ -33,6 +34,7 @@ INFO = GangInfo(
     block_size=16,
     num_pages=1000,
     page_bytes=1,
+    num_threads=1,
     vocab_size=1000,
 )
 
@@ -144,7 +146,7 @@ class StandInEngine:
             if updates or num_running or given_up:
                 num_running = len(updates)
                 self._num_steps += 1
-                load = EngineLoad(
+                load = engine_load(
                     num_running=num_running,
                     num_waiting=len(waiting),
                     num_queued_tokens=num_queued_tokens,

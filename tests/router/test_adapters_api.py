@@ -55,7 +55,7 @@ async def send(rig: RouterRig, *parts: bytes, closing: bytes = CLOSING, content_
 
 
 async def upload(rig: RouterRig, tensors: bytes = TENSORS, name: str = "pirate") -> Any:
-    """As clients do it."""
+    """Uploads an adapter as clients do."""
     files = {"adapter_config.json": ("c", CONFIG), "adapter_model.safetensors": ("t", tensors)}
     async with rig.client() as client:
         return await client.post("/v1/adapters", data={"name": name}, files=files)
@@ -191,7 +191,7 @@ async def test_the_registry_away(rig: RouterRig) -> None:
 
 
 class FullSpool(UploadSpool):
-    """Its disk is full as soon as anything is written."""
+    """A spool whose disk is full as soon as anything is written."""
 
     @contextmanager
     def file(self) -> Iterator[Path]:
@@ -287,7 +287,7 @@ def url(rig: RouterRig) -> Iterator[str]:
 
 
 def begin_upload(url: str, num_bytes: int) -> socket.socket:
-    """A connection that has sent a part of an upload."""
+    """A connection over which a part of an upload was sent."""
     address = httpx.URL(url)
     connection = socket.create_connection((address.host, address.port or 80), timeout=PATIENCE_S)
     connection.sendall(

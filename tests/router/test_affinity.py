@@ -108,7 +108,7 @@ def test_requests_for_the_base_are_spread_over_gangs_that_are_equally_good() -> 
 
 
 def test_who_keeps_the_sequence_goes_on_with_it() -> None:
-    """However long its queue is: the sequence has its place there already."""
+    """Even if that gang has the longest queue: the sequence has its place there already."""
     gangs = [gang("idle", has_adapter=True), replace(gang("keeper", num_queued_tokens=10**6), has_sequence=True)]
     for request in (REQUEST, RoutingRequest(None, 10, 0)):
         assert choose_gang(request, gangs, CONFIG) == "keeper"
@@ -156,7 +156,7 @@ def test_new_adapters_are_spread_and_stay_when_a_gang_leaves(digests: list[str])
 
 
 def test_slightly_different_views_agree() -> None:
-    """Routers hear of loads at different times, and must not each bring a new adapter to another gang."""
+    """Routers learn of loads at different times, and must not each load a new adapter on a gang of its own."""
     rng = random.Random(1)
     agreed = 0
     for number in range(200):
@@ -177,7 +177,7 @@ RATE = NUM_GANGS * 27.0  # requests a second, near what the gangs can bear
 
 
 def served(choose: Choose) -> list[Job]:
-    """The later two thirds of the jobs, served by routers that all choose like this."""
+    """The later two thirds of the jobs, after all of them were served by routers with this policy."""
     jobs = draw_jobs(NUM_JOBS, RATE, NUM_ADAPTERS, exponent=1.0, num_routers=NUM_ROUTERS, seed=3)
     simulate(jobs, NUM_GANGS, [choose] * NUM_ROUTERS, Costs())
     assert all(job.ended_at > job.started_at >= job.arrives_at for job in jobs)

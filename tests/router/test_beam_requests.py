@@ -1,4 +1,4 @@
-"""Requests for beams, and for the best of several draws, at a router whose model is a script."""
+"""Requests for beams, and for the best of several draws, at a router with a scripted engine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from motet.router.text.text import TextService
 from motet.tests.rigs.patience import PATIENCE_S
-from motet.tests.rigs.router_rig import BASE, EOS, RouterRig, Submitted, text_service
-from motet.workers.wire.messages import SequenceError, SequenceUpdate, TokenLogprobs
+from motet.tests.rigs.router_rig import BASE, EOS, RouterRig, text_service
+from motet.workers.wire.messages import SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
 
 ANSWER = "the quick brown fox"
 BEAMS: dict[str, Any] = {"use_beam_search": True, "n": 2, "max_tokens": 3}
@@ -24,7 +24,7 @@ def text() -> TextService:
 
 
 class Rig(RouterRig):
-    """Its model says ANSWER and then ends, whatever the prompt; another token is always half as likely."""
+    """A router whose engine answers every prompt with ANSWER; a second token is always half as likely."""
 
     def __init__(self, spool_path: Path, text: TextService) -> None:
         super().__init__(spool_path, text)
@@ -33,7 +33,7 @@ class Rig(RouterRig):
         self.num_prompt: int | None = None  # tokens of the first prompt
         self.said = [*self.ids(ANSWER), EOS]
 
-    def script(self, request: Submitted) -> list[SequenceUpdate]:
+    def script(self, request: SequenceRequest) -> list[SequenceUpdate]:
         self.num_prompt = self.num_prompt or len(request.prompt_token_ids)
         num_so_far = len(request.prompt_token_ids) - self.num_prompt
         best = self.said[min(num_so_far, len(self.said) - 1)]
@@ -68,8 +68,9 @@ async def test_beams_of_a_completion(rig: Rig) -> None:
     submitted = rig.dispatcher.submitted
     assert len(submitted) == 1 + 2 + 2
     assert all((one.sampling.max_tokens, one.sampling.ignore_eos) == (1, True) for one in submitted)
-    assert submitted[0].limit is None
-    assert all(one.limit is not None and one.limit.has_begun for one in submitted[1:])  # not refused half-way
+    first, *later = rig.dispatcher.limits
+    assert first is None
+    assert all(limit is not None and limit.has_begun for limit in later)  # not refused half-way
     assert submitted[0].prompt_token_ids == rig.ids("hello")
     assert submitted[1].prompt_token_ids[:-1] == rig.ids("hello")
 
@@ -112,7 +113,7 @@ async def test_an_end_token_ends_a_beam(rig: Rig) -> None:
 
 
 async def test_a_beam_that_is_refused_fails_the_request(rig: Rig) -> None:
-    def script(request: Submitted) -> list[SequenceUpdate]:
+    def script(request: SequenceRequest) -> list[SequenceUpdate]:
         if len(rig.dispatcher.submitted) < 2:
             return rig.script(request)
         return [SequenceUpdate(1, error=SequenceError("adapter_failed", "its file is gone"))]
@@ -183,7 +184,7 @@ async def test_a_chat_has_no_best_of(rig: Rig) -> None:
 async def test_the_best_of_several_has_the_highest_mean(rig: Rig) -> None:
     totals = {1: [-1.0, -1.0], 2: [-0.5], 3: [-0.4, -0.4, -0.4], 4: [-2.0]}  # by seed
 
-    def script(request: Submitted) -> list[SequenceUpdate]:
+    def script(request: SequenceRequest) -> list[SequenceUpdate]:
         assert request.sampling.num_logprobs == 0
         seed = request.sampling.seed
         assert seed is not None
@@ -200,7 +201,7 @@ async def test_the_best_of_several_has_the_highest_mean(rig: Rig) -> None:
 async def test_what_comes_after_a_stop_string_does_not_count_among_the_best(rig: Rig) -> None:
     token = rig.ids("z")[0]
 
-    def script(request: Submitted) -> list[SequenceUpdate]:
+    def script(request: SequenceRequest) -> list[SequenceUpdate]:
         end = rig.ids("!")[0]
         values = [-1.0, -1.0, -50.0] if request.sampling.seed == 1 else [-2.0, -2.0, -0.1]
         return [SequenceUpdate(1, [token, end, token], [TokenLogprobs(value, [], []) for value in values], "length")]

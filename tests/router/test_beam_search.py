@@ -1,4 +1,4 @@
-"""The policy of beam search against all that there is to find, and against a search that never hurries."""
+"""The policy of beam search, against an exhaustive search and against a search that never ends early."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def random_model(seed: int, vocab_size: int) -> Model:
 
 
 def told(model: Model, beam: Beam, num_top: int) -> TokenLogprobs:
-    """As an engine says it."""
+    """The update of an engine."""
     logprobs = model(beam.token_ids)
     top = sorted(range(len(logprobs)), key=lambda token: -logprobs[token])[:num_top]
     return TokenLogprobs(0.0, top, [logprobs[token] for token in top])
@@ -36,7 +36,7 @@ def told(model: Model, beam: Beam, num_top: int) -> TokenLogprobs:
 def search(
     model: Model, rules: BeamRules, is_stopped: Callable[[Beam], bool] = lambda _: False
 ) -> tuple[BeamSearch, int]:
-    """The search at its end, and after how many rounds that was."""
+    """The search at its end, and the number of its rounds."""
     state, num_rounds = NEW_SEARCH, 0
     while state.live:
         state = advanced(state, [told(model, beam, rules.num_candidates) for beam in state.live], rules, is_stopped)
@@ -49,7 +49,7 @@ def total_of(model: Model, token_ids: tuple[int, ...]) -> float:
 
 
 def patient(model: Model, rules: BeamRules) -> list[tuple[int, ...]]:
-    """A plain beam search over the whole vocabulary that always goes on to the end."""
+    """A plain beam search over the whole vocabulary that never ends early."""
     live: list[tuple[int, ...]] = [()]
     finished: list[tuple[int, ...]] = []
     for length in range(1, rules.max_tokens + 1):

@@ -8,10 +8,11 @@ import random
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.generation.beam_search import BeamRules
 from motet.router.generation.beam_streams import BeamRun
+from motet.tests.rigs.part_configs import admission_config, leader_config
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.wire.messages import SequenceRequest, SequenceUpdate, TokenLogprobs
+from motet.workers.wire.messages import SamplingParams, SequenceRequest, SequenceUpdate, TokenLogprobs
 
 TOKEN = "a secret"
 PROMPT = [7, 8, 9]
@@ -32,7 +33,8 @@ class RankingEngine(StandInEngine):
 
 
 async def found(dispatcher: FleetDispatcher) -> list[list[int]]:
-    run = BeamRun(dispatcher, PROMPT, RULES, "acme", None, "", lambda _: False, lambda _: None)
+    request = SequenceRequest(prompt_token_ids=PROMPT, sampling=SamplingParams(), tenant="acme")
+    run = BeamRun(dispatcher, request, RULES, lambda _: False, lambda _: None)
     updates = []
     async with asyncio.timeout(PATIENCE_S):
         for stream in run.streams():
@@ -42,9 +44,11 @@ async def found(dispatcher: FleetDispatcher) -> list[list[int]]:
 
 
 async def test_a_lost_gang_changes_nothing() -> None:
-    dispatcher = FleetDispatcher(TOKEN, gang_wait_s=PATIENCE_S, adapter_pages=adapter_pages)
+    dispatcher = FleetDispatcher(
+        TOKEN, gang_wait_s=PATIENCE_S, adapter_pages=adapter_pages, admission=admission_config()
+    )
     engines = [RankingEngine(), RankingEngine()]
-    servers = [FrameServer(engine, INFO, TOKEN) for engine in engines]
+    servers = [FrameServer(engine, INFO, TOKEN, leader_config()) for engine in engines]
     addresses = [await server.start("127.0.0.1") for server in servers]
     try:
         dispatcher.update({"a": addresses[0]})

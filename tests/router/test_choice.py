@@ -28,7 +28,7 @@ def fold_all(choice: Choice, updates: list[SequenceUpdate]) -> list[Delta]:
 
 
 def in_random_updates(token_ids: list[int], rng: random.Random) -> list[SequenceUpdate]:
-    """The tokens as updates of one to four tokens each, as merged frames have them."""
+    """The tokens in updates of one to four tokens each, as in merged frames."""
     updates = []
     start = 0
     while start < len(token_ids):

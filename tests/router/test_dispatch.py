@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from motet.router.fleet.dispatch import FleetDispatcher, SequenceStream
-from motet.router.fleet.leader_connection import MAX_REQUEST_BYTES
 from motet.router.fleet.open_sequence import OpenSequence
+from motet.router.fleet.outbox import MAX_REQUEST_BYTES
+from motet.tests.rigs.part_configs import admission_config, leader_config
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
@@ -31,7 +32,7 @@ async def start_gang() -> AsyncIterator[StartGang]:
 
     async def start() -> Gang:
         engine = StandInEngine()
-        server = FrameServer(engine, INFO, TOKEN)
+        server = FrameServer(engine, INFO, TOKEN, leader_config())
         gangs.append(Gang(engine, server, await server.start("127.0.0.1")))
         return gangs[-1]
 
@@ -42,13 +43,17 @@ async def start_gang() -> AsyncIterator[StartGang]:
 
 @pytest.fixture
 async def dispatcher() -> AsyncIterator[FleetDispatcher]:
-    dispatcher = FleetDispatcher(TOKEN, gang_wait_s=PATIENCE_S, adapter_pages=adapter_pages)
+    dispatcher = FleetDispatcher(
+        TOKEN, gang_wait_s=PATIENCE_S, adapter_pages=adapter_pages, admission=admission_config()
+    )
     yield dispatcher
     await dispatcher.close()
 
 
 def submit(dispatcher: FleetDispatcher, last_token: int, max_tokens: int | None) -> OpenSequence:
-    return dispatcher.submit([1, last_token], SamplingParams(max_tokens=max_tokens), "acme", None)
+    return dispatcher.submit(
+        SequenceRequest(prompt_token_ids=[1, last_token], sampling=SamplingParams(max_tokens=max_tokens), tenant="acme")
+    )
 
 
 async def read(stream: SequenceStream) -> tuple[list[int], SequenceUpdate]:
@@ -82,10 +87,10 @@ async def test_facts_and_load_of_no_one_and_two_gangs(dispatcher: FleetDispatche
 
     def num_running() -> int:
         load = dispatcher.load()
-        return 0 if load is None else load.num_running
+        return 0 if load is None else load.gauges.num_running
 
     await eventually(lambda: num_running() == 4)
-    assert [load.num_running for _, load in dispatcher.gangs()] == [2, 2]
+    assert [load.gauges.num_running for _, load in dispatcher.gangs()] == [2, 2]
     for stream in streams:
         stream.cancel()
     await eventually(lambda: num_running() == 0)
@@ -129,14 +134,14 @@ async def test_a_gang_at_the_same_address_is_found_again(dispatcher: FleetDispat
     await read(submit(dispatcher, 0, 1))
     await old.server.stop()
     host, port = old.address.split(":")
-    server = FrameServer(StandInEngine(), INFO, TOKEN)
+    server = FrameServer(StandInEngine(), INFO, TOKEN, leader_config())
     await server.start(host, int(port))
     assert (await read(submit(dispatcher, 5, 2)))[0] == [6, 7]
     await server.stop()
 
 
 async def test_no_gang_within_the_wait() -> None:
-    dispatcher = FleetDispatcher(TOKEN, gang_wait_s=0.05, adapter_pages=adapter_pages)
+    dispatcher = FleetDispatcher(TOKEN, gang_wait_s=0.05, adapter_pages=adapter_pages, admission=admission_config())
     _, last = await read(submit(dispatcher, 0, 1))
     assert last.error is not None
     assert last.error.kind == "gang_lost"
@@ -148,7 +153,11 @@ async def test_who_waits_is_told() -> None:
     """So that a gang can be asked for where there is none until somebody asks."""
     told: list[int] = []
     dispatcher = FleetDispatcher(
-        TOKEN, PATIENCE_S, on_wait=lambda: told.append(dispatcher.num_waiting), adapter_pages=adapter_pages
+        TOKEN,
+        PATIENCE_S,
+        on_wait=lambda: told.append(dispatcher.num_waiting),
+        adapter_pages=adapter_pages,
+        admission=admission_config(),
     )
     streams = [submit(dispatcher, 0, 1) for _ in range(2)]
     assert told == [1, 2]
@@ -182,7 +191,7 @@ async def test_a_gang_that_leaves_finishes_what_it_serves(dispatcher: FleetDispa
 
 
 async def test_a_wrong_token_connects_to_nothing(start_gang: StartGang) -> None:
-    dispatcher = FleetDispatcher("another", gang_wait_s=0.5, adapter_pages=adapter_pages)
+    dispatcher = FleetDispatcher("another", gang_wait_s=0.5, adapter_pages=adapter_pages, admission=admission_config())
     dispatcher.update({"a": (await start_gang()).address})
     _, last = await read(submit(dispatcher, 0, 1))
     assert last.error is not None
@@ -204,7 +213,9 @@ async def test_a_request_that_is_too_large_fails_alone(
         prompt, bias = [2**31] * (MAX_REQUEST_BYTES // 5 + 1), {}
     else:
         prompt, bias = [1], dict.fromkeys(range(70_000, 70_000 + MAX_REQUEST_BYTES // 14), 1.5)
-    too_large = dispatcher.submit(prompt, SamplingParams(max_tokens=1, logit_bias=bias), "acme", None)
+    too_large = dispatcher.submit(
+        SequenceRequest(prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=1, logit_bias=bias), tenant="acme")
+    )
     after = submit(dispatcher, 5, 2)
     _, last = await read(too_large)
     assert last.error is not None
@@ -228,7 +239,9 @@ async def test_requests_that_are_too_much_for_one_message_go_out_in_several(
     await read(submit(dispatcher, 0, 1))
     bias = dict.fromkeys(range(70_000, 70_000 + MAX_REQUEST_BYTES // 4 // 14), 1.5)
     sampling = SamplingParams(max_tokens=2, logit_bias=bias)
-    streams = [dispatcher.submit([5], sampling, "acme", None) for _ in range(12)]
+    streams = [
+        dispatcher.submit(SequenceRequest(prompt_token_ids=[5], sampling=sampling, tenant="acme")) for _ in range(12)
+    ]
     for stream in streams:
         assert (await read(stream))[0] == [6, 7]
 

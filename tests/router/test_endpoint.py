@@ -1,4 +1,4 @@
-"""What a route's requests are counted as."""
+"""The status with which each request of a route is counted."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_answers_errors_and_failures_are_counted_by_status() -> None:
 
 
 async def test_a_client_that_leaves_is_not_a_failure_of_the_server() -> None:
-    """Servers tell of it by cancelling the request."""
+    """When a client disconnects, the server cancels the request."""
     metrics = Metrics()
     task = asyncio.create_task(Endpoint("GET /", hang, metrics)(SCOPE, receive, send))
     await asyncio.sleep(0)

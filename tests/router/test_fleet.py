@@ -9,11 +9,12 @@ import pytest
 
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.fleet.open_sequence import OpenSequence
+from motet.tests.rigs.part_configs import admission_config, leader_config
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.wire.messages import AdapterRef, SamplingParams
+from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest
 
 TOKEN = "a secret"
 ADAPTERS = [AdapterRef(f"digest-{number}", {"q_proj": 8}) for number in range(24)]
@@ -30,12 +31,14 @@ class Gangs:
 
     async def add(self, key: str) -> None:
         self.engines[key] = StandInEngine()
-        self.servers[key] = FrameServer(self.engines[key], INFO, TOKEN)
+        self.servers[key] = FrameServer(self.engines[key], INFO, TOKEN, leader_config())
         self.addresses[key] = await self.servers[key].start("127.0.0.1")
 
     async def add_router(self, keys: str = "abc") -> FleetDispatcher:
         """One that is connected to these gangs."""
-        router = FleetDispatcher(TOKEN, gang_wait_s=PATIENCE_S, adapter_pages=adapter_pages)
+        router = FleetDispatcher(
+            TOKEN, gang_wait_s=PATIENCE_S, adapter_pages=adapter_pages, admission=admission_config()
+        )
         self.routers.append(router)
         router.update({key: self.addresses[key] for key in keys})
         await eventually(lambda: len(router.gangs()) == len(keys))
@@ -71,7 +74,11 @@ async def gangs() -> AsyncIterator[Gangs]:
 
 
 def submit(router: FleetDispatcher, adapter: AdapterRef | None, max_tokens: int | None = 1) -> OpenSequence:
-    return router.submit([1, 2], SamplingParams(max_tokens=max_tokens), "acme", adapter)
+    return router.submit(
+        SequenceRequest(
+            prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=max_tokens), tenant="acme", adapter=adapter
+        )
+    )
 
 
 async def finish(sequence: OpenSequence) -> None:
@@ -107,11 +114,11 @@ async def test_an_evicted_adapter_is_no_reason_to_go_there(gangs: Gangs) -> None
     second = await gangs.add_router()
     for adapter in ADAPTERS:
         gangs.engines["b"].evict(adapter.digest)
-    num_steps = second.load().num_steps  # type: ignore[union-attr]
+    num_steps = second.load().counters.num_steps  # type: ignore[union-attr]
     await finish(
         submit(first, None)
     )  # brings a step about, of which the other router hears though it has no part in it
-    await eventually(lambda: second.load().num_steps > num_steps)  # type: ignore[union-attr]
+    await eventually(lambda: second.load().counters.num_steps > num_steps)  # type: ignore[union-attr]
     for adapter in ADAPTERS:
         await finish(submit(second, adapter))
     assert {key for adapter in ADAPTERS for key in gangs.where(adapter)} == set("abc")
@@ -143,7 +150,7 @@ async def test_a_crowded_home_is_left_for_another(gangs: Gangs) -> None:
 
 
 def ask(router: FleetDispatcher, prompt: list[int], tenant: str = "acme") -> OpenSequence:
-    return router.submit(prompt, SamplingParams(max_tokens=1), tenant, None)
+    return router.submit(SequenceRequest(prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=1), tenant=tenant))
 
 
 async def test_who_begins_alike_goes_where_the_beginning_is(gangs: Gangs) -> None:
@@ -157,7 +164,8 @@ async def test_who_begins_alike_goes_where_the_beginning_is(gangs: Gangs) -> Non
             for key, engine in gangs.engines.items()
             if engine.submitted and engine.submitted[-1].prompt_token_ids == prompt
         )
-    await eventually(lambda: second.load().num_steps == gangs.num_steps)  # type: ignore[union-attr]  # it has heard all news
+    # It has heard all news.
+    await eventually(lambda: second.load().counters.num_steps == gangs.num_steps)  # type: ignore[union-attr]
     third = await gangs.add_router()  # learns it from the greetings
     for router in (second, third):
         for number, home in homes.items():

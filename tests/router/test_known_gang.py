@@ -1,10 +1,12 @@
-"""What a router believes of a gang between two frames."""
+"""What a router assumes about a gang between two of its frames."""
 
 from __future__ import annotations
 
 from motet.router.fleet.affinity import RoutingConfig, RoutingRequest
 from motet.router.fleet.known_gang import KnownGang
-from motet.workers.wire.messages import EngineLoad, Frame, OrphanChange, ResidencyChange
+from motet.tests.rigs.engine_loads import engine_load
+from motet.workers.wire.engine_load import EngineLoad
+from motet.workers.wire.messages import Frame, OrphanChange, ResidencyChange
 
 CONFIG = RoutingConfig()
 
@@ -42,12 +44,12 @@ def test_what_the_gang_holds_outlives_the_sequences() -> None:
 
 def test_what_was_sent_since_the_last_frame_counts_as_queued() -> None:
     known = KnownGang(CONFIG)
-    known.receive(frame(EngineLoad(num_running=3, num_waiting=2, num_queued_tokens=500)))
+    known.receive(frame(engine_load(num_running=3, num_waiting=2, num_queued_tokens=500)))
     known.sent(RoutingRequest("a", 70, 1))
     known.sent(RoutingRequest(None, 30, 0))
     view = known.view("key", "a")
     assert (view.key, view.has_adapter, view.num_queued_tokens, view.num_sequences) == ("key", True, 600, 7)
-    known.receive(frame(EngineLoad(num_running=5, num_queued_tokens=5)))
+    known.receive(frame(engine_load(num_running=5, num_queued_tokens=5)))
     view = known.view("key", None)
     assert (view.has_adapter, view.num_queued_tokens, view.num_sequences) == (False, 5, 5)
     assert view.costs == CONFIG.belief  # nothing was shown yet
@@ -75,13 +77,13 @@ def test_pages_that_never_come_are_forgotten_in_time() -> None:
 
 
 def test_a_frame_without_a_new_load_cannot_count_what_was_sent() -> None:
-    """Such a frame tells only that a sequence has arrived: no step was made since."""
+    """A frame with the load of an earlier step tells only that a sequence has arrived: no step was made since."""
     known = KnownGang(CONFIG)
-    known.receive(frame(EngineLoad(num_steps=1)))
+    known.receive(frame(engine_load(num_steps=1)))
     known.sent(RoutingRequest(None, 30, 0))
-    known.receive(frame(EngineLoad(num_steps=1)))
+    known.receive(frame(engine_load(num_steps=1)))
     assert known.view("key", None).num_queued_tokens == 30
-    known.receive(frame(EngineLoad(num_steps=2)))
+    known.receive(frame(engine_load(num_steps=2)))
     assert known.view("key", None).num_queued_tokens == 0
 
 

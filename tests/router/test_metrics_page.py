@@ -1,4 +1,4 @@
-"""docs/metrics.md names exactly the metrics that a router tells."""
+"""docs/metrics.md lists exactly the metrics of a router."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from motet.router.metrics import Metrics
-from motet.workers.wire.messages import EngineLoad
+from motet.workers.wire.engine_load import EngineLoad
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 

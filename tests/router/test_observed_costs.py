@@ -1,15 +1,15 @@
-"""Costs of a gang, recovered from counters that were made from known ones."""
+"""Costs of a gang, estimated from counters that were computed from known costs."""
 
 from __future__ import annotations
 
 import random
 
-import msgspec
 import pytest
 
 from motet.router.fleet.affinity import GangCosts
 from motet.router.fleet.observed_costs import ObservedCosts
-from motet.workers.wire.messages import EngineLoad
+from motet.tests.rigs.engine_loads import engine_load
+from motet.workers.wire.engine_load import EngineLoad
 
 BELIEF = GangCosts(1e-4, 1e-5, 1e-3, 0.0)
 
@@ -23,8 +23,8 @@ class Counters:
 
     def grow(self, gauges: dict[str, int] | None = None, **by: float) -> None:
         """Counters grow `by` that much; `gauges` are as they are after it."""
-        grown = {name: getattr(self.load, name) + amount for name, amount in by.items()}
-        after = msgspec.structs.replace(self.load, **grown, **(gauges or {}))
+        now = self.load.flat()
+        after = engine_load(**now | {name: now[name] + amount for name, amount in by.items()} | (gauges or {}))
         self.observed.observe(self.load, after)
         self.load = after
 

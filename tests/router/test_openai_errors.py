@@ -196,18 +196,18 @@ async def test_who_is_refused_hears_when_to_come_back(rig: RouterRig, expected_s
 
 async def test_a_timeout_travels_with_each_sequence(rig: RouterRig) -> None:
     assert (await post(rig, timeout=5, n=2)).status_code == 200
-    first, second = rig.dispatcher.submitted
-    assert first.limit is not None
-    assert second.limit is not None
-    assert first.limit.timeout_s is not None
-    assert 0 < first.limit.timeout_s < 5
-    assert first.limit.num_new_tokens == 1  # it may end at any token
+    first, second = rig.dispatcher.limits
+    assert first is not None
+    assert second is not None
+    assert first.timeout_s is not None
+    assert 0 < first.timeout_s < 5
+    assert first.num_new_tokens == 1  # it may end at any token
     await post(rig, timeout=0.5, max_tokens=9, ignore_eos=True)
     await post(rig, timeout=0.5, max_tokens=9, ignore_eos=True, stop="x")
     await post(rig)
-    known, unknown, unlimited = rig.dispatcher.submitted[2:]
-    assert [known.limit and known.limit.num_new_tokens, unknown.limit and unknown.limit.num_new_tokens] == [9, 1]
-    assert unlimited.limit is None
+    known, unknown, unlimited = rig.dispatcher.limits[2:]
+    assert [known and known.num_new_tokens, unknown and unknown.num_new_tokens] == [9, 1]
+    assert unlimited is None
 
 
 async def test_a_timeout_in_the_stream_is_told_and_counted(rig: RouterRig) -> None:

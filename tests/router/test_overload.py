@@ -1,4 +1,4 @@
-"""A router and its gangs when more is asked for than they can do: early refusals, short queues, deadlines that hold."""
+"""A router and its gangs under overload: early refusals, short queues, deadlines that hold."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import pytest
 
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.upload import UploadService
-from motet.router.config import RouterConfig
 from motet.router.fleet.admission import SLACK, AdmissionConfig, TimeLimit
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.router.rest_server import create_app
+from motet.tests.rigs.part_configs import admission_config, leader_config, router_config
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.router_rig import HEADERS, FakeUploads, FakeView, text_service
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.wire.messages import SamplingParams, SequenceError
+from motet.workers.wire.messages import SamplingParams, SequenceError, SequenceRequest
 
 TOKEN = "a secret"
 STEP_S = 0.005
@@ -39,11 +39,11 @@ StartRouter = Callable[[AdmissionConfig], Awaitable[FleetDispatcher]]
 
 
 class Rig:
-    """One gang, and routers with the admission that a test asks for."""
+    """One gang, and routers with the admission settings of a test."""
 
     def __init__(self) -> None:
         self.engine = StandInEngine(STEP_S, NUM_PLACES)
-        self.server = FrameServer(self.engine, INFO, TOKEN)
+        self.server = FrameServer(self.engine, INFO, TOKEN, leader_config())
         self.address = ""
         self.routers: list[FleetDispatcher] = []
 
@@ -74,7 +74,10 @@ class Outcome:
 
 
 def submit(router: FleetDispatcher, max_tokens: int | None, limit: TimeLimit | None = None) -> OpenSequence:
-    return router.submit([1] * 10, SamplingParams(max_tokens=max_tokens), "acme", None, limit=limit)
+    return router.submit(
+        SequenceRequest(prompt_token_ids=[1] * 10, sampling=SamplingParams(max_tokens=max_tokens), tenant="acme"),
+        limit=limit,
+    )
 
 
 async def follow(sequence: OpenSequence) -> Outcome:
@@ -97,7 +100,7 @@ class Offered:
 
 
 async def offer(rig: Rig, router: FleetDispatcher, num_steps: int, limit: TimeLimit | None = None) -> Offered:
-    """Asks for twice what the engine can serve in so many steps. What came of it, and how many waited at most.
+    """Sends twice the requests that the engine can serve in so many steps. Returns what became of them.
 
     Counted in its own steps, which take as long as this machine lets them.
     """
@@ -108,14 +111,14 @@ async def offer(rig: Rig, router: FleetDispatcher, num_steps: int, limit: TimeLi
         for _ in range(2 * turns * NUM_PLACES // NUM_TOKENS - len(readers)):
             readers.append(asyncio.create_task(follow(submit(router, NUM_TOKENS, limit))))
         load = router.load()
-        longest_queue = max(longest_queue, 0 if load is None else load.num_waiting)
+        longest_queue = max(longest_queue, 0 if load is None else load.gauges.num_waiting)
         await asyncio.sleep(STEP_S)
     seconds = time.perf_counter() - began_at
     return Offered(await asyncio.gather(*readers), longest_queue, seconds)
 
 
 async def test_twice_the_load_with_an_objective(rig: Rig) -> None:
-    router = await rig.router(AdmissionConfig(max_queue_wait_s=OBJECTIVE_S))
+    router = await rig.router(admission_config(max_queue_wait_s=OBJECTIVE_S))
     offered = await offer(rig, router, NUM_STEPS)
     outcomes = offered.outcomes
     waits_s = sorted(one.first_token_s for one in outcomes if one.first_token_s is not None)
@@ -131,7 +134,7 @@ async def test_twice_the_load_with_an_objective(rig: Rig) -> None:
 
 
 async def test_twice_the_load_with_timeouts(rig: Rig) -> None:
-    router = await rig.router(AdmissionConfig(max_queue_wait_s=OBJECTIVE_S))
+    router = await rig.router(admission_config(max_queue_wait_s=OBJECTIVE_S))
     await offer(rig, router, NUM_STEPS // 2)  # it learns what a token of the queue takes there
     outcomes = (await offer(rig, router, NUM_STEPS // 2, TimeLimit(OBJECTIVE_S))).outcomes
     admitted = [one for one in outcomes if not one.was_refused_at_once]
@@ -142,15 +145,15 @@ async def test_twice_the_load_with_timeouts(rig: Rig) -> None:
 
 
 async def fill(rig: Rig, router: FleetDispatcher) -> list[OpenSequence]:
-    """Sequences of another router in all places, and one that waits, which this one knows."""
-    patient = await rig.router(AdmissionConfig(max_queue_wait_s=0))
+    """Fills the gang with sequences of another router, and one that waits; `router` knows of it when this returns."""
+    patient = await rig.router(admission_config(max_queue_wait_s=0))
     sequences = [submit(patient, None) for _ in range(NUM_PLACES + 1)]
-    await eventually(lambda: (load := router.load()) is not None and load.num_waiting == 1)
+    await eventually(lambda: (load := router.load()) is not None and load.gauges.num_waiting == 1)
     return sequences
 
 
 async def test_what_waited_for_a_gang_is_not_refused_by_it(rig: Rig) -> None:
-    strict = AdmissionConfig(max_queue_wait_s=1e-9)
+    strict = admission_config(max_queue_wait_s=1e-9)
     router = await rig.router(strict)
     running = await fill(rig, router)
     refused = submit(router, 1)
@@ -169,9 +172,9 @@ async def test_what_waited_for_a_gang_is_not_refused_by_it(rig: Rig) -> None:
 
 
 async def test_an_objective_refuses_its_own_tenant_alone(rig: Rig, tmp_path: Path) -> None:
-    router = await rig.router(AdmissionConfig(latency_objectives_s=(("acme", 1e-9), ("other", 1e-9))))
+    router = await rig.router(admission_config(latency_objectives_s=(("acme", 1e-9), ("other", 1e-9))))
     app = create_app(
-        config=RouterConfig("base", tmp_path),
+        config=router_config("base", tmp_path),
         dispatcher=router,
         view=cast(RegistryView, FakeView()),
         uploads=cast(UploadService, FakeUploads(FakeView())),
@@ -203,7 +206,7 @@ async def test_an_objective_refuses_its_own_tenant_alone(rig: Rig, tmp_path: Pat
 
 
 async def test_a_beam_search_that_was_admitted_is_not_refused_half_way(rig: Rig) -> None:
-    router = await rig.router(AdmissionConfig(max_queue_wait_s=1e-9, latency_objectives_s=(("acme", 1e-9),)))
+    router = await rig.router(admission_config(max_queue_wait_s=1e-9, latency_objectives_s=(("acme", 1e-9),)))
     running = await fill(rig, router)
     assert submit(router, 1).closed
     later = submit(router, 1, TimeLimit(has_begun=True))
@@ -217,10 +220,12 @@ async def test_a_beam_search_that_was_admitted_is_not_refused_half_way(rig: Rig)
 
 
 async def test_a_resumed_stream_is_not_refused(rig: Rig) -> None:
-    router = await rig.router(AdmissionConfig(max_queue_wait_s=1e-9))
+    router = await rig.router(admission_config(max_queue_wait_s=1e-9))
     running = await fill(rig, router)
     resumed = router.submit(
-        [1] * 10, SamplingParams(max_tokens=1), "acme", None, key="lost", is_resumed=True, limit=TimeLimit(1e6)
+        SequenceRequest(prompt_token_ids=[1] * 10, sampling=SamplingParams(max_tokens=1), tenant="acme", key="lost"),
+        is_resumed=True,
+        limit=TimeLimit(1e6),
     )
     reader = asyncio.create_task(follow(resumed))
     await eventually(lambda: len(rig.engine.submitted) == NUM_PLACES + 2)
@@ -234,13 +239,13 @@ async def test_a_resumed_stream_is_not_refused(rig: Rig) -> None:
 
 
 async def test_a_timeout_ends_what_runs_and_what_waits_for_a_gang(rig: Rig) -> None:
-    router = await rig.router(AdmissionConfig())
+    router = await rig.router(admission_config())
     outcome = await follow(submit(router, None, TimeLimit(2.0)))
     assert outcome.error is not None
     assert outcome.error.kind == "timeout"
     assert outcome.first_token_s is not None
     await eventually(lambda: rig.engine.num_running == 0)
-    lonely = FleetDispatcher(TOKEN, PATIENCE_S, adapter_pages=adapter_pages)
+    lonely = FleetDispatcher(TOKEN, PATIENCE_S, adapter_pages=adapter_pages, admission=admission_config())
     outcome = await follow(submit(lonely, None, TimeLimit(0.05)))
     assert outcome.error is not None
     assert outcome.error.kind == "timeout"
@@ -251,15 +256,15 @@ async def test_a_timeout_ends_what_runs_and_what_waits_for_a_gang(rig: Rig) -> N
 
 
 async def test_the_oldest_wait_of_all_gangs_is_told_not_their_sum(rig: Rig) -> None:
-    router = await rig.router(AdmissionConfig())
-    other = FrameServer(StandInEngine(STEP_S, NUM_PLACES), INFO, TOKEN)
+    router = await rig.router(admission_config())
+    other = FrameServer(StandInEngine(STEP_S, NUM_PLACES), INFO, TOKEN, leader_config())
     router.update({"a": rig.address, "b": await other.start("127.0.0.1")})
     await eventually(lambda: len(router.gangs()) == 2)
     sequences = [submit(router, None) for _ in range(40)]
-    await eventually(lambda: min(load.oldest_waiting_s for _, load in router.gangs()) > 0)
+    await eventually(lambda: min(load.gauges.oldest_waiting_s for _, load in router.gangs()) > 0)
     told = router.load()
     assert told is not None
-    assert told.oldest_waiting_s == max(load.oldest_waiting_s for _, load in router.gangs())
+    assert told.gauges.oldest_waiting_s == max(load.gauges.oldest_waiting_s for _, load in router.gangs())
     for sequence in sequences:
         sequence.cancel()
     await other.stop()

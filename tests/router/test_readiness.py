@@ -1,4 +1,4 @@
-"""A router that may have no gang: it is ready, keeps none awake, and its first request brings one."""
+"""A router whose gangs scale from zero: it is ready, keeps no gang running, and its first request makes one start."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from motet.router.fleet.probe import PROBE_TENANT
 from motet.router.text.text import TextService
-from motet.tests.rigs.router_rig import BASE, RouterRig, Submitted, failing, text_service, token_by_token
-from motet.workers.wire.messages import SequenceUpdate
+from motet.tests.rigs.router_rig import BASE, RouterRig, failing, text_service, token_by_token
+from motet.workers.wire.messages import SequenceRequest, SequenceUpdate
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +28,9 @@ def rig(tmp_path: Path, text: TextService) -> RouterRig:
 
 
 def bring_a_gang(rig: RouterRig) -> None:
-    """From now on the first sequence brings a gang."""
+    """From now on the first sequence makes a gang start."""
 
-    def script(request: Submitted) -> Sequence[SequenceUpdate]:
+    def script(request: SequenceRequest) -> Sequence[SequenceUpdate]:
         rig.dispatcher.is_connected = True
         return token_by_token(rig.dispatcher.answer, request.sampling)
 
@@ -68,7 +68,7 @@ async def test_a_gang_that_fails_its_probe_is_probed_again(rig: RouterRig) -> No
 
 
 async def test_the_first_requests_of_a_new_router_bring_a_gang(rig: RouterRig) -> None:
-    """It has never met one, so it does not know what a request may ask for: they wait, all for the same probe."""
+    """Without a gang the router does not know the model's limits: all requests wait for the same probe."""
     bring_a_gang(rig)
     assert await asyncio.gather(*(complete(rig) for _ in range(5))) == [200] * 5
     assert [request.tenant for request in rig.dispatcher.submitted].count(PROBE_TENANT) == 1

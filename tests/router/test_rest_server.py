@@ -1,4 +1,4 @@
-"""Routes of operations and models, and what only shows behind a real server: streaming, disconnects, the client."""
+"""Routes of operations and models, and what needs a real server: streaming, disconnects, OpenAI's client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client that comes back with the id of any event gets exactly what follows, from a router that knows nothing."""
+"""A client that resumes a stream after any event gets exactly what follows, from a router that never saw the stream."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from motet.router.text.text import TextService
-from motet.tests.rigs.router_rig import BASE, EOS, Event, RouterRig, Submitted, events_of, logprobs_of, text_service
-from motet.workers.wire.messages import SequenceUpdate
+from motet.tests.rigs.router_rig import BASE, EOS, Event, RouterRig, events_of, logprobs_of, text_service
+from motet.workers.wire.messages import SequenceRequest, SequenceUpdate
 
 ANSWER = "the quick 你猫 brown fox jumps 🎉 over"
 CHAT = "/v1/chat/completions"
@@ -47,7 +47,7 @@ def rig(tmp_path: Path, text: TextService) -> RouterRig:
 def merged_script(rig: RouterRig, rng: random.Random) -> Any:
     """Each submission's updates are the same tokens, merged by chance as a slow reader gets them."""
 
-    def script(asked: Submitted) -> Sequence[SequenceUpdate]:
+    def script(asked: SequenceRequest) -> Sequence[SequenceUpdate]:
         # Choices of a request are told apart by their key's end: each starts at another word.
         start = int(asked.key.rpartition("/")[2]) if asked.key else 0
         token_ids = [*rig.ids(" ".join(ANSWER.split()[start:])), EOS][: asked.sampling.max_tokens]
@@ -71,7 +71,7 @@ async def post(rig: RouterRig, path: str, body: dict[str, Any], last_event_id: s
 
 
 def heard(events: Iterable[Event]) -> dict[str, Any]:
-    """What a client makes of events: fields joined over each choice, whatever the cuts between them."""
+    """The answer that a client puts together from events: the fields of each choice, joined."""
     joined: dict[Any, Any] = defaultdict(str)
     lists: dict[Any, list[Any]] = defaultdict(list)
     for event in events:
@@ -111,12 +111,12 @@ async def test_from_every_event_on(rig: RouterRig, name: str) -> None:
         assert heard([*whole[: number + 1], *events_of(resumed.content)]) == expected, event.id
     seeds = {(asked.key, asked.sampling.seed) for asked in rig.dispatcher.submitted}
     assert len(seeds) == len(expected.keys() & set(range(4)))
-    assert [asked.is_resumed for asked in rig.dispatcher.submitted].count(False) == len(seeds)
+    assert rig.dispatcher.resumed.count(False) == len(seeds)
 
 
 @pytest.mark.parametrize("name", SHAPES)
 async def test_cut_off_again_and_again(rig: RouterRig, name: str) -> None:
-    """At any byte: what the client has of an event that is not whole is worth nothing."""
+    """The stream is cut at any byte; the client drops the part of an incomplete event."""
     rng = random.Random(name)
     path, body = SHAPES[name]
     for _ in range(10):
@@ -208,7 +208,7 @@ async def test_an_id_of_another_request(rig: RouterRig, other: dict[str, Any]) -
 
 
 async def test_a_name_that_has_moved_on(rig: RouterRig) -> None:
-    """The rest of another version's text would not fit what the client has."""
+    """The rest of another version's text would not fit the text that the client has."""
     rig.registry.add("acme", "pirate", "abc")
     body = {"model": "pirate", "prompt": "hello"}
     whole = events_of((await post(rig, COMPLETION, body)).content)

@@ -1,4 +1,4 @@
-"""Sequences that outlive their gangs: over real gRPC, through wires that are cut at any byte."""
+"""Sequences that outlive their gangs: over real gRPC, through connections that are cut at any byte."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 from motet.router.fleet import adrift, dispatch
 from motet.router.fleet.dispatch import FleetDispatcher, SequenceStream
 from motet.router.fleet.open_sequence import OpenSequence
+from motet.tests.rigs.part_configs import admission_config, leader_config
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.tests.rigs.wire import Wire
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceError, TokenLogprobs
+from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceError, SequenceRequest, TokenLogprobs
 
 TOKEN = "a secret"
 
@@ -30,13 +31,15 @@ class Cluster:
     """Gangs, and the directory that tells a dispatcher of them."""
 
     def __init__(self) -> None:
-        self.dispatcher = FleetDispatcher(TOKEN, gang_wait_s=PATIENCE_S, adapter_pages=adapter_pages)
+        self.dispatcher = FleetDispatcher(
+            TOKEN, gang_wait_s=PATIENCE_S, adapter_pages=adapter_pages, admission=admission_config()
+        )
         self.gangs: list[Gang] = []  # those in the directory
         self.ever: list[Gang] = []
 
     async def add(self) -> Gang:
         engine = StandInEngine()
-        server = FrameServer(engine, INFO, TOKEN)
+        server = FrameServer(engine, INFO, TOKEN, leader_config())
         wire = Wire(await server.start("127.0.0.1"))
         gang = Gang(str(len(self.ever)), engine, server, wire, await wire.start())
         self.ever.append(gang)
@@ -68,11 +71,13 @@ class Cluster:
         **sampling: int,
     ) -> OpenSequence:
         params = SamplingParams(max_tokens=max_tokens, num_logprobs=0, **sampling)  # type: ignore[arg-type]
-        return self.dispatcher.submit([1, last_token], params, "acme", adapter, key=key)
+        return self.dispatcher.submit(
+            SequenceRequest(prompt_token_ids=[1, last_token], sampling=params, tenant="acme", adapter=adapter, key=key)
+        )
 
     @property
     def all_arrived(self) -> bool:
-        """The router has been told that all that it sent has reached the gangs."""
+        """Whether the router has learned that everything it sent has reached the gangs."""
         return all(leader._last_arrived == leader._last_id for leader in self.dispatcher._fleet.connected)
 
     def _tell(self) -> None:
@@ -119,7 +124,7 @@ def begun(cluster: Cluster, last_token: int = 0) -> Reader:
 
 
 async def drain(cluster: Cluster, gang: Gang) -> None:
-    """As a replica that is told to go: the directory drops it, then it hands over what has not ended."""
+    """Drains a gang as Serve does: the directory drops it, then it hands over its unfinished sequences."""
     cluster.remove(gang)
     await gang.server.drain(0.01)
     await gang.server.stop()
@@ -175,7 +180,9 @@ async def test_a_given_seed_is_kept_and_others_differ(cluster: Cluster) -> None:
 
 
 async def test_nobody_in_time_is_told(cluster: Cluster) -> None:
-    cluster.dispatcher = FleetDispatcher(TOKEN, gang_wait_s=0.1, adapter_pages=adapter_pages)
+    cluster.dispatcher = FleetDispatcher(
+        TOKEN, gang_wait_s=0.1, adapter_pages=adapter_pages, admission=admission_config()
+    )
     gang = await cluster.add()
     await eventually(lambda: cluster.dispatcher.gang() is not None)
     reader = begun(cluster)
@@ -203,7 +210,7 @@ async def test_cancelled_while_it_waits(cluster: Cluster) -> None:
 
 
 async def test_who_has_begun_waits_even_in_a_crowd(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "MAX_PARKED", 2)
+    monkeypatch.setattr(dispatch, "MAX_AWAITING_GANG", 2)
     gang = await cluster.add()
     await eventually(lambda: cluster.dispatcher.gang() is not None)
     readers = [begun(cluster, 10 * n) for n in range(5)]
@@ -222,7 +229,7 @@ async def test_who_has_begun_waits_even_in_a_crowd(cluster: Cluster, monkeypatch
 
 
 async def test_what_kills_gangs_does_not_kill_them_all(cluster: Cluster) -> None:
-    """A request that never had a token is given up first; those that got on before it came outlive it."""
+    """A request that kills each gang before its first token is given up; requests that had tokens before survive."""
     gang = await cluster.add()
     innocent = begun(cluster)
     await eventually(lambda: innocent.num_tokens > 0)
@@ -254,7 +261,7 @@ async def test_what_kills_gangs_does_not_kill_them_all(cluster: Cluster) -> None
 
 
 async def kill_as_it_arrives(cluster: Cluster, num_gangs: int) -> Reader:
-    """Submits a sequence; each gang that it is sent to dies before it can have got it."""
+    """Submits a sequence; each gang that it is sent to dies before it can have received it."""
     gangs = [await cluster.add() for _ in range(num_gangs)]
     await eventually(lambda: len(cluster.dispatcher.gangs()) == num_gangs)
     for gang in gangs:
@@ -269,7 +276,7 @@ async def kill_as_it_arrives(cluster: Cluster, num_gangs: int) -> Reader:
 
 
 async def test_gangs_that_die_at_once_do_not_blame_a_request(cluster: Cluster) -> None:
-    """It was sent to gangs that were dead already: they cannot have died of it."""
+    """The request was sent to gangs that were dead already, so it did not kill them."""
     reader = await kill_as_it_arrives(cluster, 4)
     await cluster.add()
     await reader.task
@@ -291,7 +298,7 @@ async def test_what_kills_gangs_before_they_can_tell_comes_to_an_end(
 async def test_a_broken_connection_costs_nothing_that_has_a_key(
     cluster: Cluster, num_gangs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gang is still there: it goes on with what it has, and nothing is computed elsewhere."""
+    """The gang still runs: it continues with the sequences that it has, and no other gang computes them again."""
     monkeypatch.setattr(adrift, "RETURN_S", PATIENCE_S)  # it will be back, on a slow machine later
     gangs = [await cluster.add() for _ in range(num_gangs)]
     await eventually(lambda: len(cluster.dispatcher.gangs()) == num_gangs)
@@ -340,7 +347,7 @@ async def test_being_handed_over_is_no_loss(cluster: Cluster) -> None:
 
 
 async def cut(cluster: Cluster, gang: Gang, rng: random.Random) -> None:
-    """The wire breaks within the next frames, in the middle of any of them."""
+    """The connection breaks within the next frames, in the middle of any of them."""
     gang.wire.num_bytes_left = rng.randrange(1, 2000)
     await asyncio.sleep(0.1)
     await cluster.kill(gang)

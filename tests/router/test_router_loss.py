@@ -1,4 +1,4 @@
-"""Routers that die with their clients' streams: over real gRPC, with another router for the clients to come back to."""
+"""Routers that die while clients stream: over real gRPC, with another router at which the clients resume."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from fastapi import FastAPI
 
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.upload import UploadService
-from motet.router.config import RouterConfig
 from motet.router.fleet import dispatch
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
+from motet.tests.rigs.part_configs import admission_config, leader_config, router_config
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.router_rig import BASE, EOS, Event, FakeUploads, FakeView, encoded, events_of, text_service
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.tests.rigs.wire import Wire
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.leader.sequence_journal import JournalConfig
 from motet.workers.wire.messages import SequenceRequest, SequenceUpdate, TokenLogprobs
 
 TOKEN = "a secret"
@@ -35,7 +34,7 @@ ORPHAN_S = 3.0  # long beside all that a test does before somebody asks for an o
 
 
 class ReadingEngine(StandInEngine):
-    """Reads the passage out over and over, from a place that the seed says; ends where the seed says."""
+    """An engine whose tokens are a passage, repeated; the seed decides where a sequence begins and ends in it."""
 
     def __init__(self, token_ids: list[int]) -> None:
         super().__init__(step_s=0.002)
@@ -59,7 +58,7 @@ class Gang:
 
 
 class Router:
-    """An app, its connections to the gangs, and the wires that are cut when it dies."""
+    """A router's app, its connections to the gangs, and the wires that are cut when it dies."""
 
     def __init__(self, dispatcher: FleetDispatcher, wires: list[Wire], app: FastAPI) -> None:
         self.dispatcher, self.wires, self.app = dispatcher, wires, app
@@ -124,17 +123,21 @@ class Cluster:
 
     async def add_gang(self) -> Gang:
         engine = ReadingEngine(encoded(self.text, PASSAGE))
-        server = FrameServer(engine, msgspec.structs.replace(INFO, vocab_size=320), TOKEN, JournalConfig(ORPHAN_S))
+        server = FrameServer(
+            engine, msgspec.structs.replace(INFO, vocab_size=320), TOKEN, leader_config(orphan_s=ORPHAN_S)
+        )
         self.gangs.append(Gang(engine, server, await server.start("127.0.0.1")))
         return self.gangs[-1]
 
     async def add_router(self) -> Router:
-        dispatcher = FleetDispatcher(TOKEN, gang_wait_s=PATIENCE_S, adapter_pages=adapter_pages)
+        dispatcher = FleetDispatcher(
+            TOKEN, gang_wait_s=PATIENCE_S, adapter_pages=adapter_pages, admission=admission_config()
+        )
         wires = [Wire(gang.address) for gang in self.gangs]
         dispatcher.update({str(number): await wire.start() for number, wire in enumerate(wires)})
         registry = FakeView()
         app = create_app(
-            config=RouterConfig(model_name=BASE, spool_path=self._spool_path),
+            config=router_config(BASE, self._spool_path),
             dispatcher=dispatcher,
             view=cast(RegistryView, registry),
             uploads=cast(UploadService, FakeUploads(registry)),
@@ -215,7 +218,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 async def stream_through_deaths(
     cluster: Cluster, path: str, body: dict[str, Any], rng: random.Random, ends: list[int]
 ) -> list[Event]:
-    """What a client hears that comes back to a new router whenever its own has died: after so many bytes each."""
+    """The events of a client whose routers die one after the other, each after this number of bytes."""
     events: list[Event] = []
     router = await cluster.add_router()
     while not events or events[-1].data != "[DONE]":
@@ -243,7 +246,7 @@ async def test_every_token_once_whenever_routers_die(cluster: Cluster, number: i
 
 
 async def test_what_was_computed_is_not_computed_again(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gang that holds the sequence goes on with it, though it was not asked for a while, and others stay idle."""
+    """The gang that has the sequence continues with it for another router; other gangs stay idle."""
     monkeypatch.setattr(dispatch, "NEWS_WAIT_S", PATIENCE_S)  # the gang that holds it will say so
     body = {"prompt": "hello", "max_tokens": 70, "seed": 59}
     first, second = await cluster.add_router(), await cluster.add_router()
@@ -256,7 +259,7 @@ async def test_what_was_computed_is_not_computed_again(cluster: Cluster, monkeyp
 
 
 async def test_without_a_seed_any_router_draws_alike(cluster: Cluster) -> None:
-    """From scratch, as nobody came in time for what the gang had kept."""
+    """From the beginning, because no router asked in time for the sequence that the gang had kept."""
     body = {"prompt": "hello", "max_tokens": 70}
     events = events_of(await (await cluster.add_router()).stream("/v1/completions", body, "", 700))
     assert events
@@ -301,7 +304,7 @@ async def test_a_client_that_leaves_leaves_no_orphan(cluster: Cluster) -> None:
 
 
 async def test_a_second_connection_takes_the_stream_over(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that has lost its connection before its router knows: the first answer ends with a reason."""
+    """The client resumes before its router knows that the connection is lost: the first answer ends with an error."""
     monkeypatch.setattr(dispatch, "NEWS_WAIT_S", 0.02)  # no gang will tell of an orphan
     await cluster.gangs.pop().server.stop()
     router, other = await cluster.add_router(), await cluster.add_router()

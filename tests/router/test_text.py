@@ -21,7 +21,7 @@ TEXT = "the héllo 你好 🎉 👩‍👩‍👧 fox  wörld\n"
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """Of SentencePiece's kind: spaces are ▁, unknown characters fall back to tokens of one byte."""
+    """A tokenizer like SentencePiece's: spaces are ▁, unknown characters become tokens of one byte."""
     trained = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     trained.normalizer = normalizers.Replace(" ", "▁")
     trained.pre_tokenizer = pre_tokenizers.Split(Regex("(?<=[^▁])(?=▁)"), "isolated")
@@ -73,7 +73,7 @@ async def test_a_cut_character_is_flushed(text: TextService) -> None:
 
 
 def random_token_lists(tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """What a model without sense says: bytes that are no UTF-8, special tokens, anything."""
+    """Lists of random tokens: bytes that are no UTF-8, special tokens, anything."""
     rng = random.Random(1)
     for _ in range(300):
         yield [rng.randrange(tokenizer.get_vocab_size()) for _ in range(rng.randrange(1, 40))]
@@ -86,7 +86,7 @@ def test_random_tokens_join_to_the_text() -> None:
 
 
 def test_no_word_is_lost_between_bytes_that_are_no_characters() -> None:
-    """Bytes that were a character until the next byte came cannot be taken back, but the words must all come."""
+    """Text that was sent cannot be changed when later bytes change how it decodes, but no word may be lost."""
     tokenizer = byte_fallback_tokenizer()
     text = TextService(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
     for token_ids in random_token_lists(tokenizer):
@@ -108,7 +108,7 @@ async def test_the_first_space_after_a_prompt_is_kept(text: TextService) -> None
 @pytest.mark.parametrize("before", ["", "fox ", "🎉", "你🎉"])
 @pytest.mark.parametrize("letters", ["fox", "zebra ", "猫"])
 async def test_a_prompt_that_ends_inside_of_a_character(text: TextService, before: str, letters: str) -> None:
-    """The character comes whole, and nothing after it is lost: not even what is a byte token itself."""
+    """The character is complete in the output, and no text after it is lost, even if that is byte tokens, too."""
     for character in ("🎉", "é", "你"):
         token_ids = await text.encode(before + character + letters, add_special_tokens=False)
         for cut in range(1, len(token_ids)):
@@ -144,7 +144,7 @@ async def test_long_texts_encode_alike(text: TextService) -> None:
 
 
 async def longest_pause(work: Awaitable[object]) -> float:
-    """The work's effect on others: the longest time, in its own, for which this event loop did not turn."""
+    """The longest time for which the event loop was blocked during the work, as a share of the work's time."""
     pauses = [0.0]
     started = last = time.perf_counter()
 
@@ -165,7 +165,7 @@ async def longest_pause(work: Awaitable[object]) -> float:
 
 
 async def test_a_long_text_does_not_hold_up_the_loop(text: TextService) -> None:
-    """It is not enough to be in another thread: `Tokenizer.encode` holds the interpreter's lock all the while."""
+    """Another thread alone would not help: `Tokenizer.encode` holds the interpreter's lock all the time."""
     long = "the quick brown fox " * 100_000
     assert await longest_pause(text.encode(long, add_special_tokens=False)) < 0.5
 

@@ -15,7 +15,7 @@ def unknown_words() -> Tokenizer:
 
 
 def dropping(how: str) -> Tokenizer:
-    """A byte-level tokenizer to which some text costs no token at all."""
+    """A byte-level tokenizer that drops some text, which then has no token."""
     tokenizer = byte_level_tokenizer()
     if how == "strips":
         tokenizer.normalizer = normalizers.Strip()

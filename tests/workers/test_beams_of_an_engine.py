@@ -125,7 +125,7 @@ async def test_a_round_computes_at_most_a_page_for_each_beam(bench: Bench) -> No
     assert len(answer["choices"]) == width
     assert len(dispatcher.requests) == 1 + width * (max_tokens - 1)
     assert all(request.sampling.max_tokens == 1 for request in dispatcher.requests)
-    num_computed = dispatcher.load().num_computed_tokens
+    num_computed = dispatcher.load().counters.num_computed_tokens
     assert num_computed <= len(PROMPT) + width * (max_tokens - 1) * bench.stock.block_size
     assert num_computed < sum(len(request.prompt_token_ids) for request in dispatcher.requests) / 4
 
@@ -143,4 +143,4 @@ async def test_best_of_answers_with_the_likeliest(bench: Bench) -> None:
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
     assert all(choice["logprobs"] is None for choice in answer["choices"])
     assert answer["usage"]["completion_tokens"] == 5 * 8
-    assert dispatcher.load().num_cached_tokens >= 4 * 16  # the prompt's full pages were computed once
+    assert dispatcher.load().counters.num_cached_tokens >= 4 * 16  # the prompt's full pages were computed once

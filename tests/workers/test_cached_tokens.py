@@ -13,8 +13,9 @@ from motet.router.text.text import TextService
 from motet.tests.rigs.engine_dispatcher import EngineDispatcher, client_of
 from motet.tests.rigs.engine_rig import Stock
 from motet.tests.rigs.oracle import write_model
+from motet.tests.rigs.part_configs import leader_config
 from motet.tests.rigs.router_rig import BASE, RouterRig, chunks_of, text_service
-from motet.workers.leader.sequence_journal import JournalConfig, SequenceJournal
+from motet.workers.leader.sequence_journal import SequenceJournal
 from motet.workers.wire.messages import SamplingParams, SequenceRequest, SequenceUpdate
 
 PROMPT = list(range(10, 31))  # 21 tokens: two full pages of 8
@@ -120,7 +121,7 @@ async def test_updates_that_pile_up_keep_it() -> None:
 
 
 def test_a_journal_tells_it_to_who_comes_back() -> None:
-    journal = SequenceJournal(JournalConfig())
+    journal = SequenceJournal(leader_config())
     journal.begin(1, request(), 10)
     journal.record(SequenceUpdate(1, [5], num_cached_tokens=4), 0.0)
     journal.record(SequenceUpdate(1, [6]), 0.0)

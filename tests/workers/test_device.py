@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from motet.cluster import config
 from motet.cluster.config import MotetConfig
 from motet.cluster.replicas.application import _place_of_a_gang
 from motet.kernels import pages
@@ -14,7 +15,6 @@ from motet.kernels.attention import AttentionBatch
 from motet.kernels.gpu import flash_attention
 from motet.kernels.gpu.flash_attention import FlashAttention, FlashPackage, find_flash_attention
 from motet.kernels.plain.attention import paged_attention
-from motet.workers.config import EngineConfig
 from motet.workers.device import resolve_device
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.plan import SequencePlan, StepPlan
@@ -28,6 +28,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "has_gpu_driver", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
@@ -46,17 +47,17 @@ def test_a_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="device = 'tpu': cpu, cuda, auto are accepted"):
-        EngineConfig(BASE, tmp_path, device="tpu")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="device = 'tpu': cpu, cuda or auto is accepted"):
+        MotetConfig(model_path=BASE, data_dir=tmp_path, device="tpu")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("degree", [1, 2])
 def test_each_worker_takes_a_gpu_of_its_own(degree: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = MotetConfig(model_path=BASE, data_dir=tmp_path, tensor_parallel=degree)
+    served = MotetConfig(model_path=BASE, data_dir=tmp_path, tensor_parallel=degree)
     without_gpu(monkeypatch)
-    assert "GPU" not in str(_place_of_a_gang(config)).upper().replace("NUM_CPUS", "")
+    assert "GPU" not in str(_place_of_a_gang(served)).upper().replace("NUM_CPUS", "")
     with_gpu(monkeypatch)
-    place = _place_of_a_gang(config)
+    place = _place_of_a_gang(served)
     if degree == 1:
         assert place["ray_actor_options"]["num_gpus"] == 1
     else:

@@ -36,7 +36,7 @@ def test_who_has_waited_too_long_hears_so_and_who_runs_goes_on(stock: Stock) -> 
         while rig.engine.has_work():
             updates += rig.engine.step()
         assert [update.finish_reason for update in updates if update.finish_reason] == ["length"]
-        assert rig.engine.load().num_running == rig.engine.load().num_waiting == 0
+        assert rig.engine.load().gauges.num_running == rig.engine.load().gauges.num_waiting == 0
 
 
 def test_a_cancel_frees_the_pages_within_two_steps(stock: Stock) -> None:
@@ -49,19 +49,19 @@ def test_a_cancel_frees_the_pages_within_two_steps(stock: Stock) -> None:
         rig.engine.cancel(0)
         rig.step()
         after = rig.engine.load()
-        assert after.num_running == 1
-        free_before = before.num_free_pages + before.num_idle_prefix_pages
-        assert after.num_free_pages + after.num_idle_prefix_pages >= free_before + 2
-        assert after.num_steps - before.num_steps <= 2
+        assert after.gauges.num_running == 1
+        free_before = before.gauges.num_free_pages + before.gauges.num_idle_prefix_pages
+        assert after.gauges.num_free_pages + after.gauges.num_idle_prefix_pages >= free_before + 2
+        assert after.counters.num_steps - before.counters.num_steps <= 2
         rig.engine.cancel(1)
 
 
 def test_steps_go_on_while_an_adapter_is_coming(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
     let_go, get = threading.Event(), HostAdapterCache.get
 
-    def slow(tier: HostAdapterCache, digest: str) -> torch.Tensor:
+    def slow(cache: HostAdapterCache, digest: str) -> torch.Tensor:
         assert let_go.wait(30)
-        return get(tier, digest)
+        return get(cache, digest)
 
     monkeypatch.setattr(HostAdapterCache, "get", slow)
     name = next(iter(stock.refs))
@@ -87,7 +87,7 @@ def test_an_adapter_cancelled_while_it_comes_is_there_for_the_next(stock: Stock)
         rig.submit(1, [1, 2, 3], name, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
         rig.finish()
         assert len(rig.told[1].token_ids) == 3
-        assert rig.engine.load().num_adapter_loads == 1
+        assert rig.engine.load().counters.num_adapter_loads == 1
 
 
 def test_what_an_overflowing_adapter_leaves_behind_reaches_nobody(stock: Stock, tmp_path: Path) -> None:

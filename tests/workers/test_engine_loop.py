@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from motet.tests.rigs.engine_loads import engine_load
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.workers.loop import EngineLoop
+from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import (
-    EngineLoad,
     ResidencyChange,
     SamplingParams,
     SequenceError,
@@ -30,7 +31,7 @@ class CountingEngine:
         self.wake: Callable[[], None] = lambda: None
         self.stepped = threading.Event()
 
-    def on_load_end(self, wake: Callable[[], None]) -> None:
+    def wake_on_copy_end(self, wake: Callable[[], None]) -> None:
         self.wake = wake
 
     def submit(self, request: SequenceRequest) -> None:
@@ -46,7 +47,7 @@ class CountingEngine:
         return bool(self.left)
 
     def load(self) -> EngineLoad:
-        return EngineLoad(num_steps=self.num_steps)
+        return engine_load(num_steps=self.num_steps)
 
     def take_residency_changes(self) -> ResidencyChange:
         return ResidencyChange([f"came at {self.num_steps}"])
@@ -78,8 +79,8 @@ class Listener:
         with self.told:
             self.updates += updates
             self.came += residency.came
-            assert load.busy_s >= self.busy_s
-            self.busy_s = load.busy_s
+            assert load.counters.busy_s >= self.busy_s
+            self.busy_s = load.counters.busy_s
             self.told.notify_all()
 
     def wait_for(self, sequence_id: int) -> SequenceUpdate:

@@ -137,7 +137,7 @@ def test_mixed_batch(bench: Bench) -> None:
             torch.testing.assert_close(_logprobs(heard), question.answer.logprobs, atol=TOLERANCE, rtol=0)
             chosen = torch.tensor([said.chosen for said in heard.logprobs])
             torch.testing.assert_close(chosen, question.answer.logprobs.amax(dim=-1), atol=TOLERANCE, rtol=0)
-        assert rig.engine.load().num_preemptions == rig.engine.load().num_adapter_evictions == 0
+        assert rig.engine.load().counters.num_preemptions == rig.engine.load().counters.num_adapter_evictions == 0
 
 
 def test_chunked_prompts(bench: Bench) -> None:
@@ -145,7 +145,7 @@ def test_chunked_prompts(bench: Bench) -> None:
     twice = [question for question in bench.questions for _ in range(2)]
     with bench.stock.engine(num_pages=400, max_tokens_per_step=13, max_num_sequences=6) as rig:
         _assert_same_tokens(twice, _ask(rig, twice))
-        assert rig.engine.load().num_cached_tokens > sum(len(q.prompt) for q in bench.questions) / 2
+        assert rig.engine.load().counters.num_cached_tokens > sum(len(q.prompt) for q in bench.questions) / 2
 
 
 @pytest.mark.parametrize("max_tokens_per_step", [16, 512])
@@ -157,8 +157,8 @@ def test_tiny_pool(bench: Bench, max_tokens_per_step: int) -> None:
         _assert_same_tokens(questions, told)
         for question, heard in zip(questions, told, strict=True):
             torch.testing.assert_close(_logprobs(heard), question.answer.logprobs, atol=TOLERANCE, rtol=0)
-        assert rig.engine.load().num_preemptions > 0
-        assert rig.engine.load().num_adapter_evictions > 0
+        assert rig.engine.load().counters.num_preemptions > 0
+        assert rig.engine.load().counters.num_adapter_evictions > 0
 
 
 @pytest.mark.parametrize("has_room", [True, False])
@@ -180,18 +180,18 @@ def test_kept_prefixes(bench: Bench, has_room: bool, tmp_path: Path) -> None:
         rig.prefer_copies()
         for _ in range(2):
             _assert_same_tokens(bench.questions, _ask(rig, bench.questions))
-        num_cached = rig.engine.load().num_cached_tokens
+        num_cached = rig.engine.load().counters.num_cached_tokens
         told = _ask(rig, later, sampling)
         _assert_same_tokens(later, told)
         for question, heard in zip(later, told, strict=True):
             torch.testing.assert_close(_logprobs(heard), question.answer.logprobs, atol=TOLERANCE, rtol=0)
         if has_room:
             sharable = [_sharable(len(q.prompt) - 1) for q in (*bench.questions, *later)]
-            assert rig.engine.load().num_cached_tokens == sum(sharable) > num_cached > 0
+            assert rig.engine.load().counters.num_cached_tokens == sum(sharable) > num_cached > 0
         else:
             load = rig.engine.load()
-            assert min(load.num_pages_in, load.num_disk_pages) > 0
-            assert load.num_move_failures == 0
+            assert min(load.counters.num_pages_in, load.gauges.num_disk_pages) > 0
+            assert load.counters.num_move_failures == 0
 
 
 def _sharable(num_tokens: int) -> int:
@@ -246,7 +246,7 @@ def test_random_workload(bench: Bench) -> None:
                 chosen = logits.gather(1, torch.tensor(heard.token_ids)[:, None])[:, 0]
                 assert (logits.amax(dim=-1) - chosen).max() < TOLERANCE
         assert len(cancelled) > 2
-        assert rig.engine.load().num_adapter_evictions > 0
+        assert rig.engine.load().counters.num_adapter_evictions > 0
 
 
 def test_seeded_draws_survive_preemption(bench: Bench) -> None:
@@ -258,7 +258,7 @@ def test_seeded_draws_survive_preemption(bench: Bench) -> None:
     assert any(text != question.answer.token_ids for text, question in zip(texts, questions, strict=True))
     with bench.stock.engine(_tiny_pool(bench), max_tokens_per_step=64) as rig:
         assert [heard.token_ids for heard in _ask(rig, questions, sampling)] == texts
-        assert rig.engine.load().num_preemptions > 0
+        assert rig.engine.load().counters.num_preemptions > 0
 
 
 def test_bfloat16(bench: Bench, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from motet.adapters.store.store import AdapterStore
 from motet.tests.rigs.engine_rig import EngineRig
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import NUM_LAYERS, SHAPE, VOCAB_SIZE, write_model
+from motet.tests.rigs.part_configs import engine_config
 from motet.workers.config import EngineConfig
 from motet.workers.engine_builder import build_engine
 from motet.workers.models.config import ModelConfig
@@ -126,7 +127,7 @@ class Case:
         sharding = ModelSharding(ModelConfig.from_folder(self.model_path), degree, 0, expert_sharding)
         layout = sharding.layout(BLOCK_SIZE, "float32")
         num_pages = 14 + max(layout.num_pages(ref.module_ranks) for ref in self.refs.values())
-        return EngineConfig(
+        return engine_config(
             self.model_path,
             self.store_path,
             dtype="float32",
@@ -196,7 +197,7 @@ def _assert_exact(case: Case, rig: EngineRig) -> None:
         rig.submit(i, prompt, adapter, sampling)
     rig.finish()
     rig.assert_idle()
-    assert rig.engine.load().num_adapter_evictions > 0
+    assert rig.engine.load().counters.num_adapter_evictions > 0
     for i, (prompt, adapter) in enumerate(zip(prompts, ADAPTERS, strict=True)):
         told = rig.told[i]
         assert (told.finish_reason, told.error) == ("length", None)

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from motet.tests.rigs.leader_rig import TOKEN, Leader, Router, submit
+from motet.tests.rigs.part_configs import leader_config
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
@@ -20,7 +21,7 @@ from motet.workers.wire.messages import Cancel, Frame, FromLeader, Hello
 @pytest.fixture
 async def leader() -> AsyncIterator[Leader]:
     engine = StandInEngine()
-    server = FrameServer(engine, INFO, TOKEN)
+    server = FrameServer(engine, INFO, TOKEN, leader_config())
     yield Leader(engine, server, await server.start("127.0.0.1"))
     await server.stop()
     assert not engine.alive
@@ -197,7 +198,7 @@ async def test_a_quiet_router_learns_the_load(leader: Leader) -> None:
             message = await quiet.read()
             assert isinstance(message, Frame)
             assert message.updates == []
-            seen = message.load.num_running
+            seen = message.load.gauges.num_running
     await busy.channel.close()
     await quiet.channel.close()
 

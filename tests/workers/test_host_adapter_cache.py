@@ -1,4 +1,4 @@
-"""The host tier keeps what was used last within its bytes."""
+"""The cache keeps the adapters that were used last, within its bytes."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ class Disk:
         return torch.zeros(100, dtype=torch.uint8)
 
 
-def tier(max_bytes: int) -> tuple[HostAdapterCache, Disk]:
+def cache_of(max_bytes: int) -> tuple[HostAdapterCache, Disk]:
     disk = Disk()
     return HostAdapterCache(disk, None, max_bytes, pinned=False), disk  # type: ignore[arg-type]
 
 
 def test_recent_adapters_are_not_read_again() -> None:
-    host, disk = tier(250)
+    cache, disk = cache_of(250)
     for digest in ("a", "b", "a", "c", "a", "b"):
-        host.get(digest)
-        assert host.num_bytes <= 250
+        cache.get(digest)
+        assert cache.num_bytes <= 250
     assert disk.reads == ["a", "b", "c", "b"]
-    assert host.num_reads == 4
+    assert cache.num_reads == 4
 
 
-def test_an_adapter_larger_than_the_tier_passes_through() -> None:
-    host, disk = tier(50)
-    assert host.get("a").nbytes == 100
-    host.get("a")
-    assert (disk.reads, host.num_reads, host.num_bytes) == (["a", "a"], 2, 0)
+def test_an_adapter_larger_than_the_cache_passes_through() -> None:
+    cache, disk = cache_of(50)
+    assert cache.get("a").nbytes == 100
+    cache.get("a")
+    assert (disk.reads, cache.num_reads, cache.num_bytes) == (["a", "a"], 2, 0)
 
 
 def test_a_corrupt_adapter_is_not_kept() -> None:
-    host, disk = tier(250)
+    cache, disk = cache_of(250)
     for _ in range(2):
         with pytest.raises(AdapterCorrupt, match="cut short"):
-            host.get("bad")
+            cache.get("bad")
     assert disk.reads == ["bad", "bad"]

@@ -95,14 +95,14 @@ def test_a_new_version_is_answered_without_the_old_ones_pages(
         assert ask(rig, OLD) == alone[OLD]
         flood(rig, 12)
         assert where(rig, OLD) == {tier}
-        before = rig.engine.load()
+        before = rig.engine.load().counters
         assert ask(rig, NEW) == alone[NEW] != alone[OLD]
-        after = rig.engine.load()
+        after = rig.engine.load().counters
         assert (after.num_cached_tokens, after.num_pages_in) == (before.num_cached_tokens, before.num_pages_in)
         assert where(rig, OLD) == {tier}
         assert ask(rig, OLD) == alone[OLD]  # who goes on with the old version still finds its own
-        assert rig.engine.load().num_cached_tokens >= after.num_cached_tokens + 40
-        assert rig.engine.load().num_pages_in - after.num_pages_in == (0 if tier == "device" else 5)
+        assert rig.engine.load().counters.num_cached_tokens >= after.num_cached_tokens + 40
+        assert rig.engine.load().counters.num_pages_in - after.num_pages_in == (0 if tier == "device" else 5)
 
 
 def test_a_truncated_file_costs_computing_again_and_disturbs_nobody(
@@ -114,8 +114,8 @@ def test_a_truncated_file_costs_computing_again_and_disturbs_nobody(
         assert ask(rig, OLD) == alone[OLD]
         assert rig.told[1000].token_ids == alone[None]
         load = rig.engine.load()
-        assert load.num_move_failures > 0
-        assert load.num_pages_in == 0
+        assert load.counters.num_move_failures > 0
+        assert load.counters.num_pages_in == 0
         assert ask(rig, OLD) == alone[OLD]
         rig.assert_idle()
 
@@ -132,9 +132,9 @@ def test_a_disk_that_is_full_costs_what_was_on_it_alone(
             assert [ask(rig, adapter) for adapter in (OLD, NEW, None)] == [alone[a] for a in (OLD, NEW, None)]
             flood(rig, 6)
         load = rig.engine.load()
-        assert load.num_move_failures == 3  # then the tier is given up
-        assert load.num_disk_pages == 0
-        assert load.num_host_pages > 0
+        assert load.counters.num_move_failures == 3  # then the tier is given up
+        assert load.gauges.num_disk_pages == 0
+        assert load.gauges.num_host_pages > 0
         rig.assert_idle()
 
 
@@ -147,9 +147,9 @@ def test_host_memory_that_is_too_small_is_as_good_as_none(
             assert ask(rig, adapter) == alone[adapter]
             flood(rig, 3)
         load = rig.engine.load()
-        assert load.num_host_pages <= num_host_pages
-        assert load.host_adapter_bytes <= num_host_pages * stock.page_bytes
-        assert load.num_adapter_reads == load.num_adapter_loads > 0
+        assert load.gauges.num_host_pages <= num_host_pages
+        assert load.gauges.host_adapter_bytes <= num_host_pages * stock.page_bytes
+        assert load.counters.num_adapter_reads == load.counters.num_adapter_loads > 0
         rig.assert_idle()
 
 
@@ -159,10 +159,10 @@ def test_an_adapter_in_host_memory_is_not_read_again(stock: Stock, tmp_path: Pat
             ask(rig, adapter)
             assert rig.engine._scheduler._memory.make_room(POOL, frozenset())
         load = rig.engine.load()
-        assert (load.num_adapter_loads, load.num_adapter_reads) == (4, 2)
+        assert (load.counters.num_adapter_loads, load.counters.num_adapter_reads) == (4, 2)
         refs = [rig.refs[adapter] for adapter in (OLD, NEW)]
         num_pages = sum(stock.layout.num_pages(ref.module_ranks) for ref in refs)
-        assert load.host_adapter_bytes == num_pages * stock.page_bytes
+        assert load.gauges.host_adapter_bytes == num_pages * stock.page_bytes
 
 
 def test_an_engine_that_starts_again_finds_nothing_of_the_last_one(
@@ -174,5 +174,5 @@ def test_an_engine_that_starts_again_finds_nothing_of_the_last_one(
     stale.write_bytes(b"\x7f" * 50 * stock.page_bytes)  # as of a system whose files all have names
     with engine(stock, 12, 400, tmp_path) as rig:
         assert ask(rig, OLD) == alone[OLD]
-        assert rig.engine.load().num_cached_tokens == 0
+        assert rig.engine.load().counters.num_cached_tokens == 0
         assert stale.stat().st_size == 50 * stock.page_bytes

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from motet.tests.rigs.leader_rig import TOKEN, Leader, Router, submit
+from motet.tests.rigs.part_configs import leader_config
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.leader.queue_limit import QueueBounds
 from motet.workers.wire.messages import Frame, SequenceUpdate, Submit
 
 
@@ -20,7 +20,7 @@ from motet.workers.wire.messages import Frame, SequenceUpdate, Submit
 async def narrow_leader() -> AsyncIterator[Leader]:
     """One place, and room for two without a token, the one in the place included."""
     engine = StandInEngine(num_places=1)
-    server = FrameServer(engine, INFO, TOKEN, bounds=QueueBounds(max_sequences=2))
+    server = FrameServer(engine, INFO, TOKEN, leader_config(max_waiting_sequences=2))
     yield Leader(engine, server, await server.start("127.0.0.1"))
     await server.stop()
 
@@ -71,7 +71,7 @@ async def test_who_still_waits_after_its_time_is_given_up_and_who_runs_is_not(na
     while ended is None:
         message = await router.read()
         assert isinstance(message, Frame)
-        oldest_s = max(oldest_s, message.load.oldest_waiting_s)
+        oldest_s = max(oldest_s, message.load.gauges.oldest_waiting_s)
         for update in message.updates:
             given_up = update if update.sequence_id == 2 else given_up
             ended = update if update.sequence_id == 1 and update.finish_reason is not None else ended

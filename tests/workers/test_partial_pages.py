@@ -37,7 +37,7 @@ def test_it_goes_on_where_its_tokens_differ(num_alike: int) -> None:
     num_cached = min(num_alike, 29)  # the last one is always computed
     prompt = [*PROMPT[:num_alike], *[90] * (30 - num_alike)]
     assert ask(s, worker, 1, prompt) == (35 - num_cached, num_cached % 4 > 0)
-    assert s.load().num_cached_tokens == num_cached
+    assert s.load().counters.num_cached_tokens == num_cached
 
 
 def test_nothing_is_copied_across_tenants() -> None:
@@ -79,7 +79,7 @@ def test_random_beginnings_on_a_small_pool() -> None:
                 s.check_integrity()
     run(s, worker)
     assert worker.num_copies > 10
-    assert s.load().num_prefix_evictions > 10
+    assert s.load().counters.num_prefix_evictions > 10
 
 
 @given(

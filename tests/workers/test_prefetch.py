@@ -13,7 +13,7 @@ from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
 from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.plan import StepPlan
-from motet.workers.scheduling.prefetch_policy import MAX_LOADS_UNDER_WAY, Waiter, choose_prefetch
+from motet.workers.scheduling.prefetch_policy import MAX_LOADS_UNDER_WAY, WaitingNeeds, choose_prefetch
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.sequence import Sequence
 from motet.workers.scheduling.tier_traffic import TierSizes
@@ -21,9 +21,9 @@ from motet.workers.wire.messages import SequenceUpdate
 
 # Where an adapter is and its size follow from its digest, as they do when a scheduler asks.
 _ADAPTERS = {"a": (True, 5), "b": (True, 2), "c": (True, 1), "d": (False, 3), "e": (False, 0)}
-_WAITERS = st.lists(
+_WAITING = st.lists(
     st.builds(
-        lambda adapter, num_kv: Waiter(adapter, *_ADAPTERS.get(adapter, (False, 0)), num_kv),
+        lambda adapter, num_kv: WaitingNeeds(adapter, *_ADAPTERS.get(adapter, (False, 0)), num_kv),
         st.sampled_from([None, *_ADAPTERS]),
         st.integers(0, 6),
     ),
@@ -31,39 +31,41 @@ _WAITERS = st.lists(
 )
 
 
-def claims(waiters: list[Waiter]) -> int:
+def claims(waiting: list[WaitingNeeds]) -> int:
     """Pages that all of them need to run together."""
-    adapters = {waiter.adapter: waiter.num_adapter_pages for waiter in waiters if waiter.adapter is not None}
-    return sum(adapters.values()) + sum(waiter.num_kv_pages for waiter in waiters)
+    adapters = {needs.adapter: needs.num_adapter_pages for needs in waiting if needs.adapter is not None}
+    return sum(adapters.values()) + sum(needs.num_kv_pages for needs in waiting)
 
 
-@given(_WAITERS, st.integers(-3, 40), st.integers(0, 4))
-def test_what_comes_is_the_oldest_that_there_is_room_for(waiters: list[Waiter], num_pages: int, num_loads: int) -> None:
-    chosen = choose_prefetch(waiters, num_pages, num_loads)
-    fit = [n for n in range(1, len(waiters) + 1) if claims(waiters[:n]) <= num_pages]
+@given(_WAITING, st.integers(-3, 40), st.integers(0, 4))
+def test_what_comes_is_the_oldest_that_there_is_room_for(
+    waiting: list[WaitingNeeds], num_pages: int, num_loads: int
+) -> None:
+    chosen = choose_prefetch(waiting, num_pages, num_loads)
+    fit = [n for n in range(1, len(waiting) + 1) if claims(waiting[:n]) <= num_pages]
     assert chosen.num_with_room == max(fit, default=0)
-    reached = waiters[: chosen.num_with_room]
-    if chosen.num_with_room < len(waiters):  # the adapter of the next one may fit alone
-        following = waiters[chosen.num_with_room]
-        if claims([*reached, Waiter(following.adapter, True, following.num_adapter_pages, 0)]) <= num_pages:
+    reached = waiting[: chosen.num_with_room]
+    if chosen.num_with_room < len(waiting):  # the adapter of the next one may fit alone
+        following = waiting[chosen.num_with_room]
+        if claims([*reached, WaitingNeeds(following.adapter, True, following.num_adapter_pages, 0)]) <= num_pages:
             reached = [*reached, following]
-    absent = dict.fromkeys(waiter.adapter for waiter in reached if waiter.is_absent)
+    absent = dict.fromkeys(needs.adapter for needs in reached if needs.is_absent)
     assert chosen.adapters == tuple(absent)[:num_loads]
 
 
-@given(_WAITERS, _WAITERS, st.integers(0, 40), st.integers(0, 4))
+@given(_WAITING, _WAITING, st.integers(0, 40), st.integers(0, 4))
 def test_newer_ones_change_nothing_for_older_ones(
-    waiters: list[Waiter], newer: list[Waiter], num_pages: int, num_loads: int
+    waiting: list[WaitingNeeds], newer: list[WaitingNeeds], num_pages: int, num_loads: int
 ) -> None:
-    alone = choose_prefetch(waiters, num_pages, num_loads)
-    together = choose_prefetch([*waiters, *newer], num_pages, num_loads)
+    alone = choose_prefetch(waiting, num_pages, num_loads)
+    together = choose_prefetch([*waiting, *newer], num_pages, num_loads)
     assert together.adapters[: len(alone.adapters)] == alone.adapters
     assert together.num_with_room >= alone.num_with_room
 
 
-@given(_WAITERS, st.integers(0, 40), st.integers(0, 4))
-def test_more_room_never_brings_less(waiters: list[Waiter], num_pages: int, num_loads: int) -> None:
-    less, more = (choose_prefetch(waiters, n, num_loads) for n in (num_pages, num_pages + 1))
+@given(_WAITING, st.integers(0, 40), st.integers(0, 4))
+def test_more_room_never_brings_less(waiting: list[WaitingNeeds], num_pages: int, num_loads: int) -> None:
+    less, more = (choose_prefetch(waiting, n, num_loads) for n in (num_pages, num_pages + 1))
     assert more.adapters[: len(less.adapters)] == less.adapters
     assert more.num_with_room >= less.num_with_room
 
@@ -143,7 +145,7 @@ def test_nobody_looks_further_ahead_than_a_batch() -> None:
 @pytest.mark.parametrize(("num_free", "comes"), [(7, True), (6, False)])
 def test_a_page_is_left_for_each_running_sequence(num_free: int, comes: bool) -> None:
     s, _ = full(num_pages=3 + num_free, num_sequences=3)
-    assert s.load().num_free_pages == num_free
+    assert s.load().gauges.num_free_pages == num_free
     s.add(request(10, adapter="a4"), 0)
     assert loads_of(s.schedule()) == (["a4"] if comes else [])
 
@@ -179,15 +181,15 @@ def test_what_is_wanted_soon_goes_after_all_else_that_is_idle() -> None:
     for _ in range(4):
         s.add(asking(0, [5] * 17, max_tokens=1), 0)
         run(s, worker)
-    assert s.load().num_idle_prefix_pages == 4
+    assert s.load().gauges.num_idle_prefix_pages == 4
     s.add(request(1, num_prompt=2, max_tokens=30), 0)
     step(s, worker)
     s.add(request(2, adapter="a6"), 0)
     while s._running[1].num_computed < 26:
         step(s, worker)
     load = s.load()
-    assert (load.num_adapter_evictions, load.num_adapter_loads) == (0, 1)
-    assert load.num_prefix_evictions > 0
+    assert (load.counters.num_adapter_evictions, load.counters.num_adapter_loads) == (0, 1)
+    assert load.counters.num_prefix_evictions > 0
 
 
 def test_a_full_batch_that_grows_does_not_load_again_what_it_pushed_out() -> None:
@@ -198,9 +200,9 @@ def test_a_full_batch_that_grows_does_not_load_again_what_it_pushed_out() -> Non
     num_loads = []
     while len(s._running) == 3:
         step(s, worker)
-        num_loads.append(s.load().num_adapter_loads)
-    assert s.load().num_preemptions == 0
-    assert s.load().num_adapter_evictions > 0
+        num_loads.append(s.load().counters.num_adapter_loads)
+    assert s.load().counters.num_preemptions == 0
+    assert s.load().counters.num_adapter_evictions > 0
     assert max(num_loads) == 3  # each once
     run(s, worker)
 
@@ -231,7 +233,7 @@ def test_older_ones_first_within_bounds_and_none_again_for_nothing(
                 asked.add(i)
         if i >= 40 and not s.has_work():
             break
-        running, num_preemptions = set(s._running), s.load().num_preemptions
+        running, num_preemptions = set(s._running), s.load().counters.num_preemptions
         before = set(s._adapters._entries)
         plan = s.schedule()
         s.check_integrity()
@@ -240,7 +242,8 @@ def test_older_ones_first_within_bounds_and_none_again_for_nothing(
         num_events += not running.issuperset(s._running)
         went = before.intersection(s._memory._soon) - set(s._adapters._entries)  # though somebody looks forward to it
         went_at |= dict.fromkeys(went, num_events)
-        num_events += s.load().num_preemptions > num_preemptions  # who gives way does so when all that is idle has gone
+        # a sequence gives way when all that is idle has gone
+        num_events += s.load().counters.num_preemptions > num_preemptions
         for digest in loads_of(plan):
             assert went_at.get(digest, -1) < num_events, "nobody has made room since it was pushed out"
             newest = next(n for n, sequence in enumerate(s._waiting) if sequence.adapter_digest == digest)
@@ -315,7 +318,7 @@ def test_pages_of_kv_are_there_when_a_place_opens() -> None:
     s, worker = told_before(num_pages=30)
     while not any(update.finish_reason for update in step(s, worker)[1]):
         pass
-    assert s.load().num_pages_in == 7
+    assert s.load().counters.num_pages_in == 7
     plan, _ = step(s, worker)
     (planned,) = plan.sequences
     assert (planned.sequence_id, planned.start) == (5, 28)
@@ -331,14 +334,14 @@ def test_pages_of_kv_do_not_come_into_the_room_that_running_ones_may_need() -> N
 def test_pages_of_kv_that_were_pushed_out_again_come_only_with_a_place() -> None:
     """There would be room: what was asked often is idle, and worth more."""
     s, worker = told_before(num_pages=18, num_often=2)
-    num_evictions = s.load().num_prefix_evictions
+    num_evictions = s.load().counters.num_prefix_evictions
     num_pages_in = []
     while len(s._running) == 2:
         step(s, worker)
-        num_pages_in.append(s.load().num_pages_in)
+        num_pages_in.append(s.load().counters.num_pages_in)
     assert set(num_pages_in) == {7}
-    assert s.load().num_prefix_evictions > num_evictions
-    assert s.load().num_preemptions == 0
+    assert s.load().counters.num_prefix_evictions > num_evictions
+    assert s.load().counters.num_preemptions == 0
     finished = [update.sequence_id for update in run(s, worker) if update.finish_reason]
     assert finished == [5]
 
@@ -347,11 +350,11 @@ def test_pages_of_kv_of_an_older_one_do_not_go_for_a_newer_ones_adapter() -> Non
     """Though what else is idle was asked often, and is worth more."""
     s, worker = told_before(num_pages=20, num_often=2)
     step(s, worker)
-    assert s.load().num_pages_in == 7
+    assert s.load().counters.num_pages_in == 7
     keys = next(iter(s._waiting)).page_keys
     s.add(request(6, adapter="a4"), 0)
     assert loads_of(step(s, worker)[0]) == ["a4"]
-    assert s.load().num_prefix_evictions > 0
+    assert s.load().counters.num_prefix_evictions > 0
     assert len(s._memory.prefixes.find(keys)) == 7
 
 
@@ -372,7 +375,7 @@ def test_the_room_of_one_whose_pages_come_is_not_taken_by_a_newer_one(num_pages:
     assert [planned.sequence_id for planned in plan.sequences] == ([2] if enters else [])
     worker.slow_loads = None
     assert 1 in {update.sequence_id for update in run(s, worker) if update.finish_reason}
-    assert s.load().num_pages_in == 7
+    assert s.load().counters.num_pages_in == 7
 
 
 def test_pages_that_others_follow_on_stay_while_those_come() -> None:
@@ -390,4 +393,4 @@ def test_pages_that_others_follow_on_stay_while_those_come() -> None:
     assert s._memory.make_room(12 - 3 - 4, frozenset())
     worker.slow_loads = None
     run(s, worker)
-    assert s.load().num_cached_tokens == 28
+    assert s.load().counters.num_cached_tokens == 28

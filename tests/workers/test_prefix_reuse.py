@@ -42,7 +42,7 @@ def test_what_was_computed_is_not_computed_again() -> None:
     assert worker.num_computed == 37
     ask(s, worker, asking(1, PROMPT, max_tokens=8))
     assert worker.num_computed == 37 + 8  # the prompt's last token, and those generated
-    assert s.load().num_cached_tokens == 29
+    assert s.load().counters.num_cached_tokens == 29
 
 
 def test_the_next_turn_of_a_conversation_computes_only_what_is_new() -> None:
@@ -68,7 +68,7 @@ def test_samples_of_one_prompt_store_it_once_though_they_come_together() -> None
     assert {planned.pages[:7] for planned in plan.sequences} == {plan.sequences[0].pages[:7]}
     s.commit(plan, worker.execute(plan))
     load = s.load()
-    assert load.num_pages - load.num_free_pages == 7 + 8
+    assert load.gauges.num_pages - load.gauges.num_free_pages == 7 + 8
     run(s, worker)
 
 
@@ -91,7 +91,7 @@ def test_a_prompt_that_is_there_in_full_still_computes_its_last_token() -> None:
     s, worker = rig()
     for i in range(2):
         assert len(ask(s, worker, asking(i, PROMPT[:28], max_tokens=3))) == 3
-    assert s.load().num_cached_tokens == 27
+    assert s.load().counters.num_cached_tokens == 27
 
 
 @pytest.mark.parametrize(
@@ -108,16 +108,16 @@ def test_what_differs_in_whose_it_is_is_never_shared(other: SequenceRequest) -> 
     s, worker = rig()
     ask(s, worker, asking(0, PROMPT))
     ask(s, worker, other)
-    assert s.load().num_cached_tokens == 0
+    assert s.load().counters.num_cached_tokens == 0
 
 
 def test_a_new_version_never_meets_the_old_ones_pages() -> None:
     s, worker = rig()
     ask(s, worker, asking(0, PROMPT, adapter="a1"))
     ask(s, worker, asking(1, PROMPT, adapter="b1"))  # another digest, be its name the same
-    assert s.load().num_cached_tokens == 0
+    assert s.load().counters.num_cached_tokens == 0
     ask(s, worker, asking(2, PROMPT, adapter="a1"))
-    assert s.load().num_cached_tokens == 29
+    assert s.load().counters.num_cached_tokens == 29
 
 
 def test_what_came_of_broken_weights_is_not_kept() -> None:
@@ -129,7 +129,7 @@ def test_what_came_of_broken_weights_is_not_kept() -> None:
         result.tokens.update(dict.fromkeys(result.tokens))
         s.commit(plan, result)
         s.check_integrity()
-    assert s.load().num_prefix_pages == 0
+    assert s.load().gauges.num_prefix_pages == 0
 
 
 def test_who_gave_way_comes_back_to_what_is_left_of_its_pages() -> None:
@@ -137,8 +137,8 @@ def test_who_gave_way_comes_back_to_what_is_left_of_its_pages() -> None:
     s.add(asking(0, PROMPT[:20], max_tokens=20), 0)
     s.add(asking(1, PROMPT[4:20], max_tokens=20), 0)
     run(s, worker)
-    assert s.load().num_preemptions > 0
-    assert s.load().num_cached_tokens > 0
+    assert s.load().counters.num_preemptions > 0
+    assert s.load().counters.num_cached_tokens > 0
 
 
 def test_without_the_cache_nothing_is_kept_or_waited_for() -> None:
@@ -150,7 +150,8 @@ def test_without_the_cache_nothing_is_kept_or_waited_for() -> None:
     for i in range(2):
         ask(s, worker, asking(i, PROMPT, max_tokens=8))
     load = s.load()
-    assert (load.num_cached_tokens, load.num_prefix_pages, load.num_free_pages) == (0, 0, load.num_pages)
+    assert (load.counters.num_cached_tokens, load.gauges.num_prefix_pages) == (0, 0)
+    assert load.gauges.num_free_pages == load.gauges.num_pages
 
 
 @settings(deadline=None, max_examples=40)
@@ -197,16 +198,16 @@ def test_what_was_pushed_out_comes_back_from_host_memory() -> None:
     assert worker.num_computed - before == 9  # two tokens of the page that is not full, and seven generated
     assert texts[0] == texts[1]
     load = s.load()
-    assert (load.num_pages_in, load.num_move_failures) == (7, 0)
-    assert load.num_host_pages == 9 + 6 * 7  # of the first answer two more pages were filled
-    assert load.num_pages_out == load.num_host_pages
+    assert (load.counters.num_pages_in, load.counters.num_move_failures) == (7, 0)
+    assert load.gauges.num_host_pages == 9 + 6 * 7  # of the first answer two more pages were filled
+    assert load.counters.num_pages_out == load.gauges.num_host_pages
 
 
 def test_what_host_memory_has_no_room_for_goes_on_to_disk_and_comes_back() -> None:
     s, worker = rig(num_pages=12, tiers=TierSizes(host=16, disk=100))
     ask(s, worker, asking(0, PROMPT, max_tokens=8))
     flood(s, worker, num_prompts=8)
-    assert s.load().num_disk_pages > 9
+    assert s.load().gauges.num_disk_pages > 9
     before = worker.num_computed
     ask(s, worker, asking(1, PROMPT, max_tokens=8))
     assert worker.num_computed - before == 9
@@ -228,10 +229,10 @@ def test_a_tier_that_fails_is_given_up_and_nobody_notices(tier: str) -> None:
     worker.failing_tiers = {tier}
     first = ask(s, worker, asking(0, PROMPT))
     flood(s, worker, num_prompts=20)
-    num_failures = s.load().num_move_failures
+    num_failures = s.load().counters.num_move_failures
     assert 3 <= num_failures <= 4  # two copies are under way at once
     flood(s, worker, num_prompts=10, first=80)
-    assert s.load().num_move_failures == num_failures
+    assert s.load().counters.num_move_failures == num_failures
     assert ask(s, worker, asking(1, PROMPT)) == first
 
 
@@ -243,8 +244,8 @@ def test_pages_that_cannot_be_read_back_are_computed() -> None:
     before = worker.num_computed
     assert ask(s, worker, asking(1, PROMPT)) == first
     assert worker.num_computed - before == 33
-    assert s.load().num_move_failures > 0
-    assert s.load().num_pages_in == 0
+    assert s.load().counters.num_move_failures > 0
+    assert s.load().counters.num_pages_in == 0
 
 
 def test_a_copy_that_costs_more_than_computing_is_not_made() -> None:
@@ -256,7 +257,7 @@ def test_a_copy_that_costs_more_than_computing_is_not_made() -> None:
     before = worker.num_computed
     ask(s, worker, asking(1, PROMPT, max_tokens=1))
     assert worker.num_computed - before == 30
-    assert s.load().num_pages_in == 0
+    assert s.load().counters.num_pages_in == 0
 
 
 @given(st.integers(1, 1000), *[st.floats(1e-6, 10.0)] * 3)
@@ -273,9 +274,9 @@ def test_who_gave_way_comes_back_by_copies() -> None:
     s.add(asking(1, PROMPT[4:20], max_tokens=20), 0)
     run(s, worker)
     load = s.load()
-    assert load.num_preemptions > 0
-    assert load.num_pages_in > 0
-    assert load.num_computed_tokens < 20 + 16 + 2 * 19 + 8
+    assert load.counters.num_preemptions > 0
+    assert load.counters.num_pages_in > 0
+    assert load.counters.num_computed_tokens < 20 + 16 + 2 * 19 + 8
 
 
 def test_what_came_of_broken_weights_is_kept_in_no_tier() -> None:
@@ -288,10 +289,10 @@ def test_what_came_of_broken_weights_is_kept_in_no_tier() -> None:
         s.commit(plan, result)
         s.check_integrity()
     load = s.load()
-    assert load.num_pages_out > 0
-    assert (load.num_prefix_pages, load.num_host_pages) == (0, 0)
+    assert load.counters.num_pages_out > 0
+    assert (load.gauges.num_prefix_pages, load.gauges.num_host_pages) == (0, 0)
     ask(s, worker, asking(1, PROMPT))
-    assert s.load().num_cached_tokens == 0
+    assert s.load().counters.num_cached_tokens == 0
 
 
 def test_a_full_disk_costs_no_page_that_host_memory_has() -> None:
@@ -300,8 +301,8 @@ def test_a_full_disk_costs_no_page_that_host_memory_has() -> None:
     for i in range(6):
         ask(s, worker, asking(i, [i] * 30, max_tokens=1))
     load = s.load()
-    assert load.num_move_failures > 0
-    assert load.num_host_pages == 40 or load.num_host_pages == load.num_pages_out
+    assert load.counters.num_move_failures > 0
+    assert load.gauges.num_host_pages == 40 or load.gauges.num_host_pages == load.counters.num_pages_out
 
 
 def test_pages_that_are_in_the_pool_are_not_copied_into_it() -> None:
@@ -310,7 +311,7 @@ def test_pages_that_are_in_the_pool_are_not_copied_into_it() -> None:
     flood(s, worker, num_prompts=1)
     num_missing = 7 - sum(s._memory.prefixes.page_of(key) is not None for key in keys_of(PROMPT))
     ask(s, worker, asking(1, PROMPT, max_tokens=1))
-    assert s.load().num_pages_in <= num_missing
+    assert s.load().counters.num_pages_in <= num_missing
 
 
 def keys_of(prompt: list[int]) -> list[bytes]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.workers.leader.queue_limit import QueueBounds, QueueLimit
+from motet.tests.rigs.part_configs import leader_config
+from motet.workers.leader.queue_limit import QueueLimit
 from motet.workers.leader.sequence_timers import SequenceTimers
 from motet.workers.wire.messages import SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
 
@@ -22,7 +22,7 @@ actions = st.one_of(
 @settings(deadline=None)
 @given(st.lists(actions, max_size=60), st.integers(1, 8), st.integers(1, 100))
 def test_never_more_than_the_bounds_say(todo: list[tuple[str, int]], max_sequences: int, max_tokens: int) -> None:
-    room = QueueLimit(QueueBounds(max_sequences, max_tokens))
+    room = QueueLimit(leader_config(max_waiting_sequences=max_sequences, max_waiting_tokens=max_tokens))
     model: dict[int, tuple[int, int]] = {}  # when it came, and its tokens
     for now, (action, value) in enumerate(todo):
         if action == "leave":
@@ -44,12 +44,6 @@ def test_never_more_than_the_bounds_say(todo: list[tuple[str, int]], max_sequenc
         assert room.oldest_s(now) == now - min((came for came, _ in model.values()), default=now)
 
 
-@pytest.mark.parametrize("bad", [{"max_sequences": 0}, {"max_tokens": -1}, {"max_tokens": 1.5}])
-def test_bad_bounds_are_errors(bad: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="a positive integer is needed"):
-        QueueBounds(**bad)
-
-
 def request(wait_s: float | None, timeout_s: float | None) -> SequenceRequest:
     return SequenceRequest(
         sequence_id=1,
@@ -62,7 +56,7 @@ def request(wait_s: float | None, timeout_s: float | None) -> SequenceRequest:
 
 
 async def test_timers_ring_only_for_who_still_waits_or_runs() -> None:
-    room = QueueLimit(QueueBounds())
+    room = QueueLimit(leader_config())
     waited: list[int] = []
     timed_out: list[int] = []
     timers = SequenceTimers(room, waited.append, timed_out.append)

@@ -65,7 +65,7 @@ def test_who_gave_way_began_before() -> None:
         clock.now += 1.0
         for update in scheduler.commit(plan, worker.execute(plan)):
             first_told.setdefault(update.sequence_id, (clock.now, update.computing_s))
-    assert scheduler.load().num_preemptions
+    assert scheduler.load().counters.num_preemptions
     assert {i: now - (computing_s or 0.0) for i, (now, computing_s) in first_told.items()} == first_planned
 
 
@@ -83,8 +83,8 @@ async def updated(text: TextService, *updates: SequenceUpdate, num_seen: int = 0
         num_seen=[num_seen] if num_seen else (),
     )
     generation = Generation(asked, dispatcher, text, metrics, time.perf_counter() - LONG_AGO_S)
-    async for index, update in generation.updates():
-        generation.take(index, update)
+    async for _ in generation.deltas():
+        pass
     return metrics
 
 

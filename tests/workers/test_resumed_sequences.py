@@ -99,8 +99,8 @@ def test_greedy_and_seeded_text_goes_on_as_it_would_have(stock: Stock) -> None:
     num_pages = 24 + max(stock.num_pages(30 + NUM_TOKENS, adapter) for adapter in stock.refs)
     with stock.engine(num_pages, max_tokens_per_step=50, max_num_sequences=8) as rig:
         resumed(rig, asked, whole)
-        assert rig.engine.load().num_preemptions > 0
-        assert rig.engine.load().num_generated_tokens == sum(NUM_TOKENS - cut for _ in asked for cut in CUTS)
+        assert rig.engine.load().counters.num_preemptions > 0
+        assert rig.engine.load().counters.num_generated_tokens == sum(NUM_TOKENS - cut for _ in asked for cut in CUTS)
 
 
 def test_it_stops_where_it_would_have(stock: Stock) -> None:

@@ -97,24 +97,24 @@ def test_random_workload_ends_with_every_page_accounted_for(
         told = (told - set(change.went)) | set(change.came)
         told_pages = (told_pages - set(change.pages_went)) | set(change.pages_came)
         load = s.load()
-        assert len(told_pages) == load.num_prefix_pages
-        assert len(told) == load.num_resident_adapters + load.num_coming_adapters
+        assert len(told_pages) == load.gauges.num_prefix_pages
+        assert len(told) == load.gauges.num_resident_adapters + load.gauges.num_coming_adapters
         assert {digest for digest in worker.coming if digest not in told} == set()
-        assert load.num_waiting_for_adapters <= load.num_waiting
-        assert load.num_queued_tokens >= load.num_running + load.num_waiting
+        assert load.gauges.num_waiting_for_adapters <= load.gauges.num_waiting
+        assert load.gauges.num_queued_tokens >= load.gauges.num_running + load.gauges.num_waiting
     worker.check_residence(s)
     assert not engine.has_work()
-    assert not s._under_way
-    assert s.load().num_queued_tokens == 0
+    assert not s._uncommitted
+    assert s.load().gauges.num_queued_tokens == 0
     assert finished | failed >= set(expected)
     for sequence_id, num_tokens in expected.items():
         if sequence_id in failed:
             num_tokens = len(received[sequence_id])
         assert received[sequence_id] == list(range(num_tokens)), "a token twice, missing or out of order"
     load = s.load()
-    assert load.num_free_pages + load.num_adapter_pages + load.num_prefix_pages == num_pages
-    assert load.num_idle_adapter_pages == load.num_adapter_pages
-    assert load.num_idle_prefix_pages == load.num_prefix_pages
+    assert load.gauges.num_free_pages + load.gauges.num_adapter_pages + load.gauges.num_prefix_pages == num_pages
+    assert load.gauges.num_idle_adapter_pages == load.gauges.num_adapter_pages
+    assert load.gauges.num_idle_prefix_pages == load.gauges.num_prefix_pages
 
 
 @pytest.mark.parametrize("stop", [0, 2, 5])
@@ -130,7 +130,7 @@ def test_no_token_after_the_last_one_is_shown_or_computed(stop: int) -> None:
         for update in engine.step():
             told[update.sequence_id] += update.token_ids
     assert told == {0: [*range(stop + 1)], 1: [*range(9)]}
-    assert worker.num_computed == s.load().num_computed_tokens == 4 + stop + 4 + 8
+    assert worker.num_computed == s.load().counters.num_computed_tokens == 4 + stop + 4 + 8
 
 
 def test_what_was_begun_elsewhere_goes_on_where_it_was() -> None:
@@ -150,7 +150,7 @@ def test_what_was_begun_elsewhere_goes_on_where_it_was() -> None:
         for update in s.commit(plan, worker.execute(plan)):
             assert update.finish_reason == ("length" if update.token_ids == [19] else None)
     assert chunks == [(0, 8, None), (8, 8, None), (16, 1, 12), *((16 + n, 1, 12 + n) for n in range(1, 8))]
-    assert s.load().num_generated_tokens == 8
+    assert s.load().counters.num_generated_tokens == 8
 
 
 def test_what_was_begun_elsewhere_comes_before_what_waits() -> None:
@@ -191,7 +191,7 @@ def test_the_newest_gives_way_and_comes_back() -> None:
     for i in range(2):
         s.add(request(i, num_prompt=8, max_tokens=12), 0)
     updates = run(s, worker)
-    assert s.load().num_preemptions > 0
+    assert s.load().counters.num_preemptions > 0
     finished = [u.sequence_id for u in updates if u.finish_reason]
     assert finished == [0, 1]
 
@@ -201,8 +201,8 @@ def test_idle_adapters_go_before_anyone_is_preempted() -> None:
     s, worker = scheduler(of), Worker(of)
     s.add(request(0, adapter="a3"), 0)
     run(s, worker)
-    assert s.load().num_resident_adapters == 1
-    assert s.load().num_loaded_pages == 3
+    assert s.load().gauges.num_resident_adapters == 1
+    assert s.load().counters.num_loaded_pages == 3
     change = s.take_residency_changes()
     assert (change.came, change.went, len(change.pages_came)) == (["a3"], [], 1)
     s.add(request(1, num_prompt=20, max_tokens=12), 0)
@@ -210,7 +210,8 @@ def test_idle_adapters_go_before_anyone_is_preempted() -> None:
     assert s.take_residency_changes().went == ["a3"]
     assert s.take_residency_changes() == ResidencyChange()
     load = s.load()
-    assert (load.num_resident_adapters, load.num_adapter_evictions, load.num_preemptions) == (0, 1, 0)
+    assert load.gauges.num_resident_adapters == 0
+    assert (load.counters.num_adapter_evictions, load.counters.num_preemptions) == (1, 0)
 
 
 def test_a_sequence_whose_adapter_comes_is_passed_over() -> None:
@@ -224,8 +225,8 @@ def test_a_sequence_whose_adapter_comes_is_passed_over() -> None:
     assert [load.residence.digest for load in plan.loads] == ["a3"]
     assert s.take_residency_changes().came == ["a3"]  # though it is only coming
     load = s.load()
-    assert (load.num_waiting, load.num_waiting_for_adapters, load.num_coming_adapters) == (1, 1, 1)
-    assert load.num_queued_tokens == 3 + 3
+    assert (load.gauges.num_waiting, load.gauges.num_waiting_for_adapters, load.gauges.num_coming_adapters) == (1, 1, 1)
+    assert load.gauges.num_queued_tokens == 3 + 3
 
 
 def test_a_sequence_without_finite_logits_fails_alone() -> None:
@@ -253,7 +254,7 @@ def test_an_older_waiting_sequence_keeps_its_adapter_while_newer_ones_can_give_w
     for i in range(2, 5):
         s.add(request(i, num_prompt=4, max_tokens=12), 0)
     updates = run(s, worker)
-    assert s.load().num_adapter_loads <= 2
+    assert s.load().counters.num_adapter_loads <= 2
     assert sorted(u.sequence_id for u in updates if u.finish_reason) == [0, 1, 2, 3, 4]
 
 
@@ -319,7 +320,7 @@ def test_what_is_admitted_fits_alone(num_prompt: int, max_tokens: int, num_adapt
         s = scheduler(of)
         s.add(asked, 0)
         assert sum(len(u.token_ids) for u in run(s, Worker(of))) == max_tokens
-        assert s.load().num_preemptions == 0
+        assert s.load().counters.num_preemptions == 0
 
 
 def test_without_max_tokens_a_sequence_ends_where_pool_or_context_end() -> None:

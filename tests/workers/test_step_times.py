@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from motet.tests.rigs.engine_loads import engine_load
 from motet.workers.step_times import StepTimes
-from motet.workers.wire.messages import EngineLoad
 
 
 class Clock:
@@ -19,9 +19,9 @@ def step(times: StepTimes, clock: Clock, idle_s: float, step_s: float, coming: i
     clock.now += idle_s
     times.begin_step()
     clock.now += step_s
-    load = times.end_step(EngineLoad(num_coming_adapters=coming, num_adapter_loads=loads, num_steps=7))
-    assert load.num_steps == 7
-    return round(load.busy_s, 6), round(load.loading_s, 6)
+    load = times.end_step(engine_load(num_coming_adapters=coming, num_adapter_loads=loads, num_steps=7))
+    assert load.counters.num_steps == 7
+    return round(load.counters.busy_s, 6), round(load.counters.loading_s, 6)
 
 
 def test_each_adapter_counts_until_a_step_notices_it() -> None:

@@ -20,6 +20,7 @@ from motet.benchmarks.rigs.thread_gang import ThreadGroup, run_threads
 from motet.tests.rigs.engine_rig import EngineRig
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, Oracle, write_adapters, write_model
+from motet.tests.rigs.part_configs import engine_config
 from motet.tests.rigs.patience import eventually
 from motet.workers.config import EngineConfig
 from motet.workers.engine import Engine
@@ -47,7 +48,7 @@ class Case:
     def config(self, degree: int, num_pages: int, **settings: int | float | str) -> EngineConfig:
         sharding = ModelSharding(ModelConfig.from_folder(self.model_path), degree)
         page_bytes = sharding.config.num_layers * sharding.slab(BLOCK_SIZE) * 4
-        return EngineConfig(
+        return engine_config(
             self.model_path,
             self.store_path,
             dtype="float32",
@@ -90,7 +91,7 @@ def test_mixed_batch_on_a_small_pool(case: Case, degree: int) -> None:
             rig.submit(i, prompt, adapter, sampling)
         rig.finish()
         rig.assert_idle()
-        assert engine.load().num_adapter_evictions > 0
+        assert engine.load().counters.num_adapter_evictions > 0
     for i, (prompt, adapter) in enumerate(zip(prompts, ADAPTERS, strict=True)):
         told = rig.told[i]
         assert (told.finish_reason, told.error) == ("length", None)
@@ -126,7 +127,7 @@ def test_every_worker_copies_the_pages_that_are_alike_in_part(llama: Case) -> No
     alone.close()
     with gang(llama.config(2, num_pages=30)) as (engine, _):
         assert answers(engine) == expected
-        assert engine.load().num_cached_tokens == 13 + 20  # of both, less than a page is a copy
+        assert engine.load().counters.num_cached_tokens == 13 + 20  # of both, less than a page is a copy
 
 
 def _steps(rig: EngineRig, count: int) -> None:
@@ -141,7 +142,7 @@ def test_a_killed_worker_is_noticed(llama: Case, rank: int) -> None:
         rig.submit(0, [1, 2, 3], None, SamplingParams(max_tokens=200, ignore_eos=True))
         rig.step()
         woken: list[float] = []
-        engine.on_load_end(lambda: woken.append(time.monotonic()))
+        engine.wake_on_copy_end(lambda: woken.append(time.monotonic()))
         processes[rank].kill()
         processes[rank].join()
         with pytest.raises(WorkerLostError, match="worker"):

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.kernels.plain.sampling import TorchSampling, draw_alone, draw_together
+from motet.kernels.plain.sampling import PlainSampling, draw_alone, draw_together
 from motet.kernels.sampling import Draw
 from motet.tests.rigs.native_builds import HERE, load_build
 from motet.workers.decoding.token_choice import sample as sample_with
@@ -26,7 +26,7 @@ Sample = Callable[[torch.Tensor, Sequence[SamplePlan]], list[SampledToken | None
 @pytest.fixture(scope="module", params=["torch", "native"])
 def sample(request: pytest.FixtureRequest) -> Sample:
     """By each backend that there is for a CPU."""
-    kernels = TorchSampling() if request.param == "torch" else load_build((torch.float32, 1, HERE)).sampling
+    kernels = PlainSampling() if request.param == "torch" else load_build((torch.float32, 1, HERE)).sampling
     return lambda logits, plans: sample_with(logits, plans, kernels)
 
 

@@ -20,8 +20,8 @@ _MASK = (1 << 64) - 1
 def sample(logits: torch.Tensor, plans: Sequence[SamplePlan], kernels: SamplingKernels) -> list[SampledToken | None]:
     """One token for each row of `[num_rows, vocab]` float32 logits, with log-probabilities where asked for.
 
-    None for a row whose largest number is NaN or infinite: nothing can be chosen from it. All of it is computed where
-    the logits are; the host waits once, and once more if a row keeps some candidates only.
+    None for a row whose largest number is NaN or infinite: no token can be chosen from it. Everything is computed where
+    the logits are. The host waits for the device once, and once more if a row keeps only some candidates.
     """
     shaped = logits
     if any(_is_shaped(plan) for plan in plans):
@@ -30,7 +30,7 @@ def sample(logits: torch.Tensor, plans: Sequence[SamplePlan], kernels: SamplingK
             _apply_penalties(row, plan)
     chosen = kernels.highest(shaped)
     drawn = [i for i, plan in enumerate(plans) if plan.params.temperature > 0]
-    if drawn and logits.device.type == "cpu":  # asking costs nothing here
+    if drawn and logits.device.type == "cpu":  # reading the result costs nothing on the CPU
         highest = chosen.tolist()
         drawn = [i for i in drawn if highest[i] != NOT_FINITE]
     if drawn:
@@ -80,7 +80,7 @@ def _apply_penalties(row: torch.Tensor, plan: SamplePlan) -> None:
 
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], plans: Sequence[SamplePlan]) -> dict[int, TokenLogprobs]:
-    """By row, of those that asked for any and have a token."""
+    """By row, for rows that ask for log-probabilities and have a token."""
     by_count: dict[int, list[int]] = {}
     for row, plan in enumerate(plans):
         if plan.params.num_logprobs is not None and tokens[row] != NOT_FINITE:

@@ -1,4 +1,4 @@
-"""Brings adapters from the host tier into pages of the pool, beside the steps."""
+"""Copies adapters from host memory into pages of the pool, beside the steps."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 from ...adapters.errors import AdapterError
 from ...kernels.backend import Kernels
 from ..memory.host_adapter_cache import HostAdapterCache
-from ..plan import AdapterFailure, AdapterLoad, HostAdapters
+from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats
 from .side_stream import Mark, SideStream
 
 _log = logging.getLogger(__name__)
 
 
 class AdapterLoader:
-    """One thread that copies. Pages under a load belong to nobody else until the load has ended.
+    """One thread that copies. No step uses the pages of a load until it has ended.
 
     On a GPU it copies on a stream of its own, beside the kernels of the steps.
     """
 
-    def __init__(self, host: HostAdapterCache, pool: torch.Tensor, kernels: Kernels) -> None:
-        self._host, self._pool, self._kernels = host, pool, kernels
+    def __init__(self, cache: HostAdapterCache, pool: torch.Tensor, kernels: Kernels) -> None:
+        self._cache, self._pool, self._kernels = cache, pool, kernels
         self._beside = SideStream(pool.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-loader")
         self._ended: SimpleQueue[str | AdapterFailure] = SimpleQueue()
@@ -35,7 +35,7 @@ class AdapterLoader:
         self._thread.submit(self._load, load, self._beside.mark())
 
     def take_ended(self) -> tuple[tuple[str, ...], tuple[AdapterFailure, ...]]:
-        """Digests of the loads that ended well since the last call, and those that failed."""
+        """Digests of the loads that succeeded since the last call, and the loads that failed."""
         ended: list[str | AdapterFailure] = []
         try:
             while True:
@@ -47,9 +47,9 @@ class AdapterLoader:
             tuple(end for end in ended if isinstance(end, AdapterFailure)),
         )
 
-    def host_adapters(self) -> HostAdapters:
-        """What the host tier holds at this moment."""
-        return HostAdapters(self._host.num_bytes, self._host.num_reads)
+    def host_adapter_stats(self) -> HostAdapterStats:
+        """What the cache in host memory holds at this moment."""
+        return HostAdapterStats(self._cache.num_bytes, self._cache.num_reads)
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
@@ -57,7 +57,7 @@ class AdapterLoader:
     def _load(self, load: AdapterLoad, mark: Mark) -> None:
         residence = load.residence
         try:
-            packed = self._host.get(residence.digest)
+            packed = self._cache.get(residence.digest)
             if len(packed) != len(residence.pages):
                 raise ValueError(f"{len(packed)} pages are packed, and {len(residence.pages)} follow from its ranks")
             with self._beside.after(mark):

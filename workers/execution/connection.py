@@ -14,7 +14,7 @@ _VANISHED_PEER = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_
 
 
 class ConnectionLostError(Exception):
-    """The other side is gone, or what came is no message."""
+    """The other side is gone, or sent something that is no message."""
 
 
 class Connection:
@@ -37,7 +37,7 @@ class Connection:
             raise ConnectionLostError(str(error)) from error
 
     def receive(self) -> bytes:
-        """The next message; waits for it, for as long as `set_timeout` says."""
+        """The next message. Waits for it as long as `set_timeout` says."""
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
         if length > _MAX_MESSAGE_BYTES:
             raise ConnectionLostError(f"a message of {length} bytes is announced: none is that long")
@@ -50,7 +50,7 @@ class Connection:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # the other side was faster
+            pass  # the other side has closed it already
         self._socket.close()
 
     def _exactly(self, num_bytes: int) -> bytes:

@@ -22,22 +22,22 @@ class Executor(Protocol):
     """Carries a plan to every worker of the gang and brings the result back."""
 
     def begin(self, plan: StepPlan) -> None:
-        """Starts a plan; the one before it is finished. Raises WorkerLostError as `finish` does."""
+        """Starts a plan; the one before it must be finished. Raises WorkerLostError as `finish` does."""
 
     def finish(self) -> StepResult:
-        """What came of the plan that was begun. Raises WorkerLostError when a worker has died or hangs."""
+        """Waits for the plan that was begun. Returns its result; raises WorkerLostError if a worker died or hangs."""
 
-    def on_load_end(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from another thread, whenever a copy has ended or failed, or a worker was lost."""
+    def wake_on_copy_end(self, wake: Callable[[], None]) -> None:
+        """From now on `wake` is called, from another thread, when a copy has ended or failed, or a worker was lost."""
 
     def close(self) -> None: ...
 
 
 def compute_thread() -> ThreadPoolExecutor:
-    """A thread that computes, and that the worker is built in too.
+    """The one thread in which a worker is built and computes.
 
-    OpenMP keeps helpers for each thread that ever used it. Once there are more of them than cores, all sleep between
-    parallel regions instead of waiting awake: with two threads a step with adapters took a tenth longer.
+    OpenMP keeps helper threads for each thread that ever used it. Once there are more helpers than cores, all of them
+    sleep between parallel regions instead of spinning: a second thread made a step with adapters a tenth longer.
     """
     return ThreadPoolExecutor(1, thread_name_prefix="worker")
 
@@ -54,7 +54,7 @@ class LocalExecutor:
         device: torch.device,
         thread: ThreadPoolExecutor | None = None,
     ) -> None:
-        """`thread`: of `compute_thread`, in which this is being built; None: a new one."""
+        """`thread`: the `compute_thread` in which this worker is being built; None: a new one."""
         self.runner = runner
         self.loader = loader
         self.mover = mover
@@ -79,16 +79,16 @@ class LocalExecutor:
         tokens = self.runner.run(plan)
         loaded, failed = self.loader.take_ended()
         moved = self.mover.take_ended()
-        return StepResult(plan.step, tokens, loaded, failed, moved, self.loader.host_adapters())
+        return StepResult(plan.step, tokens, loaded, failed, moved, self.loader.host_adapter_stats())
 
     def begin_copies(self, plan: StepPlan) -> None:
-        """Of adapters into the pool, and of KV between the tiers."""
+        """Begins the plan's copies of adapters into the pool, and of KV between the tiers."""
         for move in plan.moves:
             self.mover.begin(move)
         for load in plan.loads:
             self.loader.begin(load)
 
-    def on_load_end(self, wake: Callable[[], None]) -> None:
+    def wake_on_copy_end(self, wake: Callable[[], None]) -> None:
         self.loader.on_end = self.mover.on_end = wake
 
     def close(self) -> None:

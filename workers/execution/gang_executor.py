@@ -15,23 +15,23 @@ from .gang_messages import Done, Execute, Failed, FromWorker, LoadEnded, MoveEnd
 
 
 class GangExecutor:
-    """All workers do the same step; an adapter is there when it is there on all of them."""
+    """All workers execute the same plan. A copy has ended when it has ended on all of them."""
 
     def __init__(self, connections: Sequence[Connection], rendezvous: object, step_deadline_s: float) -> None:
         """`connections`: of workers that are ready, by rank. `step_deadline_s`: a worker that takes longer hangs.
 
-        `rendezvous`: what the workers met through, held because it has to live as long as they do.
+        `rendezvous`: the store through which the workers met; it is kept here because it must live as long as they do.
         """
         self._connections, self._rendezvous, self._step_deadline_s = connections, rendezvous, step_deadline_s
         self._done: list[SimpleQueue[Done | WorkerLostError]] = [SimpleQueue() for _ in connections]
-        self._loads: dict[str, list[str | None]] = {}  # problems told so far, by digest
+        self._loads: dict[str, list[str | None]] = {}  # by digest: the problem, or None, of each worker that has told
         self._ended: SimpleQueue[str | AdapterFailure] = SimpleQueue()
-        self._moves: dict[int, list[MoveEnd]] = {}  # told so far, by number
+        self._moves: dict[int, list[MoveEnd]] = {}  # by number: the end on each worker that has told
         self._moved: SimpleQueue[MoveEnd] = SimpleQueue()
         self._lock = threading.Lock()
         self._failure: WorkerLostError | None = None
         self._closing = False
-        self._step = 0  # the one that was begun last
+        self._step = 0  # of the plan that was begun last
         self._wake: Callable[[], None] = lambda: None
         self._encoder = msgspec.msgpack.Encoder()
         for rank in range(len(connections)):
@@ -54,19 +54,19 @@ class GangExecutor:
         for each in done:
             tokens |= each.tokens
         loaded, failed = self._take_ended()
-        return StepResult(self._step, tokens, loaded, failed, self._take_moved(), done[0].host_adapters)
+        return StepResult(self._step, tokens, loaded, failed, self._take_moved(), done[0].host_adapter_stats)
 
-    def on_load_end(self, wake: Callable[[], None]) -> None:
+    def wake_on_copy_end(self, wake: Callable[[], None]) -> None:
         self._wake = wake
 
     def close(self) -> None:
-        """Tells the workers to end; those that do not listen end with their connection."""
+        """Tells the workers to end; a worker that does not listen ends with its connection."""
         self._closing = True
         for connection in self._connections:
             try:
                 connection.send(self._encoder.encode(Stop()))
             except ConnectionLostError:
-                pass  # it has ended already
+                pass  # the worker has ended already
             connection.close()
 
     def _result(self, rank: int, step: int) -> Done:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from ..plan import HostAdapters, MoveEnd, SampledToken, StepPlan
+from ..plan import HostAdapterStats, MoveEnd, SampledToken, StepPlan
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """A worker's first word. `secret`: the gang's, so that nobody else joins."""
+    """A worker's first message. `secret`: the gang's, so that no other process joins."""
 
     rank: int
     secret: str
@@ -28,11 +28,11 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """A step is computed. Tokens are the first worker's to tell."""
+    """A step is computed. Only the first worker tells the tokens."""
 
     step: int
     tokens: dict[int, SampledToken | None]
-    host_adapters: HostAdapters = HostAdapters()
+    host_adapter_stats: HostAdapterStats = HostAdapterStats()
 
 
 class LoadEnded(msgspec.Struct, frozen=True, tag="load_ended"):
@@ -45,7 +45,7 @@ class MoveEnded(msgspec.Struct, frozen=True, tag="move_ended"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The worker can do no more."""
+    """The worker has failed and ends."""
 
     problem: str
 

@@ -22,7 +22,7 @@ Forward = Callable[[torch.Tensor, AttentionBatch, LoraBatch | None], torch.Tenso
 
 class Recording(Protocol):
     def replay(self) -> torch.Tensor:
-        """Computes again what was recorded, on what its inputs hold now; the output is the same memory each time."""
+        """Computes what was recorded again, from what its inputs hold now. The output is always the same memory."""
 
 
 Record = Callable[[Callable[[], torch.Tensor]], Recording]
@@ -59,7 +59,7 @@ class DecodeGraphs:
 
         self._token_ids, self._positions = ints(max_rows), ints(max_rows) - 1
         self._row_pages, self._row_slots, self._page_table = ints(max_rows), ints(max_rows), ints(max_rows, max_pages)
-        # The largest first: the smaller ones then find room in its memory.
+        # The largest first: the smaller ones then fit into its memory.
         sizes = sorted(bucket_sizes(max_rows), reverse=True)
         self._buckets = {
             (size, adapters): self._recorded(size, adapters) for size in sizes for adapters in (False, True)
@@ -94,7 +94,7 @@ class DecodeGraphs:
                 return None
 
         def compute() -> torch.Tensor:
-            # A batch of its own each time: backends keep what they worked out for one, and must work it out in here.
+            # A new batch each time: backends remember what they derived from a batch, and must derive it in here.
             batch = AttentionBatch(
                 query_starts=tuple(range(size + 1)),
                 context_lens=(),
@@ -142,7 +142,7 @@ class CudaRecorder:
             compute()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as the one that brings adapters, may go on meanwhile.
+        # Other threads, such as the one that copies adapters, may use the GPU meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = compute()
         return _CudaRecording(graph, output)

@@ -17,27 +17,27 @@ from .side_stream import Mark, SideStream
 _log = logging.getLogger(__name__)
 
 
-class _Hand:
+class _CopyThread:
     def __init__(self, name: str, device: torch.device) -> None:
-        self.thread, self.beside = ThreadPoolExecutor(1, thread_name_prefix=name), SideStream(device)
+        self.pool, self.beside = ThreadPoolExecutor(1, thread_name_prefix=name), SideStream(device)
 
 
 class PageMover:
-    """Two threads that copy: one what comes from disk or goes there, one the rest, so that none waits for a disk.
+    """Two threads that copy: one from and to disk, one for the rest, so that copies in memory never wait for a disk.
 
-    Pages under a move change for nobody until it has ended, so the moves' order does not matter.
+    Nothing else reads or writes the pages that a move writes until it has ended, so the order of moves does not matter.
     """
 
     def __init__(self, arrays: Mapping[Tier, PageArray], device: torch.device) -> None:
-        """`arrays`: of the tiers that there are. `device`: of the pool."""
+        """`arrays`: one of each tier that is used. `device`: of the pool."""
         self._arrays = arrays
-        self._slow, self._fast = _Hand("disk-mover", device), _Hand("page-mover", device)
+        self._disk, self._memory = _CopyThread("disk-mover", device), _CopyThread("page-mover", device)
         self._ended: SimpleQueue[MoveEnd] = SimpleQueue()
         self.on_end: Callable[[], None] = lambda: None  # called from the mover's thread after each move
 
     def begin(self, move: PageMove) -> None:
-        hand = self._slow if "disk" in (move.source, move.target) else self._fast
-        hand.thread.submit(self._move, move, hand.beside, hand.beside.mark())
+        thread = self._disk if "disk" in (move.source, move.target) else self._memory
+        thread.pool.submit(self._move, move, thread.beside, thread.beside.mark())
 
     def take_ended(self) -> tuple[MoveEnd, ...]:
         """Moves that ended since the last call."""
@@ -49,8 +49,8 @@ class PageMover:
             return tuple(ended)
 
     def close(self) -> None:
-        for hand in (self._slow, self._fast):
-            hand.thread.shutdown(cancel_futures=True)
+        for thread in (self._disk, self._memory):
+            thread.pool.shutdown(cancel_futures=True)
 
     def _move(self, move: PageMove, beside: SideStream, mark: Mark) -> None:
         began_at = time.perf_counter()
@@ -59,7 +59,7 @@ class PageMover:
             with beside.after(mark):
                 content = self._arrays[move.source].read(move.source_pages)
                 self._arrays[move.target].write(move.target_pages, content)
-        except Exception as error:  # its pages are computed again, nobody else is disturbed
+        except Exception as error:  # the pages are computed again; other sequences do not notice
             problem = f"{len(move.source_pages)} pages from {move.source} to {move.target}: {error}"
             _log.warning("a copy between tiers failed: %s", problem)
         self._ended.put(MoveEnd(move.number, time.perf_counter() - began_at, problem))

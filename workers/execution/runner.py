@@ -22,7 +22,7 @@ from .inputs import StepInputs, make_inputs
 
 
 class Runner:
-    """Obeys plans; decides nothing. Keeps no state of a sequence but the KV in its pages."""
+    """Executes plans and decides nothing. Keeps no state of a sequence but the KV in its pages."""
 
     def __init__(
         self,
@@ -45,16 +45,16 @@ class Runner:
         if layout.shape.experts is not None:
             sides = tuple(widths[module] for module in EXPERT_MODULES)
             self._expert_geometry = LoraGeometry(geometry.num_layers, geometry.slab, layout.tile, sides)
-        self._known: dict[str, tuple[Residence, PagedAdapter]] = {}  # of the last plan, by digest
+        self._known: dict[str, tuple[Residence, PagedAdapter]] = {}  # adapters of the last plan, by digest
         self._lora_batch: tuple[tuple[LoraSegment, ...], LoraBatch] = ((), None)
         self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
     def record_decodes(self, max_rows: int, max_model_len: int, record: Record) -> None:
-        """Records the decodes of up to so many sequences; see `graphs.DecodeGraphs`.
+        """Records the decodes of up to `max_rows` sequences; see `graphs.DecodeGraphs`.
 
-        Nothing where recording is of no use: kernels that need the host, workers that exchange, and experts, whose
-        adapters are brought together on the host.
+        Records nothing where a graph cannot be used: with kernels that need the host, with workers that exchange, and
+        with experts, whose adapters are sorted on the host.
         """
         lora = self._kernels.capturable_lora
         if lora is None or self._parallel.degree > 1 or self._expert_geometry is not None:
@@ -72,12 +72,12 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Computes prompt chunks of a few lengths for nobody, so that no request waits for a compiler.
+        """Computes prompt chunks of a few lengths and throws them away, so that no request waits for a compiler.
 
-        Only before the first plan: the pages that it writes to are free then.
+        May be called only before the first plan: the pages that it writes to are free then.
         """
         block_size = self._geometry.block_size
-        for num_tokens in (2, 16, 128):  # those for which kernels choose other tiles
+        for num_tokens in (2, 16, 128):  # lengths for which kernels choose different tiles
             pages = tuple(range(-(-num_tokens // block_size)))
             if len(pages) <= self._geometry.num_pages:
                 chunk = SequencePlan(0, (0,) * num_tokens, 0, pages, None, None)
@@ -96,11 +96,11 @@ class Runner:
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
-        """Computes the plan's tokens; `[num_samples, vocab]` float32 of those sequences that sample, in batch order."""
+        """Computes the plan's tokens; `[num_samples, vocab]` float32 of the sequences that sample, in batch order."""
         return self._logits(self._inputs(plan))
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
-        """What the step is computed from, once its pages are there."""
+        """Copies pages within the pool as the plan says, and lays out its tokens."""
         if plan.copies:
             content = self._kernels.read_pages(self._pool, [copy.source for copy in plan.copies])
             self._kernels.write_pages(self._pool, [copy.target for copy in plan.copies], content)
@@ -140,7 +140,7 @@ class Runner:
         return self._decoder.logits(hidden if sample_rows is None else hidden[sample_rows], context)
 
     def _lora(self, segments: tuple[LoraSegment, ...]) -> LoraBatch | None:
-        """What the kernels need of the segments; that of the last step if nothing has changed, as in steady decode."""
+        """The segments as the kernels need them; the last step's are used again if they are the same, as in decode."""
         if not segments:
             return None
         if self._lora_batch[0] != segments:

@@ -1,4 +1,4 @@
-"""Copies beside the steps: on a GPU on a stream of their own, on the CPU in their own thread alone."""
+"""Where copies run beside the steps: on a GPU on a stream of their own, on the CPU only in their own thread."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
-Mark = torch.cuda.Event | None  # None: nothing runs but what is waited for
+Mark = torch.cuda.Event | None  # None: on the CPU, where nothing is launched that is not waited for
 
 
 class SideStream:
-    """One for each thread that copies."""
+    """The stream of one thread that copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -20,15 +20,15 @@ class SideStream:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> Mark:
-        """A point after all that the calling thread has launched.
+        """A point in time after all that the calling thread has launched.
 
-        Kernels of steps that were launched may still read and write pages that their plans gave away since.
+        A copy waits for it: kernels of steps that were launched may still use pages that a later plan gave to the copy.
         """
         return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
     @contextmanager
     def after(self, mark: Mark) -> Iterator[None]:
-        """What is launched within runs after the mark, and is done, for any stream, when the context ends."""
+        """What is launched within this context runs after the mark, and is done when the context ends."""
         if self._stream is None or mark is None:
             yield
             return

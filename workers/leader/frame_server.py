@@ -5,11 +5,8 @@ step over with one `call_soon_threadsafe`, the event loop sorts it by router, an
 engine gets the steps that piled up merged into one frame. Each stream has one reader and one writer, since concurrent
 writes to a gRPC stream may hang.
 
-A router's sequences live as long as its stream: when it ends, for whatever reason, all of them are cancelled, and the
-router continues them on another gang. Those with a key go on as orphans for a while, for the router that comes back or
-for another one that is asked to go on (`sequence_journal.py`). A leader that leaves hands sequences over itself and
-ends the streams. A router must present the cluster's secret token, so that a stranger on the network cannot spend the
-gang's time.
+A router must present the cluster's secret token, so that a stranger on the network cannot spend the gang's time. What
+becomes of a router's sequences when its stream ends: `routed_sequences.py`.
 """
 
 from __future__ import annotations
@@ -18,66 +15,24 @@ import asyncio
 import hmac
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import msgspec
 
-from ..wire.messages import (
-    MAX_MESSAGE_BYTES,
-    STREAM_METHOD,
-    STREAM_SERVICE,
-    TOKEN_KEY,
-    Cancel,
-    EngineLoad,
-    Frame,
-    GangInfo,
-    Hello,
-    OrphanChange,
-    ResidencyChange,
-    SequenceError,
-    SequenceRequest,
-    SequenceUpdate,
-    ToLeader,
-)
-from .queue_limit import QueueBounds, QueueLimit
+from ..wire.engine_load import EngineGauges, EngineLoad
+from ..wire.messages import Cancel, GangInfo, Hello, ResidencyChange, SequenceUpdate, ToLeader
+from ..wire.stream_options import LEADER_OPTIONS, STREAM_METHOD, STREAM_SERVICE, TOKEN_KEY
+from .leader_config import LeaderConfig
+from .residency import Residency
+from .routed_sequences import RoutedSequences
 from .router_stream import RouterStream
-from .sequence_journal import JournalConfig, SequenceJournal
-from .sequence_timers import SequenceTimers
+from .served_engine import ServedEngine
 
-# Pings notice a peer whose host vanished; both sides send them, so neither may punish the other for it.
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # a minute by default
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-    ("grpc.http2.max_ping_strikes", 0),
-)
-
-_MAX_ID = (1 << 63) - 1
 _BEAT_S = 0.25
 _FAREWELL_S = 2.0  # how long routers may take to read what they are told at the end
-_HANDED_OVER = SequenceError("handed_over", "the gang leaves")
-_TIMEOUT = SequenceError("timeout", "its timeout passed before it was complete")
-_TAKEN_OVER = SequenceError("taken_over", "the stream was taken up on another connection")
 
 _log = logging.getLogger(__name__)
-
-
-class Engine(Protocol):
-    """What a frame server needs of an engine; `EngineLoop` is one."""
-
-    def start(self, on_step: Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]) -> None: ...
-    def submit(self, request: SequenceRequest) -> None: ...
-    def cancel(self, sequence_id: int) -> None: ...
-    def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None: ...
-    def stop(self) -> None: ...
-    @property
-    def alive(self) -> bool: ...
 
 
 class FrameServer:
@@ -88,36 +43,30 @@ class FrameServer:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ServedEngine,
         info: GangInfo,
         token: str,
-        journal: JournalConfig | None = None,
-        bounds: QueueBounds | None = None,
+        config: LeaderConfig,
     ) -> None:
-        """`bounds`: of what waits; what comes beyond is refused at once, unless it had begun elsewhere."""
+        """Sequences beyond the config's bounds of what waits are refused at once, unless they had begun elsewhere."""
         self._engine = engine
         self._info = info
         self._token = token.encode()
         self._server: grpc.aio.Server | None = None
         self._streams: dict[int, RouterStream] = {}
         self._num_streams_ever = 0
-        self._listeners: dict[int, tuple[RouterStream, int]] = {}  # by the engine's id: who hears of it, and as what
-        self._last_engine_id = 0
-        self._journal = SequenceJournal(journal or JournalConfig())
-        self._room = QueueLimit(bounds or QueueBounds())
-        self._timers = SequenceTimers(self._room, self._waited, self._timed_out)
+        self._sequences = RoutedSequences(engine, config, self._tell_orphans)
         self._leaving = False
-        self._resident: set[str] = set()  # adapters by digest, coming ones too
-        self._resident_pages: set[int] = set()  # full pages of KV by short key
-        self._load = EngineLoad(num_pages=info.num_pages, num_free_pages=info.num_pages)
+        self._residency = Residency()
+        self._load = EngineLoad(EngineGauges(num_pages=info.num_pages, num_free_pages=info.num_pages))
         self._beat: asyncio.Task[None] | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToLeader)
 
     @property
     def num_sequences(self) -> int:
-        """Unfinished sequences of all routers; orphans are nobody's."""
-        return sum(len(stream.live) for stream in self._streams.values())
+        """Unfinished sequences of all routers, without orphans."""
+        return len(self._sequences)
 
     @property
     def load(self) -> EngineLoad:
@@ -137,7 +86,7 @@ class FrameServer:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._deliver, updates, load, residency)
 
-        server = grpc.aio.server(options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)))
+        server = grpc.aio.server(options=LEADER_OPTIONS)
         handler: Any = grpc.stream_stream_rpc_method_handler(self._serve)  # bytes in, bytes out
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(STREAM_SERVICE, {STREAM_METHOD: handler}),)
@@ -156,17 +105,10 @@ class FrameServer:
         """
         await _until(lambda: self.num_sequences == 0, grace_s)
         self._leaving = True
-        num_sequences = self.num_sequences
+        num_sequences = self._sequences.hand_over()
         for stream in self._streams.values():
-            for sequence_id, engine_id in stream.live.items():
-                self._cancel_in_engine(engine_id)
-                stream.pending.append(SequenceUpdate(sequence_id, error=_HANDED_OVER))
-            stream.live.clear()
             stream.is_ending = True
             stream.wake.set()
-        self._listeners.clear()
-        for engine_id in self._journal.clear():
-            self._cancel_in_engine(engine_id)
         await _until(lambda: not self._streams, _FAREWELL_S)
         return num_sequences
 
@@ -180,69 +122,25 @@ class FrameServer:
         await asyncio.to_thread(self._engine.stop)
 
     def _deliver(self, updates: Sequence[SequenceUpdate], load: EngineLoad, residency: ResidencyChange) -> None:
-        """Sorts one step's updates by router."""
-        now = asyncio.get_running_loop().time()
-        for update in updates:
-            self._timers.follow(update)
-        self._load = msgspec.structs.replace(load, oldest_waiting_s=self._room.oldest_s(now))
-        self._resident.difference_update(residency.went)
-        self._resident.update(residency.came)
-        self._resident_pages.difference_update(residency.pages_went)
-        self._resident_pages.update(residency.pages_came)
+        """Takes in one step: sorts its updates by router, and notes what else the frames tell."""
+        self._sequences.deliver(updates)
+        gauges = msgspec.structs.replace(load.gauges, oldest_waiting_s=self._sequences.oldest_waiting_s)
+        self._load = EngineLoad(gauges, load.counters)
+        self._residency.apply(residency)
         for stream in self._streams.values():
-            stream.load_is_stale = True
-            stream.moved_pages.update(residency.pages_came, residency.pages_went)
-            if residency.came or residency.went:
-                stream.moved.update(residency.came, residency.went)
-                stream.wake.set()
-        for update in updates:
-            self._tell(update, now)
-        self._tell_orphans()
+            stream.tell_moved(residency)
 
-    def _tell(self, update: SequenceUpdate, now: float) -> None:
-        """Hands an update of the engine's ids on to whoever hears of the sequence."""
-        self._journal.record(update, now)
-        listener = self._listeners.get(update.sequence_id)
-        if listener is None:
-            return  # cancelled, or an orphan
-        stream, sequence_id = listener
-        if update.finish_reason is not None or update.error is not None:
-            del self._listeners[update.sequence_id], stream.live[sequence_id]
-        stream.tell(msgspec.structs.replace(update, sequence_id=sequence_id))
-
-    def _waited(self, engine_id: int) -> None:
-        """A sequence has waited as long as it may: the engine gives it up, unless it is computing its prompt."""
-        waited_s = self._room.oldest_s(asyncio.get_running_loop().time())
-        message = "it waited longer than was expected when it came, and longer than it may; try again later"
-        self._engine.give_up_waiting(engine_id, SequenceError("overloaded", message, waited_s, "waited"))
-
-    def _timed_out(self, engine_id: int) -> None:
-        """A sequence's time is over, whether it waits or runs, and whoever reads it."""
-        self._cancel_in_engine(engine_id)
-        self._tell(SequenceUpdate(engine_id, error=_TIMEOUT), asyncio.get_running_loop().time())
-
-    def _cancel_in_engine(self, engine_id: int) -> None:
-        self._timers.end(engine_id)
-        self._engine.cancel(engine_id)
-
-    def _tell_orphans(self) -> None:
-        """Lets all routers know soon which orphans have come and gone."""
-        changed = self._journal.take_changed()
-        if changed:
-            for stream in self._streams.values():
-                stream.moved_orphans |= changed
-                stream.refresh()
+    def _tell_orphans(self, keys: set[str]) -> None:
+        for stream in self._streams.values():
+            stream.tell_orphans(keys)
 
     async def _beat_forever(self) -> None:
-        """Tells quiet routers the load, which they choose a gang by, and all of them when the engine has died.
-
-        Forgets what nobody has asked for in time.
+        """Four times a second: tells the load to routers that hear no tokens, since they choose a gang by it; ends all
+        streams if the engine has died; and forgets orphans that no router has asked for in time.
         """
         while True:
             await asyncio.sleep(_BEAT_S)
-            for engine_id in self._journal.expire(asyncio.get_running_loop().time()):
-                self._cancel_in_engine(engine_id)
-            self._tell_orphans()
+            self._sequences.expire()
             alive = self._engine.alive
             for stream in self._streams.values():
                 if not alive:
@@ -261,26 +159,17 @@ class FrameServer:
         self._streams[stream.number] = stream
         reader = asyncio.create_task(self._read(requests, stream))
         try:
-            hello = Hello(self._info, sorted(self._resident), [*self._resident_pages], self._journal.orphans)
+            residency = self._residency
+            hello = Hello(self._info, sorted(residency.adapters), [*residency.pages], self._sequences.orphans)
             await context.write(self._encoder.encode(hello))
             stream.refresh()  # a new router learns the load at once
             await self._write(context, stream)
         finally:
             reader.cancel()
-            self._close(stream)
+            del self._streams[stream.number]
+            self._sequences.close(stream)
         if stream.failure is not None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, stream.failure)
-
-    def _close(self, stream: RouterStream) -> None:
-        """The stream has ended: what its router may come back for goes on, the rest is cancelled."""
-        del self._streams[stream.number]
-        orphaned = self._journal.abandon(stream.number, asyncio.get_running_loop().time())
-        for engine_id in stream.live.values():
-            del self._listeners[engine_id]
-            if engine_id not in orphaned:
-                self._cancel_in_engine(engine_id)
-        stream.live.clear()
-        self._tell_orphans()
 
     async def _write(self, context: grpc.aio.ServicerContext[bytes, bytes], stream: RouterStream) -> None:
         """Writes frames until the stream fails, or ends and the last one is written."""
@@ -289,26 +178,8 @@ class FrameServer:
             stream.wake.clear()
             if not stream.has_news:
                 continue
-            await context.write(self._encoder.encode(self._next_frame(stream)))
-
-    def _next_frame(self, stream: RouterStream) -> Frame:
-        """All that happened since the router's last frame."""
-        updates, stream.pending = stream.pending, []
-        moved, stream.moved = stream.moved, set()
-        pages, stream.moved_pages = stream.moved_pages, set()
-        moved_orphans, stream.moved_orphans = stream.moved_orphans, set()
-        stream.load_is_stale = False
-        residency = ResidencyChange(
-            sorted(moved & self._resident),
-            sorted(moved - self._resident),
-            [*(pages & self._resident_pages)],
-            [*(pages - self._resident_pages)],
-        )
-        orphans = None
-        if moved_orphans:
-            came = moved_orphans.intersection(self._journal.orphans)
-            orphans = OrphanChange(sorted(came), sorted(moved_orphans - came))
-        return Frame(updates, self._load, residency, orphans, stream.last_submitted)
+            frame = stream.take_frame(self._load, self._residency, lambda: self._sequences.orphans)
+            await context.write(self._encoder.encode(frame))
 
     async def _read(self, requests: AsyncIterator[bytes], stream: RouterStream) -> None:
         """Obeys the router until it ends the stream or says something that cannot be understood."""
@@ -316,68 +187,17 @@ class FrameServer:
         try:
             async for data in requests:
                 if stream.is_ending:
-                    continue  # what crossed it: the router sends it elsewhere
+                    continue  # it crossed the farewell: the router sends it elsewhere
                 for message in self._decoder.decode(data).messages:
                     if isinstance(message, Cancel):
-                        self._cancel(stream, message.sequence_id)
+                        self._sequences.cancel(stream, message.sequence_id)
                     else:
-                        self._submit(stream, message.request)
+                        self._sequences.submit(stream, message.request)
         except (msgspec.DecodeError, ValueError) as error:
             failure = f"a router's message is not understood: {error}"
             _log.error("%s", failure)
         finally:
             stream.fail(failure)
-
-    def _submit(self, stream: RouterStream, request: SequenceRequest) -> None:
-        sequence_id = request.sequence_id
-        if not 0 <= sequence_id <= _MAX_ID:
-            raise ValueError(f"sequence_id = {sequence_id}: 0 to {_MAX_ID} is accepted")
-        if sequence_id in stream.live:
-            raise ValueError(f"sequence_id = {sequence_id}: still in use by an unfinished sequence")
-        stream.last_submitted = sequence_id
-        stream.refresh()  # a router that hears no more of this gang must know what had reached it
-        if request.key and self._attach(stream, request):
-            return
-        if not (request.has_begun or request.generated_token_ids):
-            refusal = self._room.refusal(len(request.prompt_token_ids), asyncio.get_running_loop().time())
-            if refusal is not None:
-                stream.tell(SequenceUpdate(sequence_id, error=refusal))
-                return
-        self._last_engine_id += 1
-        engine_id = self._last_engine_id
-        if request.key:
-            for unreachable in self._journal.begin(engine_id, request, stream.number):
-                self._cancel_in_engine(unreachable)
-            self._tell_orphans()
-        stream.live[sequence_id] = engine_id
-        self._listeners[engine_id] = stream, sequence_id
-        self._timers.start(engine_id, request)
-        self._engine.submit(msgspec.structs.replace(request, sequence_id=engine_id))
-
-    def _attach(self, stream: RouterStream, request: SequenceRequest) -> bool:
-        """Goes on with the request's sequence if it is here already. Who had it is told."""
-        found = self._journal.attach(request, stream.number, asyncio.get_running_loop().time())
-        if found is None:
-            return False
-        self._tell_orphans()
-        had = self._listeners.pop(found.engine_id, None)
-        if had is not None:
-            old_stream, old_id = had
-            del old_stream.live[old_id]
-            old_stream.tell(SequenceUpdate(old_id, error=_TAKEN_OVER))
-        if not found.is_finished:
-            stream.live[request.sequence_id] = found.engine_id
-            self._listeners[found.engine_id] = stream, request.sequence_id
-        if found.update.token_ids or found.is_finished:
-            stream.tell(found.update)
-        return True
-
-    def _cancel(self, stream: RouterStream, sequence_id: int) -> None:
-        engine_id = stream.live.pop(sequence_id, None)
-        if engine_id is not None:
-            del self._listeners[engine_id]
-            self._journal.forget(engine_id)
-            self._cancel_in_engine(engine_id)
 
 
 async def _until(condition: Callable[[], bool], timeout_s: float) -> None:

@@ -1,35 +1,20 @@
-"""Sequences of a gang that have no token yet: how many there may be, and for how long they have waited.
+"""A bound on the sequences of a gang that have no token yet, and for how long they have waited.
 
-A leader that took whatever comes would hold it in memory, and serve it when nobody wants it any more.
+A leader that took all that comes would hold it in memory, and serve it when its clients have long gone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ..wire.messages import SequenceError
-
-
-@dataclass(frozen=True)
-class QueueBounds:
-    """What may wait in one gang. Tokens take some 50 bytes of the leader's memory each."""
-
-    max_sequences: int = 4096
-    max_tokens: int = 4 << 20  # of prompts; one sequence may always wait, however long
-
-    def __post_init__(self) -> None:
-        for key in ("max_sequences", "max_tokens"):
-            value = getattr(self, key)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{key} = {value!r}: a positive integer is needed")
+from .leader_config import LeaderConfig
 
 
 class QueueLimit:
-    """Counts them by the engine's id. `now` is any clock's seconds that never go back."""
+    """Counts the sequences, by the engine's id. `now`: seconds of any clock that never goes back."""
 
-    def __init__(self, bounds: QueueBounds) -> None:
-        self._bounds = bounds
-        self._waiting: dict[int, tuple[float, int]] = {}  # when it came and its tokens; the oldest first
+    def __init__(self, config: LeaderConfig) -> None:
+        self._config = config
+        self._waiting: dict[int, tuple[float, int]] = {}  # arrival and number of tokens of each; the oldest first
         self._num_tokens = 0
 
     def __len__(self) -> int:
@@ -40,21 +25,21 @@ class QueueLimit:
         return self._num_tokens
 
     def oldest_s(self, now: float) -> float:
-        """For how long the oldest has waited; 0: nobody waits."""
+        """For how long the oldest sequence has waited; 0: none waits."""
         return now - next(iter(self._waiting.values()))[0] if self._waiting else 0.0
 
     def refusal(self, num_tokens: int, now: float) -> SequenceError | None:
-        """Why one more of so many tokens cannot wait here; None: it can.
+        """Why a sequence of so many tokens may not wait here; None: it may.
 
-        It is told to come back in as long as the oldest has waited so far, which is what one in line has to expect.
+        The error says to come back after as long as the oldest sequence has waited so far: as long as this one would.
         """
-        bounds, num_waiting = self._bounds, len(self._waiting)
-        if num_waiting >= bounds.max_sequences:
+        config, num_waiting = self._config, len(self._waiting)
+        if num_waiting >= config.max_waiting_sequences:
             problem = f"{num_waiting} sequences wait for their first token, and no more may"
-        elif num_waiting and self._num_tokens + num_tokens > bounds.max_tokens:
+        elif num_waiting and self._num_tokens + num_tokens > config.max_waiting_tokens:
             problem = (
                 f"sequences of {self._num_tokens} tokens wait for their first token: {num_tokens} more would be over "
-                f"{bounds.max_tokens}"
+                f"{config.max_waiting_tokens}"
             )
         else:
             return None
@@ -71,10 +56,10 @@ class QueueLimit:
         self._num_tokens += num_tokens
 
     def leave(self, engine_id: int) -> None:
-        """It has a token, has ended or was cancelled. Ids that are not here are ignored."""
+        """The sequence has a token, has ended or was cancelled. Ids that are not here are ignored."""
         _, num_tokens = self._waiting.pop(engine_id, (0.0, 0))
         self._num_tokens -= num_tokens
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if its tokens are miscounted."""
+        """Raises AssertionError if the tokens are miscounted."""
         assert self._num_tokens == sum(num_tokens for _, num_tokens in self._waiting.values())

@@ -1,11 +1,11 @@
-"""What a leader remembers of sequences that somebody may ask for again: the request, and all that came of it.
+"""What a leader remembers of sequences with a key: the request, and all tokens that it led to.
 
 A sequence with a key belongs to the router stream that it was submitted on. When that stream ends, its sequences become
-orphans: they go on for a while, and those that ended a moment before are kept, as their last frame may have reached
-nobody. Who then submits the same request under the same key gets what is there and what is still to come.
+orphans: they go on for a while, and those that ended a moment before are kept, as their last frame may not have reached
+the router. A router that then submits the same request under the same key gets what is there and what is still to come.
 
-A gang remembers nothing of sequences that it has not computed: those begun elsewhere lack the log-probabilities of the
-tokens that they came with, and are given only to who has these tokens already.
+A sequence that was begun at another gang came here with its tokens, but without their log-probabilities. If it is asked
+for with log-probabilities, it is given only to a router that has these tokens already.
 """
 
 from __future__ import annotations
@@ -15,25 +15,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..wire.messages import FinishReason, SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
-
-
-@dataclass(frozen=True)
-class JournalConfig:
-    """How long sequences wait to be asked for, and how many that have ended are kept."""
-
-    orphan_s: float = 60.0  # from the end of their router's stream: long enough to replace a router
-    finished_s: float = 10.0  # from their end, while their router's stream goes on
-    max_finished: int = 1024
-    max_finished_values: int = 4 << 20  # tokens and log-probabilities of those that have ended, together
-
-    def __post_init__(self) -> None:
-        for key in ("orphan_s", "finished_s", "max_finished", "max_finished_values"):
-            if not getattr(self, key) >= 0:
-                raise ValueError(f"{key} = {getattr(self, key)!r}: zero or a positive number is needed")
+from .leader_config import LeaderConfig
 
 
 class Attachment(NamedTuple):
-    """A sequence that was there already. `update`: what it has beyond the request's tokens, under the request's id."""
+    """A sequence that is here already. `update`: what it has beyond the request's tokens, under the request's id."""
 
     engine_id: int
     update: SequenceUpdate
@@ -47,9 +33,9 @@ class Attachment(NamedTuple):
 class _Entry:
     engine_id: int
     request: SequenceRequest
-    owner: int | None  # the router stream's number; None: an orphan
+    owner: int | None  # number of the router stream that hears of it; None: an orphan
     token_ids: list[int]  # all that were generated, those that it came with included
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of those that were generated here
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the tokens that were generated here
     finish_reason: FinishReason | None = None
     error: SequenceError | None = None
     num_cached_tokens: int | None = None
@@ -68,7 +54,7 @@ class _Entry:
         return len(self.token_ids) + sum(1 + 2 * len(logprobs.top_ids) for logprobs in self.logprobs)
 
     def answers(self, request: SequenceRequest) -> bool:
-        """Whether a request with this name can go on with this sequence."""
+        """Whether this sequence is what a request with its name asks for."""
         own, so_far = self.request, request.generated_token_ids
         return (
             own.prompt_token_ids == request.prompt_token_ids
@@ -79,6 +65,7 @@ class _Entry:
         )
 
     def rest_for(self, request: SequenceRequest) -> SequenceUpdate:
+        """What the sequence has beyond the tokens that come with the request."""
         num_given, num_had = len(self.request.generated_token_ids), len(request.generated_token_ids)
         logprobs = None if self.request.sampling.num_logprobs is None else self.logprobs[num_had - num_given :]
         return SequenceUpdate(
@@ -92,19 +79,19 @@ class _Entry:
 
 
 class SequenceJournal:
-    """Sequences with keys, by the engine's id. It decides who may have them; whoever drives it tells the engine.
+    """Sequences with keys, by the engine's id. It decides which stream may have them; the caller tells the engine.
 
-    `now` is any clock's seconds that never go back. Memory: what unfinished sequences have generated, which the engine
-    holds as well, and of finished ones what the config says.
+    `now`: seconds of any clock that never goes back. It holds what unfinished sequences have generated, as the engine
+    does too, and of finished ones as much as the config says.
     """
 
-    def __init__(self, config: JournalConfig) -> None:
+    def __init__(self, config: LeaderConfig) -> None:
         self._config = config
         self._entries: dict[int, _Entry] = {}
         self._by_name: dict[tuple[str, str], _Entry] = {}
-        self._finished: dict[int, int] = {}  # values of each that has ended; the oldest end first
+        self._finished: dict[int, int] = {}  # number of values of each finished sequence; the oldest end first
         self._num_finished_values = 0
-        self._changed: set[str] = set()  # keys that became or ceased to be orphans'; not yet taken
+        self._changed: set[str] = set()  # keys of orphans that came or went; not yet taken
 
     @property
     def orphans(self) -> list[str]:
@@ -120,9 +107,9 @@ class SequenceJournal:
         return changed
 
     def begin(self, engine_id: int, request: SequenceRequest, owner: int) -> list[int]:
-        """A new sequence with a key. Ids of those that nobody can ask for any more because of it: to be cancelled.
+        """Adds a new sequence with a key. Returns ids of orphans that cannot be asked for any more: to be cancelled.
 
-        One of the same name that another router reads goes on there, but has no name any more.
+        A sequence of the same name that a router reads goes on there, but loses its name.
         """
         assert request.key and engine_id not in self._entries
         unreachable = []
@@ -136,7 +123,7 @@ class SequenceJournal:
         return unreachable
 
     def attach(self, request: SequenceRequest, owner: int, now: float) -> Attachment | None:
-        """Gives the request's sequence to `owner`, whoever had it; None: there is none that fits."""
+        """Gives the request's sequence to `owner`, even if another stream has it; None: no sequence fits."""
         entry = self._by_name.get((request.tenant, request.key))
         if entry is None or not entry.answers(request):
             return None
@@ -147,9 +134,9 @@ class SequenceJournal:
         return Attachment(entry.engine_id, entry.rest_for(request))
 
     def record(self, update: SequenceUpdate, now: float) -> None:
-        """What a step brought. Sequences without a key, and those that have ended, are ignored."""
+        """Adds what a step brought. Sequences without a key, and those that have ended, are ignored."""
         entry = self._entries.get(update.sequence_id)
-        if entry is None or entry.is_finished:  # given up while a step was under way
+        if entry is None or entry.is_finished:  # it timed out while a step was computing it
             return
         entry.token_ids += update.token_ids
         if update.logprobs is not None:
@@ -170,13 +157,13 @@ class SequenceJournal:
             self._remove(self._entries[next(iter(self._finished))])
 
     def forget(self, engine_id: int) -> None:
-        """Its owner has cancelled it."""
+        """The sequence's owner has cancelled it. Unknown ids are ignored."""
         entry = self._entries.get(engine_id)
         if entry is not None:
             self._remove(entry)
 
     def abandon(self, owner: int, now: float) -> set[int]:
-        """The owner's stream has ended. Ids of its unfinished sequences that go on as orphans."""
+        """The owner's stream has ended. Returns ids of its unfinished sequences, which go on as orphans."""
         kept = set()
         for entry in self._entries.values():
             if entry.owner == owner:
@@ -188,20 +175,20 @@ class SequenceJournal:
         return kept
 
     def expire(self, now: float) -> list[int]:
-        """Forgets those whose time is over. Ids of the unfinished ones: to be cancelled."""
+        """Forgets sequences whose time is over. Returns ids of the unfinished ones: to be cancelled."""
         return self._drop(
             [entry for entry in self._entries.values() if entry.expires_at is not None and entry.expires_at <= now]
         )
 
     def clear(self) -> list[int]:
-        """Forgets all. Ids of unfinished orphans: to be cancelled."""
+        """Forgets all sequences. Returns ids of unfinished orphans: to be cancelled."""
         return self._drop(list(self._entries.values()))
 
     def check_integrity(self) -> None:
         """Raises AssertionError if something is lost or kept twice."""
         for engine_id, entry in self._entries.items():
             assert entry.engine_id == engine_id
-            assert self._by_name[entry.name] is entry, "a sequence that nobody can ask for"
+            assert self._by_name[entry.name] is entry, "a sequence that cannot be asked for"
             assert (entry.expires_at is None) == (entry.owner is not None and not entry.is_finished)
             assert (engine_id in self._finished) == entry.is_finished
             num_logprobs = len(entry.token_ids) - len(entry.request.generated_token_ids)

@@ -1,4 +1,4 @@
-"""The time that sequences have at their leader, by its own clock: to begin, and in all."""
+"""How long sequences may wait at their leader, and how long they may take in all, by the leader's own clock."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from .queue_limit import QueueLimit
 @dataclass(eq=False, slots=True)
 class _Timers:
     wait: asyncio.TimerHandle | None
-    whole: asyncio.TimerHandle | None
+    total: asyncio.TimerHandle | None
 
 
 class SequenceTimers:
-    """Follows sequences from their arrival to their end, by the engine's id, and keeps the waiting room.
+    """Follows sequences from their arrival to their end, by the engine's id, and tells the `QueueLimit` of them.
 
     Belongs to the event loop that runs when sequences start.
     """
 
-    def __init__(self, room: QueueLimit, on_waited: Callable[[int], None], on_timeout: Callable[[int], None]) -> None:
-        """`on_waited`: a sequence has no token yet, and its time to wait is over. `on_timeout`: all of its time is."""
-        self._room, self._on_waited, self._on_timeout = room, on_waited, on_timeout
+    def __init__(
+        self, queue_limit: QueueLimit, on_wait_end: Callable[[int], None], on_timeout: Callable[[int], None]
+    ) -> None:
+        """`on_wait_end`: a sequence has no token when its `wait_s` is over. `on_timeout`: its `timeout_s` is over."""
+        self._queue_limit, self._on_wait_end, self._on_timeout = queue_limit, on_wait_end, on_timeout
         self._timers: dict[int, _Timers] = {}
 
     def __len__(self) -> int:
@@ -32,29 +34,29 @@ class SequenceTimers:
 
     def start(self, engine_id: int, request: SequenceRequest) -> None:
         loop = asyncio.get_running_loop()
-        self._room.enter(engine_id, len(request.prompt_token_ids), loop.time())
+        self._queue_limit.enter(engine_id, len(request.prompt_token_ids), loop.time())
         if request.wait_s is not None or request.timeout_s is not None:
             self._timers[engine_id] = _Timers(
-                None if request.wait_s is None else loop.call_later(request.wait_s, self._on_waited, engine_id),
+                None if request.wait_s is None else loop.call_later(request.wait_s, self._on_wait_end, engine_id),
                 None if request.timeout_s is None else loop.call_later(request.timeout_s, self._on_timeout, engine_id),
             )
 
     def follow(self, update: SequenceUpdate) -> None:
-        """What the engine tells of a sequence: it has a token, or has ended."""
+        """Takes in what the engine tells of a sequence: it has a token, or has ended."""
         if update.finish_reason is not None or update.error is not None:
             self.end(update.sequence_id)
         elif update.token_ids:
-            self._room.leave(update.sequence_id)
+            self._queue_limit.leave(update.sequence_id)
             timers = self._timers.get(update.sequence_id)
             if timers is not None and timers.wait is not None:
                 timers.wait.cancel()
                 timers.wait = None
 
     def end(self, engine_id: int) -> None:
-        """It has ended, or nobody wants it any more. Unknown ids are ignored."""
-        self._room.leave(engine_id)
+        """The sequence has ended or was cancelled. Unknown ids are ignored."""
+        self._queue_limit.leave(engine_id)
         timers = self._timers.pop(engine_id, None)
         if timers is not None:
-            for timer in (timers.wait, timers.whole):
+            for timer in (timers.wait, timers.total):
                 if timer is not None:
                     timer.cancel()

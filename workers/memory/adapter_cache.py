@@ -1,4 +1,4 @@
-"""Which adapters are in the pool, who uses them, and which may go."""
+"""Which adapters are in the pool, how many sequences use each, and which may be evicted."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class AdapterCache:
     """Adapters by digest, in pages of the pool. Owner of those pages."""
 
     def __init__(self, allocator: PageAllocator, idle: IdleOrder, page_cost_s: Callable[[], float]) -> None:
-        """`page_cost_s`: what it costs to have a page back, in seconds."""
+        """`page_cost_s`: what it costs to bring a page back, in seconds."""
         self._allocator, self._idle, self._page_cost_s = allocator, idle, page_cost_s
         self._entries: dict[str, _Entry] = {}
         self._moved: dict[str, None] = {}  # digests that came or went since the last take_changes()
-        self.num_loading = 0  # have pages, and their copies are under way
+        self.num_loading = 0  # adapters that have pages, and whose copies are under way
         self.num_loads = 0
         self.num_loaded_pages = 0
         self.num_evictions = 0
@@ -47,7 +47,7 @@ class AdapterCache:
         return self._entries[digest].residence
 
     def begin_load(self, ref: AdapterRef, num_pages: int) -> AdapterLoad:
-        """Takes pages, of which enough are free, for an absent adapter."""
+        """Takes pages for an absent adapter; enough must be free."""
         pages = self._allocator.allocate(num_pages)
         assert pages is not None
         residence = Residence(ref.digest, ref.module_ranks, pages)
@@ -91,7 +91,7 @@ class AdapterCache:
         self.num_evictions += 1
 
     def take_changes(self) -> tuple[list[str], list[str]]:
-        """Digests that came, be they not wholly copied yet, and those that went, since the last call."""
+        """Digests that came into the pool or began to, and digests that went, since the last call."""
         moved, self._moved = self._moved, {}
         return [d for d in moved if d in self._entries], [d for d in moved if d not in self._entries]
 

@@ -1,4 +1,4 @@
-"""The tiers of memory behind the pool: packed adapters in host memory, in front of the store on disk."""
+"""Packed adapters in host memory, between the store on disk and the pool."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ...adapters.store.store import AdapterStore
 
 
 class HostAdapterCache:
-    """Packed adapters in host memory, least recently used out first. Used by one loader thread only."""
+    """Keeps at most `max_bytes` of them; the least recently used one goes first. Used by one loader thread only."""
 
     def __init__(self, store: AdapterStore, layout: AdapterLayout, max_bytes: int, pinned: bool) -> None:
+        """`pinned`: in page-locked memory, from which a GPU copies faster."""
         self._store, self._layout, self._max_bytes, self._pinned = store, layout, max_bytes, pinned
         self._packed: OrderedDict[str, torch.Tensor] = OrderedDict()
         self.num_bytes = 0

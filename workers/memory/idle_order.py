@@ -1,4 +1,4 @@
-"""In which order idle adapters and idle prefix pages give their room to others."""
+"""In which order idle adapters and idle prefix pages are evicted."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class _Idle:
 
 
 class IdleOrder:
-    """GreedyDual-Size-Frequency (Cherkasova, HP Labs 1998-69): what is idle has a worth, and the least goes first.
+    """GreedyDual-Size-Frequency (Cherkasova, HP Labs 1998-69): each idle item has a worth, and the least goes first.
 
-    The worth of an item is its uses times its cost of return per page, on top of the worth of what went last. So what
-    is used often or is dear to bring back stays longer, and what was idle long enough goes however dear it is.
+    The worth of an item is its uses times its cost of return per page, on top of the worth of the item that went last.
+    So an item that is used often or costs much to bring back stays longer, and after long enough every idle item goes.
     """
 
     def __init__(self) -> None:
         self._idle: dict[Item, _Idle] = {}
-        self._heap: list[tuple[float, int, int, Item]] = []  # worth, -depth, number; entries that are out of date too
-        self._floor = 0.0  # worth of what went last
+        self._heap: list[tuple[float, int, int, Item]] = []  # worth, -depth, number, item; outdated entries too
+        self._floor = 0.0  # worth of the item that went last
         self._number = 0
         self.num_pages = 0  # of all idle items
 
@@ -35,15 +35,15 @@ class IdleOrder:
         return item in self._idle
 
     def num_pages_of(self, items: AbstractSet[Item]) -> int:
-        """Of those among them that are idle."""
+        """Pages of those among the items that are idle."""
         return sum(self._idle[item].num_pages for item in items if item in self._idle)
 
     def worth(self, num_uses: float, cost_s: float) -> float:
-        """What an item is worth that becomes idle now."""
+        """The worth of an item that becomes idle now."""
         return self._floor + num_uses * cost_s
 
     def add(self, item: Item, num_pages: int, num_uses: float, cost_s: float, depth: int = 0) -> None:
-        """The item is idle now. `cost_s`: of its return, per page. Among equals the deepest goes first."""
+        """The item is idle now. `cost_s`: of its return, per page. Of items of equal worth the deepest goes first."""
         assert item not in self._idle
         self._number += 1
         entry = _Idle(self.worth(num_uses, cost_s), depth, self._number, num_pages)
@@ -55,13 +55,13 @@ class IdleOrder:
             heapify(self._heap)
 
     def remove(self, item: Item) -> None:
-        """The item is used again, or gone by another way."""
+        """The item is used again, or has gone in another way."""
         self.num_pages -= self._idle.pop(item).num_pages
 
     def take(self, num_pages: int, keep: AbstractSet[Item]) -> list[Item] | None:
-        """Items of so many pages at least, in the order in which they should go; they are no longer idle here.
+        """Removes items of at least so many pages, and returns them in the order in which they should go.
 
-        None, and nothing changed, if all that are not in `keep` would not be enough.
+        None, and nothing changed, if all items that are not in `keep` would not be enough.
         """
         if num_pages > self.num_pages - self.num_pages_of(keep):
             return None

@@ -28,13 +28,13 @@ class PageAllocator:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more holder for pages that somebody holds."""
+        """Adds a holder to pages that are held already."""
         for page in pages:
-            assert self._num_holders[page], f"page {page} is shared, and nobody holds it"
+            assert self._num_holders[page], f"page {page} is shared, and was not held"
             self._num_holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One holder less; pages that nobody holds any more are free."""
+        """Removes a holder; pages without a holder are free."""
         for page in pages:
             assert self._num_holders[page], f"page {page} is released, and was not held"
             self._num_holders[page] -= 1
@@ -45,7 +45,7 @@ class PageAllocator:
         return self._num_holders[page]
 
     def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
-        """Raises AssertionError unless every page is free, or held by just as many as are counted."""
+        """Raises AssertionError unless every page is free, or is held by as many holders as were counted."""
         held: Counter[int] = Counter()
         for pages in map(list, holders):
             assert len(pages) == len(set(pages)), "a holder has a page twice"

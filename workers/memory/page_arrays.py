@@ -1,4 +1,4 @@
-"""Where pages lie on one worker: in the pool, in host memory, in a file. All three are read and written alike."""
+"""Where pages lie on one worker: in the pool, in host memory, in a file. All three have the same methods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .pool import PoolGeometry
 
 
 class PageLostError(Exception):
-    """What was written is not there any more."""
+    """A page does not hold what was written to it."""
 
 
 class PageArray(Protocol):
@@ -50,7 +50,7 @@ class DevicePages:
 class HostPages:
     """Pages in host memory, which the system hands out as they are first written.
 
-    Two threads may copy at once: never the same page.
+    Two threads may copy at once, but never the same page.
     """
 
     def __init__(self, num_pages: int, geometry: PoolGeometry, pinned: bool) -> None:
@@ -65,7 +65,7 @@ class HostPages:
 
 
 class DiskPages:
-    """Pages in a file without a name, which goes with its process: no other can ever take its pages for its own."""
+    """Pages in a file without a name, which ends with its process: no other process can take its pages for its own."""
 
     def __init__(self, folder: Path, geometry: PoolGeometry) -> None:
         """Raises OSError if the folder cannot be written to."""

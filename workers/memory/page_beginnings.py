@@ -1,4 +1,4 @@
-"""Kept pages by the tokens that they begin with, for sequences that go along with one for a part of it only."""
+"""Kept pages by the tokens that they begin with, for sequences that have only a part of a page in common with one."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from itertools import islice, takewhile
 
 from ..wire.page_keys import PageKey
 
-_MAX_LOOKED_AT = 32  # pages that begin alike, the newest first
+_MAX_LOOKED_AT = 32  # of pages that begin alike, the newest ones
 _Place = tuple[PageKey, tuple[int, ...]]  # the key before a page, and its first tokens
 
 
 def least_tokens(block_size: int) -> int:
-    """That a page must have in common with a sequence for copying it to be worth while."""
+    """How many tokens a page must have in common with a sequence to be worth a copy."""
     return max(block_size // 4, 1)
 
 
 class PageBeginnings:
-    """Which pages follow on a key, and with which tokens."""
+    """Knows which pages come after a key, and which tokens they hold."""
 
     def __init__(self) -> None:
         self._places: dict[PageKey, _Place] = {}  # by the page's own key
@@ -30,7 +30,7 @@ class PageBeginnings:
         self._pages.setdefault(place, {})[key] = tuple(token_ids)
 
     def remove(self, key: PageKey) -> None:
-        """No-op for one that was not added."""
+        """No-op for a page that was not added."""
         place = self._places.pop(key, None)
         if place is not None:
             del self._pages[place][key]
@@ -38,7 +38,7 @@ class PageBeginnings:
                 del self._pages[place]
 
     def find(self, link: PageKey, token_ids: Sequence[int], block_size: int) -> tuple[PageKey, int] | None:
-        """The page after `link` that has most of its first tokens in common with these, and how many; None: too few."""
+        """The page after `link` that begins with most of these tokens, and how many of them; None: with too few."""
         pages = self._pages.get((link, tuple(token_ids[: least_tokens(block_size)])), {})
         counts = {key: _num_alike(pages[key], token_ids) for key in islice(reversed(pages), _MAX_LOOKED_AT)}
         best = max(counts, key=counts.__getitem__, default=None)

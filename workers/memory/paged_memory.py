@@ -1,4 +1,4 @@
-"""All of a gang's pages, with those that are idle competing to stay."""
+"""All pages of a gang: KV of running sequences, kept prefixes, adapters, and the free ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .prefix_cache import PrefixCache
 
 
 class PagedMemory:
-    """One allocator, one reference count, one eviction for KV, kept prefixes and adapters."""
+    """One allocator, one count of holders and one order of eviction for all of them."""
 
     def __init__(
         self,
@@ -24,9 +24,9 @@ class PagedMemory:
         prefix_page_s: Callable[[PageKey], float],
         idle: IdleOrder | None = None,
     ) -> None:
-        """What it costs to have an evicted page back, in seconds: one of an adapter, and one of KV.
+        """`adapter_page_s`, `prefix_page_s`: what it costs to bring back an evicted page of an adapter, or of KV.
 
-        `idle`: another order of eviction, to compare with.
+        `idle`: another order of eviction, for comparisons.
         """
         self.allocator = PageAllocator(num_pages)
         self._idle = IdleOrder() if idle is None else idle
@@ -36,22 +36,22 @@ class PagedMemory:
 
     @property
     def num_pages_to_take(self) -> int:
-        """Free, or idle."""
+        """Pages that are free, or idle and could be evicted."""
         return self.allocator.num_free + self._idle.num_pages
 
     def want_soon(self, digests: Iterable[str]) -> None:
-        """Adapters that will be used soon, the most urgent first: they go after all else, the least urgent first."""
+        """Adapters that will be used soon, the most urgent first: they are evicted last, the least urgent first."""
         self._soon = tuple(digests)
 
     def has_room(self, num_pages: int, keep: AbstractSet[Item], found: Sequence[int] = ()) -> bool:
-        """Whether `make_room` would do, were the pages `found`, of which some are idle, held by somebody."""
+        """Whether `make_room` would succeed if the pages `found`, of which some are idle, were held."""
         num_kept = self._idle.num_pages_of(keep) + sum(page in self._idle and page not in keep for page in found)
         return num_pages <= self.allocator.num_free + self._idle.num_pages - num_kept
 
     def make_room(self, num_pages: int, keep: AbstractSet[Item]) -> bool:
-        """Evicts what is idle and not in `keep`, adapters or pages of KV, least worth first, until so many are free.
+        """Evicts idle adapters and pages of KV that are not in `keep`, least worth first, until so many pages are free.
 
-        What is wanted soon goes only if the rest is not enough: it would be back at once, and push that rest out.
+        Adapters that are wanted soon go only if the rest is not enough: they would be back at once and evict that rest.
         False, and nothing evicted, if all that may go would not be enough.
         """
         short = num_pages - self.allocator.num_free
@@ -70,7 +70,7 @@ class PagedMemory:
         return True
 
     def begin_load(self, ref: AdapterRef, num_pages: int, keep: AbstractSet[Item]) -> AdapterLoad | None:
-        """Pages for an absent adapter, evicting as `make_room` does; None if that is not enough."""
+        """Takes pages for an absent adapter, evicting as `make_room` does; None if that is not enough."""
         if not self.make_room(num_pages, keep):
             return None
         return self.adapters.begin_load(ref, num_pages)
@@ -81,7 +81,7 @@ class PagedMemory:
         return self._idle.num_pages - self.adapters.num_idle_pages
 
     def take_residency_changes(self) -> ResidencyChange:
-        """What came into the pool and what went since the last call."""
+        """Adapters and pages of KV that came into the pool or began to, and those that went, since the last call."""
         came, went = self.adapters.take_changes()
         pages_came, pages_went = self.prefixes.take_changes()
         return ResidencyChange(came, went, [*map(short_key, pages_came)], [*map(short_key, pages_went)])

@@ -19,23 +19,23 @@ class _Entry:
 
 
 class PrefixCache:
-    """Holds every full page that was computed, until its room is wanted. Pages are never written once they are here.
+    """Keeps every full page that was computed, until it is evicted. A page is never written once it is here.
 
-    A page is idle while no sequence holds it. One that is gone makes those after it unreachable; among pages of equal
-    worth the deeper ones go first.
+    A page is idle while no sequence holds it. When a page goes, those after it cannot be found any more; so among pages
+    of equal worth the deeper ones go first.
     """
 
     def __init__(self, allocator: PageAllocator, idle: IdleOrder, page_cost_s: Callable[[PageKey], float]) -> None:
-        """`page_cost_s`: what it costs to have a page back, in seconds."""
+        """`page_cost_s`: what it costs to bring a page back, in seconds."""
         self._allocator, self._idle, self._page_cost_s = allocator, idle, page_cost_s
         self._pages: dict[PageKey, int] = {}
         self._entries: dict[int, _Entry] = {}  # by page
         self._beginnings = PageBeginnings()
-        self._moved: dict[PageKey, None] = {}  # came or went since the last take_changes()
+        self._moved: dict[PageKey, None] = {}  # keys that came or went since the last take_changes()
         self.num_evictions = 0
 
     def find(self, keys: Iterable[PageKey]) -> list[int]:
-        """Pages of the longest beginning of `keys` that is here."""
+        """Pages of the first keys, up to the first one that is not here."""
         found: list[int] = []
         for key in keys:
             page = self._pages.get(key)
@@ -45,7 +45,7 @@ class PrefixCache:
         return found
 
     def find_begun(self, link: PageKey, token_ids: Sequence[int], block_size: int) -> tuple[int, int] | None:
-        """A page after `link` that begins with some of these tokens, and with how many; None: too few to copy it."""
+        """A page after `link` that begins with some of these tokens, and how many of them; None: too few for a copy."""
         found = self._beginnings.find(link, token_ids, block_size)
         return None if found is None else (self._pages[found[0]], found[1])
 
@@ -53,7 +53,7 @@ class PrefixCache:
         return self._pages.get(key)
 
     def is_held(self, key: PageKey) -> bool:
-        """The page is here, and somebody holds it."""
+        """The page is here, and a sequence holds it."""
         page = self._pages.get(key)
         return page is not None and page not in self._idle
 
@@ -65,12 +65,12 @@ class PrefixCache:
         self._allocator.share(pages)
 
     def count_uses(self, pages: Iterable[int]) -> None:
-        """A sequence goes on from these pages: they are worth more from now on."""
+        """A sequence starts with these pages as its prefix: they are worth more from now on."""
         for page in pages:
             self._entries[page].num_uses += 1
 
     def insert(self, page: int, key: PageKey, depth: int) -> bool:
-        """Keeps a page that a sequence holds and has filled; `depth`: pages before it. False: its content is here."""
+        """Keeps a page that a sequence has filled; `depth`: pages before it. False: a page with its content is here."""
         if key in self._pages:
             return False
         assert page not in self._entries, f"page {page} has a key already"
@@ -81,12 +81,12 @@ class PrefixCache:
         return True
 
     def tell_content(self, key: PageKey, link: PageKey, token_ids: Sequence[int]) -> None:
-        """What a page that is here holds, so that `find_begun` finds it: these tokens, after `link`."""
+        """Tells that the page of this key holds these tokens, after `link`, so that `find_begun` finds it."""
         if key in self._pages:
             self._beginnings.add(key, link, token_ids)
 
     def release(self, pages: Sequence[int]) -> None:
-        """A sequence holds these no more. Those that are here stay, idle if it was the last one; others are free."""
+        """Ends a sequence's hold on pages. Kept pages without other holders become idle, pages not kept free."""
         self._allocator.release(pages)
         for page in pages:
             entry = self._entries.get(page)
@@ -94,7 +94,7 @@ class PrefixCache:
                 self._idle.add(page, 1, entry.num_uses, self._page_cost_s(entry.key), entry.depth)
 
     def forget(self, keys: Iterable[PageKey]) -> None:
-        """Keeps these no more, because what they hold is no good: who holds them goes on, nobody else finds them."""
+        """Stops keeping pages whose numbers are not finite: no other sequence finds them. Their holders keep them."""
         for key in keys:
             page = self._pages.get(key)
             if page is not None:

@@ -9,9 +9,10 @@ from ..wire.page_keys import PageKey
 
 
 class TierSlots:
-    """The leader's directory of a tier; slot numbers are the same on every worker. Least recently used goes first.
+    """The leader's directory of a tier; slot numbers are the same on every worker.
 
-    A slot is free, being written, or holds a page. One that is being read is not given to another.
+    A slot is free, being written, or holds a page. A page makes room for another, the least recently used one first,
+    unless it is being read.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -22,7 +23,7 @@ class TierSlots:
         self._readers: Counter[PageKey] = Counter()
 
     def __contains__(self, key: PageKey) -> bool:
-        """The page is there, wholly written."""
+        """The tier holds the page, wholly written."""
         return key in self._slots
 
     @property
@@ -34,9 +35,9 @@ class TierSlots:
         return len(self._free)
 
     def reserve(self, key: PageKey) -> int | None:
-        """A slot to write a page into, at the cost of the least recently used one; None: all are in use.
+        """A slot to write a page into, if need be that of the least recently used page; None: all are in use.
 
-        The page must neither be there nor on its way. `written` or `fail` must follow.
+        The page must neither be here nor be coming. `written` or `fail` must follow.
         """
         assert key not in self._slots and key not in self._writing
         if not self._free:
@@ -55,18 +56,18 @@ class TierSlots:
             self._slots[key] = self._writing.pop(key)
 
     def fail(self, keys: Iterable[PageKey]) -> None:
-        """They could not be written: their slots are free again."""
+        """The pages could not be written: their slots are free again."""
         self._free += [self._writing.pop(key) for key in keys]
 
     def begin_read(self, keys: Sequence[PageKey]) -> tuple[int, ...]:
-        """Slots of pages that are there. `end_read` must follow."""
+        """Slots of pages that are here, which stay until `end_read`."""
         for key in keys:
             self._slots.move_to_end(key)
         self._readers.update(keys)
         return tuple(self._slots[key] for key in keys)
 
     def touch(self, keys: Iterable[PageKey]) -> None:
-        """Those of them that are there were used just now."""
+        """Those of the pages that are here were used just now."""
         for key in keys:
             if key in self._slots:
                 self._slots.move_to_end(key)
@@ -78,7 +79,7 @@ class TierSlots:
                 del self._readers[key]
 
     def drop(self, key: PageKey) -> None:
-        """Forgets a page. No-op if it is not there, or somebody reads it."""
+        """Forgets a page. No-op if it is not here, or is being read."""
         if key not in self._readers and key in self._slots:
             self._free.append(self._slots.pop(key))
 
@@ -87,7 +88,7 @@ class TierSlots:
         return (key for key in self._slots if key not in self._readers)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a slot is lost or in two hands."""
+        """Raises AssertionError if a slot is lost or used twice."""
         used = [*self._free, *self._slots.values(), *self._writing.values()]
-        assert sorted(used) == list(range(self.num_slots)), "a slot is lost or in two hands"
+        assert sorted(used) == list(range(self.num_slots)), "a slot is lost or used twice"
         assert self._readers.keys() <= self._slots.keys(), "a page is read that is not there"

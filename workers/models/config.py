@@ -39,7 +39,7 @@ class ModelConfig:
     attention_scale: float
     attention_softcap: float | None
     logit_softcap: float | None
-    sliding_windows: tuple[int | None, ...]  # tokens that a layer's queries see, themselves included; None: all
+    sliding_windows: tuple[int | None, ...]  # by layer: newest tokens that a token sees, itself included; None: all
     experts: ExpertConfig | None
     eos_token_ids: tuple[int, ...]
 
@@ -59,7 +59,7 @@ class ModelConfig:
 
     @property
     def shape(self) -> BaseShape:
-        """What adapters must fit. A base with experts takes them on its attention and its experts."""
+        """The shape that adapters must fit. A base with experts takes adapters of its attention and its experts."""
         hidden, query, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = {
             "q_proj": (hidden, query),

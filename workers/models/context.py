@@ -1,4 +1,4 @@
-"""What a forward pass needs beside the hidden states."""
+"""The arguments that a forward pass hands to every layer beside the hidden states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ...kernels.backend import Kernels
 from ...kernels.lora import LoraBatch, LoraGeometry, LoraSegment
 from ..parallel import Parallel
 
-# Modules that share an input are computed together: one base product, one shrink, one expand.
+# Modules that share an input are computed together, with one product of the base, one shrink and one expand. These are
+# their indices in MODULES.
 QKV = tuple(MODULES.index(name) for name in ("q_proj", "k_proj", "v_proj"))
 OUTPUT = (MODULES.index("o_proj"),)
 GATE_UP = tuple(MODULES.index(name) for name in ("gate_proj", "up_proj"))
@@ -28,7 +29,7 @@ class ForwardContext:
     pool: torch.Tensor  # [num_pages, num_layers, slab]
     attention: AttentionBatch
     lora: LoraBatch | None  # None: no row has an adapter
-    segments: tuple[LoraSegment, ...]  # of the rows that have one
-    expert_geometry: LoraGeometry | None  # of the adapters' parts for experts; None: the base has none
+    segments: tuple[LoraSegment, ...]  # rows that have an adapter
+    expert_geometry: LoraGeometry | None  # of the adapters' parts for experts; None: the base has no experts
     rotary: tuple[torch.Tensor, ...]  # by layer, [num_positions, 2, head_dim // 2] each
     kv: torch.Tensor  # view of the pool: [num_pages, num_layers, 2, block_size, num_kv_heads, head_dim]

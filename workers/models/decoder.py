@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.backend import Kernels, LinearWeight, torch_kernels
+from ...kernels.backend import Kernels, LinearWeight, plain_kernels
 from .context import ForwardContext
 from .layer_loader import load_layer, load_norm
 from .layers import BASE, DecoderLayer
@@ -16,7 +16,7 @@ from .weight_source import WeightSource
 
 @dataclass(frozen=True)
 class Decoder:
-    """One worker's part. Embedding and head are cut along the vocabulary."""
+    """One worker's part of the base. Embedding and head are cut along the vocabulary."""
 
     embedding: torch.Tensor  # [this worker's share of the vocabulary, hidden]
     layers: tuple[DecoderLayer, ...]
@@ -26,7 +26,7 @@ class Decoder:
     vocabulary: Range
     vocab_size: int
     embedding_scale: float
-    logit_softcap: float | None  # a logit l counts as softcap * tanh(l / softcap)
+    logit_softcap: float | None  # a logit l becomes softcap * tanh(l / softcap); None: logits are not capped
 
     def hidden_states(self, token_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """The last layer's normed states of `[num_rows]` tokens, `[num_rows, hidden]`; their KV is in the pool."""
@@ -68,7 +68,7 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
 
     Raises ValueError for missing, misshapen or left-over tensors.
     """
-    kernels = kernels or torch_kernels()
+    kernels = kernels or plain_kernels()
     config = sharding.config
     hidden, vocab, own = config.hidden_size, config.vocab_size, sharding.vocabulary
     embedding = checkpoint.take("model.embed_tokens.weight", (vocab, hidden), rows=own)
@@ -82,7 +82,7 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
     checkpoint.drop("rotary_emb.inv_freq")
     checkpoint.finish()
     scale = 1.0
-    if config.family.scaled_embedding:  # rounded like the weights, as these families were trained
+    if config.family.scaled_embedding:  # rounded to the weights' dtype, as these families were trained
         scale = float(torch.tensor(hidden**0.5, dtype=embedding.dtype))
     packed_head = kernels.pack_linear(head)
     return Decoder(embedding, layers, norm, config.norm_eps, packed_head, own, vocab, scale, config.logit_softcap)

@@ -1,4 +1,4 @@
-"""What config.json says of a base's experts."""
+"""The facts of a base's experts, read from config.json."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ExpertConfig:
 
     @staticmethod
     def from_model_config(raw: Mapping[str, Any], family: Family) -> ExpertConfig | None:
-        """None: no layer has experts. Raises ValueError for numbers that contradict each other."""
+        """The experts of a config.json; None: no layer has experts. Raises ValueError for contradicting numbers."""
         if family.experts is None:
             return None
         num_experts = int(_first(raw, "num_experts", "num_local_experts"))
@@ -47,6 +47,6 @@ class ExpertConfig:
 
 
 def _first(raw: Mapping[str, Any], *keys: str) -> Any:
-    """The value of the first key that is there; a later one is an older or newer name of the same fact."""
+    """The value of the first of `keys` that is there; they are names of the same fact in different versions."""
     found = next((key for key in keys if raw.get(key) is not None), keys[0])
     return raw[found]

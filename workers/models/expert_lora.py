@@ -1,4 +1,4 @@
-"""Adapters inside a mixture of experts: to a pair of a row and an expert belongs the row's adapter's part for it."""
+"""Adapters in a mixture of experts: a pair of a row and an expert uses this expert's part of the row's adapter."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ GATE_UP, DOWN = (0, 1), (2,)  # indices in EXPERT_MODULES
 
 @dataclass(frozen=True)
 class ExpertLora:
-    """A layer's pairs as the LoRA kernels see them: neighbours that share an expert and an adapter are one segment."""
+    """The LoRA batch of a layer's pairs: neighbours that share an expert and an adapter are one segment."""
 
     batch: LoraBatch
-    is_cut: bool  # workers share the features of each expert; else each has its experts' adapters whole
+    is_cut: bool  # True: workers share the features of each expert; False: each has the adapters of its experts whole
 
     def add_gate_up(self, x: torch.Tensor, y: torch.Tensor, layer: int, context: ForwardContext) -> None:
-        """As in `ColumnLinear`. x `[num_pairs, hidden]`, y `[num_pairs, 2 * features]`."""
+        """Adds the adapters' outputs to y, as `ColumnLinear` does.
+
+        x `[num_pairs, hidden]`, y `[num_pairs, 2 * width]`.
+        """
         lora = context.kernels.lora
         if not self.is_cut:
             return lora.add(y, x, context.pool, layer, self.batch, GATE_UP)
@@ -33,7 +36,10 @@ class ExpertLora:
         lora.expand(y, gathered, context.pool, layer, self.batch, GATE_UP)
 
     def add_down(self, x: torch.Tensor, y: torch.Tensor, layer: int, context: ForwardContext) -> None:
-        """As in `RowLinear`. x `[num_pairs, features]`, y `[num_pairs, hidden]`, a partial sum."""
+        """Adds this worker's part of the adapters' outputs to its partial sum y, as `RowLinear` does.
+
+        x `[num_pairs, width]`, y `[num_pairs, hidden]`.
+        """
         lora, parallel = context.kernels.lora, context.parallel
         if not self.is_cut:
             return lora.add(y, x, context.pool, layer, self.batch, DOWN)
@@ -44,13 +50,13 @@ class ExpertLora:
 
 
 def expert_lora(groups: ExpertGroups, first: int, is_cut: bool, context: ForwardContext) -> ExpertLora | None:
-    """What the pairs of this worker's experts, `first` and following, need; None: none has an adapter."""
+    """The adapters of the pairs of this worker's experts, which begin at `first`; None: no pair has an adapter."""
     segments = [segment for segment in context.segments if segment.adapter.experts]
     if not segments or context.expert_geometry is None:
         return None
     rows, found = groups.rows.tolist(), []
     for expert, (start, end) in enumerate(pairwise(groups.offsets.tolist())):
-        for segment in segments:  # the rows of one expert's pairs rise
+        for segment in segments:  # the pairs of one expert are in the order of their rows, so they can be bisected
             low, high = (bisect_left(rows, row, start, end) for row in (segment.start, segment.end))
             if low < high:
                 found.append(LoraSegment(low, high, segment.adapter.experts[first + expert]))

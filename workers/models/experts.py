@@ -1,4 +1,4 @@
-"""A layer's mixture of experts, as one worker of a gang computes its part."""
+"""One worker's part of a layer's mixture of experts."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class SharedExpert:
 
 @dataclass(frozen=True)
 class ExpertMlp:
-    """The weighted sum of the experts that a router chooses for each row.
+    """The weighted sum of the experts that the layer's router chooses for each row.
 
     Workers share the experts (expert-parallel) or the features of each (tensor-parallel). Either way every worker has
-    all rows and a partial sum of all outputs, and one all-reduce brings them together, as for a dense MLP.
+    all rows and a partial sum of all outputs, and one all-reduce adds the partial sums up, as for a dense MLP.
     """
 
-    router: LinearWeight  # [num_experts, hidden]
+    router: LinearWeight  # [num_experts, hidden]: its outputs are the scores of the experts
     gate_up: ExpertWeight  # [this worker's experts, 2 * its features, hidden]
     down: ExpertWeight  # [this worker's experts, hidden, its features]
-    first: int  # of this worker's experts
-    num_experts: int  # this worker's
-    is_cut: bool  # into features; else this worker's experts are whole
+    first: int  # index of this worker's first expert
+    num_experts: int  # of this worker
+    is_cut: bool  # True: workers share the features of each expert; False: this worker's experts are whole
     top_k: int
     normalized: bool  # the chosen experts' weights add up to one
     activation: Activation
@@ -50,7 +50,7 @@ class ExpertMlp:
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         kernels = context.kernels.experts
-        # Each worker chooses for itself: the same x gives the same choice.
+        # Every worker chooses by itself; the same x gives the same choice.
         chosen, weights = choose_experts(context.kernels.linear(x, self.router, None), self.top_k, self.normalized)
         groups = kernels.group(chosen, weights, self.first, self.num_experts)
         lora = expert_lora(groups, self.first, self.is_cut, context)

@@ -18,7 +18,7 @@ from .sliding import (
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a family calls the tensors of its experts, within a layer."""
+    """The names of a family for the tensors of its experts, within a layer."""
 
     block: str
     gate: str
@@ -28,27 +28,25 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's checkpoints have that config.json does not say."""
+    """The facts of a family that config.json does not state, and the family's defaults for keys that are absent."""
 
     name: str
-    qkv_bias: bool = False  # there even without `attention_bias`
+    qkv_bias: bool = False  # q, k and v have a bias even without `attention_bias`
     qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
-    norm_offset: float = 0.0  # is added to the stored weights of all norms
-    post_norms: bool = False  # the outputs of attention and MLP are normed too, before they join the residual
-    scaled_embedding: bool = False  # by the root of the hidden size
-    tied_embedding: bool = False  # where config.json does not say
+    norm_offset: float = 0.0  # added to the stored weights of all norms
+    post_norms: bool = False  # the outputs of attention and MLP are normed before they are added to the residual
+    scaled_embedding: bool = False  # the embedding is multiplied by the square root of the hidden size
+    tied_embedding: bool = False  # default
     query_scalar: bool = False  # `query_pre_attn_scalar` scales attention in place of the head size
-    attention_softcap: bool = False  # `attn_logit_softcapping` counts
+    attention_softcap: bool = False  # scores are capped by `attn_logit_softcapping`
     activation_key: str = "hidden_act"
-    activation: str = "silu"  # where config.json does not say
-    slides: Slides = never
-    window: int | None = 4096  # of the layers that slide, where config.json does not say
-    rope_theta: float = 10_000.0  # where config.json does not say
-    local_rope_theta: float | None = (
-        None  # layers that slide have a rotary embedding of their own, by default with this
-    )
-    experts: ExpertNames | None = None
-    shared_expert: bool = False  # one more expert that computes every row
+    activation: str = "silu"  # default
+    slides: Slides = never  # which layers see only a window of the newest tokens
+    window: int | None = 4096  # default, of the layers that slide
+    rope_theta: float = 10_000.0  # default
+    local_rope_theta: float | None = None  # default for the own rotary embedding of layers that slide; None: no own one
+    experts: ExpertNames | None = None  # None: the family has no experts
+    shared_expert: bool = False  # there is one more expert, which computes every row
     always_normalized: bool = False  # the chosen experts' weights add up to one, whatever `norm_topk_prob` says
 
 

@@ -30,7 +30,7 @@ def load_layer(index: int, sharding: ModelSharding, checkpoint: WeightSource, ke
 
 
 def load_norm(name: str, width: int, sharding: ModelSharding, checkpoint: WeightSource) -> torch.Tensor:
-    """A norm's weights; in float32 where they are stored as distances, as those families compute them."""
+    """A norm's weights. Families that store them less `norm_offset` compute them in float32, so these are float32."""
     weight, offset = checkpoint.take(f"{name}.weight", (width,)), sharding.config.family.norm_offset
     return weight.float() + offset if offset else weight
 
@@ -93,7 +93,7 @@ class _LayerLoader:
                 halves = [self._rows(path + name, hidden, width, own) for name in (names.gate, names.up)]
                 gate_up.append(torch.cat(halves))
                 down.append(self._columns(path + names.down, width, hidden, own))
-            else:  # another worker's: its shapes are checked, nothing is read
+            else:  # an expert of another worker: its shapes are checked, and nothing is read
                 for name in (names.gate, names.up):
                     self._rows(path + name, hidden, width, (0, 0))
                 self._rows(path + names.down, width, hidden, (0, 0))

@@ -1,4 +1,4 @@
-"""The parts of a decoder layer, over all rows of a step at once, as one worker of a gang computes them."""
+"""One worker's part of a decoder layer, over all rows of a step at once."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ...kernels.backend import Kernels, LinearWeight
 from .config import Activation
 from .context import ForwardContext
 
-# Kinds of what workers exchange.
+# What workers exchange vectors for; their bytes are counted for each kind.
 BASE = "base"
 ADAPTERS = "adapters"
 
 
 @dataclass(frozen=True)
 class ColumnLinear:
-    """This worker's outputs of one or more modules that share an input, side by side, each with the rows' adapters.
+    """This worker's outputs of one or more modules that share an input, side by side, with the rows' adapters.
 
-    Rank-sized vectors are gathered from all workers, each of which has its rows of A.
+    Each worker has a part of A's rows, so the rank-sized vectors are gathered from all workers.
     """
 
     weight: LinearWeight  # [sum of this worker's out, in]
@@ -42,13 +42,13 @@ class ColumnLinear:
 
 @dataclass(frozen=True)
 class RowLinear:
-    """All outputs of one module whose inputs the workers share, with the rows' adapters; the same on every worker.
+    """All outputs of one module, with the rows' adapters; each worker has a part of the inputs, and all get the result.
 
-    Each worker adds its share of the adapters' outputs to its partial sum, so that the base's all-reduce brings both.
+    Each worker adds its outputs of the adapters to its partial sum, so that one all-reduce completes base and adapters.
     """
 
     weight: LinearWeight  # [out, this worker's in]
-    bias: torch.Tensor | None  # the first worker's only
+    bias: torch.Tensor | None  # on the first worker only, so that the sum has it once
     modules: tuple[int, ...]
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
@@ -104,7 +104,7 @@ class Attention:
 
 
 class Mlp(Protocol):
-    """What stands between a layer's second norm and its residual: `[num_rows, hidden]`, the same on every worker."""
+    """The second half of a layer, dense or with experts: `[num_rows, hidden]`, the same on every worker."""
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor: ...
 
@@ -134,14 +134,14 @@ class DecoderLayer:
     mlp: Mlp
     attention_norm: torch.Tensor  # [hidden]
     mlp_norm: torch.Tensor
-    attention_post_norm: torch.Tensor | None  # of the attention's output (Gemma); None: it joins the residual as it is
-    mlp_post_norm: torch.Tensor | None
+    attention_post_norm: torch.Tensor | None  # norms the output of attention (Gemma); None: it is not normed
+    mlp_post_norm: torch.Tensor | None  # norms the output of the MLP (Gemma)
     norm_eps: float
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's share and the residual it is still to be added to, each `[num_rows, hidden]`."""
+        """The layer's output, and the residual that it is not yet added to, each `[num_rows, hidden]`."""
         kernels = context.kernels
         x, residual = kernels.add_rms_norm(x, residual, self.attention_norm, self.norm_eps)
         x = self.attention(x, self.index, context)

@@ -56,7 +56,7 @@ def layer_rotaries(
 def rotary_tables(
     configs: Sequence[RotaryConfig], head_dim: int, num_positions: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """A table for each of the configs; equal ones share theirs."""
+    """A table for each config; equal configs share a table."""
     known: list[tuple[RotaryConfig, torch.Tensor]] = []
     tables = []
     for config in configs:
@@ -87,7 +87,7 @@ def _frequencies(config: RotaryConfig, head_dim: int) -> tuple[torch.Tensor, flo
 
 
 def _llama3(plain: torch.Tensor, options: Mapping[str, float]) -> torch.Tensor:
-    """Long waves are stretched by `factor`, short ones are kept, those between are mixed (Llama 3.1)."""
+    """Llama 3.1: long waves are stretched by `factor`, short waves are kept, waves between are interpolated."""
     low, high = options["low_freq_factor"], options["high_freq_factor"]
     waves_in_context = options["original_max_position_embeddings"] * plain / (2 * math.pi)
     kept = ((waves_in_context - low) / (high - low)).clamp(0, 1)

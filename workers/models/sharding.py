@@ -1,4 +1,4 @@
-"""Which part of a base each worker of a gang holds."""
+"""The part of a base that each worker of a gang holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Range = tuple[int, int]  # start, stop
 
 @dataclass(frozen=True)
 class ModelSharding:
-    """The part of worker `rank` of a gang of `degree`: heads, features of MLPs, experts, rows of the vocabulary."""
+    """The part of worker `rank` in a gang of `degree` workers: heads, features of MLPs, experts, tokens."""
 
     config: ModelConfig
     degree: int = 1
@@ -42,7 +42,7 @@ class ModelSharding:
 
     @property
     def kv_heads(self) -> Range:
-        """Those that this worker's heads attend to: where there are fewer than workers, several hold the same one."""
+        """The KV heads that this worker's heads attend to. If workers outnumber them, several workers hold the same."""
         if self.config.num_kv_heads >= self.degree:
             return self._share(self.config.num_kv_heads)
         first = self.rank * self.config.num_kv_heads // self.degree
@@ -54,7 +54,7 @@ class ModelSharding:
 
     @property
     def experts(self) -> Range:
-        """Those that this worker computes."""
+        """The experts that this worker computes."""
         assert self.config.experts is not None
         count = self.config.experts.num_experts
         if self.expert_sharding == "tensor":
@@ -63,14 +63,14 @@ class ModelSharding:
 
     @property
     def expert_features(self) -> Range:
-        """Of each of this worker's experts."""
+        """The features of each of this worker's experts that this worker computes."""
         assert self.config.experts is not None
         width = self.config.experts.intermediate_size
         return self._share(width) if self.expert_sharding == "tensor" else (0, width)
 
     @property
     def shared_features(self) -> Range:
-        """Of the expert that computes every row, which all workers share."""
+        """This worker's features of the shared expert, which computes every row and is cut over all workers."""
         assert self.config.experts is not None
         return self._share(self.config.experts.shared_intermediate_size or 0)
 
@@ -104,7 +104,7 @@ class ModelSharding:
         return AdapterLayout(self.config.shape, self.slab(block_size), dtype, sharding)
 
     def _mlp_features(self) -> dict[str, int]:
-        """What must be shared evenly of dense MLPs and experts."""
+        """The counts, by name, that workers must share evenly in dense MLPs and experts."""
         experts = self.config.experts
         if experts is None:
             return {"intermediate features": self.config.intermediate_size}

@@ -1,6 +1,7 @@
-"""Which layers of a base see only a window of the newest tokens, as each family decides it from its config.json.
+"""Which layers of a base slide, that is, see only a window of the newest tokens: one rule for each family.
 
-Where config.json lists `layer_types`, families that know this key go by it; their own rule is for older files.
+A rule reads config.json. If that has `layer_types`, families that know this key use it; the rest of their rule is for
+older files.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ def if_asked(raw: Mapping[str, Any], layer: int) -> bool:
 
 
 def from_layer(raw: Mapping[str, Any], layer: int) -> bool:
-    """Qwen2, Qwen3: the layers above the first `max_window_layers`."""
+    """Qwen2, Qwen3: all layers but the first `max_window_layers`."""
     return if_asked(raw, layer) and _listed(raw, layer, layer >= int(raw.get("max_window_layers", 28)))
 
 
 def below_layer_alternating(raw: Mapping[str, Any], layer: int) -> bool:
-    """Qwen2-MoE: every other one of the first `max_window_layers`."""
+    """Qwen2-MoE: every other layer of the first `max_window_layers`."""
     below = layer < int(raw.get("max_window_layers", 28))
     return if_asked(raw, layer) and _listed(raw, layer, below and layer % 2 == 0)
 
@@ -41,7 +42,7 @@ def every_other(raw: Mapping[str, Any], layer: int) -> bool:
 
 
 def five_of_six(raw: Mapping[str, Any], layer: int) -> bool:
-    """Gemma 3: all but every sixth, or as `sliding_window_pattern` says."""
+    """Gemma 3: all layers but every sixth, or every `sliding_window_pattern`-th if config.json has that."""
     return _listed(raw, layer, (layer + 1) % int(raw.get("sliding_window_pattern") or 6) != 0)
 
 

@@ -1,4 +1,4 @@
-"""Where a decoder's tensors come from."""
+"""The interface from which a decoder takes its tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class WeightSource(Protocol):
-    """Each tensor is taken once; `finish` refuses what nobody took."""
+    """Each tensor is taken once; `finish` raises an error if any is left over."""
 
     def take(
         self,
@@ -17,13 +17,13 @@ class WeightSource(Protocol):
         rows: tuple[int, int] | None = None,
         columns: tuple[int, int] | None = None,
     ) -> torch.Tensor:
-        """The tensor or the given part of it, in the engine's dtype and on its device. `shape` is the whole tensor's.
+        """The tensor, or these rows and columns of it, in the engine's dtype and on its device.
 
-        Raises ValueError if it is missing or misshapen.
+        `shape` is that of the whole tensor. Raises ValueError if the tensor is missing or has another shape.
         """
 
     def drop(self, suffix: str) -> None:
-        """Forgets tensors that the model computes by itself or shares."""
+        """Removes tensors whose names end with `suffix`, which the model computes by itself or shares."""
 
     def finish(self) -> None:
         """Raises ValueError if tensors are left that no part of the model took."""

@@ -1,4 +1,4 @@
-"""What computing and copying cost on this machine, as seen so far, and what follows for pages that could come back."""
+"""What computing and copying cost on this machine, as measured so far, and which of them brings a page back sooner."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from ..plan import Tier
 
-_FADE = 0.95  # of what was seen before, at each observation
-_MOST = 10.0  # times the mean, that one observation counts at most
-_MIN_TOKENS_PER_SEQUENCE = 4  # a step with fewer is about decoding, and says little of what a prompt's token costs
+_FADE = 0.95  # what the weight of earlier observations is multiplied by at each new one
+_MAX_TIMES_MEAN = 10.0  # an observation above so many times the mean counts as that
+_MIN_TOKENS_PER_SEQUENCE = 4  # a step with fewer mostly decodes, and says little of what a prompt's token costs
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class PageCosts:
 
     compute_s: float = 1e-3
     copy_s: float = 1e-4  # from host memory or disk into the pool
-    step_s: float = 1e-3  # that waiting for a copy costs at least
+    step_s: float = 1e-3  # of one step, which is the least that waiting for a copy takes
 
 
 class MeasuredCosts:
-    """Fading means, which begin with a belief. One observation far off the mean, a stall, does not decide."""
+    """Fading means, which begin with a belief. One observation far above the mean, such as a stall, counts little."""
 
     def __init__(self, block_size: int) -> None:
         belief = PageCosts()
@@ -31,7 +31,7 @@ class MeasuredCosts:
         self._step = _FadingMean(belief.step_s)
 
     def costs(self, tier: Tier) -> PageCosts:
-        """Where a page that comes back comes from this tier."""
+        """The costs of a page that this tier holds."""
         return PageCosts(self._compute.value, self._copies[tier].value, self._step.value)
 
     def observe_step(self, num_sequences: int, num_tokens: int, seconds: float) -> None:
@@ -43,7 +43,7 @@ class MeasuredCosts:
             self._step.add(seconds, 1)
 
     def observe_copy(self, tier: Tier, num_pages: int, seconds: float) -> None:
-        """Pages came from the tier or went there."""
+        """Pages were copied from the tier or to it."""
         self._copies[tier].add(seconds, num_pages)
 
 
@@ -61,5 +61,5 @@ class _FadingMean:
         return self._sum / self._weight
 
     def add(self, amount: float, weight: float) -> None:
-        amount = min(amount, _MOST * self.value * weight)
+        amount = min(amount, _MAX_TIMES_MEAN * self.value * weight)
         self._sum, self._weight = _FADE * self._sum + amount, _FADE * self._weight + weight

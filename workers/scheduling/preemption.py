@@ -1,4 +1,4 @@
-"""Who gives way when pages run out: a pure policy."""
+"""Which sequence is preempted when pages run out: a pure policy."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from .sequence import Sequence
 
 
 def choose_victim(running: Iterable[Sequence], needy: Sequence) -> Sequence | None:
-    """The newest running sequence, if it is newer than the one that needs pages; None: nobody gives way to it.
+    """The newest running sequence, if it is newer than the one that needs pages; None: no sequence is preempted.
 
-    Nobody older ever gives way, so the oldest always gets on, and all are served in the end.
+    No sequence is ever preempted for a newer one, so the oldest one always goes on, and all are served in the end.
     """
     newest = max(running, key=lambda sequence: sequence.arrival, default=needy)
     return newest if newest.arrival > needy.arrival else None

@@ -1,4 +1,4 @@
-"""Lets adapters and pages of KV come for sequences that wait, as `prefetch.py` chooses."""
+"""Brings adapters and pages of KV for sequences that wait, as `prefetch_policy.py` chooses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..memory.idle_order import Item
 from ..memory.paged_memory import PagedMemory
 from ..plan import AdapterLoad
 from ..wire.messages import AdapterRef
-from .prefetch_policy import MAX_LOADS_UNDER_WAY, Waiter, choose_prefetch
+from .prefetch_policy import MAX_LOADS_UNDER_WAY, WaitingNeeds, choose_prefetch
 from .prefix_reuse import PrefixReuse
 from .request_limits import pages_for
 from .sequence import Sequence
@@ -28,18 +28,18 @@ class Prefetcher:
         self._memory, self._prefixes = memory, prefixes
         self._pages_of_adapter, self._block_size = pages_of_adapter, block_size
 
-    def begin(self, ahead: list[Sequence], num_running: int) -> Iterator[AdapterLoad]:
-        """Begins what should come now for these, oldest first, be there a place for them in this step or not.
+    def begin(self, waiting: list[Sequence], num_running: int) -> Iterator[AdapterLoad]:
+        """Begins what should come now for these sequences, oldest first, even if this step has no place for them.
 
-        Adapters are the caller's to plan. Each of the running sequences may need another page meanwhile.
+        The caller puts the loads into its plan. Each of the running sequences may need another page meanwhile.
         """
         num_loads = MAX_LOADS_UNDER_WAY - self._memory.adapters.num_loading
-        while ahead and not self._lacks(ahead[-1], num_loads):
-            ahead.pop()
-        chosen = choose_prefetch(map(self._waiter, ahead), self._memory.num_pages_to_take - num_running, num_loads)
-        wanted: set[Item] = set()  # adapters and pages of older waiting sequences: not to be evicted for a newer one
-        older: list[Sequence] = []  # whose pages are not in `wanted` yet
-        for number, sequence in enumerate(ahead[: chosen.num_with_room + 1]):
+        while waiting and not self._lacks(waiting[-1], num_loads):
+            waiting.pop()
+        chosen = choose_prefetch(map(self._needs, waiting), self._memory.num_pages_to_take - num_running, num_loads)
+        wanted: set[Item] = set()  # adapters and pages of older sequences: not to be evicted for a newer sequence
+        older: list[Sequence] = []  # sequences whose pages are not in `wanted` yet
+        for number, sequence in enumerate(waiting[: chosen.num_with_room + 1]):
             ref, has_room = sequence.request.adapter, number < chosen.num_with_room
             adapter_comes = ref is not None and ref.digest in chosen.adapters and ref.digest not in wanted
             pages_may_come = has_room and self._prefixes.may_come_ahead(sequence)
@@ -51,28 +51,28 @@ class Prefetcher:
             if adapter_comes:
                 assert ref is not None
                 load = self._memory.begin_load(ref, self._pages_of_adapter(ref), wanted)
-                assert load is not None, "the room that older ones left was miscounted"
+                assert load is not None, "the room that older sequences leave was miscounted"
                 yield load
             if pages_may_come:
                 self._prefixes.find(sequence, wanted)
 
     def is_absent(self, sequence: Sequence) -> bool:
-        """Its adapter is neither in the pool nor coming."""
+        """The sequence's adapter is neither in the pool nor coming."""
         digest = sequence.adapter_digest
         return digest is not None and self._memory.adapters.state(digest) is AdapterState.ABSENT
 
     def num_kv_pages_to_take(self, sequence: Sequence) -> int:
-        """That it takes when it enters, beside those that others hold or bring for it."""
+        """Pages that the sequence takes when it starts, beside those that other sequences hold or that are coming."""
         num_pages = pages_for(sequence.num_uncomputed, self._block_size)
         return num_pages - self._prefixes.num_in_other_hands(sequence)
 
     def _lacks(self, sequence: Sequence, num_loads: int) -> bool:
-        """Something that it needs could begin to come, if so many loads may begin."""
+        """Something that the sequence needs could begin to come, if so many loads may begin."""
         return (num_loads > 0 and self.is_absent(sequence)) or self._prefixes.may_come_ahead(sequence)
 
-    def _waiter(self, sequence: Sequence) -> Waiter:
+    def _needs(self, sequence: Sequence) -> WaitingNeeds:
         ref, is_absent, num_adapter_pages = sequence.request.adapter, self.is_absent(sequence), 0
         if ref is not None:
             idle_pages_of = self._memory.adapters.num_idle_pages_of
             num_adapter_pages = self._pages_of_adapter(ref) if is_absent else idle_pages_of(ref.digest)
-        return Waiter(sequence.adapter_digest, is_absent, num_adapter_pages, self.num_kv_pages_to_take(sequence))
+        return WaitingNeeds(sequence.adapter_digest, is_absent, num_adapter_pages, self.num_kv_pages_to_take(sequence))

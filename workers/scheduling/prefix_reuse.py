@@ -1,4 +1,4 @@
-"""How sequences find, wait for and leave behind the pages that they have in common."""
+"""How sequences find, await and leave behind the pages that they have in common."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .tier_traffic import TierTraffic
 
 
 class PrefixReuse:
-    """The scheduler's dealings with the prefix cache: it says when, and this knows which pages.
+    """Uses the prefix cache for the scheduler's sequences: the scheduler says when, and this class knows which pages.
 
     Sequences that begin alike and come together, as `n` samples of one prompt do, are not computed side by side: the
-    first one computes the pages, and the others wait until they are there.
+    first one computes the pages, and the others wait until these are there.
     """
 
     def __init__(self, cache: PrefixCache, tiers: TierTraffic, block_size: int, enabled: bool) -> None:
@@ -28,13 +28,13 @@ class PrefixReuse:
         self._coming: dict[PageKey, Sequence | None] = {}
         self._copies: list[PageCopy] = []  # for the next plan
         self._copied_from: list[int] = []  # pages that stay as they are until the plan's end
-        self.num_cached_tokens = 0  # that were found, and not computed, since the start
+        self.num_cached_tokens = 0  # tokens that were found and not computed, since the start
 
     def find(self, sequence: Sequence, keep: AbstractSet[Item]) -> list[int] | None:
-        """Pages of its beginning that are here; None: the next ones are coming, so that waiting is cheaper.
+        """Pages of the sequence's prefix that are in the pool; None: the next ones are coming, and are worth a wait.
 
-        What is in a tier behind the pool begins to come; `keep`: what does not go to make room for it. One token
-        at least is left to compute, since the next one is chosen by what comes of it.
+        Pages in a tier behind the pool begin to come; nothing in `keep` is evicted to make room for them. At least one
+        token is left to compute, since its logits choose the next one.
         """
         if not self._enabled:
             return []
@@ -42,7 +42,7 @@ class PrefixReuse:
             return None
         keys = self._usable_keys(sequence)
         found = self._cache.find(keys)
-        sequence.was_looked_for = True
+        sequence.was_looked_up = True
         sequence.num_found = len(found) * self._block_size
         sequence.awaited_key = keys[len(found)] if len(found) < len(keys) else None
         if sequence.awaited_key is None:
@@ -53,12 +53,13 @@ class PrefixReuse:
         return None if sequence.awaited_key in self._coming else found
 
     def may_come_ahead(self, sequence: Sequence) -> bool:
-        """Whether `find` could let more come for a sequence that cannot enter yet.
+        """Whether `find` could let more pages come for a sequence that cannot start yet.
 
-        It looks once, and again whenever what it let come is there with all before it. So no page comes twice while the
-        sequence waits, though others may push it out: `find` brings it again when there is a place for the sequence.
+        The prefix is looked up once, and again whenever the pages that came for it are there with all before them. So
+        no page comes twice while the sequence waits, though other pages may push it out: `find` brings it again when
+        there is a place for the sequence.
         """
-        if sequence.was_looked_for:
+        if sequence.was_looked_up:
             key, num_found = sequence.awaited_key, sequence.num_found // self._block_size
             if key is None or key in self._coming or self._cache.page_of(key) is None:
                 return False
@@ -67,30 +68,30 @@ class PrefixReuse:
         return self._enabled and self._tiers.can_bring()
 
     def here(self, sequence: Sequence) -> list[int]:
-        """Pages of its beginning that are here, if it was looked for them since it began to wait."""
-        return self._cache.find(sequence.page_keys) if sequence.was_looked_for else []
+        """Pages of the sequence's prefix that are in the pool, if they were looked up since it began to wait."""
+        return self._cache.find(sequence.page_keys) if sequence.was_looked_up else []
 
     def num_in_other_hands(self, sequence: Sequence) -> int:
-        """Pages of its beginning that take no room when it enters: others hold or compute them, or they are coming."""
+        """Pages of its prefix that take no room when it starts: others hold or compute them, or they are coming."""
         if not self._enabled:
             return 0
         keys = self._usable_keys(sequence)
         return sum(1 for _ in takewhile(lambda key: self._cache.is_held(key) or key in self._coming, keys))
 
     def is_being_copied(self, sequence: Sequence) -> bool:
-        """What it awaits comes from a tier behind the pool."""
+        """The page that the sequence awaits is coming from a tier behind the pool."""
         return sequence.awaited_key is not None and self._coming.get(sequence.awaited_key, sequence) is None
 
     def stop_awaiting(self, keys: Iterable[PageKey]) -> None:
-        """These were being copied into the pool, and are there now, or will not come."""
+        """Pages with these keys were being copied into the pool; they are there now, or will not come."""
         for key in keys:
             if self._coming.get(key, self) is None:
                 del self._coming[key]
 
     def enter(self, sequence: Sequence, found: Pages[int], own: Pages[int]) -> None:
-        """The sequence runs now, and holds these pages: those found, and its own for what it has still to compute.
+        """The sequence starts. It holds the pages `found` of its prefix, and its `own` for what it has to compute.
 
-        The first page of its own begins as a copy where a kept page goes along with the sequence for a part of it.
+        Its first own page begins as a copy if a kept page has its first tokens in common with the sequence.
         """
         sequence.pages.extend((*found, *own))
         sequence.num_kept_pages = len(found)
@@ -109,7 +110,7 @@ class PrefixReuse:
         return copies
 
     def end_copies(self, copies: Iterable[PageCopy]) -> None:
-        """A plan's copies are made."""
+        """The copies of a plan are made."""
         for copy in copies:
             self._copied_from.remove(copy.source)
             self._cache.release((copy.source,))
@@ -119,7 +120,7 @@ class PrefixReuse:
         return ((page,) for page in self._copied_from)
 
     def keep_filled(self, sequence: Sequence) -> None:
-        """Keeps the pages that the sequence has filled by now."""
+        """Puts the pages that the sequence has filled by now into the prefix cache."""
         if not self._enabled:
             return
         num_full = sequence.num_computed // self._block_size
@@ -137,16 +138,16 @@ class PrefixReuse:
         sequence.num_kept_pages = num_full
 
     def leave(self, sequence: Sequence) -> None:
-        """The sequence does not run any more: it lets go of its pages."""
+        """The sequence does not run any more: releases its pages."""
         for key in sequence.page_keys[sequence.num_kept_pages :]:
             self._stop_coming(sequence, key)
         self._cache.release(sequence.pages)
         sequence.pages.clear()
         sequence.num_computed = sequence.num_kept_pages = sequence.num_found = 0
-        sequence.was_looked_for = False
+        sequence.was_looked_up = False
 
     def disown(self, sequence: Sequence) -> None:
-        """Nobody may find what this one computed, in any tier: it came to no good."""
+        """Forgets what the sequence has computed, in all tiers: its numbers are not finite, so nobody may use them."""
         if self._enabled:
             num_full = sequence.num_computed // self._block_size
             self._make_keys(sequence, num_full)
@@ -155,26 +156,26 @@ class PrefixReuse:
             self._tiers.forget(keys)
 
     def check_integrity(self, running: Pages[Sequence]) -> None:
-        """Raises AssertionError if a page is awaited that nobody computes."""
+        """Raises AssertionError if a page is awaited that no sequence computes and no copy brings."""
         computing = {id(sequence) for sequence in self._coming.values() if sequence is not None}
         assert computing <= {id(sequence) for sequence in running}
         assert self._tiers.num_moves or None not in self._coming.values()
 
     def _usable_keys(self, sequence: Sequence) -> list[PageKey]:
-        """Of the full pages that it need not compute if they are there."""
+        """Keys of the full pages that the sequence need not compute if they are there."""
         self._make_keys(sequence, len(sequence.token_ids) // self._block_size)
         return sequence.page_keys[: (len(sequence.token_ids) - 1) // self._block_size]
 
     def _is_absent(self, key: PageKey) -> bool:
-        """Neither here nor coming."""
+        """The page is neither in the pool nor coming."""
         return self._cache.page_of(key) is None and key not in self._coming
 
     def _copy_begun(self, sequence: Sequence, found: Pages[int]) -> int:
-        """Tokens after the pages found that need not be computed, because a copy of their page is on its way."""
+        """How many tokens after the pages `found` need not be computed, because the plan copies a page with them."""
         start = len(found) * self._block_size
         left = sequence.token_ids[start : start + self._block_size]
         if len(left) == len(sequence.token_ids) - start:
-            left = left[:-1]  # the next token is chosen by what comes of the last one
+            left = left[:-1]  # the last one is computed, since its logits choose the next token
         if not self._enabled or not left:
             return 0
         begun = self._cache.find_begun(self._link(sequence, len(found)), left, self._block_size)

@@ -1,4 +1,4 @@
-"""Whether a request can ever be served: a pure check, made once when it arrives."""
+"""What a gang can hold, and whether a request can ever be served there: a pure check, made when it arrives."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from ..wire.messages import SequenceError, SequenceRequest
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What one gang can hold and how much a step may compute."""
+class GangLimits:
+    """What one gang can hold, and how much one step may compute."""
 
     max_model_len: int  # tokens
     vocab_size: int
@@ -23,7 +23,7 @@ def pages_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def refusal(request: SequenceRequest, num_adapter_pages: int, limits: Limits) -> SequenceError | None:
+def refusal(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits) -> SequenceError | None:
     """Why the request can never be served, or None. `num_adapter_pages` are those of its adapter, 0 for the base."""
     num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
     num_generated = len(request.generated_token_ids)

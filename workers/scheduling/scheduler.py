@@ -1,4 +1,4 @@
-"""The leader's scheduler: who computes which tokens in the next step, on which pages.
+"""The leader's scheduler: which sequences compute which tokens in the next step, on which pages.
 
 There is no prefill phase and no decode phase (vLLM v1's idea): a plan gives each sequence a number of tokens to compute
 within a token budget, decodes first, then prompt chunks, first come first served.
@@ -14,30 +14,31 @@ import msgspec
 
 from ..memory.adapter_cache import AdapterState
 from ..memory.paged_memory import PagedMemory
-from ..plan import AdapterLoad, HostAdapters, SampledToken, StepPlan, StepResult
-from ..wire.messages import AdapterRef, EngineLoad, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
+from ..plan import AdapterLoad, HostAdapterStats, SampledToken, StepPlan, StepResult
+from ..wire.engine_load import EngineCounters, EngineGauges, EngineLoad
+from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 from ..wire.page_keys import PageKey
 from .measured_costs import MeasuredCosts
+from .planned_tokens import PlannedTokens
 from .preemption import choose_victim
 from .prefetch_policy import MAX_LOADS_UNDER_WAY
 from .prefetcher import Prefetcher
 from .prefix_reuse import PrefixReuse
-from .request_limits import Limits, pages_for, refusal
+from .request_limits import GangLimits, pages_for, refusal
 from .sequence import Sequence
-from .share import Share
 from .stopping import finish_reason, is_long_enough, is_stop
 from .tier_traffic import TierSizes, TierTraffic
 from .waiting_queue import WaitingQueue
 
-_BEFORE_ALL = 1 << 62  # what another gang began has waited already: it is older than all that arrived here
+_HEAD_START = 1 << 62  # a sequence that another gang began is older than all that began here
 
 
 class Scheduler:
-    """Owns all sequences and pages of a gang. Makes plans, and takes their results in."""
+    """Owns all sequences and pages of a gang. Makes plans, and commits their results."""
 
     def __init__(
         self,
-        limits: Limits,
+        limits: GangLimits,
         eos_token_ids: frozenset[int],
         pages_of_adapter: Callable[[AdapterRef], int],
         prefix_cache: bool = True,
@@ -58,16 +59,16 @@ class Scheduler:
         self._prefetcher = Prefetcher(self._memory, self._prefixes, pages_of_adapter, limits.block_size)
         self._waiting = WaitingQueue()
         self._running: dict[int, Sequence] = {}
-        self._under_way: dict[int, dict[int, Share]] = {}  # by step and sequence id; plans that are not committed
-        self._host_adapters = HostAdapters()
+        self._uncommitted: dict[int, dict[int, PlannedTokens]] = {}  # of each plan: by step, then by sequence id
+        self._host_adapter_stats = HostAdapterStats()
         self._step = self._arrivals = self._num_computed = self._num_generated = self._num_preemptions = 0
 
     def add(self, request: SequenceRequest, seed: int) -> SequenceError | None:
-        """Puts a request into the queue, or says why it can never be served."""
+        """Queues a sequence, or returns why it can never be served."""
         error = refusal(request, self._num_adapter_pages(request.adapter), self._limits)
         if error is None:
             self._arrivals += 1
-            arrival = self._arrivals - (_BEFORE_ALL if request.generated_token_ids else 0)
+            arrival = self._arrivals - (_HEAD_START if request.generated_token_ids else 0)
             token_ids = [*request.prompt_token_ids, *request.generated_token_ids]
             self._waiting.add(Sequence(request, arrival, seed, token_ids))
         return error
@@ -80,7 +81,7 @@ class Scheduler:
             self.forget_waiting(sequence_id)
 
     def forget_waiting(self, sequence_id: int) -> bool:
-        """Forgets a sequence that waits. False, and nothing done: it runs, or is unknown."""
+        """Forgets a sequence that waits. False, and nothing changed, if it runs or is unknown."""
         if (sequence := self._waiting.get(sequence_id)) is None:
             return False
         self._waiting.remove(sequence)
@@ -90,78 +91,81 @@ class Scheduler:
         return bool(self._running or self._waiting or self._adapters.num_loading or self._tiers.has_work())
 
     def schedule(self) -> StepPlan:
-        """The next step's plan. Takes the pages that it needs; preempts and evicts where they run out."""
+        """The next step's plan. Takes the pages that the plan needs; preempts and evicts where they run out."""
         self._step += 1
-        self._memory.want_soon(dict.fromkeys(s.adapter_digest for s in self._ahead() if s.adapter_digest is not None))
+        digests = (sequence.adapter_digest for sequence in self._next_batch())
+        self._memory.want_soon(dict.fromkeys(digest for digest in digests if digest is not None))
         num_preemptions = self._num_preemptions
         budget = self._limits.max_tokens_per_step
         planned: dict[int, int] = {}  # tokens to compute, by sequence id
         for sequence in sorted(self._running.values(), key=lambda s: (s.num_unplanned > 1, s.arrival)):
             num_tokens = min(sequence.num_unplanned, budget - sum(planned.values()))
             if sequence.sequence_id not in self._running or num_tokens <= 0 or self._ends_soon(sequence):
-                continue  # given way to an older one, or no budget is left, or the token that comes is its last one
+                continue  # it was preempted just now, or no budget is left, or it ends with the token that is coming
             if self._grow(sequence, sequence.num_computed + sequence.num_planned + num_tokens, planned):
                 planned[sequence.sequence_id] = num_tokens
         loads: tuple[AdapterLoad, ...] = ()
-        if self._num_preemptions == num_preemptions:  # who just gave way must not come back for the pages it freed
-            loads = tuple(self._prefetcher.begin(self._ahead(), len(self._running)))
+        if self._num_preemptions == num_preemptions:  # a preempted sequence must not get back the pages that it freed
+            loads = tuple(self._prefetcher.begin(self._next_batch(), len(self._running)))
             self._admit(budget - sum(planned.values()), planned)
-        self._under_way[self._step] = {i: Share(self._running[i], n) for i, n in planned.items()}
-        sequences = tuple(share.planned() for share in self._under_way[self._step].values())
-        digests = dict.fromkeys(sequence.adapter for sequence in sequences if sequence.adapter is not None)
-        residences = tuple(self._adapters.residence(d) for d in digests)
+        tokens = {i: PlannedTokens(self._running[i], num_tokens) for i, num_tokens in planned.items()}
+        self._uncommitted[self._step] = tokens
+        sequences = tuple(each.sequence_plan() for each in tokens.values())
+        used = dict.fromkeys(sequence.adapter for sequence in sequences if sequence.adapter is not None)
+        residences = tuple(self._adapters.residence(digest) for digest in used)
         moves, copies = self._tiers.plan_moves(), self._prefixes.take_copies()
         return StepPlan(self._step, sequences, residences, loads, moves, copies)
 
     def settle(self, plan: StepPlan, result: StepResult) -> StepPlan:
-        """A plan that was made while the one before it ran, now that its result is there; that is committed afterwards.
+        """Completes a plan that was made while the plan before it ran. `result`: of that one; it is committed later.
 
-        Tokens that were coming are filled in. Sequences that end with theirs, or were forgotten, drop out of it.
+        The tokens that the result brings are filled in. Sequences that end with these tokens, or that were forgotten,
+        drop out of the plan.
         """
-        shares = self._under_way[plan.step]
-        ended = {i for i, share in shares.items() if share.is_void or self._ends(share, result.tokens.get(i))}
+        tokens = self._uncommitted[plan.step]
+        ended = {i for i, each in tokens.items() if each.is_stale or self._ends(each, result.tokens.get(i))}
         sequences = tuple(
-            shares[planned.sequence_id].settled(planned, result.tokens.get(planned.sequence_id))
-            for planned in plan.sequences
-            if planned.sequence_id not in ended
+            tokens[part.sequence_id].settled(part, result.tokens.get(part.sequence_id))
+            for part in plan.sequences
+            if part.sequence_id not in ended
         )
         return msgspec.structs.replace(plan, sequences=sequences)
 
     def drop(self, plan: StepPlan) -> None:
-        """Forgets a plan that nobody executes, since nothing is left in it."""
+        """Forgets a plan that is not executed, since nothing is left in it."""
         assert not (plan.sequences or plan.loads or plan.moves)
-        del self._under_way[plan.step]
+        del self._uncommitted[plan.step]
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
-        """Takes a step's tokens and finished loads in; gives what each sequence's owner should hear."""
+        """Takes in a step's tokens and the copies that have ended. Returns what each sequence's owner should hear."""
         updates: list[SequenceUpdate] = []
         self._prefixes.stop_awaiting(self._tiers.finish(result.moved))
         self._prefixes.end_copies(plan.copies)
-        self._host_adapters = result.host_adapters
+        self._host_adapter_stats = result.host_adapter_stats
         for digest in result.loaded:
             self._adapters.finish_load(digest)
         for failure in result.failed:
             self._adapters.fail_load(failure.digest)
             updates.extend(self._fail_waiting(failure.digest, failure.message))
-        shares = self._under_way.pop(plan.step)
-        for planned in plan.sequences:
-            self._num_computed += len(planned.token_ids)
-            share = shares[planned.sequence_id]
-            if share.is_void:
-                continue  # cancelled meanwhile, or it gave way and will compute this again
-            share.take_in(planned)
-            self._prefixes.keep_filled(share.sequence)
-            if planned.sample is not None:
-                updates.append(self._append(share.sequence, result.tokens[planned.sequence_id]))
+        tokens = self._uncommitted.pop(plan.step)
+        for part in plan.sequences:
+            self._num_computed += len(part.token_ids)
+            planned = tokens[part.sequence_id]
+            if planned.is_stale:
+                continue
+            planned.commit()
+            self._prefixes.keep_filled(planned.sequence)
+            if part.sample is not None:
+                updates.append(self._append(planned.sequence, result.tokens[part.sequence_id]))
         return updates
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Learns from how long a plan took to execute."""
+        """Learns what computing costs from how long a plan took to execute."""
         self._costs.observe_step(len(plan.sequences), sum(len(s.token_ids) for s in plan.sequences), seconds)
 
     def load(self) -> EngineLoad:
         """Counts of this moment and since the start."""
-        return EngineLoad(
+        gauges = EngineGauges(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_waiting_for_adapters=sum(not self._has_adapter(sequence) for sequence in self._waiting),
@@ -173,8 +177,13 @@ class Scheduler:
             num_idle_adapter_pages=self._adapters.num_idle_pages,
             num_prefix_pages=self._memory.prefixes.num_pages,
             num_idle_prefix_pages=self._memory.num_idle_prefix_pages,
+            num_host_pages=self._tiers.num_held("host"),
+            num_disk_pages=self._tiers.num_held("disk"),
+            host_adapter_bytes=self._host_adapter_stats.num_bytes,
             num_resident_adapters=self._adapters.num_resident,
             num_coming_adapters=self._adapters.num_loading,
+        )
+        counters = EngineCounters(
             num_steps=self._step,
             num_computed_tokens=self._num_computed,
             num_generated_tokens=self._num_generated,
@@ -183,22 +192,20 @@ class Scheduler:
             num_adapter_evictions=self._adapters.num_evictions,
             num_cached_tokens=self._prefixes.num_cached_tokens,
             num_prefix_evictions=self._memory.prefixes.num_evictions,
-            num_host_pages=self._tiers.num_held("host"),
-            num_disk_pages=self._tiers.num_held("disk"),
             num_pages_out=self._tiers.num_pages_out,
             num_pages_in=self._tiers.num_pages_in,
             num_move_failures=self._tiers.num_failures,
-            host_adapter_bytes=self._host_adapters.num_bytes,
-            num_adapter_reads=self._host_adapters.num_reads,
+            num_adapter_reads=self._host_adapter_stats.num_reads,
             num_loaded_pages=self._adapters.num_loaded_pages,
         )
+        return EngineLoad(gauges, counters)
 
     def take_residency_changes(self) -> ResidencyChange:
         """Adapters and full pages that came into the pool, or began to, and those that went since the last call."""
         return self._memory.take_residency_changes()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a page leaked or is in two hands, or an adapter's users are miscounted."""
+        """Raises AssertionError if a page leaked, or its holders or an adapter's users are miscounted."""
         held = [*(s.pages for s in self._running.values()), *self._tiers.holders(), *self._prefixes.holders()]
         self._memory.check_integrity(held)
         self._tiers.check_integrity()
@@ -214,7 +221,10 @@ class Scheduler:
         assert users == self._adapters.users(), "an adapter's running sequences are miscounted"
 
     def _grow(self, sequence: Sequence, num_tokens: int, planned: dict[int, int]) -> bool:
-        """Pages for so many tokens of a running sequence. False: none to be had now, it stays as it is."""
+        """Gets a running sequence the pages for so many tokens, if need be by preempting newer sequences.
+
+        `planned`: tokens that the plan has for each sequence so far. False, if there are no pages for it now.
+        """
         short = pages_for(num_tokens, self._limits.block_size) - len(sequence.pages)
         if short <= 0:
             return True
@@ -226,26 +236,26 @@ class Scheduler:
                 self._preempt(victim)
                 planned.pop(victim.sequence_id, None)
             elif self._memory.make_room(short, keep=frozenset()):
-                break  # an adapter that an older one waits for, rather than both waiting for each other
+                break  # an older sequence's adapter went; else the two sequences would wait for each other
             else:
                 return False
         sequence.pages.extend(self._memory.allocator.allocate(short) or ())
         return True
 
     def _preempt(self, victim: Sequence) -> None:
-        """Back into the queue, to be computed again from where its pages are gone."""
+        """Puts a running sequence back into the queue. Later it is computed again, as far as its pages are gone."""
         self._leave(victim)
         self._num_preemptions += 1
         self._waiting.add(victim)
 
-    def _ahead(self) -> list[Sequence]:
-        """Who could be in the next batch: for them adapters and pages of KV come while they wait. Oldest first."""
+    def _next_batch(self) -> list[Sequence]:
+        """Waiting sequences that could run next, oldest first. Their adapters and pages of KV come while they wait."""
         return self._waiting.first(self._limits.max_num_sequences)
 
     def _admit(self, budget: int, planned: dict[int, int]) -> None:
-        """Starts waiting sequences, oldest first. One whose adapter or beginning still comes is passed over."""
-        wanted: set[str] = set()  # adapters of older waiting sequences: not to be evicted for a newer one
-        reserved = 0  # pages that older ones need once their beginnings have come
+        """Starts waiting sequences, oldest first. A sequence whose adapter or prefix is still coming is passed over."""
+        wanted: set[str] = set()  # adapters of older waiting sequences: not to be evicted for a newer sequence
+        reserved = 0  # pages that older waiting sequences will take once their prefixes have come
         may_load = self._adapters.num_loading < MAX_LOADS_UNDER_WAY
         for sequence in tuple(self._waiting):
             if budget <= 0 or len(self._running) >= self._limits.max_num_sequences:
@@ -255,11 +265,11 @@ class Scheduler:
             if may_load and self._prefetcher.is_absent(sequence):
                 num_pages = self._num_adapter_pages(sequence.request.adapter) + len(self._running)
                 if not self._memory.has_room(num_pages, wanted):
-                    return  # it does not come for lack of room, which newer ones must not take
-                may_load = False  # newer ones hold nobody up: this one has the first claim once older ones run
+                    return  # its adapter lacks room, which newer sequences must not take
+                may_load = False  # this sequence comes first: newer ones that lack an adapter hold nobody up
             found = self._prefixes.find(sequence, wanted) if self._has_adapter(sequence) else None
             if found is None:
-                if self._prefixes.is_being_copied(sequence):  # what comes for it is not for newer ones to push out
+                if self._prefixes.is_being_copied(sequence):  # newer sequences must not push out what comes for it
                     reserved += self._prefetcher.num_kv_pages_to_take(sequence)
                 continue
             if not self._enter(sequence, found, wanted, reserved):
@@ -268,14 +278,14 @@ class Scheduler:
             budget -= planned[sequence.sequence_id]
 
     def _enter(self, sequence: Sequence, found: list[int], wanted: set[str], reserved: int) -> bool:
-        """Lets a sequence run, on these pages of its beginning and new ones for the rest. False: there is no room.
+        """Starts a waiting sequence, on the pages `found` of its prefix and new ones for the rest.
 
-        Beside what it takes, `reserved` pages must be there.
+        False, and nothing changed, unless `reserved` more pages could be taken beside those.
         """
         num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size) - len(found)
         if not self._memory.has_room(num_pages + reserved, wanted, found):
             return False
-        self._memory.prefixes.acquire(found)  # first, so that they are not evicted for the others
+        self._memory.prefixes.acquire(found)  # first, so that they are not evicted for the new ones
         self._memory.make_room(num_pages, wanted)
         self._waiting.remove(sequence)
         self._running[sequence.sequence_id] = sequence
@@ -287,7 +297,7 @@ class Scheduler:
         return True
 
     def _leave(self, sequence: Sequence) -> None:
-        """Takes a sequence out of the running ones; it lets go of its pages, and its adapter has one user less."""
+        """Ends the run of a sequence: releases its pages and its adapter."""
         del self._running[sequence.sequence_id]
         sequence.run += 1
         sequence.num_planned = sequence.num_coming = 0
@@ -296,18 +306,19 @@ class Scheduler:
             self._adapters.release(sequence.adapter_digest)
 
     def _ends_soon(self, sequence: Sequence) -> bool:
-        """It ends with the tokens that are coming, whatever they are."""
+        """The sequence ends with the tokens that are coming, whatever they are."""
         num_adapter_pages = self._num_adapter_pages(sequence.request.adapter)
         num_coming = sequence.num_coming
         return num_coming > 0 and is_long_enough(sequence, num_coming, num_adapter_pages, self._limits)
 
-    def _ends(self, share: Share, token: SampledToken | None) -> bool:
-        """The sequence ends with the token that this share of a plan lacks."""
-        if not share.lacks_token:
+    def _ends(self, planned: PlannedTokens, token: SampledToken | None) -> bool:
+        """The sequence ends with this token, which its plan lacks."""
+        if not planned.lacks_token:
             return False
-        return token is None or is_stop(token.token_id, share.sequence, self._eos_token_ids)
+        return token is None or is_stop(token.token_id, planned.sequence, self._eos_token_ids)
 
     def _append(self, sequence: Sequence, token: SampledToken | None) -> SequenceUpdate:
+        """Adds a token that was chosen. None: its logits were not finite, and the sequence ends with an error."""
         if token is None:
             self._prefixes.disown(sequence)
             self._leave(sequence)

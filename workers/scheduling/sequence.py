@@ -16,17 +16,17 @@ class Sequence:
     seed: int
     token_ids: list[int]  # prompt, then generated, here or before
     num_computed: int = 0  # tokens whose KV is in `pages`
-    num_planned: int = 0  # tokens that plans under way compute
-    num_coming: int = 0  # tokens that plans under way choose
-    run: int = 0  # changes when the sequence stops running: plans under way from before are not about it any more
+    num_planned: int = 0  # tokens that uncommitted plans compute
+    num_coming: int = 0  # tokens that uncommitted plans choose
+    run: int = 0  # number of its run: plans that were made in an earlier run are stale
     pages: list[int] = field(default_factory=list)
-    page_keys: list[PageKey] = field(default_factory=list)  # of its first full pages, as far as they were needed
-    num_kept_pages: int = 0  # of its first pages, those that the prefix cache has been told of
-    num_found: int = 0  # tokens that need not be computed, as far as was known when it was last looked for them
-    num_cached_tokens: int | None = None  # of its prompt, that were there when it first ran; None: it has not yet
-    was_looked_for: bool = False  # its beginning, in the pool and behind it, since it last began to wait
-    began_at: float | None = None  # when a step was first planned for it, by the scheduler's clock; None: none was yet
-    awaited_key: PageKey | None = None  # of the first page that was not there when it was last looked for
+    page_keys: list[PageKey] = field(default_factory=list)  # of its first full pages, as far as keys were needed
+    num_kept_pages: int = 0  # its first pages that the prefix cache has been told of
+    num_found: int = 0  # tokens that the last look-up of its prefix found in the pool
+    num_cached_tokens: int | None = None  # of its prompt, that its first run did not compute; None: it has not run yet
+    was_looked_up: bool = False  # its prefix, in the pool and behind it, since it last began to wait
+    began_at: float | None = None  # when a step was first planned for it, by the scheduler's clock; None: not yet
+    awaited_key: PageKey | None = None  # of the first page that the last look-up did not find in the pool
 
     @property
     def sequence_id(self) -> int:
@@ -54,11 +54,11 @@ class Sequence:
 
     @property
     def num_unplanned(self) -> int:
-        """Tokens that a plan could compute next; the last one may still be coming."""
+        """Tokens that the next plan could compute; the last of them may still be coming."""
         return len(self.token_ids) + self.num_coming - self.num_computed - self.num_planned
 
     def sample_plan(self) -> SamplePlan:
-        """How the next token that no plan chooses yet is chosen. Penalties see the tokens that are known."""
+        """How to choose the next token that no plan chooses yet. Penalties see the tokens that are known."""
         params = self.sampling
         has_penalty = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         split = self.num_prompt_tokens

@@ -23,8 +23,8 @@ from .measured_costs import MeasuredCosts, is_worth_bringing
 
 _log = logging.getLogger(__name__)
 _PAGES_PER_MOVE = 32
-_MOVES_OUT = 2  # under way at once, of those that nobody waits for
-_MOVES_IN = 8
+_MAX_MOVES_OUT = 2  # under way at once, from the pool to the tier behind it; no sequence waits for them
+_MAX_MOVES_IN = 8  # under way at once, into the pool
 _MAX_FAILURES = 3  # in a row, after which a tier is given up
 _LOW = 8  # host memory runs low when less than one slot in so many is free
 
@@ -43,8 +43,8 @@ class _Move:
     plan: PageMove
     keys: list[PageKey]
     depth: int = 0  # of the first page of an "in" move
-    held: list[int] = field(default_factory=list)  # pages of the pool that stay as they are until the end
-    is_bad: bool = False  # what it copies was found to be no good meanwhile: nobody may have it from here
+    held: list[int] = field(default_factory=list)  # pages of the pool that stay as they are until the move ends
+    is_bad: bool = False  # the pages were found to hold numbers that are not finite: what arrives is dropped
 
 
 class TierTraffic:
@@ -60,7 +60,7 @@ class TierTraffic:
         self._offered: dict[PageKey, int] = {}  # filled pages that wait to be copied, oldest first
         self._moves: dict[int, _Move] = {}  # under way
         self._planned: list[PageMove] = []  # for the next plan
-        self._number = 0
+        self._number = 0  # of the last move
         self._failures_in_a_row: Counter[Tier] = Counter()
         self._given_up: set[Tier] = set()
         self.num_pages_out = self.num_pages_in = self.num_failures = 0
@@ -74,7 +74,7 @@ class TierTraffic:
         return sum(move.kind == "in" for move in self._moves.values())
 
     def has_work(self) -> bool:
-        """Something is being copied, or should be."""
+        """A page is being copied, or should be."""
         return bool(self._moves or self._offered)
 
     def num_held(self, tier: Tier) -> int:
@@ -86,12 +86,12 @@ class TierTraffic:
         return any(key in tier for tier in self._working())
 
     def touch(self, keys: Sequence[PageKey]) -> None:
-        """Somebody goes on from these pages in the pool: behind it they are not the next to go either."""
+        """A sequence uses these pages in the pool: they count as used in the tiers behind it too."""
         for tier in self._working():
             tier.touch(keys)
 
     def forget(self, keys: Sequence[PageKey]) -> None:
-        """These hold what is no good: no tier keeps them, and no copy under way brings them anywhere."""
+        """These pages hold numbers that are not finite: drops them from all tiers, and what copies under way bring."""
         gone = set(keys)
         for key in gone:
             self._offered.pop(key, None)
@@ -102,22 +102,22 @@ class TierTraffic:
                 tier.drop(key)
 
     def offer(self, page: int, key: PageKey) -> None:
-        """A page was filled and is kept in the pool."""
+        """A page was filled, and is kept in the pool: it is copied to the next tier when there is time."""
         if self._tiers and not any(key in tier or tier.is_coming(key) for tier in self._working()):
             self._offered[key] = page
 
     def can_bring(self) -> bool:
         """More pages may begin to come into the pool now, if they are in a tier."""
-        return any(tier.num_held for tier in self._working()) and self._num_moves_in < _MOVES_IN
+        return any(tier.num_held for tier in self._working()) and self._num_moves_in < _MAX_MOVES_IN
 
     def bring(self, found: Sequence[int], keys: Sequence[PageKey], keep: AbstractSet[Item]) -> list[PageKey]:
-        """Begins to copy pages that follow on `found` into the pool; the keys that are coming now.
+        """Begins to copy pages into the pool that follow on the pages `found`. Returns the keys that are coming now.
 
-        `keys`: absent from the pool. None come if none are in a tier, if computing them is cheaper, or if there is no
-        room.
+        `keys`: of pages that are not in the pool. No page comes if none is in a tier, if computing is cheaper, or if
+        the pool has no room.
         """
         source = next((name for name, tier in self._tiers.items() if keys[0] in tier and self._works(name)), None)
-        if source is None or self._num_moves_in >= _MOVES_IN:
+        if source is None or self._num_moves_in >= _MAX_MOVES_IN:
             return []
         tier = self._tiers[source]
         coming: list[PageKey] = []
@@ -137,7 +137,7 @@ class TierTraffic:
         return coming
 
     def plan_moves(self) -> tuple[PageMove, ...]:
-        """What the next plan should copy."""
+        """The moves that the next plan should begin."""
         if self._offered:
             self._begin_out()
         if "disk" in self._tiers and "host" in self._tiers and self._works("disk"):
@@ -146,7 +146,7 @@ class TierTraffic:
         return planned
 
     def finish(self, ends: Iterable[MoveEnd]) -> Iterator[PageKey]:
-        """Takes moves in that have ended; the keys that nobody needs to wait for any more."""
+        """Takes in moves that have ended. Yields the keys that no sequence needs to await any more."""
         for end in ends:
             move = self._moves.pop(end.number)
             is_good = end.problem is None
@@ -176,7 +176,7 @@ class TierTraffic:
         return (move.held for move in self._moves.values())
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a tier's slot is lost or in two hands."""
+        """Raises AssertionError if a tier's slot is lost or used twice."""
         for tier in self._tiers.values():
             tier.check_integrity()
 
@@ -187,7 +187,7 @@ class TierTraffic:
         return (tier for name, tier in self._tiers.items() if name not in self._given_up)
 
     def _judge(self, tier: Tier, is_good: bool) -> None:
-        """Gives up a tier that fails again and again: nothing is read from it or written to it from then on."""
+        """Gives up a tier that failed several times in a row: nothing is read from it or written to it from then on."""
         self._failures_in_a_row[tier] = 0 if is_good else self._failures_in_a_row[tier] + 1
         if self._failures_in_a_row[tier] == _MAX_FAILURES and tier not in self._given_up:
             self._given_up.add(tier)
@@ -219,17 +219,16 @@ class TierTraffic:
         name, tier = next(iter(self._tiers.items()))
         if not self._works(name):
             self._offered.clear()
-        most = min(
-            _PAGES_PER_MOVE, max(1, self._memory.allocator.num_pages // _LOW)
-        )  # they cannot be evicted meanwhile
-        while self._offered and sum(move.kind == "out" for move in self._moves.values()) < _MOVES_OUT:
+        # Pages cannot be evicted while they are copied, so a small pool copies fewer at once.
+        most = min(_PAGES_PER_MOVE, max(1, self._memory.allocator.num_pages // _LOW))
+        while self._offered and sum(move.kind == "out" for move in self._moves.values()) < _MAX_MOVES_OUT:
             keys: list[PageKey] = []
             slots: list[int] = []
             pages: list[int] = []
             while self._offered and len(keys) < most:
                 key, page = next(iter(self._offered.items()))
                 if self._memory.prefixes.page_of(key) != page or key in tier or tier.is_coming(key):
-                    del self._offered[key]  # it went before it was its turn
+                    del self._offered[key]  # the page went before its turn came
                     continue
                 slot = tier.reserve(key)
                 if slot is None:

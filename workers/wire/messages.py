@@ -10,11 +10,7 @@ from typing import Literal
 
 import msgspec
 
-# The gRPC method, bytes both ways: `ToLeader` in, `FromLeader` out. Metadata carries the cluster's secret token.
-STREAM_SERVICE = "motet.Leader"
-STREAM_METHOD = "Stream"
-TOKEN_KEY = "motet-token"
-MAX_MESSAGE_BYTES = 64 << 20
+from .engine_load import EngineLoad
 
 FinishReason = Literal["stop", "length"]
 # A leader says "gang_lost" of a sequence when its engine has failed, and "handed_over" when it leaves before the
@@ -58,29 +54,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to grow. `sequence_id` is chosen by the sender and unique among its unfinished sequences.
+    """One sequence to grow.
 
-    `generated_token_ids` came from another gang already: the sequence goes on after them as if they had been generated
-    here, and only what is new comes in updates. With the same seed, or greedily, it goes on as it would have there.
+    `generated_token_ids` came from another gang: the sequence goes on after them as if they had been generated here,
+    and only new tokens come in updates. With the same seed, or greedily, it goes on as it would have gone on there.
 
-    A sequence with a `key` survives the stream that it was submitted on: for a while it goes on as an orphan, and a
-    request of the same tenant with the same key, adapter, prompt and sampling is answered with what it has and will
-    have (`sequence_journal.py`).
+    A sequence with a `key` survives the stream that it was submitted on: it goes on as an orphan for a while, and a
+    request of the same tenant with the same key, adapter, prompt and sampling is answered with the tokens that it has
+    and will have (`sequence_journal.py`).
 
-    Times are what is left of them: clocks of two machines have nothing to do with each other.
+    Times are told as seconds that are left, since the clocks of two machines differ.
     """
 
-    sequence_id: int
+    sequence_id: int = 0  # the sender's choice, unique among its unfinished sequences; a router's connection sets it
     prompt_token_ids: list[int]
     sampling: SamplingParams
     tenant: str
     adapter: AdapterRef | None = None  # None: the base
     generated_token_ids: list[int] = []
     cache_salt: str = ""  # sequences of one tenant share KV only if this is the same
-    key: str = ""  # names it among its tenant's sequences, on all gangs; empty: nobody will ask for it again
-    has_begun: bool = False  # somebody has had tokens of it: never refused for want of room
+    key: str = ""  # names it among its tenant's sequences, on all gangs; empty: it cannot be asked for again
+    has_begun: bool = False  # a client has had tokens of it: it is never refused for want of room
     wait_s: float | None = None  # it is given up if it still waits after so long; None: it waits as long as it takes
-    timeout_s: float | None = None  # it is given up, wherever it is, after so long; None: never
+    timeout_s: float | None = None  # it is given up, waiting or running, after so long; None: never
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -94,7 +90,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
 
 class ToLeader(msgspec.Struct, frozen=True):
-    """What a router sends: everything it had to say since its last message."""
+    """What a router sends: all messages since the last time it sent any."""
 
     messages: list[Submit | Cancel]
 
@@ -126,51 +122,15 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] | None = None  # one for each of token_ids, if asked for
     finish_reason: FinishReason | None = None
     error: SequenceError | None = None
-    num_cached_tokens: int | None = None  # of its prompt, that were not computed; with its first token, else None
+    num_cached_tokens: int | None = None  # tokens of its prompt that were not computed; with its first token, else None
     computing_s: float | None = None  # since a step was first planned for it, to its first token; with that, else None
-
-
-class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a gang after a step."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_waiting_for_adapters: int = 0  # of those that wait: their adapter is not there yet
-    oldest_waiting_s: float = 0.0  # for how long the oldest sequence without a token has waited for its first one
-    num_queued_tokens: int = 0  # still to compute of all running and waiting sequences, as far as they have grown
-    num_pages: int = 0
-    num_free_pages: int = 0
-    num_adapter_pages: int = 0
-    num_idle_adapter_pages: int = 0  # of them, those of adapters that no running sequence uses
-    num_prefix_pages: int = 0  # full pages of KV that are kept for whoever begins alike
-    num_idle_prefix_pages: int = 0  # of them, those that no running sequence holds
-    num_host_pages: int = 0  # of KV, in host memory
-    num_disk_pages: int = 0  # of KV, on disk
-    host_adapter_bytes: int = 0  # of packed adapters in host memory, of the gang's first worker
-    num_resident_adapters: int = 0
-    num_coming_adapters: int = 0  # being copied into the pool
-    num_steps: int = 0
-    num_computed_tokens: int = 0  # counters since the engine's start, from here on
-    num_generated_tokens: int = 0
-    num_preemptions: int = 0
-    num_adapter_loads: int = 0
-    num_adapter_evictions: int = 0
-    num_cached_tokens: int = 0  # that were not computed, because their KV was there
-    num_prefix_evictions: int = 0  # pages
-    num_pages_out: int = 0  # of KV that were copied from the pool to the tier behind it
-    num_pages_in: int = 0  # and back
-    num_move_failures: int = 0  # copies between tiers that came to nothing
-    num_adapter_reads: int = 0  # of loads, those from the store: host memory had the adapter not
-    num_loaded_pages: int = 0  # of adapters whose copy ended well
-    busy_s: float = 0.0  # inside steps
-    loading_s: float = 0.0  # until adapters were there, summed over them
 
 
 class ResidencyChange(msgspec.Struct, frozen=True):
     """Adapters, by digest, that came into a gang's pool or began to, and those that went, since the last change.
 
-    What came and went again in between is told as gone, so a digest told as gone need not be known. The same for full
-    pages of KV, by `short_key` of `page_keys.py`.
+    One that came and went in between is told as gone, so a digest that is told as gone need not be known. The same for
+    full pages of KV, by `short_key` of `page_keys.py`.
     """
 
     came: list[str] = []
@@ -180,7 +140,7 @@ class ResidencyChange(msgspec.Struct, frozen=True):
 
 
 class OrphanChange(msgspec.Struct, frozen=True):
-    """Keys of sequences that a gang has begun to hold for any router that asks, and of those that it no longer does."""
+    """Keys of orphans: sequences that a gang has begun to keep for any router that asks, or keeps no longer."""
 
     came: list[str] = []
     went: list[str] = []
@@ -193,11 +153,12 @@ class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # folder or hub id that the gang serves
     device: str
     dtype: str
-    kernels: str  # whose each operation is, for a person
+    kernels: str  # which kernels compute each operation, for people to read
     max_model_len: int  # tokens, prompt and completion together
     block_size: int  # tokens a page
     num_pages: int
     page_bytes: int
+    num_threads: int  # that each worker computes with
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
 
@@ -206,7 +167,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     info: GangInfo
     resident: list[str] = []  # digests of adapters that are in the pool or on their way into it
     resident_pages: list[int] = []  # short keys of the full pages of KV that are kept
-    orphans: list[str] = []  # keys of the sequences that it holds for whoever asks
+    orphans: list[str] = []  # keys of sequences that it keeps for any router that asks
 
 
 class Frame(msgspec.Struct, frozen=True, tag="frame"):

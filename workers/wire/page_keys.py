@@ -1,9 +1,9 @@
 """Names of KV pages by what they hold: equal keys mean equal KV.
 
-A key stands for a full page of tokens and for all that came before it, so the keys of a sequence form a chain. It
-begins with whoever may share the pages: the tenant, its salt, and the adapter's digest. So no tenant can meet another's
-pages, or learn from the time of an answer what another has asked, and a new version of an adapter never meets the KV of
-an old one. The idea of chained hashes is vLLM's automatic prefix caching.
+A key stands for a full page of tokens and for all tokens before it, so the keys of a sequence form a chain. The chain
+begins with all that sequences must have in common to share pages: tenant, salt and the adapter's digest. So no tenant
+can use another's pages, or learn from the time of an answer what another has asked, and a new version of an adapter
+never uses the KV of an old one. The idea of chained hashes is vLLM's automatic prefix caching.
 
 Leaders and routers make the same keys of the same request.
 """
@@ -21,7 +21,7 @@ PageKey = bytes  # of length KEY_BYTES
 
 
 def first_link(request: SequenceRequest) -> PageKey:
-    """What the chain of a sequence begins with; no page's own key."""
+    """What the chain of a sequence's keys begins with. It is not the key of a page."""
     digest = "" if request.adapter is None else request.adapter.digest
     parts = (request.tenant, request.cache_salt, digest)
     return blake2b("".join(f"{len(part)}:{part}" for part in parts).encode(), digest_size=KEY_BYTES).digest()
@@ -39,5 +39,5 @@ def next_keys(link: PageKey, token_ids: Sequence[int], start: int, block_size: i
 
 
 def short_key(key: PageKey) -> int:
-    """64 bits of a key: enough to guess by where a sequence would find its pages, and never to share them by."""
+    """64 bits of a key: enough for a router to guess which gang has a page, and too few to share pages by."""
     return int.from_bytes(key[:8], "big")

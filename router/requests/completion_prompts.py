@@ -1,28 +1,29 @@
-"""The prompts of a completion request as token ids."""
+"""The prompts of a completion request, tokenized."""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
 from ...workers.wire.messages import GangInfo
-from ..generation.sampling_params import check_length, check_text, check_token_ids
 from ..openai_api.errors import invalid_value
-from ..openai_api.schema import CompletionRequest
+from ..openai_api.request_schema import CompletionRequest
 from ..text.text import TextService
+from .model_limits import check_length, check_text, check_token_ids
 
 T = TypeVar("T")
 
 
 def count_prompts(request: CompletionRequest) -> int:
-    """How many prompts there are, told without looking at them."""
+    """The number of prompts, from the shape of the field alone."""
     prompt = request.prompt
     return 1 if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else len(prompt)
 
 
 async def completion_prompts(request: CompletionRequest, text: TextService, gang: GangInfo) -> list[list[int]]:
-    """One token list for each prompt: a text, texts, a list of token ids, or lists of them. Raises 400.
+    """The token ids of each prompt. Raises 400.
 
-    What is too long for the context is refused as early as that can be told, before it costs much.
+    The field `prompt` is a text, a list of texts, a list of token ids or a list of such lists. A prompt that is too
+    long for the context is refused before it is tokenized, if its length in characters already shows that.
     """
     prompts = _listed(request, gang)
     texts = [(param, prompt) for param, prompt in prompts if isinstance(prompt, str)]
@@ -32,7 +33,7 @@ async def completion_prompts(request: CompletionRequest, text: TextService, gang
     for param, token_ids in token_lists:
         check_length(len(token_ids), None, gang, prompt_param="prompt")
         check_token_ids(token_ids, gang.vocab_size, param)
-    if texts:  # then all are texts
+    if texts:  # then all prompts are texts
         encoded = await text.encode_all(
             [prompt for _, prompt in texts], add_special_tokens=request.add_special_tokens is not False
         )
@@ -52,10 +53,10 @@ def _listed(request: CompletionRequest, gang: GangInfo) -> list[tuple[str, str |
         raise invalid_value("prompt", "it is an empty list, and at least one prompt is needed.")
     if isinstance(prompt[0], int):
         check_length(len(prompt), None, gang, prompt_param="prompt")
-        return [("prompt", [_same_kind(one, int, position) for position, one in enumerate(prompt)])]
+        return [("prompt", [_same_kind(token_id, int, position) for position, token_id in enumerate(prompt)])]
     if isinstance(prompt[0], str):
-        return [(f"prompt[{position}]", _same_kind(one, str, position)) for position, one in enumerate(prompt)]
-    return [(f"prompt[{position}]", _same_kind(one, list, position)) for position, one in enumerate(prompt)]
+        return [(f"prompt[{position}]", _same_kind(text, str, position)) for position, text in enumerate(prompt)]
+    return [(f"prompt[{position}]", _same_kind(ids, list, position)) for position, ids in enumerate(prompt)]
 
 
 def _same_kind(value: object, kind: type[T], position: int) -> T:

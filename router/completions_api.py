@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions: from a request's body to the response that will answer it."""
+"""/v1/completions and /v1/chat/completions: checks a request and makes the response that will generate its answer."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ from starlette.requests import Request
 from ..adapters.registry.registry_view import RegistryView
 from ..workers.wire.messages import AdapterRef
 from .answers.answer_shape import AnswerHead, AnswerShape
-from .answers.beam_request import beam_rules, check_beams
-from .answers.best_of import check_best_of, ranked
 from .answers.chat_answer import ChatAnswer
-from .answers.chat_prompt import chat_prompt
 from .answers.completion_answer import CompletionAnswer
-from .answers.completion_prompts import completion_prompts, count_prompts
 from .answers.generation_response import GenerationResponse, StreamStyle
 from .base_model import BaseModel
 from .config import RouterConfig
 from .fleet.dispatch import Dispatcher
 from .generation.generation import Generation, GenerationRequest, Prompt
-from .generation.sampling_params import check_length, sampling_params, stop_strings
 from .metrics import Metrics
 from .openai_api.errors import invalid_value, unsupported
 from .openai_api.json_body import read_json
+from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from .openai_api.response_id import fingerprint_of, new_response_id
-from .openai_api.schema import ChatRequest, CompletionRequest, GenerationFields
 from .openai_api.stream_position import LAST_EVENT_ID, StreamPosition, parse_position, wrong_position
 from .openai_api.unsupported_fields import refuse_unsupported
+from .requests.beams import beam_rules, check_beams
+from .requests.best_of import check_best_of, ranked
+from .requests.chat_prompt import chat_prompt
+from .requests.completion_prompts import completion_prompts, count_prompts
+from .requests.model_limits import check_length
+from .requests.sampling_params import sampling_params, stop_strings
 from .tenants.auth import tenant_of
 from .text.text import TextService
 
 _COMPLETION: Final = msgspec.json.Decoder(CompletionRequest)
 _CHAT: Final = msgspec.json.Decoder(ChatRequest)
 
-_DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions; a chat's is all that the context or the pool leaves
+_DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions; a chat may fill the context, or the pool
 
 
-class GenerationsApi:
+class CompletionsApi:
     def __init__(
         self,
         config: RouterConfig,
@@ -123,7 +124,7 @@ class GenerationsApi:
         return self._response(request, generation, head, position, shape, started_at)
 
     def _admit(self, request: GenerationFields, tenant: str) -> AdapterRef | None:
-        """What the model's name means; None: the base. Raises for what is refused before anything is computed."""
+        """The adapter that `model` names; None: the base. Raises 404, and 400 for fields that are refused."""
         adapter = self._base.adapter(tenant, request.model)
         refuse_unsupported(request)
         if request.stream_options is not None and not request.stream:
@@ -172,7 +173,10 @@ class GenerationsApi:
     def _head(
         self, prefix: str, request: GenerationFields, generation: GenerationRequest, position: StreamPosition | None
     ) -> AnswerHead:
-        """Of a new answer, or of the one that the client has come back for. Raises a 400 if that is another one."""
+        """The head of a new answer, or of the answer whose stream the client resumes.
+
+        Raises a 400 if the resumed stream belongs to another request.
+        """
         asked = fingerprint_of(
             generation.tenant,
             None if generation.adapter is None else generation.adapter.digest,
@@ -187,14 +191,14 @@ class GenerationsApi:
             response_id = position.response_id
             if (response_id.prefix, response_id.fingerprint) != (prefix, asked):
                 raise wrong_position(
-                    "it is of an answer to another request: send the same body with it. A model's name that has moved "
-                    "on to another version since asks for something else, too."
+                    "it belongs to the answer to another request: send the same body with it. A stream cannot be "
+                    "resumed either if the model's name points to another version of the adapter by now."
                 )
             self._check_position(position, generation)
         return AnswerHead(str(response_id), response_id.created, request.model)
 
     def _check_position(self, position: StreamPosition, generation: GenerationRequest) -> None:
-        """Raises a 400 for what the request's choices cannot have come to."""
+        """Raises a 400 for a position that the request's choices cannot have reached."""
         context = self._base.gang().max_model_len
         limits = [
             context - len(prompt.token_ids) if prompt.sampling.max_tokens is None else prompt.sampling.max_tokens
@@ -227,7 +231,7 @@ class GenerationsApi:
 
 
 def _position(http: Request, request: GenerationFields) -> StreamPosition | None:
-    """How far the client had come before it came back; None: it is new. Raises a 400."""
+    """The position from which the client resumes a stream; None: it does not resume one. Raises a 400."""
     told = http.headers.get(LAST_EVENT_ID)
     if not told:
         return None
@@ -246,5 +250,5 @@ def _stream_style(request: GenerationFields, response_id: str, position: StreamP
 
 
 def _completion_length(asked: int | None, left: int) -> int:
-    """What was asked for; else OpenAI's default of this route, or what the context has left if that is less."""
+    """`asked`, or else OpenAI's default of this route, or `left`, the rest of the context, if that is less."""
     return max(min(_DEFAULT_COMPLETION_TOKENS, left), 1) if asked is None else asked

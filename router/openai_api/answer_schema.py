@@ -1,4 +1,7 @@
-"""Answers of OpenAI's API. A field that is UNSET is left out; `token_ids` and `prompt_token_ids` are vLLM's."""
+"""Answers of OpenAI's API as data. Requests are in `request_schema.py`.
+
+A field that is UNSET is left out of the JSON. The fields `token_ids` and `prompt_token_ids` are vLLM's.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ from ...workers.wire.messages import FinishReason
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int  # that were not computed
+    cached_tokens: int  # whose KV was found in the prefix cache and not computed
 
 
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET  # left out as long as it is not known
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET  # UNSET until it is known
 
 
-ChunkUsage = Usage | None | UnsetType  # null in chunks before the last, if usage was asked for; else left out
+ChunkUsage = Usage | None | UnsetType  # None in all chunks but the last, if usage was asked for; UNSET if it was not
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
@@ -41,7 +44,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """The whole answer, and a chunk of it too."""
+    """A whole answer, or a chunk of a stream, which has the same form."""
 
     id: str
     created: int

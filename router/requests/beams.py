@@ -1,4 +1,4 @@
-"""What a request says of beam search, as vLLM's API has it."""
+"""Beam search of a request, in the fields of vLLM's API."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from ...workers.wire.messages import GangInfo
 from ..generation.beam_search import BeamRules
 from ..generation.generation import Prompt
 from ..openai_api.errors import unsupported
-from ..openai_api.schema import GenerationFields
+from ..openai_api.request_schema import GenerationFields
 
 
 def check_beams(request: GenerationFields) -> None:
-    """Raises a 400 for fields that do not go with `use_beam_search`, or that mean nothing without it."""
+    """Raises a 400 for fields that contradict `use_beam_search`, or that have no meaning without it."""
     if not request.use_beam_search:
         if request.length_penalty is not None and request.length_penalty != 1:
             raise unsupported("length_penalty", "only beams have one: send it with use_beam_search, or leave it out.")
@@ -27,7 +27,7 @@ def check_beams(request: GenerationFields) -> None:
 
 
 def beam_rules(request: GenerationFields, prompts: list[Prompt], gang: GangInfo) -> list[BeamRules]:
-    """How each prompt's search goes; empty: beams were not asked for."""
+    """The rules of the search for each prompt; empty: the request does not ask for beams."""
     if not request.use_beam_search:
         return []
     ends = set(request.stop_token_ids or ())

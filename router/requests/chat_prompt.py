@@ -1,18 +1,18 @@
-"""The messages of a chat as token ids."""
+"""The prompt of a chat: its messages, rendered and tokenized."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ...workers.wire.messages import GangInfo
-from ..generation.sampling_params import check_text
 from ..openai_api.errors import ApiError, invalid_value, unsupported
-from ..openai_api.schema import ChatMessage, ChatRequest
+from ..openai_api.request_schema import ChatMessage, ChatRequest
 from ..text.text import ChatTemplateError, TextService
+from .model_limits import check_text
 
 
 async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -> list[int]:
-    """What the model's chat template makes of the messages. Raises 400."""
+    """The token ids of the messages, rendered by the model's chat template. Raises 400."""
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
         raise invalid_value("continue_final_message", "it cannot go with add_generation_prompt: true.")
@@ -36,7 +36,7 @@ async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -
 
 
 def _as_template_expects(message: ChatMessage, position: int) -> dict[str, Any]:
-    """Plain values: templates know strings. "developer" is what newer clients call "system"."""
+    """The message as plain values, which templates need. Newer clients call the role "system" "developer"."""
     role = "system" if message.role == "developer" else message.role
     content = _text_of(message, f"messages[{position}].content")
     if content is None and message.tool_calls is None:

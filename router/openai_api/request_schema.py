@@ -1,7 +1,7 @@
-"""Requests of OpenAI's API, with the extensions that vLLM made common. Answers are in openai_answers.
+"""Requests of OpenAI's API as data, with vLLM's usual extensions. Answers are in `answer_schema.py`.
 
-A null stands for an absent field, as at OpenAI. Fields that are not listed are ignored; those of `UnsupportedFields`
-are listed in order to be refused.
+A field that is null counts as absent, as in OpenAI's API. Fields that are not listed here are ignored; those of
+`UnsupportedFields` are listed so that they can be refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TokenId = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
-MAX_LOGIT_BIASES = 1024  # each costs work at every token
+MAX_LOGIT_BIASES = 1024  # each bias costs time at every token
 MAX_TIMEOUT_S = 86_400
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -27,7 +27,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that would change the answer and are not obeyed. See `unsupported_fields`."""
+    """Fields that would change the answer and that motet does not support. See `unsupported_fields.py`."""
 
     tools: Any = None
     tool_choice: Any = None
@@ -59,7 +59,7 @@ class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
-    """What both kinds of request share."""
+    """The fields that completion requests and chat requests share."""
 
     model: str
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -84,7 +84,7 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     use_beam_search: bool | None = None  # vLLM: n is the number of beams
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
     timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None  # seconds for the whole answer
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None  # vLLM: KV is shared only where it is the same
+    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None  # vLLM: sequences share KV only with equal salts
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):

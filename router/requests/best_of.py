@@ -1,4 +1,4 @@
-"""`best_of` of a completion request: more sequences are drawn than answered, and the likeliest are the answer."""
+"""`best_of` of a completion request: more sequences are generated than asked for, and the likeliest are the answer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import msgspec
 
 from ..generation.generation import GenerationRequest, Prompt
 from ..openai_api.errors import invalid_value
-from ..openai_api.schema import CompletionRequest
+from ..openai_api.request_schema import CompletionRequest
 
 
 def check_best_of(request: CompletionRequest) -> None:
-    """Raises a 400 for fewer than are answered, and for a stream, which cannot take back what it has shown."""
+    """Raises a 400 for a `best_of` below n, and for one above n in a stream, which cannot choose afterwards."""
     n = request.n or 1
     if request.best_of is None or request.best_of == n:
         return
@@ -23,10 +23,13 @@ def check_best_of(request: CompletionRequest) -> None:
 
 
 def ranked(generation: GenerationRequest, best_of: int) -> GenerationRequest:
-    """One that draws so many sequences for each prompt, and answers with the n best of them."""
-    prompts = [prompt if prompt.sampling.num_logprobs is not None else _told(prompt) for prompt in generation.prompts]
+    """`generation` with `best_of` sequences for each prompt, of which the n likeliest are the answer."""
+    prompts = [_with_logprobs(prompt) for prompt in generation.prompts]
     return replace(generation, prompts=prompts, n=best_of, num_best=generation.n)
 
 
-def _told(prompt: Prompt) -> Prompt:
+def _with_logprobs(prompt: Prompt) -> Prompt:
+    """The prompt, with log probabilities of its tokens, by which sequences are ranked."""
+    if prompt.sampling.num_logprobs is not None:
+        return prompt
     return Prompt(prompt.token_ids, msgspec.structs.replace(prompt.sampling, num_logprobs=0))

@@ -1,0 +1,109 @@
+"""What a registry stores in Redis, and the Lua scripts that read or change several of its keys at once.
+
+A record of an adapter is "version digest facts", where the facts are JSON. A launch mark is "owner hash": the owner is
+a launch that gave the API key with this hash. A script gets its Redis keys as KEYS and what each comment names as ARGV.
+"""
+
+from __future__ import annotations
+
+PREFIX = "motet:{registry}:"  # the braces put all keys into one slot of a Redis cluster
+ADAPTERS = PREFIX + "adapters"  # hash: tenant/name -> record
+NAMES = PREFIX + "names"  # sorted set of tenant/name, all with the score 0, so that they are sorted by name
+VERSIONS = PREFIX + "versions"  # hash: tenant/name -> last version, kept when the name is deleted
+API_KEYS = PREFIX + "keys"  # hash: SHA-256 of an API key -> tenant
+LAUNCH_KEYS = PREFIX + "launch_keys"  # set of launch marks
+BASE = PREFIX + "base"  # fingerprint and name of the base that all adapters belong to
+NUMBER = PREFIX + "event_number"  # number of events so far
+EVENTS = PREFIX + "events"  # stream of (number, kind, field, value), see events.py
+_NUM_EVENTS_KEPT = 10_000
+
+_TELL = f"""
+local function tell(kind, field, value)
+  local number = redis.call('INCR', '{NUMBER}')
+  redis.call('XADD', '{EVENTS}', 'MAXLEN', '~', {_NUM_EVENTS_KEPT}, '*',
+             'number', number, 'kind', kind, 'field', field, 'value', value)
+end
+"""
+# tenant/name, digest, facts. Returns {1 if this made a new version else 0, record}.
+REGISTER_SCRIPT = f"""{_TELL}
+local current = redis.call('HGET', KEYS[1], ARGV[1])
+if current and string.match(current, '^%d+ (%x+) ') == ARGV[2] then return {{0, current}} end
+local version = redis.call('HINCRBY', KEYS[3], ARGV[1], 1)
+local record = string.format('%d', version) .. ' ' .. ARGV[2] .. ' ' .. ARGV[3]
+redis.call('HSET', KEYS[1], ARGV[1], record)
+redis.call('ZADD', KEYS[2], 0, ARGV[1])
+tell('set', ARGV[1], record)
+return {{1, record}}
+"""
+# tenant/name. Returns the version that is deleted; nil: there is no such name.
+DELETE_SCRIPT = f"""{_TELL}
+local current = redis.call('HGET', KEYS[1], ARGV[1])
+if not current then return false end
+redis.call('HDEL', KEYS[1], ARGV[1])
+redis.call('ZREM', KEYS[2], ARGV[1])
+local version = string.match(current, '^%d+')
+tell('delete', ARGV[1], version)
+return version
+"""
+# hash of an API key, tenant (empty: deletes the key). Removes the key's launch marks and returns nil; or changes
+# nothing and returns the tenant that the key belongs to, if that is another one.
+SET_KEY_SCRIPT = f"""{_TELL}
+local before = redis.call('HGET', KEYS[1], ARGV[1]) or ''
+if before ~= '' and ARGV[2] ~= '' and before ~= ARGV[2] then return before end
+for _, mark in ipairs(redis.call('SMEMBERS', KEYS[2])) do
+  if string.match(mark, '%x+$') == ARGV[1] then redis.call('SREM', KEYS[2], mark) end
+end
+if before == ARGV[2] then return false end
+if ARGV[2] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end
+tell('key', ARGV[1], ARGV[2])
+return false
+"""
+# owner, then hash and tenant of each key that this owner gives from now on. Deletes keys that this owner gave before
+# and that no other owner gives, and returns nil; or changes nothing and returns {tenant, other tenant} for the first
+# key that belongs to another tenant.
+SET_LAUNCH_KEYS_SCRIPT = f"""{_TELL}
+for i = 2, #ARGV, 2 do
+  local before = redis.call('HGET', KEYS[1], ARGV[i])
+  if before and before ~= ARGV[i + 1] then return {{ARGV[i + 1], before}} end
+end
+local marks = redis.call('SMEMBERS', KEYS[2])
+local num_owners, given = {{}}, {{}}
+for _, mark in ipairs(marks) do
+  local hash = string.match(mark, '%x+$')
+  num_owners[hash] = (num_owners[hash] or 0) + 1
+end
+for i = 2, #ARGV, 2 do
+  given[ARGV[i]] = true
+  local is_new = redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) == 1
+  if is_new then tell('key', ARGV[i], ARGV[i + 1]) end
+  if is_new or num_owners[ARGV[i]] then redis.call('SADD', KEYS[2], ARGV[1] .. ' ' .. ARGV[i]) end
+end
+for _, mark in ipairs(marks) do
+  local owner, hash = string.match(mark, '^(%S+) (%x+)$')
+  if owner == ARGV[1] and not given[hash] then
+    redis.call('SREM', KEYS[2], mark)
+    if num_owners[hash] == 1 then
+      redis.call('HDEL', KEYS[1], hash)
+      tell('key', hash, '')
+    end
+  end
+end
+return false
+"""
+# base, 1: a registry without adapters may change its base. Returns the base that the registry has now.
+CLAIM_BASE_SCRIPT = """
+if redis.call('SETNX', KEYS[1], ARGV[1]) == 0 and ARGV[2] == '1' and redis.call('HLEN', KEYS[2]) == 0 then
+  redis.call('SET', KEYS[1], ARGV[1])
+end
+return redis.call('GET', KEYS[1])
+"""
+# tenant. Returns tenant/name and record of each of its adapters, in turn; '0' is the character after '/'.
+LIST_SCRIPT = """
+local names = redis.call('ZRANGEBYLEX', KEYS[2], '[' .. ARGV[1] .. '/', '(' .. ARGV[1] .. '0')
+local found = {}
+for _, name in ipairs(names) do
+  found[#found + 1] = name
+  found[#found + 1] = redis.call('HGET', KEYS[1], name)
+end
+return found
+"""

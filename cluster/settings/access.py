@@ -1,0 +1,85 @@
+"""Settings: where clients reach motet, who they are, and who remembers them."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from msgspec import Meta
+
+from ...adapters.errors import AdapterInvalid
+from ...adapters.names import check_tenant
+from .placement import Placement
+from .setting import Pairs, Refusal, Setting, Unit
+
+REDIS_SCHEMES = ("redis", "rediss", "unix")
+
+
+def check_host(host: str | None) -> Refusal | None:
+    return (host, "an address of this machine is needed; 0.0.0.0 is all of them") if host == "" else None
+
+
+def check_keys(keys: tuple[tuple[str, str], ...]) -> Refusal | None:
+    """The keys themselves are secrets: they are not repeated."""
+    seen: dict[str, str] = {}
+    for tenant, key in keys:
+        try:
+            check_tenant(tenant)
+        except AdapterInvalid as error:
+            return tenant, str(error)
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            return f"{tenant}=…", "a key is printable ASCII without spaces, and not empty"
+        if seen.setdefault(key, tenant) != tenant:
+            return f"{tenant}=…", f"the same key was given to {seen[key]}; each needs its own"
+    return None
+
+
+def check_redis_url(url: str | None) -> Refusal | None:
+    if url is None:
+        return None
+    try:
+        scheme = urlsplit(url).scheme
+    except ValueError:
+        scheme = ""
+    if scheme in REDIS_SCHEMES:
+        return None
+    without_password = re.sub(r"//[^@/]*@", "//…@", url)
+    return without_password, f"{', '.join(f'{scheme}://' for scheme in REDIS_SCHEMES)} are accepted"
+
+
+class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Access."""
+
+    host: Annotated[
+        str | None,
+        Unit("ADDRESS", "an address of this machine"),
+        Setting(
+            "Address to listen at; 0.0.0.0 is all of this machine.",
+            unset="127.0.0.1, and with --address 0.0.0.0",
+            check=check_host,
+        ),
+    ] = None
+    port: Annotated[int, Meta(ge=1, le=65535), Unit("NUMBER"), Setting("Port to listen at.")] = 8000
+    keys: Annotated[
+        tuple[tuple[str, str], ...],
+        Pairs("TENANT=KEY", example="acme=a-long-secret"),
+        Setting(
+            "An API key of a tenant.",
+            flags=("key",),
+            unset="a new one of the tenant default, which is printed",
+            secret=True,
+            check=check_keys,
+        ),
+    ] = ()
+    redis_url: Annotated[
+        str | None,
+        Unit("URL", "a URL that begins with redis://, rediss:// or unix://"),
+        Setting(
+            "The Redis that holds the registry.",
+            unset="a server of its own in the data folder",
+            env="REDIS_URL",
+            secret=True,
+            check=check_redis_url,
+        ),
+    ] = None

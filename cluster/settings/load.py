@@ -1,0 +1,67 @@
+"""Settings: load."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from ...adapters.errors import AdapterInvalid
+from ...adapters.names import check_tenant
+from .memory import Memory
+from .setting import Count, Pairs, Refusal, Seconds, Setting
+
+
+def check_objectives(objectives_s: tuple[tuple[str, float], ...]) -> Refusal | None:
+    """Whether there are such tenants is the registry's business."""
+    seen: set[str] = set()
+    for tenant, objective_s in objectives_s:
+        given = f"{tenant}={objective_s:g}"
+        try:
+            check_tenant(tenant)
+        except AdapterInvalid as error:
+            return given, str(error)
+        if not 0 < objective_s < float("inf"):
+            return given, "a positive number of seconds is needed"
+        if tenant in seen:
+            return given, f"{tenant} has another one already; one is accepted"
+        seen.add(tenant)
+    return None
+
+
+class Load(Memory, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Load."""
+
+    max_num_sequences: Annotated[Count, Setting("Sequences of a gang that run at once.", "live")] = 128
+    max_tokens_per_step: Annotated[Count, Setting("Tokens that a gang computes in one step.", "live")] = 512
+    max_waiting_sequences: Annotated[
+        Count, Setting("Sequences that wait for their first token in one gang; more are refused.", "live")
+    ] = 4096
+    max_waiting_tokens: Annotated[
+        Count,
+        Setting(
+            "Tokens of their prompts, some 50 bytes of the leader's memory each; more are refused. One sequence may "
+            "always wait, however long.",
+            "live",
+        ),
+    ] = 4 << 20
+    max_queue_wait_s: Annotated[
+        Seconds,
+        Setting("A request that would have to wait longer for its turn is refused at once. 0: none is.", "live"),
+    ] = 60.0
+    latency_objectives_s: Annotated[
+        tuple[tuple[str, float], ...],
+        Pairs("TENANT=SECONDS", example="acme=2.5"),
+        Setting(
+            "A tenant's request whose first token would come later, because of the queue, is refused at once.",
+            "live",
+            flags=("latency-objective",),
+            check=check_objectives,
+        ),
+    ] = ()
+    num_threads: Annotated[
+        Count | Literal["auto"],
+        Setting(
+            "Threads that each worker computes with. auto: on this machine a worker's share of the cores, less what "
+            "routers and HAProxy need; on a running cluster as many as its CPUs of Ray (--gang-num-cpus); 1 on a GPU.",
+            "live",
+        ),
+    ] = "auto"

@@ -1,0 +1,38 @@
+"""Settings: memory."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from .serving import Serving
+from .setting import Bytes, BytesOrNone, Count, Setting
+
+
+class Memory(Serving, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Memory."""
+
+    pool_bytes: Annotated[
+        Bytes, Setting("Memory of each worker, on its device, for the pages of KV and adapters.", "live")
+    ] = 1 << 30
+    host_bytes: Annotated[
+        BytesOrNone,
+        Setting(
+            "Host memory of each worker for packed adapters that wait to be used. 0: none, each is read from the data "
+            "folder.",
+            "live",
+        ),
+    ] = 4 << 30
+    kv_host_bytes: Annotated[
+        BytesOrNone,
+        Setting(
+            "Host memory of each worker for KV that has no room in its pool, taken as it is needed. 0: none.", "live"
+        ),
+    ] = 1 << 30
+    kv_disk_bytes: Annotated[
+        BytesOrNone,
+        Setting("Disk of each worker, in the data folder, for KV that has no room there either. 0: none.", "live"),
+    ] = 0
+    prefix_cache: Annotated[bool, Setting("Whether requests of a tenant that begin alike share their KV.", "live")] = (
+        True
+    )
+    block_size: Annotated[Count, Setting("Tokens in a page of KV. Adapters are packed for it.")] = 16

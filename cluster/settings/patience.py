@@ -1,0 +1,65 @@
+"""Settings: how long each part waits for another, and what it keeps meanwhile."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from .requests import Requests
+from .setting import CountOrNone, PositiveSeconds, Seconds, Setting
+
+
+class Patience(Requests, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Patience and failure."""
+
+    gang_wait_s: Annotated[
+        Seconds,
+        Setting("A sequence waits so long while no gang is connected: long enough for Serve to replace one.", "live"),
+    ] = 30.0
+    cold_start_wait_s: Annotated[
+        Seconds,
+        Setting(
+            "With --min-gangs 0 it waits so long instead, and a gang that starts is not given up before: long enough "
+            "to start one on a new machine.",
+            "live",
+        ),
+    ] = 600.0
+    drain_s: Annotated[
+        Seconds,
+        Setting("A gang that is told to stop goes on with its sequences for so long, then hands them over.", "live"),
+    ] = 5.0
+    router_drain_s: Annotated[
+        Seconds,
+        Setting("A router that is told to stop goes on for so long; then the streams of its clients break.", "live"),
+    ] = 600.0
+    orphan_s: Annotated[
+        Seconds,
+        Setting(
+            "A gang goes on with the sequences of a lost router for so long: long enough to replace a router.",
+            "live",
+            flags=("orphan-life",),
+        ),
+    ] = 60.0
+    finished_s: Annotated[
+        Seconds,
+        Setting(
+            "A gang keeps a sequence that has ended for so long, for a client that comes back.",
+            "live",
+            flags=("finished-life",),
+        ),
+    ] = 10.0
+    max_finished: Annotated[CountOrNone, Setting("It keeps at most so many of them.", "live")] = 1024
+    max_finished_values: Annotated[
+        CountOrNone, Setting("It keeps at most so many of their tokens and log-probabilities together.", "live")
+    ] = 4 << 20
+    step_deadline_s: Annotated[
+        PositiveSeconds,
+        Setting("A worker of several that takes longer for a step hangs, and its gang is replaced.", "live"),
+    ] = 120.0
+    start_deadline_s: Annotated[
+        PositiveSeconds,
+        Setting("The workers of a gang must come up within so long, before they load the model.", "live"),
+    ] = 300.0
+    ready_interval_s: Annotated[
+        PositiveSeconds, Setting("/ready believes for so long that a token can be served after one was.", "live")
+    ] = 5.0
+    ready_timeout_s: Annotated[PositiveSeconds, Setting("/ready waits so long for that token.", "live")] = 10.0

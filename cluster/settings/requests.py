@@ -1,0 +1,27 @@
+"""Settings: how large requests and uploads may be."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from .access import Access
+from .setting import Bytes, BytesOrNone, Count, PositiveSeconds, Setting
+
+
+class Requests(Access, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of requests."""
+
+    max_body_bytes: Annotated[Bytes, Setting("Largest JSON body of a request.", "live")] = 16 << 20
+    max_sequences_per_request: Annotated[
+        Count, Setting("Sequences that one request may ask for: its prompts times n.", "live")
+    ] = 128
+    max_upload_bytes: Annotated[Bytes, Setting("Largest adapter_model.safetensors that is accepted.", "live")] = 2 << 30
+    max_open_uploads: Annotated[
+        Count, Setting("Uploads that a router receives at once; more wait their turn unread.", "live")
+    ] = 8
+    upload_idle_s: Annotated[
+        PositiveSeconds, Setting("An upload from which nothing arrives for so long gives up its turn.", "live")
+    ] = 60.0
+    min_free_bytes: Annotated[BytesOrNone, Setting("Disk that uploads leave to the registry and the logs.", "live")] = (
+        256 << 20
+    )

@@ -1,0 +1,51 @@
+"""Settings: how many gangs there are, and when."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from .load import Load
+from .setting import Count, CountOrNone, PositiveAmount, PositiveSeconds, Seconds, Setting, Share
+
+
+class Scaling(Load, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Scaling."""
+
+    min_gangs: Annotated[
+        CountOrNone,
+        Setting(
+            "Copies of the base, each with its own memory. 0: none while nobody asks.",
+            "live",
+            flags=("min-gangs", "gangs"),
+        ),
+    ] = 1
+    max_gangs: Annotated[
+        Count | None, Setting("More copies under load, up to so many.", "live", unset="as --min-gangs, at least 1")
+    ] = None
+    queued_tokens_per_gang: Annotated[
+        Count | None,
+        Setting("More prompt tokens that wait call for more gangs.", "live", unset="16 times --max-tokens-per-step"),
+    ] = None
+    pool_pressure: Annotated[
+        Share,
+        Setting(
+            "Share of a gang's pages, or of its places for running sequences, that may be taken before another gang "
+            "is called for.",
+            "live",
+        ),
+    ] = 0.8
+    adapter_loads_per_s: Annotated[
+        PositiveAmount,
+        Setting(
+            "Adapters that a gang may load into its full pool each second before another gang is called for.", "live"
+        ),
+    ] = 4.0
+    scale_down_share: Annotated[
+        Share,
+        Setting("There are fewer gangs only if these would carry at most this share of the three above.", "live"),
+    ] = 0.7
+    scale_down_after_s: Annotated[Seconds, Setting("Fewer gangs must have been enough for so long.", "live")] = 60.0
+    scale_to_zero_after_s: Annotated[
+        Seconds, Setting("Nobody must have asked for so long. At least two scaling windows.", "live")
+    ] = 300.0
+    scaling_window_s: Annotated[PositiveSeconds, Setting("The load is averaged over so long.", "live")] = 5.0

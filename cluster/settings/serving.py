@@ -1,0 +1,62 @@
+"""Settings: what is served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from ...adapters.errors import AdapterInvalid
+from ...adapters.names import check_name
+from ...adapters.packing.layout import Dtype
+from ...workers.config import Device
+from .setting import Count, Folder, Refusal, Setting
+from .setting_field import fields_of
+
+
+class SettingGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings that are valid from the moment that the object exists. Raises ConfigError instead of existing.
+
+    A struct cannot inherit from two others, so each group inherits from the one that stands before it in the help.
+    """
+
+    def __post_init__(self) -> None:
+        for field in fields_of(type(self)):
+            msgspec.structs.force_setattr(self, field.name, field.converted(getattr(self, field.name)))
+
+
+def check_base_name(name: str) -> Refusal | None:
+    if not name:
+        return None
+    try:
+        check_name(name)
+    except AdapterInvalid as error:
+        return name, f"{error}; choose another with --name"
+    return None
+
+
+class Serving(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to serve."""
+
+    name: Annotated[
+        str, Setting("The base's name in requests.", unset="the name of the model's folder", check=check_base_name)
+    ] = ""
+    device: Annotated[
+        Device, Setting("What gangs compute on. auto: an NVIDIA GPU for each worker where there is one.")
+    ] = "auto"
+    dtype: Annotated[Dtype, Setting("Type of the weights, of the KV and of packed adapters.")] = "bfloat16"
+    max_model_len: Annotated[
+        Count | None,
+        Setting("Most tokens of a prompt and its completion together.", "live", unset="the model's"),
+    ] = None
+    data_dir: Annotated[
+        Folder, Setting("Holds adapters, the registry and downloaded models.", env="MOTET_DATA_DIR")
+    ] = Path("~/.local/share/motet")
+    cache_path: Annotated[
+        Folder | None,
+        Setting(
+            "Keeps kernels that were compiled for a machine.",
+            unset="motet in XDG_CACHE_HOME, or .cache/motet in the user's home",
+        ),
+    ] = None

@@ -1,0 +1,198 @@
+"""All that is known of a setting, read from the annotation of its field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+from ..byte_size import parse_byte_size, shortest_byte_size
+from .config_error import ConfigError
+from .setting import BYTES, SECONDS, Pairs, Setting, Unit
+
+
+@dataclass(frozen=True)
+class SettingField:
+    """One setting of a schema: its name, its type with bounds, its default, and its mark."""
+
+    name: str  # of the struct's field
+    group: str  # heading that it stands under
+    type: Any  # as annotated
+    default: Any
+    mark: Setting
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Long options without dashes, the one that is shown first. The same are the keys of the file."""
+        if self.mark.flags:
+            return self.mark.flags
+        name = self.name.removeprefix("num_")
+        return (name.removesuffix("_s" if not name.endswith("_per_s") else "").replace("_", "-"),)
+
+    @property
+    def unit(self) -> Unit | None:
+        return next((part for part in _parts(self.type) if isinstance(part, Unit)), None)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words that are accepted, beside what the type accepts otherwise."""
+        return tuple(word for part in _parts(self.type) if get_origin(part) is Literal for word in get_args(part))
+
+    @property
+    def is_choice(self) -> bool:
+        """Nothing but these words is accepted."""
+        return get_origin(_without_marks(self.type)) is Literal
+
+    @property
+    def is_switch(self) -> bool:
+        return _without_marks(self.type) is bool
+
+    @property
+    def is_list(self) -> bool:
+        return isinstance(self.unit, Pairs)
+
+    @property
+    def metavar(self) -> str:
+        if self.is_choice:
+            return "|".join(self.choices)
+        unit = "TEXT" if self.unit is None else self.unit.metavar
+        return "|".join((unit, *self.choices))
+
+    @property
+    def accepted(self) -> str:
+        """What its values may be, as it follows "… is accepted" in a message and stands in the docs."""
+        if self.is_switch:
+            return "true or false"
+        if self.is_choice:
+            return _listed(self.choices)
+        if isinstance(self.unit, Pairs):
+            return f"{self.unit.metavar} (for example {self.unit.example})"
+        unit = "" if self.unit is None else self.unit.accepted
+        return _listed((*self.choices, unit or self._accepted_number() or "text"))
+
+    @property
+    def shown_default(self) -> str:
+        return self.mark.unset if self.default in (None, "", ()) and self.mark.unset else self.written(self.default)
+
+    def written(self, value: Any) -> str:
+        """A value as a person writes it."""
+        if self.unit is BYTES and isinstance(value, int):
+            return shortest_byte_size(value)
+        if isinstance(value, bool):
+            return str(value).lower()
+        if isinstance(value, float):
+            return f"{value:g}"
+        if isinstance(value, tuple):
+            return ", ".join("=".join(map(str, pair)) for pair in value) or "none"
+        return "none" if value is None else str(value)
+
+    def converted(self, value: Any) -> Any:
+        """The setting's value for what was given: text of a command line, plain values of TOML or JSON, or itself.
+
+        Raises ConfigError.
+        """
+        given = self._from_text(value)
+        try:
+            made = msgspec.convert(given, self.type, strict=False, dec_hook=_make_path)
+        except (msgspec.ValidationError, OverflowError):
+            raise self._refused(value) from None
+        if isinstance(made, float) and not math.isfinite(made):
+            raise self._refused(value)
+        if self.mark.check is not None and (refusal := self.mark.check(made)) is not None:
+            shown, accepted = refusal
+            raise ConfigError(self.name, shown, accepted)
+        return made
+
+    def _from_text(self, value: Any) -> Any:
+        unit = self.unit
+        if unit is BYTES and isinstance(value, str):
+            try:
+                return parse_byte_size(value)
+            except ValueError:
+                raise self._refused(value) from None
+        if isinstance(unit, Pairs) and isinstance(value, Mapping):
+            return tuple(value.items())
+        if isinstance(unit, Pairs) and isinstance(value, list | tuple):
+            return tuple(self._pair(one, unit) if isinstance(one, str) else one for one in value)
+        return value
+
+    def _pair(self, text: str, unit: Pairs) -> tuple[str, str]:
+        name, _, value = text.rpartition("=") if unit.split_last else text.partition("=")
+        if not name or not value:
+            raise self._refused(text)
+        return name, value
+
+    def _refused(self, value: object) -> ConfigError:
+        return ConfigError(self.name, "…" if self.mark.secret else value, f"{self.accepted} is accepted")
+
+    def _accepted_number(self) -> str:
+        kind = {int: "a whole number", float: "a number"}.get(_number(self.type))
+        if kind is None:
+            return ""
+        if self.unit is BYTES:
+            kind = "a size (bytes, or a number with KiB, MiB, GiB or TiB)"
+        elif self.unit is SECONDS:
+            kind = "a number of seconds"
+        low, above, high = (_bound(self.type, name) for name in ("ge", "gt", "le"))
+        least = "" if low is None else f" from {low:g}"
+        more = "" if above is None else f" above {above:g}"
+        most = "" if high is None else f" to {high:g}" if low is not None else f" and at most {high:g}"
+        return kind + least + more + most
+
+
+@cache
+def fields_of(schema: type[msgspec.Struct]) -> tuple[SettingField, ...]:
+    """The settings of a struct in the order of their definition, each under the heading of the class that defines it.
+
+    A heading is the first line of that class's docstring without its full stop.
+    """
+    found = []
+    for field in msgspec.structs.fields(schema):
+        mark = next((part for part in _parts(field.type) if isinstance(part, Setting)), None)
+        if mark is not None:
+            owner = next(
+                kind for kind in reversed(schema.__mro__) if field.name in vars(kind).get("__annotations__", {})
+            )
+            heading = (owner.__doc__ or owner.__name__).splitlines()[0].rstrip(".")
+            found.append(SettingField(field.name, heading, field.type, field.default, mark))
+    return tuple(found)
+
+
+def _parts(annotation: Any) -> tuple[Any, ...]:
+    """A type, what it is made of, and the marks that were put on it, at any depth but not inside of lists."""
+    if get_origin(annotation) is Annotated:
+        return (*_parts(annotation.__origin__), *annotation.__metadata__)
+    if get_origin(annotation) in (Literal, tuple, None):
+        return (annotation,)
+    return tuple(part for one in get_args(annotation) for part in _parts(one))
+
+
+def _without_marks(annotation: Any) -> Any:
+    return _without_marks(annotation.__origin__) if get_origin(annotation) is Annotated else annotation
+
+
+def _number(annotation: Any) -> Any:
+    return next((part for part in _parts(annotation) if part in (int, float)), None)
+
+
+def _bound(annotation: Any, name: str) -> float | None:
+    marks = [part for part in _parts(annotation) if isinstance(part, Meta)]
+    return next((bound for mark in marks if (bound := getattr(mark, name)) is not None), None)
+
+
+def _make_path(kind: type, value: Any) -> Any:
+    """A folder: `~` is the user's home, and what is relative is below the working directory."""
+    if kind is not Path or not isinstance(value, str | Path) or not str(value):
+        raise msgspec.ValidationError("a path is needed")
+    path = Path(value).expanduser()
+    return path if path.is_absolute() else path.resolve()
+
+
+def _listed(words: tuple[str, ...]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -1,0 +1,40 @@
+"""A router's own line of waiting sequences: those that are at no gang, and wait for one a bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+from .open_sequence import OpenSequence
+
+
+class WaitingLine:
+    """A `SequencePlace`. Iterates over its sequences in the order in which they came. Belongs to one event loop."""
+
+    def __init__(self, timeout_s: float, on_timeout: Callable[[OpenSequence], None]) -> None:
+        """`on_timeout` gets a sequence that has waited for so long; the line has let go of it by then."""
+        self._timeout_s, self._on_timeout = timeout_s, on_timeout
+        self._timers: dict[OpenSequence, asyncio.TimerHandle] = {}
+
+    def __len__(self) -> int:
+        return len(self._timers)
+
+    def __iter__(self) -> Iterator[OpenSequence]:
+        return iter([*self._timers])
+
+    def add(self, sequence: OpenSequence) -> None:
+        """Takes over a sequence that is nowhere."""
+        sequence.move(None, self)
+        self._timers[sequence] = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out, sequence)
+
+    def remove(self, sequence: OpenSequence) -> None:
+        """Lets go of the sequence: it is nowhere now."""
+        sequence.move(self, None)
+        self.cancel(sequence)
+
+    def cancel(self, sequence: OpenSequence) -> None:
+        self._timers.pop(sequence).cancel()
+
+    def _time_out(self, sequence: OpenSequence) -> None:
+        self.remove(sequence)
+        self._on_timeout(sequence)

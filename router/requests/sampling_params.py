@@ -1,0 +1,55 @@
+"""The sampling parameters and stop strings of a request, checked against the model's vocabulary."""
+
+from __future__ import annotations
+
+from ...workers.wire.messages import SamplingParams
+from ..openai_api.errors import invalid_value
+from ..openai_api.request_schema import GenerationFields
+from ..text.stop_strings import StopStrings
+from .model_limits import check_token_ids
+
+
+def sampling_params(
+    request: GenerationFields,
+    *,
+    max_tokens: int | None,
+    num_logprobs: int | None,
+    vocab_size: int,
+) -> SamplingParams:
+    """The parameters of the first of a prompt's n sequences. Raises a 400 that names the wrong field."""
+    stop_token_ids = tuple(request.stop_token_ids or ())
+    check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=_or(request.temperature, 1.0),
+        top_p=_or(request.top_p, 1.0),
+        top_k=max(request.top_k or 0, 0),
+        min_p=_or(request.min_p, 0.0),
+        seed=request.seed,
+        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        presence_penalty=_or(request.presence_penalty, 0.0),
+        frequency_penalty=_or(request.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(request.ignore_eos),
+        num_logprobs=num_logprobs,
+    )
+
+
+def stop_strings(request: GenerationFields) -> StopStrings:
+    """The stop strings of the field `stop`, which is a text or a list of texts."""
+    stop = request.stop or ()
+    return StopStrings((stop,) if isinstance(stop, str) else tuple(stop))
+
+
+def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
+    found = {}
+    for key, bias in biases.items():
+        if not (key.isascii() and key.isdigit()) or len(key) > 10 or int(key) >= vocab_size:
+            raise invalid_value("logit_bias", f"key {key[:40]!r} is no token id of 0 to {vocab_size - 1}.")
+        found[int(key)] = bias
+    return found
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

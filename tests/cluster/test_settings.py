@@ -1,0 +1,186 @@
+"""The schema of settings: what is made of it, and what it accepts."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from motet.cluster.commands.config_file import take_defaults
+from motet.cluster.commands.serve_command import ServeCommand, serve
+from motet.cluster.config import MotetConfig, part_config
+from motet.cluster.settings.config_error import ConfigError
+from motet.cluster.settings.flags import options_of
+from motet.cluster.settings.setting import Bytes, Count, Setting
+from motet.cluster.settings.setting_field import fields_of
+from motet.cluster.settings.settings import Settings
+from motet.cluster.settings.settings_page import settings_page
+from motet.cluster.settings.update_rule import check_update
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = ROOT / "examples" / "demo" / "base"
+
+
+class Extended(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Experiments."""
+
+    new_room_bytes: Annotated[Bytes, Setting("Room for something new.", "live")] = 3 << 20
+    num_novelties: Annotated[Count, Setting("So many new things.")] = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NewPart:
+    new_room_bytes: int
+    num_novelties: int
+    folder: str
+
+
+def run(file: Path, *arguments: str) -> tuple[Any, dict[str, Any]]:
+    """A command with the extended schema's options, and what it was given."""
+    seen: dict[str, Any] = {}
+    config = click.Option(["--config"], type=click.Path(path_type=Path), is_eager=True, callback=take_defaults)
+    command = ServeCommand("serve", params=[config, *options_of(Extended)], callback=lambda **given: seen.update(given))
+    return CliRunner().invoke(command, ["--config", str(file), *arguments], terminal_width=120), seen
+
+
+def test_a_setting_that_is_added_in_one_place_is_everywhere(tmp_path: Path) -> None:
+    file = tmp_path / "options.toml"
+    file.write_text('new-room-bytes = "5MiB"\n')
+    shown = run(file, "--help")[0].output  # the help
+    assert "Experiments:" in shown
+    assert "--new-room-bytes SIZE" in shown
+    assert "Room for something new.  [default: 3MiB]" in shown
+    assert "--novelties NUMBER" in shown
+    given = run(file)[1]  # the file, and the default
+    assert (given["new_room_bytes"], given["num_novelties"]) == (5 << 20, 2)
+    assert run(file, "--new-room-bytes", "6MiB", "--novelties", "4")[1]["new_room_bytes"] == 6 << 20
+    assert Extended(new_room_bytes="7MiB").new_room_bytes == 7 << 20  # type: ignore[arg-type]
+
+    result, given = run(file, "--novelties", "0")  # the check
+    assert (result.exit_code, given) == (2, {})
+    assert "Invalid value for '--novelties': '0': a whole number from 1 is accepted" in result.stderr
+    with pytest.raises(ConfigError, match=r"^new_room_bytes = 0: a size .* from 1 is accepted$"):
+        Extended(new_room_bytes=0)
+
+    running = Extended()  # the rule of updates
+    check_update(running, Extended(new_room_bytes=1))
+    with pytest.raises(ConfigError, match="num_novelties = 3: only a restart changes this"):
+        check_update(running, Extended(num_novelties=3))
+
+    page = settings_page(Extended)  # the docs
+    assert "## Experiments" in page
+    assert "| `--novelties` | a whole number from 1 | 2 |  | So many new things. |" in page
+    assert "| `--new-room-bytes` |" in page
+
+    part = part_config(NewPart, Extended(num_novelties=9), folder="here")  # and where it acts
+    assert part == NewPart(new_room_bytes=3 << 20, num_novelties=9, folder="here")
+
+
+def test_the_page_of_settings_is_what_the_schema_says() -> None:
+    told = "run python -m motet.cluster.settings.settings_page docs/settings.md"
+    assert (ROOT / "docs" / "settings.md").read_text() == settings_page(Settings), told
+
+
+def test_every_setting_is_an_option_and_a_key() -> None:
+    options = {option.name: option for option in serve.params}
+    for field in fields_of(Settings):
+        assert options[field.name].opts == [f"--{flag}" for flag in field.flags]
+        assert field.default == Settings.__struct_defaults__[Settings.__struct_fields__.index(field.name)]
+    flags = [flag for field in fields_of(Settings) for flag in field.flags]
+    assert len(flags) == len(set(flags))
+
+
+def test_every_field_is_a_setting() -> None:
+    assert tuple(field.name for field in fields_of(Settings)) == Settings.__struct_fields__
+
+
+def test_defaults_are_acceptable_and_shown_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/nowhere")
+    for field in fields_of(Settings):
+        made = field.converted(field.default)
+        if field.default not in (None, "", ()):
+            assert field.converted(field.shown_default) == made
+
+
+def test_a_config_sets_every_field_of_every_part_and_every_setting_acts() -> None:
+    """Each setting is a field of a part's config, or read by name by whoever starts and places the parts."""
+    config = MotetConfig(model_path=BASE, num_threads=1)
+    parts = (config.engine, config.leader, config.router, config.admission, config.scaling)
+    acting = {field.name for part in parts for field in dataclasses.fields(part)}
+    source = "".join(path.read_text() for path in (ROOT / "cluster").glob("**/*.py") if path.parent.name != "settings")
+    idle = {name for name in Settings.__struct_fields__ if name not in acting and f"config.{name}" not in source}
+    assert {name for name in idle if f"self.{name}" not in source} == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [
+        ("port", "8000x", "a whole number from 1 to 65535"),
+        ("port", True, "a whole number from 1 to 65535"),
+        ("max_num_sequences", 1.5, "a whole number from 1"),
+        ("max_num_sequences", None, "a whole number from 1"),
+        ("max_queue_wait_s", float("inf"), "a number of seconds from 0"),
+        ("max_queue_wait_s", "nan", "a number of seconds from 0"),
+        ("upload_idle_s", 0, "a number of seconds above 0"),
+        ("host_bytes", "2GB", "a size (bytes, or a number with KiB, MiB, GiB or TiB) from 0"),
+        ("prefix_cache", "perhaps", "true or false"),
+        ("placement", "anywhere", "strict-pack, pack or spread"),
+        ("num_threads", "many", "auto or a whole number from 1"),
+        ("data_dir", "", "a folder"),
+        ("name", 5, "text"),
+    ],
+)
+def test_a_bad_value_is_named_with_what_is_accepted(name: str, value: Any, accepted: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Settings(**{name: value})
+    assert str(refused.value) == f"{name} = {value!r}: {accepted} is accepted"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("keys", ("acme my-secret",)), ("keys", "my-secret"), ("keys", (("acme", "my-secret "),)), ("redis_url", 5)],
+)
+def test_a_secret_is_not_repeated(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} = ") as refused:
+        Settings(**{name: value})
+    assert "my-secret" not in str(refused.value)
+
+
+def test_plain_values_become_settings() -> None:
+    """As JSON and TOML have them: sizes and pairs as text, or as what they stand for."""
+    values: dict[str, Any] = {
+        "pool_bytes": "2GiB",
+        "host_bytes": 0,
+        "latency_objectives_s": ["acme=2", ["zoo", 0.5]],
+        "keys": {"acme": "secret"},
+        "num_threads": "auto",
+        "gang_num_cpus": 2,
+    }
+    made = Settings(**values)
+    assert (made.pool_bytes, made.host_bytes) == (2 << 30, 0)
+    assert made.latency_objectives_s == (("acme", 2.0), ("zoo", 0.5))
+    assert made.keys == (("acme", "secret"),)
+    assert type(made.gang_num_cpus) is float
+    plain = {name: getattr(made, name) for name in Settings.__struct_fields__ if name not in ("data_dir", "cache_path")}
+    assert msgspec.convert(msgspec.to_builtins(plain), Settings) == made
+    with pytest.raises(msgspec.ValidationError, match="unknown field `pool`"):
+        msgspec.convert({"pool": 1}, Settings)
+
+
+def test_settings_are_read_without_torch() -> None:
+    lines = (
+        "import sys",
+        "import motet.cluster.commands.serve_command",
+        "from motet.cluster.config import MotetConfig",
+        f"config = MotetConfig(model_path=__import__('pathlib').Path({str(BASE)!r}), device='cpu')",
+        "config.engine, config.router, config.leader, config.admission, config.gang_bundles",
+        "assert 'torch' not in sys.modules and 'ray' not in sys.modules",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

@@ -1,0 +1,66 @@
+"""What a worker's number of threads is where nobody has said it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from motet.cluster import config as config_module
+from motet.cluster.config import MotetConfig
+from motet.cluster.threads import threads_of_a_worker, usable_cores
+
+BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_gangs", "workers_per_gang", "num_threads"),
+    [
+        (1, 1, 1, 1),
+        (2, 1, 1, 2),
+        (2, 2, 1, 1),
+        (3, 1, 1, 2),
+        (4, 1, 1, 3),
+        (8, 1, 1, 7),
+        (8, 2, 1, 3),
+        (8, 1, 2, 3),
+        (8, 9, 1, 1),
+    ],
+)
+def test_a_worker_has_its_share_of_what_is_left(
+    num_cores: int, num_gangs: int, workers_per_gang: int, num_threads: int
+) -> None:
+    assert threads_of_a_worker(num_cores, num_gangs, workers_per_gang) == num_threads
+
+
+def test_all_workers_together_leave_what_is_kept() -> None:
+    for num_cores in range(3, 65):
+        for num_gangs in range(1, 9):
+            for workers in range(1, 5):
+                taken = threads_of_a_worker(num_cores, num_gangs, workers, cores_kept=1) * num_gangs * workers
+                assert taken <= max(num_cores - 1, num_gangs * workers)
+
+
+def test_a_container_has_as_many_cores_as_its_quota(tmp_path: Path) -> None:
+    given = usable_cores(tmp_path / "none")
+    assert 1 <= given <= (os.cpu_count() or 1)
+    quota = tmp_path / "cpu.max"
+    for text, cores in (("max 100000", given), ("100000 100000", 1), ("50000 100000", 1), ("99900000 100000", given)):
+        quota.write_text(text)
+        assert usable_cores(quota) == cores
+
+
+def test_auto_is_resolved_by_where_the_gang_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "usable_cores", lambda: 8)
+
+    def threads(**given: object) -> int:
+        return MotetConfig(model_path=BASE, data_dir=tmp_path, device="cpu", **given).engine.num_threads  # type: ignore[arg-type]
+
+    assert threads() == 7
+    assert threads(max_gangs=2) == 3
+    assert threads(tensor_parallel=2) == 3
+    assert threads(num_threads=5, max_gangs=2) == 5  # what is said holds
+    assert threads(address="auto") == 1
+    assert threads(address="auto", gang_num_cpus=6.0) == 6
+    assert threads(address="auto", gang_num_cpus=6.0, gang_num_gpus=1.0) == 1

@@ -1,0 +1,42 @@
+"""Configs of single parts, of which a test says only what it is about: the rest has the settings' defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from motet.cluster.config import part_config
+from motet.cluster.scaling import ScalingConfig
+from motet.cluster.settings.settings import Settings
+from motet.router.config import RouterConfig
+from motet.router.fleet.admission import AdmissionConfig
+from motet.workers.config import EngineConfig
+from motet.workers.leader.leader_config import LeaderConfig
+
+DEFAULTS = Settings()
+ONE_GANG = {"max_gangs": 1, "queued_tokens_per_gang": 8192}
+
+
+def engine_config(model_path: Path, store_path: Path, **given: Any) -> EngineConfig:
+    """With one thread, so that sums are made in one order."""
+    places = {"model_path": model_path, "store_path": store_path, "kv_disk_path": store_path.parent / "kv"}
+    return part_config(EngineConfig, DEFAULTS, **{**places, "num_threads": 1, **given})
+
+
+def leader_config(**given: Any) -> LeaderConfig:
+    return part_config(LeaderConfig, DEFAULTS, **given)
+
+
+def router_config(model_name: str, spool_path: Path, **given: Any) -> RouterConfig:
+    fixed = {"model_name": model_name, "spool_path": spool_path, "scales_from_zero": False}
+    return part_config(RouterConfig, DEFAULTS, **{**fixed, **given})
+
+
+def admission_config(**given: Any) -> AdmissionConfig:
+    """Of one gang that nobody adds another to."""
+    return part_config(AdmissionConfig, DEFAULTS, **{"max_gangs": 1, "queued_tokens_per_gang": 0, **given})
+
+
+def scaling_config(**given: Any) -> ScalingConfig:
+    times = {"start_grace_s": DEFAULTS.cold_start_wait_s, "window_s": DEFAULTS.scaling_window_s}
+    return part_config(ScalingConfig, DEFAULTS, **{**ONE_GANG, **times, **given})

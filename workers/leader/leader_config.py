@@ -1,0 +1,18 @@
+"""Settings of a gang's leader that its engine does not read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderConfig:
+    """What may wait in one gang, and how long it remembers and keeps sequences."""
+
+    max_waiting_sequences: int  # that have no token yet; more are refused
+    max_waiting_tokens: int  # of their prompts, some 50 bytes of the leader's memory each; one may always wait
+    drain_s: float  # how long sequences may go on once the gang is told to stop
+    orphan_s: float  # from the end of their router's stream: long enough to replace a router
+    finished_s: float  # from their end, while their router's stream goes on
+    max_finished: int  # sequences that have ended and are kept
+    max_finished_values: int  # tokens and log-probabilities of those, together

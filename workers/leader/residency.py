@@ -1,0 +1,30 @@
+"""What lies in a gang's pool, as routers hear of it."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+from ..wire.messages import ResidencyChange
+
+
+class Residency:
+    """Adapters by digest and full pages of KV by short key, those on their way into the pool included."""
+
+    def __init__(self) -> None:
+        self.adapters: set[str] = set()
+        self.pages: set[int] = set()
+
+    def apply(self, change: ResidencyChange) -> None:
+        self.adapters.difference_update(change.went)
+        self.adapters.update(change.came)
+        self.pages.difference_update(change.pages_went)
+        self.pages.update(change.pages_came)
+
+    def change_of(self, adapters: AbstractSet[str], pages: AbstractSet[int]) -> ResidencyChange:
+        """Which of these are in the pool now, and which are not."""
+        return ResidencyChange(
+            sorted(adapters & self.adapters),
+            sorted(adapters - self.adapters),
+            [*(pages & self.pages)],
+            [*(pages - self.pages)],
+        )

@@ -1,0 +1,191 @@
+"""The sequences that a leader computes for its routers: which stream hears of each, and when each is given up.
+
+Routers number their sequences each for itself, so every sequence has an id of the engine's too. A sequence lives as
+long as the stream that it was submitted on. One with a key outlives it: it goes on as an orphan for a while, for the
+router that comes back or for another one that is asked for it (`sequence_journal.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from ..wire.messages import SequenceError, SequenceRequest, SequenceUpdate
+from .leader_config import LeaderConfig
+from .queue_limit import QueueLimit
+from .router_stream import RouterStream
+from .sequence_journal import SequenceJournal
+from .sequence_timers import SequenceTimers
+from .served_engine import ServedEngine
+
+_MAX_ID = (1 << 63) - 1
+_HANDED_OVER = SequenceError("handed_over", "the gang leaves")
+_TIMEOUT = SequenceError("timeout", "its timeout passed before it was complete")
+_TAKEN_OVER = SequenceError("taken_over", "the stream was taken up on another connection")
+
+
+class _Listener(NamedTuple):
+    """The stream that hears of a sequence, and the id that the sequence has there."""
+
+    stream: RouterStream
+    sequence_id: int
+
+
+class RoutedSequences:
+    """Owner of `RouterStream.live`. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        config: LeaderConfig,
+        on_orphans: Callable[[set[str]], None],
+    ) -> None:
+        """`on_orphans` gets the keys of orphans that have come or gone."""
+        self._engine, self._on_orphans = engine, on_orphans
+        self._listeners: dict[int, _Listener] = {}  # by the engine's id; orphans have none
+        self._last_engine_id = 0
+        self._journal = SequenceJournal(config)
+        self._queue_limit = QueueLimit(config)
+        self._timers = SequenceTimers(self._queue_limit, self._give_up_waiting, self._time_out)
+
+    def __len__(self) -> int:
+        """Unfinished sequences of all routers, without orphans."""
+        return len(self._listeners)
+
+    @property
+    def orphans(self) -> list[str]:
+        """Keys that any router may ask for."""
+        return self._journal.orphans
+
+    @property
+    def oldest_waiting_s(self) -> float:
+        """For how long the oldest sequence without a token has waited for its first one."""
+        return self._queue_limit.oldest_s(_now())
+
+    def submit(self, stream: RouterStream, request: SequenceRequest) -> None:
+        """Raises ValueError for an id that the router may not use."""
+        sequence_id = request.sequence_id
+        if not 0 <= sequence_id <= _MAX_ID:
+            raise ValueError(f"sequence_id = {sequence_id}: 0 to {_MAX_ID} is accepted")
+        if sequence_id in stream.live:
+            raise ValueError(f"sequence_id = {sequence_id}: still in use by an unfinished sequence")
+        stream.last_submitted = sequence_id
+        stream.refresh()  # a router that hears no more of this gang must know what had reached it
+        if request.key and self._attach(stream, request):
+            return
+        if not (request.has_begun or request.generated_token_ids):
+            refusal = self._queue_limit.refusal(len(request.prompt_token_ids), _now())
+            if refusal is not None:
+                stream.tell(SequenceUpdate(sequence_id, error=refusal))
+                return
+        self._last_engine_id += 1
+        engine_id = self._last_engine_id
+        if request.key:
+            for unreachable in self._journal.begin(engine_id, request, stream.number):
+                self._cancel_in_engine(unreachable)
+            self._tell_orphans()
+        self._listen(engine_id, stream, sequence_id)
+        self._timers.start(engine_id, request)
+        self._engine.submit(msgspec.structs.replace(request, sequence_id=engine_id))
+
+    def cancel(self, stream: RouterStream, sequence_id: int) -> None:
+        """Unknown ids are ignored."""
+        engine_id = stream.live.pop(sequence_id, None)
+        if engine_id is not None:
+            del self._listeners[engine_id]
+            self._journal.forget(engine_id)
+            self._cancel_in_engine(engine_id)
+
+    def deliver(self, updates: Sequence[SequenceUpdate]) -> None:
+        """Sorts one step's updates by router."""
+        now = _now()
+        for update in updates:
+            self._timers.follow(update)
+            self._tell(update, now)
+        self._tell_orphans()
+
+    def close(self, stream: RouterStream) -> None:
+        """The stream has ended: its sequences with keys go on as orphans, the others are cancelled."""
+        orphaned = self._journal.abandon(stream.number, _now())
+        for engine_id in stream.live.values():
+            del self._listeners[engine_id]
+            if engine_id not in orphaned:
+                self._cancel_in_engine(engine_id)
+        stream.live.clear()
+        self._tell_orphans()
+
+    def expire(self) -> None:
+        """Forgets orphans that no router has asked for in time."""
+        for engine_id in self._journal.expire(_now()):
+            self._cancel_in_engine(engine_id)
+        self._tell_orphans()
+
+    def hand_over(self) -> int:
+        """Gives all sequences back to their routers, which go on with them elsewhere; how many. Orphans are lost."""
+        num_sequences = len(self)
+        for engine_id, (stream, sequence_id) in self._listeners.items():
+            self._cancel_in_engine(engine_id)
+            del stream.live[sequence_id]
+            stream.tell(SequenceUpdate(sequence_id, error=_HANDED_OVER))
+        self._listeners.clear()
+        for engine_id in self._journal.clear():
+            self._cancel_in_engine(engine_id)
+        return num_sequences
+
+    def _attach(self, stream: RouterStream, request: SequenceRequest) -> bool:
+        """Goes on with the request's sequence if it is here already. The stream that had it so far is told."""
+        found = self._journal.attach(request, stream.number, _now())
+        if found is None:
+            return False
+        self._tell_orphans()
+        before = self._listeners.pop(found.engine_id, None)
+        if before is not None:
+            del before.stream.live[before.sequence_id]
+            before.stream.tell(SequenceUpdate(before.sequence_id, error=_TAKEN_OVER))
+        if not found.is_finished:
+            self._listen(found.engine_id, stream, request.sequence_id)
+        if found.update.token_ids or found.is_finished:
+            stream.tell(found.update)
+        return True
+
+    def _listen(self, engine_id: int, stream: RouterStream, sequence_id: int) -> None:
+        stream.live[sequence_id] = engine_id
+        self._listeners[engine_id] = _Listener(stream, sequence_id)
+
+    def _tell(self, update: SequenceUpdate, now: float) -> None:
+        """Hands an update under the engine's id on to the stream that hears of the sequence."""
+        self._journal.record(update, now)
+        listener = self._listeners.get(update.sequence_id)
+        if listener is None:
+            return  # cancelled, or an orphan
+        stream, sequence_id = listener
+        if update.finish_reason is not None or update.error is not None:
+            del self._listeners[update.sequence_id], stream.live[sequence_id]
+        stream.tell(msgspec.structs.replace(update, sequence_id=sequence_id))
+
+    def _give_up_waiting(self, engine_id: int) -> None:
+        """A sequence has waited as long as it may: the engine gives it up, unless it is computing its prompt."""
+        message = "it waited longer than was expected when it came, and longer than it may; try again later"
+        error = SequenceError("overloaded", message, self.oldest_waiting_s, "waited")
+        self._engine.give_up_waiting(engine_id, error)
+
+    def _time_out(self, engine_id: int) -> None:
+        """A sequence's time is over, whether it waits or runs, and whether or not a router hears of it."""
+        self._cancel_in_engine(engine_id)
+        self._tell(SequenceUpdate(engine_id, error=_TIMEOUT), _now())
+
+    def _cancel_in_engine(self, engine_id: int) -> None:
+        self._timers.end(engine_id)
+        self._engine.cancel(engine_id)
+
+    def _tell_orphans(self) -> None:
+        changed = self._journal.take_changed()
+        if changed:
+            self._on_orphans(changed)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,32 @@
+"""What a leader needs of the engine that it serves to routers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ..wire.engine_load import EngineLoad
+from ..wire.messages import ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
+
+OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
+
+
+class ServedEngine(Protocol):
+    """An engine that steps in a thread of its own, as `EngineLoop` does. All methods are thread-safe."""
+
+    @property
+    def alive(self) -> bool:
+        """False: it computes nothing any more."""
+
+    def start(self, on_step: OnStep) -> None:
+        """Starts the thread, from which `on_step` is called after each step."""
+
+    def submit(self, request: SequenceRequest) -> None: ...
+
+    def cancel(self, sequence_id: int) -> None:
+        """Forgets a sequence. Unknown ids are ignored."""
+
+    def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
+        """Ends the sequence with this error, unless it runs or has ended."""
+
+    def stop(self) -> None: ...

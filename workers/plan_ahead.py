@@ -1,0 +1,44 @@
+"""The plan that follows the one being executed, so that the worker need not wait for the leader between two steps."""
+
+from __future__ import annotations
+
+from .plan import StepPlan, StepResult
+from .scheduling.scheduler import Scheduler
+
+
+class PlanAhead:
+    """One plan at most: made while the plan before it is executed, settled with that one's result, and taken.
+
+    When it is made, it is not known yet which tokens the plan before it chooses, and whether they end their sequences.
+    The idea is NanoFlow's (arXiv 2408.12757).
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._plan: StepPlan | None = None
+
+    @property
+    def has_plan(self) -> bool:
+        return self._plan is not None
+
+    def make(self) -> None:
+        assert self._plan is None
+        self._plan = self._scheduler.schedule()
+
+    def settle(self, result: StepResult) -> StepPlan | None:
+        """Completes the plan with the result of the one before it, which is committed afterwards.
+
+        Returns the plan that should be executed now; None: none was made, or nothing is left of it.
+        """
+        if self._plan is not None:
+            plan = self._scheduler.settle(self._plan, result)
+            has_anything = bool(plan.sequences or plan.loads or plan.moves)
+            if not has_anything:
+                self._scheduler.drop(plan)
+            self._plan = plan if has_anything else None
+        return self._plan
+
+    def take(self) -> StepPlan | None:
+        """The plan, which is settled and being executed by now; None: there is none."""
+        plan, self._plan = self._plan, None
+        return plan
