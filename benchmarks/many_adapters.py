@@ -15,10 +15,10 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
-from random_model import NUM_LAYERS
 
 from motet.adapters.packing.layout import AdapterLayout
 from motet.adapters.packing.packed_file import write_packed
+from motet.benchmarks.rigs.random_model import NUM_LAYERS
 from motet.workers.models.config import ModelConfig
 from motet.workers.wire.messages import AdapterRef
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from thread_gang import ThreadGroup, run_threads
 
 from motet.adapters.adapter import MODULES
+from motet.benchmarks.rigs.thread_gang import ThreadGroup, run_threads
 from motet.cluster.config import MotetConfig
 from motet.workers.plan import Residence, SequencePlan, StepPlan
 from motet.workers.worker_builder import build_executor

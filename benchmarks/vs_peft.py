@@ -24,11 +24,10 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-import random_model
-from engine_side import EngineRun, EngineSide, fill_store
-from peft_baseline import BaselineRun, PeftBaseline
-from workload import Job, draw_jobs
-
+from motet.benchmarks.rigs import random_model
+from motet.benchmarks.rigs.engine_side import EngineRun, EngineSide, fill_store
+from motet.benchmarks.rigs.peft_baseline import BaselineRun, PeftBaseline
+from motet.benchmarks.rigs.workload import Job, draw_jobs
 from motet.workers.wire.messages import AdapterRef
 
 BATCH_SIZE = 16

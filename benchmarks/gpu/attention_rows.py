@@ -6,9 +6,9 @@ import random
 from collections.abc import Iterator, Sequence
 
 import torch
-from machine import Machine, Row, relative_error
 from torch.nn.functional import scaled_dot_product_attention
 
+from motet.benchmarks.gpu.machine import Machine, Row, relative_error
 from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import Kernels
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from machine import Machine
 
 from motet.adapters.packing.layout import AdapterLayout
 from motet.adapters.store.store import AdapterStore
+from motet.benchmarks.gpu.machine import Machine
 from motet.kernels.backend import Kernels
 from motet.workers.engine import Engine
 from motet.workers.execution.adapter_loader import AdapterLoader

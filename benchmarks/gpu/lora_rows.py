@@ -6,10 +6,10 @@ import random
 from collections.abc import Iterator, Sequence
 
 import torch
-from machine import Machine, Row, relative_error
 
 from motet.adapters.adapter import MODULES, BaseShape
 from motet.adapters.packing.layout import AdapterLayout
+from motet.benchmarks.gpu.machine import Machine, Row, relative_error
 from motet.kernels.backend import Kernels
 from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 

@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 import torch
-from machine import Machine, Row
+
+from motet.benchmarks.gpu.machine import Machine, Row
 
 
 class Report:

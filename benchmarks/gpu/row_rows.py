@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator
 
 import torch
-from machine import Machine, Row, relative_error
 
+from motet.benchmarks.gpu.machine import Machine, Row, relative_error
 from motet.kernels.backend import Kernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

@@ -38,7 +38,7 @@ def make_importable(folder: Path) -> None:
     """Makes `import motet` find this checkout where it is not installed, by a link of that name to it."""
     (folder / "motet").symlink_to(ROOT)
     sys.path.insert(0, str(folder))
-    from plain_messages import stand_in_for_msgspec
+    from motet.benchmarks.gpu.plain_messages import stand_in_for_msgspec
 
     if stand_in_for_msgspec():
         print("msgspec is not installed: the engine's messages are plain dataclasses here")
@@ -51,8 +51,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.dry and not torch.cuda.is_available():
         print("no NVIDIA GPU is visible to torch: --dry runs on the CPU", file=sys.stderr)
         return 2
-    from machine import Machine
-    from report import Report
+    from motet.benchmarks.gpu.machine import Machine
+    from motet.benchmarks.gpu.report import Report
 
     started = time.perf_counter()
     machine = Machine.find(arguments.dry)
@@ -75,12 +75,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _sections(machine: object, only: str | None) -> Iterator[tuple[str, Callable[[], Iterator[object]]]]:
-    import attention_rows
-    import engine_rows
-    import lora_rows
-    import peft_rows
-    import row_rows
-
+    from motet.benchmarks.gpu import attention_rows, engine_rows, lora_rows, peft_rows, row_rows
     from motet.kernels.backend import choose_kernels, triton_kernels
 
     chosen = triton_kernels(machine.device, machine.dtype)  # type: ignore[attr-defined]
