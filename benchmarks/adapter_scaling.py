@@ -192,7 +192,7 @@ def _report(rounds: dict[tuple[str, int], list[Round]], registered: Sequence[int
 
 
 def _median(done: Sequence[Round], name: str) -> float:
-    return statistics.median(getattr(each, name) for each in done)
+    return float(statistics.median(getattr(each, name) for each in done))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # imported only once motet can be
+    from motet.benchmarks.gpu.machine import Machine, Row
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,11 +78,11 @@ def _run(arguments: argparse.Namespace) -> int:
     return 1 if report.is_bad else 0
 
 
-def _sections(machine: object, only: str | None) -> Iterator[tuple[str, Callable[[], Iterator[object]]]]:
+def _sections(machine: Machine, only: str | None) -> Iterator[tuple[str, Callable[[], Iterator[Row]]]]:
     from motet.benchmarks.gpu import attention_rows, engine_rows, lora_rows, peft_rows, row_rows
     from motet.kernels.backend import choose_kernels, triton_kernels
 
-    chosen = triton_kernels(machine.device, machine.dtype)  # type: ignore[attr-defined]
+    chosen = triton_kernels(machine.device, machine.dtype)
     if only != "engine":
         for section in (
             attention_rows.check_attention,
@@ -92,9 +96,9 @@ def _sections(machine: object, only: str | None) -> Iterator[tuple[str, Callable
             row_rows.time_experts,
             row_rows.time_page_copies,
         ):
-            yield section.__name__, lambda section=section: section(machine, chosen)
-        if not machine.is_dry:  # type: ignore[attr-defined]
-            best = choose_kernels(machine.device, machine.dtype, 1)  # type: ignore[attr-defined]
+            yield section.__name__, lambda section=section: section(machine, chosen)  # type: ignore[misc]
+        if not machine.is_dry:
+            best = choose_kernels(machine.device, machine.dtype, 1)
             if best.choice != chosen.choice:
                 yield f"time_decode by {best.choice}", lambda: attention_rows.time_decode(machine, best)
     if only != "kernels":

@@ -73,7 +73,7 @@ def _decodes(machine: Any) -> Iterator[tuple[dict[str, int], Callable[[], float]
     for changed, tuning in _varied(AttentionTuning(), **choices):
         attend = TritonAttention(tuning).paged_attention
         calls = [lambda i=i, attend=attend: attend(case.q, case.pool[:, i], case.batch, 0.09, None) for i in range(2)]
-        yield changed, lambda calls=calls: machine.time_s(calls)
+        yield changed, lambda calls=calls: machine.time_s(calls)  # type: ignore[misc]
 
 
 def _chunks(machine: Any) -> Iterator[tuple[dict[str, int], Callable[[], float]]]:
@@ -85,7 +85,7 @@ def _chunks(machine: Any) -> Iterator[tuple[dict[str, int], Callable[[], float]]
     for changed, tuning in _varied(AttentionTuning(), chunk_keys=(32, 64, 128), chunk_stages=(2, 3)):
         attend = TritonAttention(tuning).paged_attention
         calls = [lambda i=i, attend=attend: attend(case.q, case.pool[:, i], case.batch, 0.09, None) for i in range(2)]
-        yield changed, lambda calls=calls: machine.time_s(calls)
+        yield changed, lambda calls=calls: machine.time_s(calls)  # type: ignore[misc]
 
 
 def _lora(machine: Any) -> Iterator[tuple[dict[str, int], Callable[[], float]]]:
@@ -118,7 +118,7 @@ def _lora(machine: Any) -> Iterator[tuple[dict[str, int], Callable[[], float]]]:
                 lora.expand(y, lora.shrink(x, case.pool, layer, batch, modules)[None], case.pool, layer, batch, modules)
 
         calls = [lambda layer=layer, call=call: call(layer) for layer in range(4)]
-        yield changed, lambda calls=calls: machine.time_s(calls)
+        yield changed, lambda calls=calls: machine.time_s(calls)  # type: ignore[misc]
 
 
 if __name__ == "__main__":

@@ -109,8 +109,8 @@ async def test_keys_belong_to_tenants_and_are_stored_hashed(registry: Registry, 
     await registry.set_key("acme", "secret-3")  # free again
     await registry.set_launch_keys("launch-1", [("acme", "secret-4")])
     for key in await redis_client.keys("*"):
-        assert key.startswith(PREFIX)
-        assert "secret" not in str(await _content(redis_client, key))
+        assert str(key).startswith(PREFIX)
+        assert "secret" not in str(await _content(redis_client, str(key)))
 
 
 async def _content(client: Any, key: str) -> Any:

@@ -127,15 +127,15 @@ async def test_changes_made_while_a_snapshot_is_under_way_are_kept(registry: Gat
 
     class SlowRegistry(GatedRegistry):
         async def snapshot(self) -> Any:
-            view.apply(AdapterSet(adapter))
+            slow_view.apply(AdapterSet(adapter))
             return snapshot  # as it was before the change
 
     slow = SlowRegistry(registry._client)
     slow.gate.clear()
-    view = RegistryView(slow)
-    await view.start()
-    assert view.resolve("acme", "x") == adapter
-    await view.stop()
+    slow_view = RegistryView(slow)
+    await slow_view.start()
+    assert slow_view.resolve("acme", "x") == adapter
+    await slow_view.stop()
 
 
 async def test_events_trimmed_before_they_were_read_are_not_missed(

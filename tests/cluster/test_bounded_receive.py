@@ -60,6 +60,7 @@ async def test_a_long_body_through_the_fallback_proxy_arrives_whole() -> None:
     """What reads that one ahead does not wait, and breaks at a limit."""
     client = Client()
     may_read = asyncio.Event()
+    body = b""
 
     async def receive_messages(metadata: Any) -> bytes:
         """As many at once as the proxy has at the time."""
@@ -76,9 +77,8 @@ async def test_a_long_body_through_the_fallback_proxy_arrives_whole() -> None:
             is_whole = not message["more_body"]
 
     scope: Any = {"type": "http"}
-    receive = ASGIReceiveProxy(scope, None, receive_messages)  # type: ignore[arg-type]  # only handed on
+    receive = ASGIReceiveProxy(scope, None, receive_messages)  # only handed on
     task = asyncio.create_task(receive.fetch_until_disconnect())
-    body = b""
     await asyncio.wait_for(BoundedReceive(app)(scope, receive, send_nothing), PATIENCE_S)
     assert body == b"x" * NUM_MESSAGES
     task.cancel()

@@ -18,8 +18,7 @@ from ray import serve
 from ray.serve._private import constants
 
 from motet.cluster.config import MotetConfig
-from motet.cluster.launch import local_serve
-from motet.cluster.launch.janitor import SESSION_VARIABLE, find_processes
+from motet.cluster.launch.janitor import SESSION_VARIABLE, find_processes, sweep
 from motet.cluster.launch.local_serve import (
     NUM_START_ATTEMPTS,
     check_port_is_free,
@@ -207,7 +206,7 @@ def test_a_start_of_ray_that_takes_too_long_is_tried_again(
     assert (stand_in.num_starts, stand_in.num_shutdowns) == (3, 2)
     assert stand_in.num_left == [0, 0, 0]  # nothing of an attempt is left when the next one begins
     assert caplog.text.count("Ray did not start, and is started again: HTTP proxies not available after 60s.") == 2
-    local_serve.sweep(os.environ[SESSION_VARIABLE])
+    sweep(os.environ[SESSION_VARIABLE])
 
 
 @pytest.mark.parametrize(
@@ -220,4 +219,4 @@ def test_a_start_of_ray_that_cannot_be_is_given_up(
     with pytest.raises(type(error), match=str(error)):
         start_serve(tmp_path, 18000, 1)
     assert stand_in.num_starts == num_starts
-    local_serve.sweep(os.environ[SESSION_VARIABLE])
+    sweep(os.environ[SESSION_VARIABLE])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -48,6 +49,10 @@ def server(tmp_path: Path, make_server: MakeServer) -> RedisServer:
 def until_more(acknowledged: set[tuple[str, int, str]], count: int) -> None:
     enough = len(acknowledged) + count
     eventually(lambda: len(acknowledged) >= enough)
+
+
+def has_another_pid(server: RedisServer, pid: int) -> bool:
+    return server.pid not in (None, pid)
 
 
 def is_gone(pid: int) -> bool:
@@ -107,7 +112,7 @@ async def test_nothing_acknowledged_is_lost_by_kill_9(
         pid = server.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        await asyncio.to_thread(eventually, lambda gone=pid: server.pid not in (None, gone))
+        await asyncio.to_thread(eventually, partial(has_another_pid, server, pid))
     await asyncio.to_thread(until_more, acknowledged, 10)
     enough.set()
     await asyncio.gather(*writers)
@@ -223,12 +228,12 @@ def test_a_long_path_gets_a_port_with_a_password(tmp_path: Path, make_server: Ma
     pid = server.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: server.pid not in (None, pid))
+    eventually(lambda: has_another_pid(server, pid))
 
     def has_state() -> bool:
         try:
             with Redis.from_url(url) as client:
-                return client.get("a") == b"1"
+                return bool(client.get("a") == b"1")
         except RedisConnectionError:
             return False
 

@@ -17,6 +17,7 @@ from motet.tests.rigs.part_configs import engine_config
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
+from motet.workers.execution.executor import LocalExecutor
 from motet.workers.models.config import ModelConfig
 from motet.workers.plan import StepPlan
 from motet.workers.scheduling.measured_costs import MeasuredCosts
@@ -163,6 +164,7 @@ class EngineRig:
     def tap_logits(self) -> None:
         """From now on each step also computes its logits by themselves, for `Told.logits`. Recomputing is harmless."""
         executor = self.engine.executor
+        assert isinstance(executor, LocalExecutor)
         begin = executor.begin
 
         def tapped(plan: StepPlan) -> None:

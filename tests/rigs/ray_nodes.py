@@ -11,7 +11,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -88,17 +90,17 @@ class RayNodes:
             with log_path.open("ab") as log:
                 process = self.popen(number, command, log)
             self._started.append(process)
-            eventually(lambda process=process: _is_up(log_path) or process.poll() is not None, log_path.read_text)
+            eventually(partial(_has_started_or_ended, process, log_path), log_path.read_text)
             if _is_up(log_path):
                 return
         raise AssertionError(log_path.read_text())
 
-    def popen(self, number: int, command: Sequence[str], output: object) -> subprocess.Popen[bytes]:
+    def popen(self, number: int, command: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
         """Starts a command on a node."""
         return subprocess.Popen(
             self._wrap(number, command),
             env=self.environment(number),
-            stdout=output,  # type: ignore[call-overload]
+            stdout=output,
             stderr=output,
             start_new_session=True,
         )
@@ -161,9 +163,13 @@ class RayNodes:
             psutil.wait_procs(left, timeout=5)
             if not left:
                 break
-        for process in self._started:
-            process.wait()
+        for started in self._started:
+            started.wait()
         self._folder.cleanup()
+
+
+def _has_started_or_ended(process: subprocess.Popen[bytes], log_path: Path) -> bool:
+    return _is_up(log_path) or process.poll() is not None
 
 
 def _is_up(log_path: Path) -> bool:

@@ -70,8 +70,9 @@ def stream_all(motet: RunningMotet, jobs: Sequence[Job], meter: Meter, read: Rea
 
 
 def _heard(motet: RunningMotet, job: Job, meter: Meter, read: ReadStream) -> Heard:
-    text, token_ids = "", []
-    finish_reason, usage = None, {}
+    text, token_ids = "", list[int]()
+    finish_reason: str | None = None
+    usage: dict[str, int] = {}
     body = {**job.body, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     with motet.http(job.tenant) as http:
         for chunk in read(http, "/v1/completions", body):

@@ -95,7 +95,7 @@ async def test_beams_of_a_chat(rig: Rig) -> None:
 
 @pytest.mark.parametrize("stop", [["brown"], ["k br"], ["brown", "the quick brown"]])
 async def test_a_stop_string_ends_a_beam(rig: Rig, stop: list[str]) -> None:
-    fields = {"use_beam_search": True, "n": 1, "max_tokens": 40, "stop": stop, "return_token_ids": True}
+    fields: dict[str, Any] = {"use_beam_search": True, "n": 1, "max_tokens": 40, "stop": stop, "return_token_ids": True}
     choice = (await post(rig, **fields)).json()["choices"][0]
     assert choice["text"] == min((ANSWER[: ANSWER.index(string)] for string in stop), key=len)
     assert choice["finish_reason"] == "stop"
@@ -105,7 +105,13 @@ async def test_a_stop_string_ends_a_beam(rig: Rig, stop: list[str]) -> None:
 
 
 async def test_an_end_token_ends_a_beam(rig: Rig) -> None:
-    fields = {"use_beam_search": True, "n": 1, "max_tokens": 40, "stop_token_ids": [EOS], "return_token_ids": True}
+    fields: dict[str, Any] = {
+        "use_beam_search": True,
+        "n": 1,
+        "max_tokens": 40,
+        "stop_token_ids": [EOS],
+        "return_token_ids": True,
+    }
     answer = (await post(rig, **fields)).json()
     choice = answer["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == (ANSWER, "stop", rig.said)
@@ -207,6 +213,6 @@ async def test_what_comes_after_a_stop_string_does_not_count_among_the_best(rig:
         return [SequenceUpdate(1, [token, end, token], [TokenLogprobs(value, [], []) for value in values], "length")]
 
     rig.dispatcher.script = script
-    fields = {"n": 1, "best_of": 2, "seed": 1, "stop": "!", "logprobs": 0}
+    fields: dict[str, Any] = {"n": 1, "best_of": 2, "seed": 1, "stop": "!", "logprobs": 0}
     choice = (await post(rig, **fields)).json()["choices"][0]
     assert choice["logprobs"]["token_logprobs"] == [-1.0]

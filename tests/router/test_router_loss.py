@@ -154,7 +154,7 @@ class Cluster:
     @property
     def num_kept(self) -> int:
         """Sequences that the gangs hold for whoever asks again, ended ones too."""
-        return sum(len(gang.server._journal._entries) for gang in self.gangs)
+        return sum(len(gang.server._sequences._journal._entries) for gang in self.gangs)
 
     @property
     def submitted(self) -> list[SequenceRequest]:

@@ -112,7 +112,7 @@ class Cluster:
     def _stream(self, options: dict[str, Any], begun: Callable[[], None]) -> Heard:
         fields = {"model": "base", "prompt": "capital", "max_tokens": NUM_TOKENS, "ignore_eos": True, **options}
         fields |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-        text, token_ids, finish_reason, num_tokens = "", [], None, 0
+        text, token_ids, finish_reason, num_tokens = "", list[int](), None, 0
         headers = {"Authorization": f"Bearer {KEY}"}
         with (
             httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE_S, trust_env=False) as http,

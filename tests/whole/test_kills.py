@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import httpx
 import psutil
@@ -15,7 +16,7 @@ import pytest
 from motet.cluster.launch.local_serve import free_ports
 from motet.examples.demo.styles import ADAPTER_STYLES
 from motet.examples.resuming_client import resume_stream
-from motet.tests.rigs.patience import eventually
+from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.running_motet import BASE, DEMO, RunningMotet, holds_nothing, running_motet
 from motet.tests.rigs.token_streams import Heard, Job, Meter, read_stream, stream_all
 
@@ -38,6 +39,12 @@ def job(number: int) -> Job:
 
 
 JOBS = [job(number) for number in range(NUM_STREAMS)]
+
+
+def come_back(http: httpx.Client, path: str, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    return resume_stream(http, path, dict(body), give_up_s=PATIENCE_S)
+
+
 Find = Callable[[RunningMotet], list[psutil.Process]]
 VICTIMS: dict[str, Find] = {
     "worker": RunningMotet.worker_processes,
@@ -87,7 +94,7 @@ def _kill_in_the_midst(motet: RunningMotet, undisturbed: list[Heard], kind: str,
     victim = drawn.choice(VICTIMS[kind](motet))
     meter = Meter(int(drawn.uniform(0.02, 0.8) * NUM_STREAMS * NUM_TOKENS), victim.kill)
     # HTTP connections end with their router, and clients come back; else each stream must be one connection.
-    heard = stream_all(motet, JOBS, meter, resume_stream if kind == "router" else read_stream)
+    heard = stream_all(motet, JOBS, meter, come_back if kind == "router" else read_stream)
     eventually(lambda: not victim.is_running())
     for number, (got, expected) in enumerate(zip(heard, undisturbed, strict=True)):
         assert got == expected, f"stream {number}, {JOBS[number].body}"

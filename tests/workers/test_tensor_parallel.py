@@ -55,7 +55,7 @@ class Case:
             pool_bytes=num_pages * page_bytes,
             block_size=BLOCK_SIZE,
             tensor_parallel=degree,
-            **settings,  # type: ignore[arg-type]
+            **settings,
         )
 
 
