@@ -25,11 +25,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import random_model
-from engine_side import BLOCK_SIZE, worker_cpu_s
-from many_adapters import StoredAdapter, draw_adapters, write_store
-from workload import Job, draw_jobs
-
+from motet.benchmarks.many_adapters import StoredAdapter, draw_adapters, write_store
+from motet.benchmarks.rigs import random_model
+from motet.benchmarks.rigs.engine_side import BLOCK_SIZE, worker_cpu_s
+from motet.benchmarks.rigs.workload import Job, draw_jobs
 from motet.cluster.config import MotetConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
@@ -193,7 +192,7 @@ def _report(rounds: dict[tuple[str, int], list[Round]], registered: Sequence[int
 
 
 def _median(done: Sequence[Round], name: str) -> float:
-    return statistics.median(getattr(each, name) for each in done)
+    return float(statistics.median(getattr(each, name) for each in done))
 
 
 if __name__ == "__main__":

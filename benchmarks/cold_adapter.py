@@ -21,10 +21,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import random_model
-from engine_side import BLOCK_SIZE, worker_cpu_s
-from many_adapters import StoredAdapter, write_store
-
+from motet.benchmarks.many_adapters import StoredAdapter, write_store
+from motet.benchmarks.rigs import random_model
+from motet.benchmarks.rigs.engine_side import BLOCK_SIZE, worker_cpu_s
 from motet.cluster.config import MotetConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine

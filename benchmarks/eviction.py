@@ -14,8 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from traffic import ADAPTER_PAGES, Request, Traffic
-
+from motet.benchmarks.rigs.traffic import ADAPTER_PAGES, Request, Traffic
 from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.memory.idle_order import IdleOrder
 from motet.workers.memory.paged_memory import PagedMemory

@@ -71,9 +71,10 @@ def main() -> None:
 def _deploy(way: Way, port: int) -> str:
     """Deploys an app in place of the one before, and returns its URL."""
     from ray import serve
-    from ready_gang import ReadyGang
-    from ready_router import ReadyRouter
     from tokenizers import Tokenizer
+
+    from motet.benchmarks.rigs.ready_gang import ReadyGang
+    from motet.benchmarks.rigs.ready_router import ReadyRouter
 
     tokenizer = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
     token_ids = tokenizer.encode(TEXT, add_special_tokens=False).ids

@@ -197,7 +197,8 @@ class LoraBench:
     def against_twin(self, num_adapters: int, rows: int, group: str) -> None:
         what = f"{self._shape.name} LoRA {group}, {num_adapters} x {rows} rows"
         layers = range(self._shape.num_layers)
-        self._bench.against(what, *(self._call(k, num_adapters, rows, group, layers) for k in self._bench.both))
+        native, twin = (self._call(k, num_adapters, rows, group, layers) for k in self._bench.both)
+        self._bench.against(what, native, twin)
 
     def over_base(self, layers: range) -> float:
         """The time of LoRA on qkv, with 64 rows of 64 adapters, over that of the base's product.
@@ -298,8 +299,8 @@ def linears(bench: Bench, shape: Shape, generator: torch.Generator) -> dict[int,
 
         ratio = bench.against(
             f"{shape.name} linears of {num_layers} layers, {num_rows} rows",
-            lambda run=all_of: run(bench.native.linear, ours),
-            lambda run=all_of: run(onednn_linear.linear if packs else linear, theirs),
+            lambda run=all_of: run(bench.native.linear, ours),  # type: ignore[misc]
+            lambda run=all_of: run(onednn_linear.linear if packs else linear, theirs),  # type: ignore[misc]
             "oneDNN" if packs else "torch",
         )
         found[num_rows] = round(ratio, 2)
@@ -318,8 +319,8 @@ def experts(bench: Bench, generator: torch.Generator) -> dict[int, float]:
         x = torch.randn(num_rows * top_k, hidden, generator=generator).bfloat16()
         ratio = bench.against(
             f"{num_experts} experts, {top_k} for each row, {num_rows} rows",
-            lambda x=x, groups=groups: native.experts.linear(x, packed, groups),
-            lambda x=x, groups=groups: twin.experts.linear(x, weight, groups),
+            lambda x=x, groups=groups: native.experts.linear(x, packed, groups),  # type: ignore[misc]
+            lambda x=x, groups=groups: twin.experts.linear(x, weight, groups),  # type: ignore[misc]
         )
         found[num_rows] = round(ratio, 2)
     return found

@@ -15,11 +15,11 @@ from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
-from random_model import NUM_LAYERS
 
 from motet.adapters.format.tensor_file import BFLOAT16, Tensor
 from motet.adapters.packing.layout import AdapterLayout
 from motet.adapters.packing.packed_file import write_packed
+from motet.benchmarks.rigs.random_model import NUM_LAYERS
 from motet.workers.models.config import ModelConfig
 from motet.workers.wire.messages import AdapterRef
 

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import random_model
-from engine_side import BLOCK_SIZE, fill_store
-
+from motet.benchmarks.rigs import random_model
+from motet.benchmarks.rigs.engine_side import BLOCK_SIZE, fill_store
 from motet.cluster.config import MotetConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine

@@ -12,9 +12,9 @@ import json
 import tempfile
 from pathlib import Path
 
-import random_model
-from engine_side import EngineRun, EngineSide, fill_store
-from workload import draw_jobs
+from motet.benchmarks.rigs import random_model
+from motet.benchmarks.rigs.engine_side import EngineRun, EngineSide, fill_store
+from motet.benchmarks.rigs.workload import draw_jobs
 
 ONE_ADAPTER = 1  # of rank 16
 

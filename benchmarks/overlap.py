@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import random_model
-from engine_side import BLOCK_SIZE, POOL_BYTES, fill_store
 
+from motet.benchmarks.rigs import random_model
+from motet.benchmarks.rigs.engine_side import BLOCK_SIZE, POOL_BYTES, fill_store
 from motet.cluster.config import MotetConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from thread_gang import ThreadGroup, run_threads
 
 from motet.adapters.adapter import MODULES
+from motet.benchmarks.rigs.thread_gang import ThreadGroup, run_threads
 from motet.cluster.config import MotetConfig
 from motet.workers.plan import Residence, SequencePlan, StepPlan
 from motet.workers.worker_builder import build_executor
@@ -88,13 +88,13 @@ def expected(degree: int) -> dict[str, float]:
 
 def main() -> None:
     """Prints the table and the line of JSON."""
-    rows = []
+    rows: list[tuple[int, float, float, dict[str, float]]] = []
     with tempfile.TemporaryDirectory() as name:
         model_path = write_model(Path(name))
         for degree in DEGREES:
-            counted = count(model_path, degree, with_adapters=True) if degree > 1 else Counter()
+            counted = count(model_path, degree, with_adapters=True) if degree > 1 else Counter[str]()
             formula = expected(degree)
-            rows.append((degree, *(counted[kind] / NUM_ROWS for kind in ("base", "adapters")), formula))
+            rows.append((degree, counted["base"] / NUM_ROWS, counted["adapters"] / NUM_ROWS, formula))
     print("degree | base counted | formula | adapters counted | formula | adapters' share   (bytes a token and worker)")
     for degree, base, adapters, formula in rows:
         share = adapters / (base + adapters) if base else 0.0

@@ -24,11 +24,10 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-import random_model
-from engine_side import EngineRun, EngineSide, fill_store
-from peft_baseline import BaselineRun, PeftBaseline
-from workload import Job, draw_jobs
-
+from motet.benchmarks.rigs import random_model
+from motet.benchmarks.rigs.engine_side import EngineRun, EngineSide, fill_store
+from motet.benchmarks.rigs.peft_baseline import BaselineRun, PeftBaseline
+from motet.benchmarks.rigs.workload import Job, draw_jobs
 from motet.workers.wire.messages import AdapterRef
 
 BATCH_SIZE = 16
@@ -82,10 +81,11 @@ def _step_engine(
 
 def _report(engine: EngineRun, baselines: dict[str, BaselineRun], arguments: argparse.Namespace) -> None:
     print(f"{'':12} {'threads':>7} {'tokens':>6} {'wall s':>7} {'tokens/s':>8} {'tokens/CPU s':>12}")
-    rows = [(name, run, run.num_threads) for name, run in baselines.items()]
-    for name, run, num_threads in (*rows, ("motet", engine, arguments.threads)):
-        speed, cpu_speed = run.num_output_tokens / run.wall_s, run.num_output_tokens / run.cpu_s
-        print(f"{name:12} {num_threads:7} {run.num_output_tokens:6} {run.wall_s:7.1f} {speed:8.1f} {cpu_speed:12.1f}")
+    rows: list[tuple[str, EngineRun | BaselineRun, int]] = [(n, run, run.num_threads) for n, run in baselines.items()]
+    rows.append(("motet", engine, arguments.threads))
+    for name, each, num_threads in rows:
+        speed, cpu_speed = each.num_output_tokens / each.wall_s, each.num_output_tokens / each.cpu_s
+        print(f"{name:12} {num_threads:7} {each.num_output_tokens:6} {each.wall_s:7.1f} {speed:8.1f} {cpu_speed:12.1f}")
     ratios: dict[str, str | float] = {"benchmark": "vs_peft", "adapters": arguments.adapters}
     for name, run in baselines.items():
         ratios[f"output_tokens_per_s_over_{name}"] = round(_ratio(engine, run, "wall_s"), 2)

@@ -6,9 +6,9 @@ import random
 from collections.abc import Iterator, Sequence
 
 import torch
-from machine import Machine, Row, relative_error
 from torch.nn.functional import scaled_dot_product_attention
 
+from motet.benchmarks.gpu.machine import Machine, Row, relative_error
 from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import Kernels
 
@@ -102,7 +102,7 @@ def time_decode(machine: Machine, kernels: Kernels) -> Iterator[Row]:
         def call(layer: int, case: PagedCase = case, scale: float = scale) -> torch.Tensor:
             return kernels.paged_attention(case.q, case.pool[:, layer], case.batch, scale, None)
 
-        time_s = machine.time_s([lambda layer=layer, call=call: call(layer) for layer in range(layers)])
+        time_s = machine.time_s([lambda layer=layer, call=call: call(layer) for layer in range(layers)])  # type: ignore[misc]
         kv_bytes = count * context * 2 * 8 * 128 * case.pool.element_size()
         others = {}
         sdpa_s = _sdpa_time_s(machine, case, layers)
@@ -132,13 +132,13 @@ def time_chunks(machine: Machine, kernels: Kernels) -> Iterator[Row]:
         def call(layer: int, case: PagedCase = case, scale: float = scale) -> torch.Tensor:
             return kernels.paged_attention(case.q, case.pool[:, layer], case.batch, scale, None)
 
-        time_s = machine.time_s([lambda layer=layer, call=call: call(layer) for layer in range(2)])
+        time_s = machine.time_s([lambda layer=layer, call=call: call(layer) for layer in range(2)])  # type: ignore[misc]
         seen = rows * (context - rows) + rows * (rows + 1) / 2
         others = {}
         if rows == context and not machine.is_dry:
             q, k, v = (x.transpose(0, 1).unsqueeze(0).contiguous() for x in (case.q, case.k, case.v))
             causal_s = machine.time_s(
-                [lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)] * 2
+                [lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)] * 2  # type: ignore[misc]
             )
             if causal_s is not None:
                 others["SDPA, contiguous"] = causal_s
@@ -167,7 +167,7 @@ def time_write_kv(machine: Machine, kernels: Kernels) -> Iterator[Row]:
         error = max(relative_error(turned, rotate(case.q)), relative_error(stored, written))
         time_s = machine.time_s(
             [
-                lambda layer=layer, case=case, rotary=rotary: kernels.write_kv(
+                lambda layer=layer, case=case, rotary=rotary: kernels.write_kv(  # type: ignore[misc]
                     case.q, case.k, case.v, rotary, case.pool[:, layer], case.batch
                 )
                 for layer in range(2)

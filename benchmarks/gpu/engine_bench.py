@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from machine import Machine
 
 from motet.adapters.format.tensor_file import Tensor
-from motet.adapters.packing.layout import AdapterLayout
+from motet.adapters.packing.layout import AdapterLayout, Dtype
 from motet.adapters.packing.packing import PAGE_DTYPES
 from motet.adapters.store.store import AdapterStore
+from motet.benchmarks.gpu.machine import Machine
 from motet.kernels.backend import Kernels
 from motet.workers.engine import Engine
 from motet.workers.execution.adapter_loader import AdapterLoader
@@ -129,7 +129,7 @@ class Bench:
     def __init__(self, machine: Machine, size: Size, kernels: Kernels) -> None:
         model = _model(size)
         sharding = ModelSharding(model)
-        dtype_name = str(machine.dtype).removeprefix("torch.")
+        dtype_name: Dtype = "float32" if machine.dtype == torch.float32 else "bfloat16"
         layout = sharding.layout(BLOCK, dtype_name)
         geometry = plan_pool(sharding, BLOCK, machine.dtype, size.pool_bytes)
         pool = make_pool(geometry, machine.device)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from engine_bench import CHECK_SIZE, DRY_SIZE, FULL_SIZE, Bench
-from machine import Machine, Row, relative_error
 
+from motet.benchmarks.gpu.engine_bench import CHECK_SIZE, DRY_SIZE, FULL_SIZE, Bench
+from motet.benchmarks.gpu.machine import Machine, Row, relative_error
 from motet.kernels.backend import choose_kernels, plain_kernels, triton_kernels
 
 _TOLERANCE = 1e-3  # of log-probabilities in float32

@@ -6,12 +6,12 @@ import random
 from collections.abc import Iterator, Sequence
 
 import torch
-from machine import Machine, Row, relative_error
 
 from motet.adapters.adapter import MODULES, BaseShape
 from motet.adapters.packing.layout import AdapterLayout
+from motet.benchmarks.gpu.machine import Machine, Row, relative_error
 from motet.kernels.backend import Kernels
-from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
+from motet.kernels.lora import LoraBatch, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 GROUPS = {"qkv": (0, 1, 2), "o": (3,), "gate+up": (4, 5), "down": (6,)}
@@ -106,11 +106,17 @@ def time_lora(machine: Machine, kernels: Kernels) -> Iterator[Row]:
             x = torch.randn(rows, num_in, dtype=machine.dtype, device=machine.device)
             y = torch.randn(rows, num_out, dtype=machine.dtype, device=machine.device)
 
-            def call(layer: int, x=x, y=y, batch=batch, modules=modules) -> None:
+            def call(
+                layer: int,
+                x: torch.Tensor = x,
+                y: torch.Tensor = y,
+                batch: LoraBatch = batch,
+                modules: tuple[int, ...] = modules,
+            ) -> None:
                 shrunk = kernels.lora.shrink(x, case.pool, layer, batch, modules).unsqueeze(0)
                 kernels.lora.expand(y, shrunk, case.pool, layer, batch, modules)
 
-            time_s = machine.time_s([lambda layer=layer, call=call: call(layer) for layer in range(layers)])
+            time_s = machine.time_s([lambda layer=layer, call=call: call(layer) for layer in range(layers)])  # type: ignore[misc]
             weights = count * 16 * sum(sum(case.sides[m]) for m in modules)
             num_bytes = (weights + x.numel() + 2 * y.numel()) * x.element_size()
             flops = 2 * rows * 16 * sum(sum(case.sides[m]) for m in modules)

@@ -59,7 +59,7 @@ class Machine:
             torch.cuda.synchronize()
             if repetition >= 2:
                 times.append(time.perf_counter() - started)
-        return statistics.median(times)
+        return float(statistics.median(times))
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _graph_time_s(calls: Sequence[Callable[[], object]]) -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e-3 / len(calls))
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def _copied_bytes_per_s(device: torch.device) -> float:

@@ -6,8 +6,9 @@ import time
 from collections.abc import Iterator
 
 import torch
-from engine_bench import DRY_SIZE, FULL_SIZE, RANK
-from machine import Machine, Row
+
+from motet.benchmarks.gpu.engine_bench import DRY_SIZE, FULL_SIZE, RANK
+from motet.benchmarks.gpu.machine import Machine, Row
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPT = 64  # tokens: shorter than the engine's, to the baseline's advantage

@@ -22,7 +22,7 @@ class Struct:
         for name in inspect.get_annotations(cls):
             value = cls.__dict__.get(name)
             if isinstance(value, list | dict) or (value is not None and type(value).__hash__ is None):
-                setattr(cls, name, field(default_factory=lambda value=value: copy.copy(value)))
+                setattr(cls, name, field(default_factory=lambda value=value: copy.copy(value)))  # type: ignore[misc]
         dataclass(frozen=frozen, kw_only=kw_only)(cls)
 
 

@@ -6,14 +6,17 @@ import math
 from typing import Any
 
 import torch
-from machine import Machine, Row
+
+from motet.benchmarks.gpu.machine import Machine, Row
 
 
 class Report:
     """Prints each row when it comes."""
 
     def __init__(self, machine: Machine, torch_version: str, triton_version: str) -> None:
-        self._machine, self._rows, self._problems = machine, [], []
+        self._machine = machine
+        self._rows: list[Row] = []
+        self._problems: list[str] = []
         self._facts: dict[str, Any] = {
             "benchmark": "gpu",
             "device": "cpu, interpreted" if machine.is_dry else torch.cuda.get_device_name(machine.device),

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator
 
 import torch
-from machine import Machine, Row, relative_error
 
+from motet.benchmarks.gpu.machine import Machine, Row, relative_error
 from motet.kernels.backend import Kernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -22,10 +22,10 @@ def time_norm(machine: Machine, kernels: Kernels) -> Iterator[Row]:
         exact = (x + residual).double()
         reference = exact * (exact.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
         error = max(relative_error(normed, reference), relative_error(total, exact))
-        time_s = machine.time_s([lambda x=x, r=residual, w=weight: kernels.add_rms_norm(x, r, w, 1e-5)] * 4)
+        time_s = machine.time_s([lambda x=x, r=residual, w=weight: kernels.add_rms_norm(x, r, w, 1e-5)] * 4)  # type: ignore[misc]
         others = {}
         other_s = machine.time_s(
-            [lambda x=x, r=residual, w=weight: torch.nn.functional.rms_norm(x + r, (w.numel(),), w, 1e-5)] * 4
+            [lambda x=x, r=residual, w=weight: torch.nn.functional.rms_norm(x + r, (w.numel(),), w, 1e-5)] * 4  # type: ignore[misc]
         )
         if other_s is not None:
             others["torch"] = other_s
@@ -43,7 +43,7 @@ def time_activations(machine: Machine, kernels: Kernels) -> Iterator[Row]:
         ("GELU · up", kernels.gelu_tanh_mul, torch.nn.functional.gelu(gate, approximate="tanh")),
     ):
         error = relative_error(call(gate_up), active * up)
-        time_s = machine.time_s([lambda call=call: call(gate_up)] * 4)
+        time_s = machine.time_s([lambda call=call: call(gate_up)] * 4)  # type: ignore[misc]
         floor_s = machine.floor_s(3 * rows * width * gate_up.element_size())
         yield Row(name, f"{rows} rows of {width}", error, TOLERANCE[machine.dtype], time_s, floor_s)
 
@@ -64,7 +64,7 @@ def time_experts(machine: Machine, kernels: Kernels) -> Iterator[Row]:
             for expert, (start, end) in enumerate(itertools.pairwise(bounds))
             if end > start
         ]
-        time_s = machine.time_s([lambda x=x, groups=groups: kernels.experts.linear(x, weight, groups)] * 2)
+        time_s = machine.time_s([lambda x=x, groups=groups: kernels.experts.linear(x, weight, groups)] * 2)  # type: ignore[misc]
         num_bytes = (weight.numel() + x.numel() + out.numel()) * x.element_size()
         floor_s = machine.floor_s(num_bytes, 2 * 2 * rows * hidden * wide)
         what = f"{rows} rows, 2 of {num_experts} experts"

@@ -1,7 +1,7 @@
 """Every GPU kernel checked against float64 and timed against the machine's limits; then the whole engine.
 
-Needs an NVIDIA GPU, torch, Triton and this checkout, nothing else. PEFT and FlashAttention are compared with if they
-are installed. Prints a table, then one line of JSON. Inputs are random and new in each run. `--dry` runs everything on
+Needs an NVIDIA GPU, torch, Triton, ml_dtypes (which JAX and ONNX bring along) and this checkout, nothing else. PEFT and
+FlashAttention are compared with if they are installed. Prints a table, then one line of JSON. Inputs are random and new in each run. `--dry` runs everything on
 a CPU, interpreted, with tiny shapes and without times, so that the script itself can be tested anywhere.
 """
 
@@ -17,6 +17,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # imported only once motet can be
+    from motet.benchmarks.gpu.machine import Machine, Row
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +42,7 @@ def make_importable(folder: Path) -> None:
     """Makes `import motet` find this checkout where it is not installed, by a link of that name to it."""
     (folder / "motet").symlink_to(ROOT)
     sys.path.insert(0, str(folder))
-    from plain_messages import stand_in_for_msgspec
+    from motet.benchmarks.gpu.plain_messages import stand_in_for_msgspec
 
     if stand_in_for_msgspec():
         print("msgspec is not installed: the engine's messages are plain dataclasses here")
@@ -51,8 +55,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.dry and not torch.cuda.is_available():
         print("no NVIDIA GPU is visible to torch: --dry runs on the CPU", file=sys.stderr)
         return 2
-    from machine import Machine
-    from report import Report
+    from motet.benchmarks.gpu.machine import Machine
+    from motet.benchmarks.gpu.report import Report
 
     started = time.perf_counter()
     machine = Machine.find(arguments.dry)
@@ -74,16 +78,11 @@ def _run(arguments: argparse.Namespace) -> int:
     return 1 if report.is_bad else 0
 
 
-def _sections(machine: object, only: str | None) -> Iterator[tuple[str, Callable[[], Iterator[object]]]]:
-    import attention_rows
-    import engine_rows
-    import lora_rows
-    import peft_rows
-    import row_rows
-
+def _sections(machine: Machine, only: str | None) -> Iterator[tuple[str, Callable[[], Iterator[Row]]]]:
+    from motet.benchmarks.gpu import attention_rows, engine_rows, lora_rows, peft_rows, row_rows
     from motet.kernels.backend import choose_kernels, triton_kernels
 
-    chosen = triton_kernels(machine.device, machine.dtype)  # type: ignore[attr-defined]
+    chosen = triton_kernels(machine.device, machine.dtype)
     if only != "engine":
         for section in (
             attention_rows.check_attention,
@@ -97,9 +96,9 @@ def _sections(machine: object, only: str | None) -> Iterator[tuple[str, Callable
             row_rows.time_experts,
             row_rows.time_page_copies,
         ):
-            yield section.__name__, lambda section=section: section(machine, chosen)
-        if not machine.is_dry:  # type: ignore[attr-defined]
-            best = choose_kernels(machine.device, machine.dtype, 1)  # type: ignore[attr-defined]
+            yield section.__name__, lambda section=section: section(machine, chosen)  # type: ignore[misc]
+        if not machine.is_dry:
+            best = choose_kernels(machine.device, machine.dtype, 1)
             if best.choice != chosen.choice:
                 yield f"time_decode by {best.choice}", lambda: attention_rows.time_decode(machine, best)
     if only != "kernels":

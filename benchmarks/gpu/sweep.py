@@ -17,7 +17,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from run import make_importable
+from run import make_importable  # type: ignore[import-not-found]  # it makes motet importable
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _sweep(is_dry: bool) -> dict[str, Any]:
-    from machine import Machine
+    from motet.benchmarks.gpu.machine import Machine
 
     machine = Machine.find(is_dry)
     found = {}
@@ -65,8 +65,7 @@ def _varied(default: Any, **choices: tuple[int, ...]) -> Iterator[tuple[dict[str
 
 def _decodes(machine: Any) -> Iterator[tuple[dict[str, int], Callable[[], float]]]:
     """64 sequences of 4,096 tokens."""
-    from attention_rows import PagedCase
-
+    from motet.benchmarks.gpu.attention_rows import PagedCase
     from motet.kernels.gpu.attention import AttentionTuning, TritonAttention
 
     case = PagedCase(machine, [(40, 1)] * 2 if machine.is_dry else [(4096, 1)] * 64, 32, 8, 128)
@@ -74,27 +73,26 @@ def _decodes(machine: Any) -> Iterator[tuple[dict[str, int], Callable[[], float]
     for changed, tuning in _varied(AttentionTuning(), **choices):
         attend = TritonAttention(tuning).paged_attention
         calls = [lambda i=i, attend=attend: attend(case.q, case.pool[:, i], case.batch, 0.09, None) for i in range(2)]
-        yield changed, lambda calls=calls: machine.time_s(calls)
+        yield changed, lambda calls=calls: machine.time_s(calls)  # type: ignore[misc]
 
 
 def _chunks(machine: Any) -> Iterator[tuple[dict[str, int], Callable[[], float]]]:
     """A chunk of 2,048 tokens at the end of 8,192."""
-    from attention_rows import PagedCase
-
+    from motet.benchmarks.gpu.attention_rows import PagedCase
     from motet.kernels.gpu.attention import AttentionTuning, TritonAttention
 
     case = PagedCase(machine, [(40, 20) if machine.is_dry else (8192, 2048)], 32, 8, 128)
     for changed, tuning in _varied(AttentionTuning(), chunk_keys=(32, 64, 128), chunk_stages=(2, 3)):
         attend = TritonAttention(tuning).paged_attention
         calls = [lambda i=i, attend=attend: attend(case.q, case.pool[:, i], case.batch, 0.09, None) for i in range(2)]
-        yield changed, lambda calls=calls: machine.time_s(calls)
+        yield changed, lambda calls=calls: machine.time_s(calls)  # type: ignore[misc]
 
 
 def _lora(machine: Any) -> Iterator[tuple[dict[str, int], Callable[[], float]]]:
     """A layer's four groups for 64 rows of 64 adapters of rank 16."""
     import torch
-    from lora_rows import GROUPS, LLAMA, TINY, LoraCase
 
+    from motet.benchmarks.gpu.lora_rows import GROUPS, LLAMA, TINY, LoraCase
     from motet.kernels.gpu.lora import LoraTuning, TritonLora
     from motet.kernels.lora import LoraSegment
 
@@ -120,7 +118,7 @@ def _lora(machine: Any) -> Iterator[tuple[dict[str, int], Callable[[], float]]]:
                 lora.expand(y, lora.shrink(x, case.pool, layer, batch, modules)[None], case.pool, layer, batch, modules)
 
         calls = [lambda layer=layer, call=call: call(layer) for layer in range(4)]
-        yield changed, lambda calls=calls: machine.time_s(calls)
+        yield changed, lambda calls=calls: machine.time_s(calls)  # type: ignore[misc]
 
 
 if __name__ == "__main__":

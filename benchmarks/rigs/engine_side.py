@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from workload import Job
-
 from motet.adapters.format.validation import validate
 from motet.adapters.packing.layout import AdapterLayout
 from motet.adapters.store.store import AdapterStore
+from motet.benchmarks.rigs.workload import Job
 from motet.cluster.config import MotetConfig
 from motet.workers.engine_builder import build_engine
 from motet.workers.models.config import ModelConfig

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
-from workload import Job
+
+from motet.benchmarks.rigs.workload import Job
 
 
 @dataclass(frozen=True)

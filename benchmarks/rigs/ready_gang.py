@@ -113,7 +113,7 @@ class ReadyGang:
         self._queues: dict[int, asyncio.Queue[SequenceUpdate]] = {}
         self._engine = ReadyEngine(text_token_ids)
         loop = asyncio.get_running_loop()
-        self._engine.start(lambda updates, _: self._hand_over(loop, updates))
+        self._engine.start(lambda updates, _load, _residency: self._hand_over(loop, updates))
 
     def info(self) -> GangInfo:
         return self._info

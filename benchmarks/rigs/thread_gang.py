@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -30,7 +30,7 @@ class ThreadGroup:
         self.traffic.count_all_gather(x, self.degree, kind)
         return torch.stack(self._exchange(x))
 
-    def _exchange(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         self._board[self.rank] = x.clone()
         self._barrier.wait()
         taken = [part for part in self._board if part is not None]

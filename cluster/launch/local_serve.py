@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..progress_log import OnEvent, ignore_event, step
 from ..settings.config_error import ConfigError
-from .janitor import SESSION_VARIABLE
+from .janitor import SESSION_VARIABLE, sweep
 
 LOOPBACK = "127.0.0.1"
 NUM_LOGICAL_CPUS = 2  # of Ray; each starts one idle worker, which makes replacing a gang quick
@@ -34,9 +34,22 @@ LASTING_STREAMS = {
     "RAY_SERVE_PORT_QUARANTINE_S": str(PORT_REST_S),
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(DEREGISTRATION_S),
 }
+# How long Ray and Serve wait for parts of themselves to start. A busy machine needs longer than their defaults, after
+# which they give up, or start a part again that was about to be there.
+PATIENT_STARTS = {
+    "RAY_gcs_server_port_wait_time_s": "120",
+    "RAY_gcs_server_request_timeout_seconds": "120",
+    "RAY_worker_register_timeout_seconds": "300",  # of a process that has yet to import what it runs
+    "RAY_agent_register_timeout_ms": "300000",  # without its agents a raylet ends itself
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120",
+}
+NUM_START_ATTEMPTS = 3  # what Ray waits for besides, it waits for as long as it is written there, mostly 30 s
 # The C library asks for huge pages, from which weights that are read once a step come faster. Native linears see to it
 # themselves; this is for the others: experts', and those that oneDNN packs.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+_log = logging.getLogger(__name__)
 
 
 def check_port_is_free(host: str, port: int) -> None:
@@ -87,6 +100,7 @@ def serve_environment(session: str, session_path: Path, host: str, port: int) ->
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # the routers count requests themselves
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         **LASTING_STREAMS,
+        **PATIENT_STARTS,
         **HUGE_PAGES,
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(http_fallback_port),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc_fallback_port),
@@ -135,7 +149,27 @@ def write_haproxy_wrapper(path: Path, host: str, port: int, private_ports: Seque
 
 
 def start_serve(session_path: Path, port: int, num_cpus: float, on_event: OnEvent = ignore_event) -> None:
-    """Starts Ray and Serve; needs `serve_environment` in the environment. `num_cpus`: what all replicas take."""
+    """Starts Ray and Serve; needs `serve_environment` in the environment. `num_cpus`: what all replicas take.
+
+    A start that fails, as it does on a machine too busy for Ray's own timeouts, is tried again from the beginning.
+    """
+    for attempt in range(1, NUM_START_ATTEMPTS + 1):
+        try:
+            _start_serve(session_path, port, num_cpus, on_event)
+            return
+        except ValueError:  # of what was asked for: another attempt would not change it
+            raise
+        except Exception as error:  # Ray has no class of its own for a start that took too long
+            if attempt == NUM_START_ATTEMPTS:
+                raise
+            import ray
+
+            _log.warning("Ray did not start, and is started again: %s", error)
+            ray.shutdown()
+            sweep(os.environ[SESSION_VARIABLE])
+
+
+def _start_serve(session_path: Path, port: int, num_cpus: float, on_event: OnEvent) -> None:
     with step(on_event, "starting Ray"):
         import ray
         from ray import serve

@@ -112,8 +112,8 @@ struct TokenWalk {
     int64_t token, page, slot;
 
     TokenWalk(const AttentionCall<T>& call, int64_t sequence, int64_t first)
-        : call(call), pages(call.page_table + sequence * call.table_width), token(first),
-          page(first / call.block_size), slot(first % call.block_size) {}
+        : call(call), pages(call.page_table + sequence * call.table_width), token(first), page(first / call.block_size),
+          slot(first % call.block_size) {}
 
     // Prefetches K and V of the next 16 tokens below `end`.
     void prefetch(int64_t end, int64_t head_offset, int64_t dim) {
@@ -233,8 +233,7 @@ inline void add_values(AttentionScratch<T>& s, int64_t num_queries, const T* con
             constexpr int kRows = decltype(count)::value;
             Sums sums[kRows];
             float* totals = s.totals + query * padded + column;
-            for (int m = 0; m < kRows; m++)
-                sums[m] = {load(totals + m * padded), load(totals + m * padded + kLanes)};
+            for (int m = 0; m < kRows; m++) sums[m] = {load(totals + m * padded), load(totals + m * padded + kLanes)};
             for (int64_t i = 0; i < num_pairs; i++)
                 for (int m = 0; m < kRows; m++) s.values[i].add_to(sums[m], s.weights[query + m][i]);
             for (int m = 0; m < kRows; m++) {

@@ -79,6 +79,7 @@ inline void assign(Bfloat16& target, float value) {
 
 // Arithmetic of `Two`; the compiler has that of registers.
 
+// clang-format off
 #define MOTET_ARITHMETIC(OP)                                            \
     template <class V>                                                  \
     inline Two<V> operator OP(const Two<V>& x, const Two<V>& y) {       \
@@ -96,6 +97,7 @@ inline void assign(Bfloat16& target, float value) {
     inline Two<V>& operator OP##=(Two<V>& x, const Y& y) {              \
         return x = x OP y;                                              \
     }
+// clang-format on
 
 MOTET_ARITHMETIC(+)
 MOTET_ARITHMETIC(-)
@@ -288,7 +290,8 @@ inline FloatPart exponential(FloatPart x) {
     const FloatPart magic = FloatPart{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
     FloatPart turns = (x * 1.44269504088896f + magic) - magic;
     FloatPart rest = (x - turns * 0.693359375f) + turns * 2.12194440e-4f;  // ln 2 in two parts
-    FloatPart series = FloatPart{} + 1.9875691500e-4f;  // minimax polynomial of Cephes' expf
+    // Minimax polynomial of Cephes' expf.
+    FloatPart series = FloatPart{} + 1.9875691500e-4f;
     series = series * rest + 1.3981999507e-3f;
     series = series * rest + 8.3334519073e-3f;
     series = series * rest + 4.1665795894e-2f;

@@ -120,7 +120,8 @@ inline void expand_span(const RowPair<T>* pairs, int64_t num_pairs, const typena
 // Adds v B to many rows of y: the pairs of rows of a strip of B are made once and used for all rows of y.
 template <class T, class Ahead>
 void expand_many(const LoraPages<T>& pages, const LoraPart& part, int64_t num_rows, T* y, int64_t y_stride,
-                 const typename RowPair<T>::Factors* factors, int64_t num_pairs, LoraScratch<T>& scratch, Ahead& ahead) {
+                 const typename RowPair<T>::Factors* factors, int64_t num_pairs, LoraScratch<T>& scratch,
+                 Ahead& ahead) {
     const int64_t width = part.num_out;
     ahead.lines(part.rank * width * int64_t(sizeof(T)) / 64);  // all of B at once: a strip reads a bit of each row
     T* spare = room(scratch.spare, part.rank * width);
@@ -231,8 +232,7 @@ template <class T>
 void shrink(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, const T* x, int64_t x_stride,
             T* shrunk, int num_threads) {
     share_out<T, run_of_a>(
-        pages, parts, num_parts, num_threads,
-        [](const LoraPart& part) { return part.num_in * int64_t(sizeof(T)); },
+        pages, parts, num_parts, num_threads, [](const LoraPart& part) { return part.num_in * int64_t(sizeof(T)); },
         [&](const PartList& singles, auto& scratch) { shrink_singles(pages, singles, x, x_stride, shrunk, scratch); },
         [&](const LoraPart& part, int64_t start, int64_t end, auto& scratch, auto& ahead) {
             shrink_part(pages, part, start, end, x, x_stride, shrunk, scratch, ahead);
@@ -241,8 +241,8 @@ void shrink(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts,
 
 // y += v B for all parts, where v are the shrunk vectors, `shrunk_stride` elements from one worker's to the next one's.
 template <class T>
-void expand(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, const T* shrunk,
-            int64_t shrunk_stride, T* y, int64_t y_stride, int num_threads) {
+void expand(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, const T* shrunk, int64_t shrunk_stride,
+            T* y, int64_t y_stride, int num_threads) {
     share_out<T, run_of_b>(
         pages, parts, num_parts, num_threads,
         [](const LoraPart& part) { return part.num_out * int64_t(sizeof(float)); },

@@ -24,10 +24,11 @@ inline DoublePart exponential(DoublePart x) {
     const DoublePart limited = x < -700.0 ? DoublePart{} - 700.0 : x;
     const DoublePart magic = DoublePart{} + 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to a whole number
     const DoublePart rounded = limited * 1.4426950408889634 + magic, turns = rounded - magic;
-    const DoublePart rest = (limited - turns * 6.93147180369123816490e-01) - turns * 1.90821492927058770002e-10;  // ln 2
-    DoublePart series = DoublePart{} + 1.0 / 6227020800.0;  // of Taylor, to 1 / 13!
-    const double factorials[] = {479001600.0, 39916800.0, 3628800.0, 362880.0, 40320.0, 5040.0,
-                                 720.0,       120.0,      24.0,      6.0,      2.0,     1.0,    1.0};
+    // What is left of x beyond whole multiples of ln 2, and Taylor's series of it to 1 / 13!.
+    const DoublePart rest = (limited - turns * 6.93147180369123816490e-01) - turns * 1.90821492927058770002e-10;
+    DoublePart series = DoublePart{} + 1.0 / 6227020800.0;
+    const double factorials[] = {479001600.0, 39916800.0, 3628800.0, 362880.0, 40320.0, 5040.0, 720.0,
+                                 120.0,       24.0,       6.0,       2.0,      1.0,     1.0};
     for (double factorial : factorials) series = series * rest + 1.0 / factorial;
     const LongPart exponent = ((LongPart)rounded << 52) + (int64_t(1023) << 52);  // the low bits are the whole number
     return x < -700.0 ? DoublePart{} : series * (DoublePart)exponent;

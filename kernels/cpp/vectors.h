@@ -112,8 +112,8 @@ struct NothingAhead {
 // of `Sums`. `ahead`, if any, is told how many cache lines of the rows are about to be read.
 template <class T, int kPairs, class Ahead = NothingAhead>
 inline void add_weighted_rows(float* totals, int64_t total_stride, int64_t num_totals,
-                              const typename RowPair<T>::Factors* factors, int64_t factor_stride,
-                              const T* const* rows, int64_t width, Ahead* ahead = nullptr) {
+                              const typename RowPair<T>::Factors* factors, int64_t factor_stride, const T* const* rows,
+                              int64_t width, Ahead* ahead = nullptr) {
     for (int64_t column = 0; column < width; column += kSpan) {
         if (ahead) ahead->lines_in_loop(2 * kPairs * kSpan * int64_t(sizeof(T)) / 64);
         RowPair<T> pairs[kPairs];

@@ -8,7 +8,7 @@ from torch.nn.functional import linear as torch_linear
 
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether oneDNN takes packed weights here: only bfloat16, and only on CPUs with wide enough vectors."""
-    if dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 

@@ -12,6 +12,7 @@ from motet.adapters.errors import AdapterInvalid, KeyTaken, OtherBase, RegistryU
 from motet.adapters.registry.events import AdapterDeleted, AdapterSet, KeySet
 from motet.adapters.registry.registry import Registry, connect, hash_key
 from motet.adapters.registry.registry_scripts import PREFIX
+from motet.tests.rigs.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -108,8 +109,8 @@ async def test_keys_belong_to_tenants_and_are_stored_hashed(registry: Registry, 
     await registry.set_key("acme", "secret-3")  # free again
     await registry.set_launch_keys("launch-1", [("acme", "secret-4")])
     for key in await redis_client.keys("*"):
-        assert key.startswith(PREFIX)
-        assert "secret" not in str(await _content(redis_client, key))
+        assert str(key).startswith(PREFIX)
+        assert "secret" not in str(await _content(redis_client, str(key)))
 
 
 async def _content(client: Any, key: str) -> Any:
@@ -212,11 +213,14 @@ async def test_changes_are_told_in_order_and_only_once(registry: Registry) -> No
     assert (end.event_id, end.event_number) == (events[-1].event_id, 4)
 
 
-async def test_waits_for_an_event(registry: Registry) -> None:
-    waiting = asyncio.create_task(registry.read_events("0-0", 1.0))
-    await asyncio.sleep(0.05)
+async def test_waits_for_an_event(registry: Registry, redis_client: Redis, redis_url: str) -> None:
+    client = connect(redis_url, timeout_s=2 * PATIENCE_S)
+    waiting = asyncio.create_task(Registry(client).read_events("0-0", PATIENCE_S))
+    while (await redis_client.info("clients"))["blocked_clients"] == 0:
+        assert not waiting.done()
     await registry.register("acme", "x", **facts())
     assert len(await waiting) == 1
+    await client.aclose()
 
 
 async def test_a_snapshot_holds_everything(registry: Registry) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from motet.adapters.registry.registry import NumberedEvent, Registry, connect, h
 from motet.adapters.registry.registry_scripts import PREFIX
 from motet.adapters.registry.registry_view import RegistryView
 from motet.cluster.registry_server.redis_server import RedisServer
+from motet.tests.rigs.patience import eventually_in_loop as eventually
 
 
 class GatedRegistry(Registry):
@@ -27,12 +28,18 @@ class GatedRegistry(Registry):
         self.gate = asyncio.Event()
         self.gate.set()
         self.num_snapshots = 0
+        self.is_held = False  # somebody waits at the gate
 
     async def read_events(self, after: str, wait_s: float) -> Sequence[NumberedEvent]:
-        await self.gate.wait()
+        await self._pass_gate()
         events = await super().read_events(after, min(wait_s, 0.1))
-        await self.gate.wait()
+        await self._pass_gate()
         return events
+
+    async def _pass_gate(self) -> None:
+        self.is_held = not self.gate.is_set()
+        await self.gate.wait()
+        self.is_held = False
 
     async def snapshot(self) -> Any:
         self.num_snapshots += 1
@@ -50,14 +57,6 @@ async def view(registry: GatedRegistry) -> AsyncIterator[RegistryView]:
     await view.start()
     yield view
     await view.stop()
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"not seen within 10 s: {what}")
 
 
 async def register(registry: Registry, name: str = "x", digest: str = "a") -> AdapterVersion:
@@ -80,7 +79,7 @@ async def test_starts_with_what_is_there_and_follows(registry: GatedRegistry) ->
     await registry.set_key("zoo", "new key")
     await registry.delete_key("old key")
     await registry.delete("acme", "old")
-    await until(lambda: view.resolve("acme", "old") is None, "the deletion")
+    await eventually(lambda: view.resolve("acme", "old") is None)
     assert view.list("acme") == [new]
     assert view.tenant_of_key("new key") == "zoo"
     assert view.tenant_of_key("old key") is None
@@ -128,27 +127,27 @@ async def test_changes_made_while_a_snapshot_is_under_way_are_kept(registry: Gat
 
     class SlowRegistry(GatedRegistry):
         async def snapshot(self) -> Any:
-            view.apply(AdapterSet(adapter))
+            slow_view.apply(AdapterSet(adapter))
             return snapshot  # as it was before the change
 
     slow = SlowRegistry(registry._client)
     slow.gate.clear()
-    view = RegistryView(slow)
-    await view.start()
-    assert view.resolve("acme", "x") == adapter
-    await view.stop()
+    slow_view = RegistryView(slow)
+    await slow_view.start()
+    assert slow_view.resolve("acme", "x") == adapter
+    await slow_view.stop()
 
 
 async def test_events_trimmed_before_they_were_read_are_not_missed(
     registry: GatedRegistry, view: RegistryView, redis_client: Redis
 ) -> None:
     registry.gate.clear()
-    await asyncio.sleep(0.15)  # the read that was under way is over
+    await eventually(lambda: registry.is_held)  # the read that was under way is over
     adapters = [await register(registry, name) for name in "abc"]
     await registry.set_key("acme", "k")
     await redis_client.xtrim(PREFIX + "events", maxlen=1, approximate=False)
     registry.gate.set()
-    await until(lambda: view.tenant_of_key("k") == "acme", "the last event")
+    await eventually(lambda: view.tenant_of_key("k") == "acme")
     assert view.list("acme") == adapters
     assert registry.num_snapshots == 2
     assert view.connected
@@ -159,10 +158,10 @@ async def test_a_registry_that_lost_everything_is_loaded_anew(
 ) -> None:
     await register(registry, "old")
     await registry.set_key("acme", "k")
-    await until(lambda: view.tenant_of_key("k") == "acme", "the events")
+    await eventually(lambda: view.tenant_of_key("k") == "acme")
     await redis_client.flushall()
     await register(registry, "new")
-    await until(lambda: view.resolve("acme", "new") is not None, "the new event")
+    await eventually(lambda: view.resolve("acme", "new") is not None)
     assert view.resolve("acme", "old") is None
     assert view.tenant_of_key("k") is None
 
@@ -191,7 +190,7 @@ async def test_a_random_history_ends_in_the_same_state_and_versions_never_go_bac
             assert known.version >= latest.get(known.name, 0), step
             latest[known.name] = known.version
     await registry.set_key("acme", "the end")
-    await until(lambda: view.tenant_of_key("the end") == "acme", "the last event")
+    await eventually(lambda: view.tenant_of_key("the end") == "acme")
     assert view.list("acme") == await registry.list("acme")
 
 
@@ -200,20 +199,20 @@ async def test_an_outage_is_served_from_memory_and_logged_once(
 ) -> None:
     server = RedisServer(tmp_path / "redis")
     client = connect(server.start(), timeout_s=1.0)
-    registry = Registry(client)
+    registry = GatedRegistry(client)
     adapter = await register(registry)
     view = RegistryView(registry)
     await view.start()
     caplog.set_level(logging.INFO, logger="motet.adapters.registry.registry_view")
 
     await asyncio.to_thread(server.stop)
-    await until(lambda: not view.connected, "the outage")
+    await eventually(lambda: not view.connected)
     assert view.resolve("acme", "x") == adapter
-    await asyncio.sleep(0.5)  # several tries
+    await eventually(lambda: registry.num_snapshots > 3)  # several tries
     server = RedisServer(tmp_path / "redis")
     client_of_another_router = connect(await asyncio.to_thread(server.start))
     newer = await register(Registry(client_of_another_router), digest="b")
-    await until(lambda: view.resolve("acme", "x") == newer, "the change made before the view was back")
+    await eventually(lambda: view.resolve("acme", "x") == newer)
     assert view.connected
     levels = [record.levelno for record in caplog.records if record.name == "motet.adapters.registry.registry_view"]
     assert levels == [logging.WARNING, logging.INFO]
@@ -237,6 +236,6 @@ async def test_an_event_from_the_future_does_not_end_the_view(
     fields: dict[Any, Any] = {"number": 1, "kind": "unheard of", "field": "f", "value": "v"}
     await redis_client.incr(PREFIX + "event_number")
     await redis_client.xadd(PREFIX + "events", fields)
-    await until(lambda: not view.connected or registry.num_snapshots > 1, "the odd event")
+    await eventually(lambda: not view.connected or registry.num_snapshots > 1)
     adapter = await register(registry)
-    await until(lambda: view.resolve("acme", "x") == adapter, "the next event")
+    await eventually(lambda: view.resolve("acme", "x") == adapter)

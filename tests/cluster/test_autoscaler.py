@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ def stats(**load: int) -> dict[str, float]:
 
 
 def context(
-    target: int, told: list[Told | None], num_calls: int = 0, state: dict[str, Any] | None = None
+    target: int, told: Sequence[Told | None], num_calls: int = 0, state: dict[str, Any] | None = None
 ) -> AutoscalingContext:
     """A context with one entry of `told` for each running replica; None: it has reported nothing yet."""
     replicas = [ReplicaID(unique_id=str(number), deployment_id=GANGS) for number in range(len(told))]

@@ -11,6 +11,7 @@ from ray.serve._private.http_util import ASGIReceiveProxy
 from starlette.types import Message, Receive, Scope, Send
 
 from motet.cluster.replicas.bounded_receive import MAX_MESSAGES, BoundedReceive
+from motet.tests.rigs.patience import PATIENCE_S
 
 NUM_MESSAGES = 500
 
@@ -49,8 +50,8 @@ async def test_a_body_is_read_no_faster_than_it_is_consumed() -> None:
     scope: Any = {"type": "http"}
     receive = ASGIDIReceiveProxy(scope, client.receive, asyncio.get_running_loop())
     task = receive.fetch_until_disconnect_task()
-    await asyncio.wait_for(BoundedReceive(slow_app)(scope, receive, send_nothing), 20)
-    await asyncio.wait_for(task, 20)
+    await asyncio.wait_for(BoundedReceive(slow_app)(scope, receive, send_nothing), PATIENCE_S)
+    await asyncio.wait_for(task, PATIENCE_S)
     assert body == b"x" * NUM_MESSAGES
     assert max(num_ahead) <= MAX_MESSAGES + 2  # one in hand on either side of the queue
 
@@ -59,6 +60,7 @@ async def test_a_long_body_through_the_fallback_proxy_arrives_whole() -> None:
     """That proxy reads ahead without waiting, and fails at a limit."""
     client = Client()
     may_read = asyncio.Event()
+    body = b""
 
     async def receive_messages(metadata: Any) -> bytes:
         """Receives as many messages at once as the proxy has at the time."""
@@ -75,10 +77,9 @@ async def test_a_long_body_through_the_fallback_proxy_arrives_whole() -> None:
             is_whole = not message["more_body"]
 
     scope: Any = {"type": "http"}
-    receive = ASGIReceiveProxy(scope, None, receive_messages)  # type: ignore[arg-type]  # only handed on
+    receive = ASGIReceiveProxy(scope, None, receive_messages)  # only handed on
     task = asyncio.create_task(receive.fetch_until_disconnect())
-    body = b""
-    await asyncio.wait_for(BoundedReceive(app)(scope, receive, send_nothing), 20)
+    await asyncio.wait_for(BoundedReceive(app)(scope, receive, send_nothing), PATIENCE_S)
     assert body == b"x" * NUM_MESSAGES
     task.cancel()
 

@@ -28,7 +28,7 @@ def run(file: Path, *arguments: str, then: str | None = None) -> tuple[Any, list
     @click.option("--key", "keys", multiple=True)
     @click.option("--flag", is_flag=True)
     @click.pass_context
-    def command(context: click.Context, **given: Any) -> None:
+    def command(context: click.Context, /, **given: Any) -> None:
         seen.append(given)
         if then is not None:
             file.write_text(then)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
-from motet.cluster.replicas.gang_demand import GangDemand
+from motet.cluster.replicas.gang_demand import POLL_S, GangDemand
+from motet.tests.rigs.patience import eventually_in_loop as eventually
 
 
 class Call:
@@ -46,22 +47,16 @@ class Waiting:
         self.demand.show()
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 async def test_many_that_wait_make_one_call() -> None:
     router = Waiting()
     for _ in range(50):
         router.begin()
     await eventually(lambda: len(router.handle.calls) == 1)
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(2 * POLL_S)  # a second call would come within one: a slow machine sees less, and never fails
     assert len(router.handle.calls) == 1
     router.num = 0
     router.handle.calls[0].result.set_result(None)
-    await asyncio.sleep(0.5)
+    await eventually(lambda: router.demand._task is not None and router.demand._task.done())
     assert len(router.handle.calls) == 1  # all are served
     router.begin()
     await eventually(lambda: len(router.handle.calls) == 2)

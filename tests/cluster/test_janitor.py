@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from motet.cluster.launch.janitor import SESSION_VARIABLE, Janitor, find_processes
+from motet.tests.rigs.patience import PATIENCE_S
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
 LAUNCHER = """
@@ -51,7 +52,7 @@ def test_ends_its_session_and_nothing_else(session: str, stray: subprocess.Popen
     (folder / "inner").mkdir(parents=True)
     assert [process.pid for process in find_processes(session)] == [stray.pid]
     Janitor(session, folder).finish()
-    assert stray.wait(10) == -9
+    assert stray.wait(PATIENCE_S) == -9
     assert not folder.exists()
     assert other.poll() is None
     other.kill()
@@ -69,7 +70,7 @@ def test_outlives_a_killed_launcher(session: str, stray: subprocess.Popen[bytes]
     launcher.kill()
     launcher.wait()
     launcher.stdout.close()
-    assert stray.wait(10) == -9
-    psutil.wait_procs(janitors, timeout=10)
+    assert stray.wait(PATIENCE_S) == -9
+    psutil.wait_procs(janitors, timeout=PATIENCE_S)
     assert not janitors[0].is_running()
     assert not folder.exists()

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import http.client
 import os
+import secrets
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import ray
+from ray import serve
+from ray.serve._private import constants
 
 from motet.cluster.config import MotetConfig
+from motet.cluster.launch.janitor import SESSION_VARIABLE, find_processes, sweep
 from motet.cluster.launch.local_serve import (
+    NUM_START_ATTEMPTS,
     check_port_is_free,
     free_ports,
     restore_environment,
     serve_environment,
     set_environment,
+    start_serve,
     write_haproxy_wrapper,
 )
 from motet.cluster.settings.config_error import ConfigError
+from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.running_motet import DEMO
 
 HAPROXY_CONFIG = """\
@@ -131,14 +138,14 @@ def haproxy(folder: Path, router_port: int) -> Iterator[int]:
 def test_a_client_does_not_notice_that_a_router_closes_its_idle_connections(tmp_path: Path) -> None:
     server = OneAnswerServer()
     with haproxy(tmp_path, server.port) as port:
-        client = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        deadline = time.monotonic() + 20
-        while client.sock is None:
-            try:
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+
+        def is_connected() -> bool:
+            with suppress(ConnectionRefusedError):
                 client.connect()
-            except ConnectionRefusedError:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            return client.sock is not None
+
+        eventually(is_connected)
         kept = client.sock
         for _ in range(4):
             client.request("POST", "/", b"x" * 100)
@@ -162,3 +169,54 @@ def test_the_environment_is_put_back(tmp_path: Path) -> None:
     assert os.environ["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
     restore_environment(before)
     assert dict(os.environ) == kept
+
+
+class StandInRay:
+    """Starts a process, as Ray would, and then fails so many times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception, num_failures: int) -> None:
+        self.num_starts = self.num_shutdowns = 0
+        self.num_left: list[int] = []  # processes that were there at each start
+        self._error, self._num_failures = error, num_failures
+        monkeypatch.setenv(SESSION_VARIABLE, secrets.token_hex(8))
+        monkeypatch.setattr(constants, "RAY_SERVE_ENABLE_HA_PROXY", True)
+        monkeypatch.setattr(constants, "RAY_SERVE_THROUGHPUT_OPTIMIZED", True)
+        monkeypatch.setattr(ray, "init", self._init)
+        monkeypatch.setattr(ray, "shutdown", self._shutdown)
+        monkeypatch.setattr(serve, "start", self._start)
+
+    def _init(self, **options: object) -> None:
+        self.num_left.append(len(find_processes(os.environ[SESSION_VARIABLE])))
+        self.process = subprocess.Popen(["sleep", "600"])
+
+    def _start(self, **options: object) -> None:
+        self.num_starts += 1
+        if self.num_starts <= self._num_failures:
+            raise self._error
+
+    def _shutdown(self) -> None:
+        self.num_shutdowns += 1
+
+
+def test_a_start_of_ray_that_takes_too_long_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stand_in = StandInRay(monkeypatch, TimeoutError("HTTP proxies not available after 60s."), 2)
+    start_serve(tmp_path, 18000, 1)
+    assert (stand_in.num_starts, stand_in.num_shutdowns) == (3, 2)
+    assert stand_in.num_left == [0, 0, 0]  # nothing of an attempt is left when the next one begins
+    assert caplog.text.count("Ray did not start, and is started again: HTTP proxies not available after 60s.") == 2
+    sweep(os.environ[SESSION_VARIABLE])
+
+
+@pytest.mark.parametrize(
+    ("error", "num_starts"), [(Exception("The current node timed out"), NUM_START_ATTEMPTS), (ValueError("bad"), 1)]
+)
+def test_a_start_of_ray_that_cannot_be_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, num_starts: int
+) -> None:
+    stand_in = StandInRay(monkeypatch, error, 100)
+    with pytest.raises(type(error), match=str(error)):
+        start_serve(tmp_path, 18000, 1)
+    assert stand_in.num_starts == num_starts
+    sweep(os.environ[SESSION_VARIABLE])

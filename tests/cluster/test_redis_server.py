@@ -8,8 +8,8 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -22,6 +22,7 @@ from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.registry.registry import Registry, connect
 from motet.cluster.registry_server.redis_binary import find_redis_binary
 from motet.cluster.registry_server.redis_server import RedisServer, RedisServerError
+from motet.tests.rigs.patience import PATIENCE_S, eventually
 
 MakeServer = Callable[[Path], RedisServer]
 
@@ -45,17 +46,13 @@ def server(tmp_path: Path, make_server: MakeServer) -> RedisServer:
     return make_server(tmp_path / "redis")
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"not seen within 10 s: {what}")
-
-
 def until_more(acknowledged: set[tuple[str, int, str]], count: int) -> None:
     enough = len(acknowledged) + count
-    until(lambda: len(acknowledged) >= enough, f"{enough} acknowledged writes")
+    eventually(lambda: len(acknowledged) >= enough)
+
+
+def has_another_pid(server: RedisServer, pid: int) -> bool:
+    return server.pid not in (None, pid)
 
 
 def is_gone(pid: int) -> bool:
@@ -115,7 +112,7 @@ async def test_nothing_acknowledged_is_lost_by_kill_9(
         pid = server.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        await asyncio.to_thread(until, lambda gone=pid: server.pid not in (None, gone), "another server")
+        await asyncio.to_thread(eventually, partial(has_another_pid, server, pid))
     await asyncio.to_thread(until_more, acknowledged, 10)
     enough.set()
     await asyncio.gather(*writers)
@@ -156,12 +153,12 @@ def start_parent(folder: Path, then: str) -> tuple[subprocess.Popen[str], str, i
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent is gone")
 def test_is_gone_when_the_parent_is_killed(tmp_path: Path, make_server: MakeServer) -> None:
-    parent, url, pid = start_parent(tmp_path / "redis", "time.sleep(60)")
+    parent, url, pid = start_parent(tmp_path / "redis", "time.sleep(600)")
     with Redis.from_url(url) as client:
         client.set("a", "1")
     parent.kill()
     parent.wait()
-    until(lambda: is_gone(pid), "the server's end")
+    eventually(lambda: is_gone(pid))
     server = make_server(tmp_path / "redis")
     with Redis.from_url(server.start()) as client:
         assert client.get("a") == b"1"
@@ -169,8 +166,8 @@ def test_is_gone_when_the_parent_is_killed(tmp_path: Path, make_server: MakeServ
 
 def test_is_gone_when_the_parent_forgets_to_stop_it(tmp_path: Path) -> None:
     parent, _, pid = start_parent(tmp_path / "redis", "sys.exit(3)")
-    assert parent.wait(20) == 3
-    until(lambda: is_gone(pid), "the server's end")
+    assert parent.wait(PATIENCE_S) == 3
+    eventually(lambda: is_gone(pid))
 
 
 def test_does_not_get_the_terminals_ctrl_c(server: RedisServer) -> None:
@@ -231,16 +228,16 @@ def test_a_long_path_gets_a_port_with_a_password(tmp_path: Path, make_server: Ma
     pid = server.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    until(lambda: server.pid not in (None, pid), "another server")
+    eventually(lambda: has_another_pid(server, pid))
 
     def has_state() -> bool:
         try:
             with Redis.from_url(url) as client:
-                return client.get("a") == b"1"
+                return bool(client.get("a") == b"1")
         except RedisConnectionError:
             return False
 
-    until(has_state, "the state at the same address")
+    eventually(has_state)
 
 
 def test_an_address_for_other_machines_has_a_password(tmp_path: Path) -> None:

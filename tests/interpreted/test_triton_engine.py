@@ -13,6 +13,7 @@ from motet.kernels.backend import triton_kernels
 from motet.tests.rigs.engine_rig import Stock
 from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, Oracle, write_adapters, write_model
 from motet.workers import worker_builder
+from motet.workers.execution.executor import LocalExecutor
 from motet.workers.execution.graphs import bucket_sizes
 from motet.workers.wire.messages import SamplingParams
 
@@ -56,8 +57,9 @@ def test_exact(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, num_logprobs=VOCAB_SIZE)
     with bench.stock.engine(num_pages=100, max_tokens_per_step=10) as rig:
         assert rig.engine.info.kernels.startswith("triton")
-        runner = rig.engine.executor.runner
-        runner.record_decodes(4, 40, lambda compute: Rerun(compute, replays))
+        executor = rig.engine.executor
+        assert isinstance(executor, LocalExecutor)
+        executor.runner.record_decodes(4, 40, lambda compute: Rerun(compute, replays))
         generator = random.Random(5)
         prompts = [[generator.randrange(VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
         for sequence_id, (prompt, adapter) in enumerate(zip(prompts, ADAPTERS, strict=True)):

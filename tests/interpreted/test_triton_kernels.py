@@ -17,6 +17,7 @@ from motet.adapters.packing.layout import AdapterLayout
 from motet.kernels import norms
 from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import triton_kernels
+from motet.kernels.gpu.lora import TritonLora
 from motet.kernels.lora import ABSENT, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from motet.kernels.plain import attention as plain_attention
 from motet.kernels.plain.experts import PlainExperts
@@ -253,6 +254,7 @@ def test_a_reserved_batch_becomes_any_that_fits(batches: list[list[dict[str, int
     """Batches one after the other, as a captured launch gets them: nothing of the batch before is left."""
     generator = torch.Generator().manual_seed(seed)
     lora = KERNELS.lora
+    assert isinstance(lora, TritonLora)
     longest = max(len(batch) for batch in batches)
     reserved = None
     for batch in batches:
@@ -278,6 +280,7 @@ def test_a_reserved_batch_refuses_what_has_no_room() -> None:
     generator = torch.Generator().manual_seed(3)
     _, segments, geometry, _ = adapters_in_pool([({"q_proj": 64}, 1), ({"q_proj": 8}, 300)], 256, generator)
     lora = KERNELS.lora
+    assert isinstance(lora, TritonLora)
     for rows, pages, ranks, given_segments in (
         (1, 4000, 64, segments[:1] * 2),  # rows
         (8, 3, 64, segments[:1]),  # pages
@@ -285,6 +288,7 @@ def test_a_reserved_batch_refuses_what_has_no_room() -> None:
         (256, 4000, 64, segments[1:]),  # so many rows of one adapter that it wants wider tiles
     ):
         reserved = lora.reserve(rows, pages, ranks, geometry, CPU)
+        assert reserved is not None
         assert not lora.refill(reserved, lora.prepare(given_segments, geometry, CPU))
         assert not reserved.tiles.any()
     assert lora.reserve(1, 1, 16, LoraGeometry(1, 100, 4, geometry.sides), CPU) is None

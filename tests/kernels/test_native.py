@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -251,11 +252,12 @@ def test_threads_share_rows(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x, gate_up = (torch.randn(61, width, generator=generator).to(dtype) for width in (577, 1154))
     weight = torch.randn(577, generator=generator).to(dtype)
-    for kernels in (
+    calls: list[Callable[[Kernels], torch.Tensor]] = [
         lambda k: k.rms_norm(x, weight, 1e-5),
         lambda k: k.silu_mul(gate_up),
         lambda k: k.gelu_tanh_mul(gate_up),
-    ):
+    ]
+    for kernels in calls:
         assert torch.equal(kernels(one), kernels(two))
     for of_one, of_two in zip(*(k.add_rms_norm(x, x, weight, 1e-5) for k in (one, two)), strict=True):
         assert torch.equal(of_one, of_two)

@@ -44,7 +44,8 @@ def pack(kernels: NativeExperts, weight: torch.Tensor) -> PackedExperts:
 
 
 def draw(num_experts: int, num_out: int, num_in: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    return (torch.randn(num_experts, num_out, num_in, generator=generator) * num_in**-0.5).to(dtype)
+    scale: float = num_in**-0.5
+    return (torch.randn(num_experts, num_out, num_in, generator=generator) * scale).to(dtype)
 
 
 @settings(deadline=None, max_examples=2 * EXAMPLES)

@@ -26,6 +26,7 @@ from motet.kernels.native.build import NativeUnavailable, load_library
 from motet.kernels.native.linear import NativeLinear, PackedWeight
 from motet.kernels.plain.experts import PlainExperts
 from motet.tests.rigs.native_builds import BUILDS, EXAMPLES, HERE, SANITIZERS, Build, close, load_build
+from motet.tests.rigs.patience import PATIENCE_S
 
 
 def draw(
@@ -187,5 +188,7 @@ except RuntimeError:
     print("refused")
 """
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.stdout == "refused\n", done.stderr

@@ -21,6 +21,7 @@ from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdap
 from motet.tests.rigs.triton_compile import SHARED_BYTES, compile_launch, recorded
 
 ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 3600  # of a program that takes a minute or two on a fast machine
 META = torch.device("meta")  # shapes and strides, no memory: real sizes cost nothing
 KERNELS = triton_kernels(META, torch.bfloat16)
 # Llama-3-8B, as its engine holds it.
@@ -146,7 +147,7 @@ def test_interpreted() -> None:
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=DEADLINE_S,
     )
     assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
     assert "skipped" not in run.stdout.splitlines()[-1]
@@ -154,7 +155,7 @@ def test_interpreted() -> None:
 
 def test_the_benchmark_for_gpus_runs_dry() -> None:
     run = subprocess.run(
-        [sys.executable, "benchmarks/gpu/run.py", "--dry"], cwd=ROOT, capture_output=True, text=True, timeout=600
+        [sys.executable, "benchmarks/gpu/run.py", "--dry"], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
     )
     assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
     summary = json.loads(run.stdout.splitlines()[-1])
@@ -164,7 +165,11 @@ def test_the_benchmark_for_gpus_runs_dry() -> None:
 
 def test_the_sweep_for_gpus_runs_dry() -> None:
     run = subprocess.run(
-        [sys.executable, "benchmarks/gpu/sweep.py", "--dry"], cwd=ROOT, capture_output=True, text=True, timeout=600
+        [sys.executable, "benchmarks/gpu/sweep.py", "--dry"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
     )
     assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
     assert "failed" not in run.stdout

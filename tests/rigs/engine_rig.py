@@ -14,8 +14,10 @@ from motet.adapters.format.validation import validate
 from motet.adapters.packing.layout import AdapterLayout, Dtype
 from motet.adapters.store.store import AdapterStore
 from motet.tests.rigs.part_configs import engine_config
+from motet.tests.rigs.patience import PATIENCE_S
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
+from motet.workers.execution.executor import LocalExecutor
 from motet.workers.models.config import ModelConfig
 from motet.workers.plan import StepPlan
 from motet.workers.scheduling.measured_costs import MeasuredCosts
@@ -27,8 +29,6 @@ from motet.workers.wire.messages import (
     SequenceUpdate,
     TokenLogprobs,
 )
-
-_DEADLINE_S = 120.0  # an engine that gets nowhere fails its test, it does not hang it
 
 
 @dataclass
@@ -142,7 +142,7 @@ class EngineRig:
 
     def finish(self) -> None:
         """Steps until nothing is left to do."""
-        deadline = time.monotonic() + _DEADLINE_S
+        deadline = time.monotonic() + PATIENCE_S  # an engine that gets nowhere fails its test, it does not hang it
         while self.engine.has_work():
             self.step()
             assert time.monotonic() < deadline, f"no end in sight: {self.engine.load()}"
@@ -164,6 +164,7 @@ class EngineRig:
     def tap_logits(self) -> None:
         """From now on each step also computes its logits a second time, for `Told.logits`; nothing else changes."""
         executor = self.engine.executor
+        assert isinstance(executor, LocalExecutor)
         begin = executor.begin
 
         def tapped(plan: StepPlan) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+
+from motet.tests.rigs.patience import eventually
 
 KEY = "secret-of-acme"
 BASE = "base-model"
@@ -131,11 +132,8 @@ def running_fake() -> Iterator[FakeMotet]:
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        deadline = time.monotonic() + 30
-        while not server.started:
-            assert thread.is_alive(), "the fake server ended"
-            assert time.monotonic() < deadline, "the fake server did not start"
-            time.sleep(0.01)
+        eventually(lambda: server.started or not thread.is_alive())
+        assert server.started, "the fake server ended"
         fake.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
         yield fake
     finally:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 
+from motet.tests.rigs.patience import PATIENCE_S
 from motet.workers.config import EngineConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
@@ -32,7 +33,7 @@ def gang(config: EngineConfig) -> Iterator[tuple[Engine, list[BaseProcess]]]:
         if engine is not None:
             engine.close()
         for process in processes:
-            process.join(timeout=20)
+            process.join(timeout=PATIENCE_S)
             if process.is_alive():
                 process.kill()
                 process.join()

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import msgspec
 
+from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.stand_in_engine import StandInEngine
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.wire.messages import (
@@ -48,7 +49,7 @@ class Router:
         await self.call.write(msgspec.msgpack.encode(ToLeader(list(messages))))
 
     async def read(self) -> Hello | Frame:
-        data = await asyncio.wait_for(self.call.read(), 10)
+        data = await asyncio.wait_for(self.call.read(), PATIENCE_S)
         assert data is not grpc.aio.EOF, self.call.done()
         message: Hello | Frame = msgspec.msgpack.decode(data, type=FromLeader)
         return message
@@ -78,9 +79,3 @@ def submit(
             key=key,
         )
     )
-
-
-async def eventually(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)

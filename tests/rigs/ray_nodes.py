@@ -9,19 +9,21 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 import psutil
 
-from motet.cluster.launch.local_serve import free_ports
+from motet.cluster.launch.local_serve import PATIENT_STARTS, free_ports
+from motet.tests.rigs.patience import PATIENCE_S, eventually
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 BIN = Path(sys.executable).parent
 KEY = "key-of-acme"
-START_TIMEOUT_S = 240.0
+NUM_START_ATTEMPTS = 3  # of a node: Ray gives up after times of its own that a busy machine may need
 
 Wrap = Callable[[int, Sequence[str]], list[str]]  # (number of a node, command) -> what runs the command there
 
@@ -52,6 +54,7 @@ class RayNodes:
         ports = free_ports(4)
         return {
             **os.environ,
+            **PATIENT_STARTS,
             **self._variables,
             "MOTET_TEST": self._mark,
             "SPT_NOENV": "1",  # or process titles are written over the mark
@@ -83,20 +86,21 @@ class RayNodes:
         else:
             command += [f"--address={self.address}"]
         log_path = self.path / f"node{number}.log"
-        with log_path.open("wb") as log:
-            process = self.popen(number, command, log)
-        self._started.append(process)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while b"Ray runtime started" not in log_path.read_bytes():
-            assert process.poll() is None and time.monotonic() < deadline, log_path.read_text()
-            time.sleep(0.05)
+        for _ in range(NUM_START_ATTEMPTS):
+            with log_path.open("ab") as log:
+                process = self.popen(number, command, log)
+            self._started.append(process)
+            eventually(partial(_has_started_or_ended, process, log_path), log_path.read_text)
+            if _is_up(log_path):
+                return
+        raise AssertionError(log_path.read_text())
 
-    def popen(self, number: int, command: Sequence[str], output: object) -> subprocess.Popen[bytes]:
+    def popen(self, number: int, command: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
         """Starts a command on a node."""
         return subprocess.Popen(
             self._wrap(number, command),
             env=self.environment(number),
-            stdout=output,  # type: ignore[call-overload]
+            stdout=output,
             stderr=output,
             start_new_session=True,
         )
@@ -108,13 +112,12 @@ class RayNodes:
         with log_path.open("wb") as log:
             process = self.popen(0, self.serve_command(*options, data_dir=data_dir), log)
         try:
-            deadline = time.monotonic() + START_TIMEOUT_S
-            while not (ready := [line for line in log_path.read_text().splitlines() if line.startswith("ready ")]):
-                assert process.poll() is None and time.monotonic() < deadline, log_path.read_text()
-                time.sleep(0.05)
+            eventually(lambda: _ready_lines(log_path) or process.poll() is not None, log_path.read_text)
+            ready = _ready_lines(log_path)
+            assert ready, log_path.read_text()
             yield ready[0].split()[1]
             process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=120) in (0, 130), log_path.read_text()
+            assert process.wait(PATIENCE_S) in (0, 130), log_path.read_text()
         finally:
             if process.poll() is None:
                 process.kill()
@@ -130,7 +133,7 @@ class RayNodes:
         with log_path.open("wb") as log:
             process = self.popen(number, command, log)
             try:
-                return process.wait(START_TIMEOUT_S), log_path.read_text()
+                return process.wait(PATIENCE_S), log_path.read_text()
             finally:
                 process.kill()
                 process.wait()
@@ -160,6 +163,18 @@ class RayNodes:
             psutil.wait_procs(left, timeout=5)
             if not left:
                 break
-        for process in self._started:
-            process.wait()
+        for started in self._started:
+            started.wait()
         self._folder.cleanup()
+
+
+def _has_started_or_ended(process: subprocess.Popen[bytes], log_path: Path) -> bool:
+    return _is_up(log_path) or process.poll() is not None
+
+
+def _is_up(log_path: Path) -> bool:
+    return b"Ray runtime started" in log_path.read_bytes()
+
+
+def _ready_lines(log_path: Path) -> list[str]:
+    return [line for line in log_path.read_text().splitlines() if line.startswith("ready ")]

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
 from motet.tests.rigs.engine_loads import engine_load
 from motet.tests.rigs.part_configs import router_config
+from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import (
     GangInfo,
@@ -312,14 +312,11 @@ def serving(app: FastAPI) -> Iterator[str]:
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
-        deadline = time.monotonic() + 20
-        while not server.started:
-            if not thread.is_alive() or time.monotonic() > deadline:
-                raise RuntimeError("the server did not start")
-            time.sleep(0.01)
+        eventually(lambda: server.started or not thread.is_alive())
+        assert server.started, "the server ended"
         port = server.servers[0].sockets[0].getsockname()[1]
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
         server.force_exit = True
-        thread.join(timeout=20)
+        thread.join(timeout=PATIENCE_S)

@@ -6,8 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,11 @@ import httpx
 import psutil
 from openai import OpenAI
 
+from motet.tests.rigs.patience import PATIENCE_S, eventually
+
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 BASE = "motet-demo"
 KEYS = {"acme": "key-of-acme", "globex": "key-of-globex"}
-START_TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,11 @@ class RunningMotet:
     stdout: IO[str]  # after "ready"
 
     def openai(self, tenant: str = "acme") -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=KEYS[tenant], max_retries=0, timeout=60)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=KEYS[tenant], max_retries=0, timeout=PATIENCE_S)
 
-    def http(self, tenant: str = "acme", timeout_s: float = 60.0) -> httpx.Client:
+    def http(self, tenant: str = "acme") -> httpx.Client:
         headers = {"Authorization": f"Bearer {KEYS[tenant]}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE_S, trust_env=False)
 
     def upload(self, name: str, folder: Path, tenant: str = "acme") -> httpx.Response:
         config, tensors = folder / "adapter_config.json", folder / "adapter_model.safetensors"
@@ -47,6 +48,11 @@ class RunningMotet:
         with self.http() as http:
             found: dict[str, Any] = http.get("/status").raise_for_status().json()
         return found
+
+    def hang_up(self) -> str:
+        """Has it read its file of settings again; what it says when that is done."""
+        self.process.send_signal(signal.SIGHUP)
+        return self.stdout.readline().rstrip("\n")
 
     def gang_processes(self) -> list[psutil.Process]:
         """Processes of leaders; a gang of one worker has no others."""
@@ -84,18 +90,22 @@ def running_motet(data_dir: Path, port: int, *options: str, pool_bytes: str | No
     log_path = data_dir.parent / f"{data_dir.name}.log"
     with log_path.open("w") as log:
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+    watchdog = threading.Timer(PATIENCE_S, server.kill)
+    watchdog.start()
     try:
         assert server.stdout is not None
         ready = next((line for line in server.stdout if line.startswith("ready ")), None)
+        watchdog.cancel()
         assert ready == f"ready http://127.0.0.1:{port}\n", log_path.read_text()
         motet = RunningMotet(ready.split()[1], data_dir, psutil.Process(server.pid), server.stdout)
         yield motet
         processes = motet.processes()
         os.kill(server.pid, signal.SIGINT)
-        assert server.wait(timeout=60) in (0, 130)
-        _, left = psutil.wait_procs(processes, timeout=20)
+        assert server.wait(timeout=PATIENCE_S) in (0, 130)
+        _, left = psutil.wait_procs(processes, timeout=PATIENCE_S)
         assert not left, "Ctrl-C left processes behind"
     finally:
+        watchdog.cancel()
         if server.poll() is None:
             server.kill()
             server.wait()
@@ -119,17 +129,7 @@ def wait_until_nothing_is_held(motet: RunningMotet) -> None:
         load.update(motet.status()["load"])
         return holds_nothing(load)
 
-    eventually(is_free, what=lambda: f"pages are held: {load}")
-
-
-def eventually(
-    check: Callable[[], bool], timeout_s: float = 60.0, what: Callable[[], str] = lambda: "it did not come about"
-) -> None:
-    """Returns once the check holds; fails after the timeout with `what`."""
-    deadline = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < deadline, f"{what()} after {timeout_s} s"
-        time.sleep(0.05)
+    eventually(is_free, lambda: f"pages are held: {load}")
 
 
 def _title(process: psutil.Process) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.plan import (
@@ -31,7 +32,7 @@ def limits(num_pages: int, budget: int = 16, num_sequences: int = 8) -> GangLimi
 
 
 def request(
-    sequence_id: int, num_prompt: int = 3, max_tokens: int | None = 4, adapter: str | None = None, **sampling: object
+    sequence_id: int, num_prompt: int = 3, max_tokens: int | None = 4, adapter: str | None = None, **sampling: Any
 ) -> SequenceRequest:
     """A request whose prompt differs from all others."""
     return asking(sequence_id, [sequence_id % 98] * num_prompt, max_tokens, adapter, **sampling)
@@ -128,12 +129,12 @@ class Worker:
                 for page in entry.residence.pages:
                     assert set(self._read_page("device", page)) == {digest}, "an adapter's page holds something else"
 
-    def _key_of(self, content: list[object]) -> PageKey:
-        (tenant, adapter), token_ids = content[-1]  # type: ignore[misc]
+    def _key_of(self, content: list[Any]) -> PageKey:
+        (tenant, adapter), token_ids = content[-1]
         before = len(token_ids) - len(content)
         parts = [((tenant, adapter), token_ids[: before + place]) for place in range(1, len(content) + 1)]
         assert content == parts, "a page holds parts of several"
-        whole = tuple(content[-1])  # type: ignore[arg-type]
+        whole = tuple(content[-1])
         if whole not in self._keys:
             link = first_link(asking(0, [], adapter=adapter, tenant=tenant))
             self._keys[whole] = next_keys(link, token_ids, 0, len(content), len(token_ids) // len(content))[-1]
@@ -155,7 +156,7 @@ class Worker:
             return [self._kv[page, place] for place in range(self.limits.block_size)]
         return self._tiers[tier, page]
 
-    def _write_page(self, tier: str, page: int, content: list[object]) -> None:
+    def _write_page(self, tier: str, page: int, content: list[Any]) -> None:
         if tier == "device":
             self._kv |= {(page, place): kv for place, kv in enumerate(content)}
         else:
@@ -211,7 +212,7 @@ class WorkerExecutor:
 
 
 def run(s: Scheduler, worker: Worker, max_steps: int = 2000) -> list[SequenceUpdate]:
-    updates = []
+    updates: list[SequenceUpdate] = []
     for _ in range(max_steps):
         if not s.has_work():
             return updates

@@ -63,6 +63,7 @@ class StandInEngine:
         self.cancelled: list[int] = []
         self.paused = False
         self.fails = False
+        self.num_turns = 0  # of its loop, in which it may have had nothing to do
         self._residency = ResidencyChange()  # not yet told
         self._step_s = step_s
         self._running: dict[int, tuple[SequenceRequest, int]] = {}
@@ -120,6 +121,7 @@ class StandInEngine:
         while not self._stopping.is_set():
             began_at = time.perf_counter()
             time.sleep(self._step_s)
+            self.num_turns += 1
             if self.paused:
                 continue
             if self.fails:

@@ -13,7 +13,6 @@ import httpx
 
 from motet.tests.rigs.running_motet import RunningMotet
 
-CLIENT_TIMEOUT_S = 240.0
 ReadStream = Callable[[httpx.Client, str, Mapping[str, Any]], Iterator[Mapping[str, Any]]]
 
 
@@ -71,10 +70,11 @@ def stream_all(motet: RunningMotet, jobs: Sequence[Job], meter: Meter, read: Rea
 
 
 def _heard(motet: RunningMotet, job: Job, meter: Meter, read: ReadStream) -> Heard:
-    text, token_ids = "", []
-    finish_reason, usage = None, {}
+    text, token_ids = "", list[int]()
+    finish_reason: str | None = None
+    usage: dict[str, int] = {}
     body = {**job.body, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-    with motet.http(job.tenant, timeout_s=CLIENT_TIMEOUT_S) as http:
+    with motet.http(job.tenant) as http:
         for chunk in read(http, "/v1/completions", body):
             assert "error" not in chunk, chunk
             for choice in chunk["choices"]:

@@ -5,8 +5,7 @@ import errno
 import hashlib
 import os
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from motet.adapters.errors import AdapterInvalid, RegistryUnavailable, UploadToo
 from motet.router.text.text import TextService
 from motet.router.uploads import adapters_api
 from motet.router.uploads.upload_spool import UploadSpool
+from motet.tests.rigs.patience import PATIENCE_S, eventually, eventually_in_loop
 from motet.tests.rigs.router_rig import HEADERS, RouterRig, serving, text_service
 
 CONFIG = b'{"peft_type": "LORA"}'
@@ -228,12 +228,14 @@ def test_uploads_wait_for_a_turn_and_lose_it_when_they_stall(tmp_path: Path, tex
     rig = RouterRig(tmp_path / "spool", text, max_upload_bytes=LIMIT, max_open_uploads=2, upload_idle_s=2.0)
     with serving(rig.app) as url:
         with begin_upload(url, len(TENSORS)) as first, begin_upload(url, len(TENSORS)) as second:
-            wait_until(lambda: len(spooled(rig)) == 2)
+            eventually(lambda: len(spooled(rig)) == 2)
             files = {"adapter_config.json": ("c", CONFIG), "adapter_model.safetensors": ("t", TENSORS)}
-            third = httpx.post(f"{url}/v1/adapters", data={"name": "pirate"}, files=files, headers=HEADERS, timeout=30)
+            third = httpx.post(
+                f"{url}/v1/adapters", data={"name": "pirate"}, files=files, headers=HEADERS, timeout=PATIENCE_S
+            )
             assert third.status_code == 201
             stalled = [connection.recv(100).split()[1] for connection in (first, second)]
-        wait_until(lambda: not spooled(rig))
+        eventually(lambda: not spooled(rig))
     assert stalled == [b"408", b"408"]
     assert len(rig.registry.uploaded) == 1
 
@@ -245,9 +247,10 @@ async def test_no_more_uploads_than_their_turns_are_spooled(tmp_path: Path, text
     async def body() -> Any:
         nonlocal most
         yield NAME_PART + CONFIG_PART + TENSORS_PART[:1000]
+        await eventually_in_loop(lambda: len(spooled(rig)) >= 2 or most >= 2)
         for _ in range(10):
-            await asyncio.sleep(0.001)
             most = max(most, len(spooled(rig)))
+            await asyncio.sleep(0.001)
         yield TENSORS_PART[1000:] + CLOSING
 
     headers = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
@@ -283,17 +286,10 @@ def url(rig: RouterRig) -> Iterator[str]:
         yield url
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def begin_upload(url: str, num_bytes: int) -> socket.socket:
     """A connection over which a part of an upload was sent."""
     address = httpx.URL(url)
-    connection = socket.create_connection((address.host, address.port or 80), timeout=20)
+    connection = socket.create_connection((address.host, address.port or 80), timeout=PATIENCE_S)
     connection.sendall(
         f"POST /v1/adapters HTTP/1.1\r\nHost: router\r\nAuthorization: {HEADERS['Authorization']}\r\n"
         f"Content-Type: multipart/form-data; boundary={BOUNDARY}\r\nContent-Length: {num_bytes}\r\n\r\n".encode()
@@ -305,15 +301,15 @@ def begin_upload(url: str, num_bytes: int) -> socket.socket:
 
 def test_a_client_that_goes_away_leaves_nothing(rig: RouterRig, url: str) -> None:
     with begin_upload(url, len(TENSORS)):
-        wait_until(lambda: spooled(rig))
-    wait_until(lambda: not spooled(rig))
+        eventually(lambda: spooled(rig))
+    eventually(lambda: not spooled(rig))
     assert rig.registry.uploaded == []
 
 
 def test_a_declared_length_over_the_limit_is_refused_at_once(rig: RouterRig, url: str) -> None:
     with begin_upload(url, 1 << 40) as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
-    wait_until(lambda: not spooled(rig))
+    eventually(lambda: not spooled(rig))
 
 
 async def test_a_huge_upload_costs_no_memory(tmp_path: Path, text: TextService) -> None:
@@ -332,7 +328,7 @@ async def test_a_huge_upload_costs_no_memory(tmp_path: Path, text: TextService) 
 
     headers = HEADERS | {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
     with serving(rig.app) as url:
-        async with httpx.AsyncClient(timeout=120) as client:
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
             response = await client.post(f"{url}/v1/adapters", content=body(), headers=headers)
     assert response.status_code == 201
     assert max(resident) - resident[0] < 64 << 20

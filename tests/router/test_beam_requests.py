@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from motet.router.text.text import TextService
+from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.router_rig import BASE, EOS, RouterRig, text_service
 from motet.workers.wire.messages import SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
 
@@ -94,7 +95,7 @@ async def test_beams_of_a_chat(rig: Rig) -> None:
 
 @pytest.mark.parametrize("stop", [["brown"], ["k br"], ["brown", "the quick brown"]])
 async def test_a_stop_string_ends_a_beam(rig: Rig, stop: list[str]) -> None:
-    fields = {"use_beam_search": True, "n": 1, "max_tokens": 40, "stop": stop, "return_token_ids": True}
+    fields: dict[str, Any] = {"use_beam_search": True, "n": 1, "max_tokens": 40, "stop": stop, "return_token_ids": True}
     choice = (await post(rig, **fields)).json()["choices"][0]
     assert choice["text"] == min((ANSWER[: ANSWER.index(string)] for string in stop), key=len)
     assert choice["finish_reason"] == "stop"
@@ -104,7 +105,13 @@ async def test_a_stop_string_ends_a_beam(rig: Rig, stop: list[str]) -> None:
 
 
 async def test_an_end_token_ends_a_beam(rig: Rig) -> None:
-    fields = {"use_beam_search": True, "n": 1, "max_tokens": 40, "stop_token_ids": [EOS], "return_token_ids": True}
+    fields: dict[str, Any] = {
+        "use_beam_search": True,
+        "n": 1,
+        "max_tokens": 40,
+        "stop_token_ids": [EOS],
+        "return_token_ids": True,
+    }
     answer = (await post(rig, **fields)).json()
     choice = answer["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == (ANSWER, "stop", rig.said)
@@ -137,7 +144,7 @@ async def test_a_client_that_goes_away_cancels_all_beams(rig: Rig) -> None:
     rig.dispatcher.hangs = True
     rig.dispatcher.script = lambda request: rig.script(request) if len(rig.dispatcher.submitted) < 3 else []
     asking = asyncio.create_task(post(rig, prompt=["hello", "hello"], **BEAMS))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while len(rig.dispatcher.submitted) < 5:  # noqa: ASYNC110
             await asyncio.sleep(0)
         asking.cancel()
@@ -206,6 +213,6 @@ async def test_what_comes_after_a_stop_string_does_not_count_among_the_best(rig:
         return [SequenceUpdate(1, [token, end, token], [TokenLogprobs(value, [], []) for value in values], "length")]
 
     rig.dispatcher.script = script
-    fields = {"n": 1, "best_of": 2, "seed": 1, "stop": "!", "logprobs": 0}
+    fields: dict[str, Any] = {"n": 1, "best_of": 2, "seed": 1, "stop": "!", "logprobs": 0}
     choice = (await post(rig, **fields)).json()["choices"][0]
     assert choice["logprobs"]["token_logprobs"] == [-1.0]

@@ -9,6 +9,7 @@ from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.generation.beam_search import BeamRules
 from motet.router.generation.beam_streams import BeamRun
 from motet.tests.rigs.part_configs import admission_config, leader_config
+from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.wire.messages import SamplingParams, SequenceRequest, SequenceUpdate, TokenLogprobs
@@ -35,7 +36,7 @@ async def found(dispatcher: FleetDispatcher) -> list[list[int]]:
     request = SequenceRequest(prompt_token_ids=PROMPT, sampling=SamplingParams(), tenant="acme")
     run = BeamRun(dispatcher, request, RULES, lambda _: False, lambda _: None)
     updates = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         for stream in run.streams():
             updates += [update async for update in stream]
     assert all(update.error is None for update in updates)
@@ -43,7 +44,9 @@ async def found(dispatcher: FleetDispatcher) -> list[list[int]]:
 
 
 async def test_a_lost_gang_changes_nothing() -> None:
-    dispatcher = FleetDispatcher(TOKEN, gang_wait_s=20.0, adapter_pages=adapter_pages, admission=admission_config())
+    dispatcher = FleetDispatcher(
+        TOKEN, gang_wait_s=PATIENCE_S, adapter_pages=adapter_pages, admission=admission_config()
+    )
     engines = [RankingEngine(), RankingEngine()]
     servers = [FrameServer(engine, INFO, TOKEN, leader_config()) for engine in engines]
     addresses = [await server.start("127.0.0.1") for server in servers]
@@ -54,7 +57,7 @@ async def test_a_lost_gang_changes_nothing() -> None:
 
         num_before = len(engines[0].submitted)
         searching = asyncio.create_task(found(dispatcher))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while len(engines[0].submitted) < num_before + 5:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             engines[0].paused = True

@@ -11,6 +11,8 @@ from motet.router.fleet.dispatch import FleetDispatcher, SequenceStream
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.router.fleet.outbox import MAX_REQUEST_BYTES
 from motet.tests.rigs.part_configs import admission_config, leader_config
+from motet.tests.rigs.patience import PATIENCE_S
+from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.wire.messages import SamplingParams, SequenceRequest, SequenceUpdate, TokenLogprobs
@@ -41,7 +43,9 @@ async def start_gang() -> AsyncIterator[StartGang]:
 
 @pytest.fixture
 async def dispatcher() -> AsyncIterator[FleetDispatcher]:
-    dispatcher = FleetDispatcher(TOKEN, gang_wait_s=10.0, adapter_pages=adapter_pages, admission=admission_config())
+    dispatcher = FleetDispatcher(
+        TOKEN, gang_wait_s=PATIENCE_S, adapter_pages=adapter_pages, admission=admission_config()
+    )
     yield dispatcher
     await dispatcher.close()
 
@@ -56,18 +60,12 @@ async def read(stream: SequenceStream) -> tuple[list[int], SequenceUpdate]:
     """All tokens, and the last update."""
     tokens: list[int] = []
     last = None
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         async for update in stream:
             tokens += update.token_ids
             last = update
     assert last is not None
     return tokens, last
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_many_sequences_over_one_connection(dispatcher: FleetDispatcher, start_gang: StartGang) -> None:
@@ -116,7 +114,7 @@ async def test_a_reader_that_waits_is_woken_by_cancel(dispatcher: FleetDispatche
     reader = asyncio.ensure_future(anext(stream, None))
     await asyncio.sleep(0)
     stream.cancel()
-    assert await asyncio.wait_for(reader, 10) is None
+    assert await asyncio.wait_for(reader, PATIENCE_S) is None
 
 
 async def test_a_request_waits_for_the_successor(dispatcher: FleetDispatcher, start_gang: StartGang) -> None:
@@ -154,18 +152,18 @@ async def test_no_gang_within_the_wait() -> None:
 async def test_who_waits_is_told() -> None:
     """So that a gang can be asked for where there is none until somebody asks."""
     told: list[int] = []
-    dispatcher = FleetDispatcher(
+    router = FleetDispatcher(
         TOKEN,
-        10.0,
-        on_wait=lambda: told.append(dispatcher.num_waiting),
+        PATIENCE_S,
+        on_wait=lambda: told.append(router.num_waiting),
         adapter_pages=adapter_pages,
         admission=admission_config(),
     )
-    streams = [submit(dispatcher, 0, 1) for _ in range(2)]
+    streams = [submit(router, 0, 1) for _ in range(2)]
     assert told == [1, 2]
     streams[0].cancel()
-    assert dispatcher.num_waiting == 1
-    await dispatcher.close()
+    assert router.num_waiting == 1
+    await router.close()
 
 
 async def test_too_many_waiting(dispatcher: FleetDispatcher) -> None:

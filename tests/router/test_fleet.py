@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.tests.rigs.part_configs import admission_config, leader_config
+from motet.tests.rigs.patience import PATIENCE_S
+from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest
@@ -34,7 +36,9 @@ class Gangs:
 
     async def add_router(self, keys: str = "abc") -> FleetDispatcher:
         """One that is connected to these gangs."""
-        router = FleetDispatcher(TOKEN, gang_wait_s=10.0, adapter_pages=adapter_pages, admission=admission_config())
+        router = FleetDispatcher(
+            TOKEN, gang_wait_s=PATIENCE_S, adapter_pages=adapter_pages, admission=admission_config()
+        )
         self.routers.append(router)
         router.update({key: self.addresses[key] for key in keys})
         await eventually(lambda: len(router.gangs()) == len(keys))
@@ -48,6 +52,10 @@ class Gangs:
             for request in engine.submitted
             if (request.adapter and request.adapter.digest) == (adapter and adapter.digest)
         ]
+
+    @property
+    def num_steps(self) -> int:
+        return sum(engine._num_steps for engine in self.engines.values())
 
     def num_submitted(self) -> int:
         return sum(len(engine.submitted) for engine in self.engines.values())
@@ -65,12 +73,6 @@ async def gangs() -> AsyncIterator[Gangs]:
         await server.stop()
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-
-
 def submit(router: FleetDispatcher, adapter: AdapterRef | None, max_tokens: int | None = 1) -> OpenSequence:
     return router.submit(
         SequenceRequest(
@@ -80,7 +82,7 @@ def submit(router: FleetDispatcher, adapter: AdapterRef | None, max_tokens: int 
 
 
 async def finish(sequence: OpenSequence) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         async for _ in sequence:
             pass
 
@@ -162,7 +164,8 @@ async def test_who_begins_alike_goes_where_the_beginning_is(gangs: Gangs) -> Non
             for key, engine in gangs.engines.items()
             if engine.submitted and engine.submitted[-1].prompt_token_ids == prompt
         )
-    await asyncio.sleep(0.5)  # longer than quiet routers wait for news
+    # It has heard all news.
+    await eventually(lambda: second.load().counters.num_steps == gangs.num_steps)  # type: ignore[union-attr]
     third = await gangs.add_router()  # learns it from the greetings
     for router in (second, third):
         for number, home in homes.items():

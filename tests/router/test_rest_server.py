@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from motet.router.text.text import TextService
+from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.router_rig import BASE, CONTEXT, HEADERS, RouterRig, failing, serving, text_service
 from motet.workers.wire.messages import SequenceUpdate
 
@@ -30,7 +31,7 @@ def text() -> TextService:
 
 @pytest.fixture
 def rig(tmp_path: Path, text: TextService) -> RouterRig:
-    rig = RouterRig(tmp_path / "spool", text, ready_interval_s=1000.0, ready_timeout_s=0.2)
+    rig = RouterRig(tmp_path / "spool", text, ready_interval_s=1000.0, ready_timeout_s=2.0)
     rig.dispatcher.answer = rig.ids(ANSWER)
     return rig
 
@@ -43,15 +44,8 @@ def url(rig: RouterRig) -> Iterator[str]:
 
 @pytest.fixture
 def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="key-of-acme", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="key-of-acme", max_retries=0, timeout=PATIENCE_S) as client:
         yield client
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 async def get(rig: RouterRig, path: str) -> httpx.Response:
@@ -195,7 +189,7 @@ def test_tokens_arrive_as_they_come(rig: RouterRig, client: openai.OpenAI) -> No
     with client.completions.create(model=BASE, prompt="hello", stream=True) as stream:
         assert next(iter(stream)).choices[0].text == "the"
         assert not rig.dispatcher.streams[0].cancelled.is_set()
-    wait_until(rig.dispatcher.streams[0].cancelled.is_set)
+    eventually(rig.dispatcher.streams[0].cancelled.is_set)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -206,14 +200,14 @@ def test_a_client_that_goes_away_cancels(rig: RouterRig, url: str, n: int, strea
     rig.dispatcher.hangs = True
     body = json.dumps({"model": BASE, "prompt": "hello", "n": n, "stream": stream}).encode()
     address = httpx.URL(url)
-    with socket.create_connection((address.host, address.port or 80), timeout=20) as connection:
+    with socket.create_connection((address.host, address.port or 80), timeout=PATIENCE_S) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: router\r\nAuthorization: {HEADERS['Authorization']}\r\n"
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        wait_until(lambda: len(rig.dispatcher.streams) == n)
+        eventually(lambda: len(rig.dispatcher.streams) == n)
         if stream and first:
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
-    wait_until(lambda: all(fake.cancelled.is_set() for fake in rig.dispatcher.streams))
-    wait_until(lambda: 'route="POST /v1/completions"' in httpx.get(f"{url}/metrics").text)
+    eventually(lambda: all(fake.cancelled.is_set() for fake in rig.dispatcher.streams))
+    eventually(lambda: 'route="POST /v1/completions"' in httpx.get(f"{url}/metrics").text)
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     status = 200 if stream and first else 499
     assert f'motet_requests_total{{route="POST /v1/completions",status="{status}"}} 1.0' in lines
@@ -247,16 +241,16 @@ def test_a_slow_reader_does_not_hold_up_others(rig: RouterRig, url: str) -> None
     ]
     body = json.dumps({"model": BASE, "prompt": "hello", "stream": True}).encode()
     address = httpx.URL(url)
-    with socket.create_connection((address.host, address.port or 80), timeout=20) as connection:
+    with socket.create_connection((address.host, address.port or 80), timeout=PATIENCE_S) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: router\r\nAuthorization: {HEADERS['Authorization']}\r\n"
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        wait_until(lambda: rig.dispatcher.streams and rig.dispatcher.streams[0].num_read > 10)
+        eventually(lambda: rig.dispatcher.streams and rig.dispatcher.streams[0].num_read > 10)
         seen = -1
         while seen != (seen := rig.dispatcher.streams[0].num_read):
             time.sleep(0.2)
         assert seen < 5000  # the server's buffers are full, and nobody fills memory instead
         assert httpx.get(f"{url}/health").status_code == 200
-    wait_until(rig.dispatcher.streams[0].cancelled.is_set)
+    eventually(rig.dispatcher.streams[0].cancelled.is_set)
 
 
 def test_concurrent_streams_do_not_mix(rig: RouterRig, client: openai.OpenAI) -> None:
@@ -275,5 +269,5 @@ def test_concurrent_streams_do_not_mix(rig: RouterRig, client: openai.OpenAI) ->
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=PATIENCE_S)
     assert answers == {seed: f"fox {seed} " * 5 for seed in range(16)}

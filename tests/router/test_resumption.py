@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from motet.router.fleet import dispatch
+from motet.router.fleet import awaiting_reconnect, dispatch
 from motet.router.fleet.dispatch import FleetDispatcher, SequenceStream
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.tests.rigs.part_configs import admission_config, leader_config
+from motet.tests.rigs.patience import PATIENCE_S
+from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.tests.rigs.wire import Wire
 from motet.workers.leader.frame_server import FrameServer
@@ -30,7 +32,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.dispatcher = FleetDispatcher(
-            TOKEN, gang_wait_s=10.0, adapter_pages=adapter_pages, admission=admission_config()
+            TOKEN, gang_wait_s=PATIENCE_S, adapter_pages=adapter_pages, admission=admission_config()
         )
         self.gangs: list[Gang] = []  # those in the directory
         self.ever: list[Gang] = []
@@ -100,7 +102,7 @@ class Reader:
         self.task = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             async for update in self.stream:
                 assert self.finish_reason is None, "an update after the last one"
                 assert self.error is None, "an update after an error"
@@ -115,12 +117,6 @@ class Reader:
 
 def counted(last_token: int, num_tokens: int) -> list[int]:
     return [(last_token + 1 + n) % INFO.vocab_size for n in range(num_tokens)]
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 def begun(cluster: Cluster, last_token: int = 0) -> Reader:
@@ -157,7 +153,7 @@ async def test_a_stream_goes_on_elsewhere(cluster: Cluster, end: str, num_spares
     await ENDS[end](cluster, first)
     if num_spares == 0:
         await eventually(lambda: cluster.dispatcher.gang() is None)
-        await asyncio.sleep(0.05)
+        assert cluster.dispatcher.num_waiting == 1
         assert not reader.task.done()
         await cluster.add()
     await reader.task
@@ -188,6 +184,7 @@ async def test_nobody_in_time_is_told(cluster: Cluster) -> None:
         TOKEN, gang_wait_s=0.1, adapter_pages=adapter_pages, admission=admission_config()
     )
     gang = await cluster.add()
+    await eventually(lambda: cluster.dispatcher.gang() is not None)
     reader = begun(cluster)
     await eventually(lambda: reader.num_tokens > 5)
     await cluster.kill(gang)
@@ -298,8 +295,11 @@ async def test_what_kills_gangs_before_they_can_tell_comes_to_an_end(
 
 
 @pytest.mark.parametrize("num_gangs", [1, 3])
-async def test_a_broken_connection_costs_nothing_that_has_a_key(cluster: Cluster, num_gangs: int) -> None:
+async def test_a_broken_connection_costs_nothing_that_has_a_key(
+    cluster: Cluster, num_gangs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The gang still runs: it continues with the sequences that it has, and no other gang computes them again."""
+    monkeypatch.setattr(awaiting_reconnect, "RECONNECT_WAIT_S", PATIENCE_S)  # it will be back, on a slow machine later
     gangs = [await cluster.add() for _ in range(num_gangs)]
     await eventually(lambda: len(cluster.dispatcher.gangs()) == num_gangs)
     readers = [Reader(cluster.submit(100 * n, 400, key=f"answer/{n}"), 100 * n) for n in range(6)]

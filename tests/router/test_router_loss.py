@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +20,8 @@ from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
 from motet.tests.rigs.part_configs import admission_config, leader_config, router_config
+from motet.tests.rigs.patience import PATIENCE_S
+from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.router_rig import BASE, EOS, Event, FakeUploads, FakeView, encoded, events_of, text_service
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.tests.rigs.wire import Wire
@@ -28,7 +30,7 @@ from motet.workers.wire.messages import SequenceRequest, SequenceUpdate, TokenLo
 
 TOKEN = "a secret"
 PASSAGE = "the quick 你猫 brown fox jumps 🎉 over the lazy dog. héllo wörld "
-ORPHAN_S = 1.0
+ORPHAN_S = 3.0  # long beside all that a test does before somebody asks for an orphan
 
 
 class ReadingEngine(StandInEngine):
@@ -93,7 +95,7 @@ class Router:
         answer = asyncio.create_task(self.app(scope, receive, send))  # type: ignore[arg-type]
         enough = asyncio.create_task(is_enough.wait())
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE_S):
                 await asyncio.wait((answer, enough), return_when=asyncio.FIRST_COMPLETED)
             if enough.done():
                 await self.die()
@@ -128,7 +130,9 @@ class Cluster:
         return self.gangs[-1]
 
     async def add_router(self) -> Router:
-        dispatcher = FleetDispatcher(TOKEN, gang_wait_s=10.0, adapter_pages=adapter_pages, admission=admission_config())
+        dispatcher = FleetDispatcher(
+            TOKEN, gang_wait_s=PATIENCE_S, adapter_pages=adapter_pages, admission=admission_config()
+        )
         wires = [Wire(gang.address) for gang in self.gangs]
         dispatcher.update({str(number): await wire.start() for number, wire in enumerate(wires)})
         registry = FakeView()
@@ -146,6 +150,11 @@ class Cluster:
     @property
     def num_running(self) -> int:
         return sum(gang.engine.num_running for gang in self.gangs)
+
+    @property
+    def num_kept(self) -> int:
+        """Sequences that the gangs hold for whoever asks again, ended ones too."""
+        return sum(len(gang.server._sequences._journal._entries) for gang in self.gangs)
 
     @property
     def submitted(self) -> list[SequenceRequest]:
@@ -170,12 +179,6 @@ async def cluster(text: TextService, tmp_path: Path) -> AsyncIterator[Cluster]:
         await cluster.add_gang()
     yield cluster
     await cluster.close()
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 def heard(events: list[Event]) -> dict[Any, Any]:
@@ -242,13 +245,13 @@ async def test_every_token_once_whenever_routers_die(cluster: Cluster, number: i
     await eventually(lambda: cluster.num_running == 0)  # what stop strings or nobody wanted is cancelled in time
 
 
-async def test_what_was_computed_is_not_computed_again(cluster: Cluster) -> None:
-    """The gang that has the sequence continues with it after a while without a router; other gangs stay idle."""
+async def test_what_was_computed_is_not_computed_again(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gang that has the sequence continues with it for another router; other gangs stay idle."""
+    monkeypatch.setattr(dispatch, "NEWS_WAIT_S", PATIENCE_S)  # the gang that holds it will say so
     body = {"prompt": "hello", "max_tokens": 70, "seed": 59}
     first, second = await cluster.add_router(), await cluster.add_router()
     events = events_of(await first.stream("/v1/completions", body, "", 1500))
     assert events
-    await asyncio.sleep(ORPHAN_S / 4)
     events += events_of(await second.stream("/v1/completions", body, events[-1].id, None))
     assert len(cluster.submitted) == 1
     undisturbed = events_of(await second.stream("/v1/completions", body, "", None))
@@ -260,8 +263,7 @@ async def test_without_a_seed_any_router_draws_alike(cluster: Cluster) -> None:
     body = {"prompt": "hello", "max_tokens": 70}
     events = events_of(await (await cluster.add_router()).stream("/v1/completions", body, "", 700))
     assert events
-    await eventually(lambda: cluster.num_running == 0)
-    await asyncio.sleep(ORPHAN_S + 0.6)
+    await eventually(lambda: cluster.num_kept == 0)
     router = await cluster.add_router()
     events += events_of(await router.stream("/v1/completions", body, events[-1].id, None))
     seeds = [request.sampling.seed for request in cluster.submitted]
@@ -284,7 +286,7 @@ async def test_an_orphan_that_nobody_asks_for_ends(cluster: Cluster) -> None:
     await eventually(lambda: cluster.num_running == 1)
     await router.die()
     await lost
-    await asyncio.sleep(ORPHAN_S / 4)
+    await eventually(lambda: all(gang.server.num_sequences == 0 for gang in cluster.gangs))  # it is nobody's
     assert cluster.num_running == 1
     await eventually(lambda: cluster.num_running == 0)
 

@@ -14,6 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from motet.router.text.text import MAX_CHARS_ON_LOOP, TextService
+from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.router_rig import CORPUS, byte_level_tokenizer, decoded, encoded, text_service
 
 TEXT = "the héllo 你好 🎉 👩‍👩‍👧 fox  wörld\n"
@@ -208,7 +209,7 @@ async def test_uploads_cannot_take_the_threads_of_texts(text: TextService) -> No
     loop.set_default_executor(executor)
     try:
         busy = loop.run_in_executor(None, release.wait)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             await text.encode("the quick brown fox " * MAX_CHARS_ON_LOOP, add_special_tokens=False)
     finally:
         release.set()

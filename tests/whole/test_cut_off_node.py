@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from motet.tests.rigs.namespaces import Network, why_not
+from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.ray_nodes import KEY, RayNodes
 from motet.tests.rigs.running_motet import holds_nothing
 
@@ -27,9 +28,9 @@ NUM_STREAMS = 8
 NUM_TOKENS = 450  # the demo model's context is 512
 LINE = 3  # of a stream, at which it has begun
 # The cable is back before Ray gives the node up, however slow this machine is. Given up, it would be started anew.
-PATIENCE = {"RAY_health_check_timeout_ms": "60000"}
-# In which streams of a vanished node must be complete elsewhere: it is noticed in 10 s. gRPC's own limit is a minute.
-GIVEN_UP_S = 45.0
+PATIENCE = {"RAY_health_check_timeout_ms": "600000"}
+# In which a vanished node must be noticed: that takes 10 s, on a busy machine more. gRPC's own limit is a minute.
+NOTICED_S = 45.0
 OPTIONS = ({"temperature": 0}, {"temperature": 1.3, "seed": 5}, {"temperature": 1, "seed": 6, "frequency_penalty": 0.3})
 
 
@@ -55,7 +56,9 @@ class Cluster:
     def call(self, method: str, path: str, **options: Any) -> httpx.Response:
         def call() -> httpx.Response:
             headers = {"Authorization": f"Bearer {KEY}"}
-            return httpx.request(method, self.url + path, headers=headers, timeout=90, trust_env=False, **options)
+            return httpx.request(
+                method, self.url + path, headers=headers, timeout=PATIENCE_S, trust_env=False, **options
+            )
 
         return self.clients.submit(call).result()
 
@@ -63,8 +66,11 @@ class Cluster:
         return len(self.call("GET", "/status").json()["gangs"])
 
     def num_resumed(self) -> int:
+        return self._told("motet_resumed_sequences_total")
+
+    def _told(self, name: str) -> int:
         lines = self.call("GET", "/metrics").text.splitlines()
-        return int(float(next(line for line in lines if line.startswith("motet_resumed_sequences_total ")).split()[1]))
+        return int(float(next(line for line in lines if line.startswith(f"{name} ")).split()[1]))
 
     def has_all_pages(self) -> bool:
         load = self.call("GET", "/status").json()["load"]
@@ -81,7 +87,8 @@ class Cluster:
         assert len(gangs) == 2
         for gang in gangs:
             gang.suspend()
-        time.sleep(1.0)  # streams that came a little later are on their way to them
+        # Streams that came a little later are on their way to them.
+        eventually(lambda: self._told("motet_open_generations") == NUM_STREAMS)
         self.network.pull_cable(1)
         for gang in gangs:
             gang.resume()
@@ -105,10 +112,10 @@ class Cluster:
     def _stream(self, options: dict[str, Any], begun: Callable[[], None]) -> Heard:
         fields = {"model": "base", "prompt": "capital", "max_tokens": NUM_TOKENS, "ignore_eos": True, **options}
         fields |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-        text, token_ids, finish_reason, num_tokens = "", [], None, 0
+        text, token_ids, finish_reason, num_tokens = "", list[int](), None, 0
         headers = {"Authorization": f"Bearer {KEY}"}
         with (
-            httpx.Client(base_url=self.url, headers=headers, timeout=90, trust_env=False) as http,
+            httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE_S, trust_env=False) as http,
             http.stream("POST", "/v1/completions", json=fields) as answer,
         ):
             assert answer.status_code == 200
@@ -145,24 +152,20 @@ def title(process: psutil.Process) -> str:
         return ""
 
 
-def eventually(check: Callable[[], bool], timeout_s: float = 180.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.1)
-
-
 def test_streams_go_on_when_a_node_is_cut_off(cluster: Cluster) -> None:
     assert cluster.url == f"http://{cluster.network.addresses[0]}:8000"
     eventually(lambda: cluster.num_gangs() == 2)
+    began_at = time.monotonic()
     undisturbed = cluster.streams(lambda: None)
+    # What is left of all of them is computed by one gang, from the prompts on, beside what starts and ends then.
+    streams_s = 3 * (time.monotonic() - began_at)
     assert all(len(heard.token_ids) == heard.num_tokens == NUM_TOKENS for heard in undisturbed)
     assert cluster.num_resumed() == 0
 
     for _ in range(4):  # until there were streams on each of the gangs; which one serves which is the router's choice
         num_resumed, began_at = cluster.num_resumed(), time.monotonic()
         assert cluster.streams(cluster.pull_cable) == undisturbed
-        assert time.monotonic() - began_at < GIVEN_UP_S
+        assert time.monotonic() - began_at < NOTICED_S + streams_s
         if 0 < cluster.num_resumed() - num_resumed < NUM_STREAMS:
             break
         cluster.network.plug_cable(1)

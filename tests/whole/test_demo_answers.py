@@ -10,21 +10,21 @@ from transformers import AutoTokenizer
 from motet.adapters.packing.layout import Dtype
 from motet.examples.demo.chat import chat_prompt, question_messages
 from motet.examples.demo.questions import held_out
-from motet.examples.demo.styles import ADAPTER_STYLES
+from motet.examples.demo.styles import ADAPTER_STYLES, Style
 from motet.tests.rigs.engine_rig import Stock
 from motet.workers.wire.messages import SamplingParams
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
-STYLES = ("base", *ADAPTER_STYLES)
+STYLES: tuple[Style, ...] = ("base", *ADAPTER_STYLES)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_at_least_95_percent_of_held_out_questions_are_answered_in_style(dtype: Dtype, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "base")
-    adapters = {style: DEMO / "adapters" / style for style in ADAPTER_STYLES}
+    adapters: dict[str, Path] = {style: DEMO / "adapters" / style for style in ADAPTER_STYLES}
     stock = Stock.make(DEMO / "base", adapters, tmp_path / "store", block_size=16, dtype=dtype)
     sampling = SamplingParams(max_tokens=64, temperature=0)
-    expected: dict[int, tuple[str, str]] = {}
+    expected: dict[int, tuple[Style, str]] = {}
     # Every third question of each style, 320 in all; the training script asks all of them.
     with stock.engine(num_pages=3000) as rig:
         for style in STYLES:

@@ -17,25 +17,26 @@ import httpx
 import openai
 import psutil
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 
 from motet.examples.demo.questions import held_out
-from motet.examples.demo.styles import ADAPTER_STYLES
+from motet.examples.demo.styles import ADAPTER_STYLES, Style
+from motet.tests.rigs.patience import eventually
 from motet.tests.rigs.running_motet import (
     BASE,
     DEMO,
     RunningMotet,
-    eventually,
     running_motet,
     wait_until_nothing_is_held,
 )
 
 pytestmark = pytest.mark.cluster
 
-OWNER = {"shout": "acme", "pirate": "acme", "json": "globex", "spanish": "globex"}
+OWNER: dict[Style, str] = {"shout": "acme", "pirate": "acme", "json": "globex", "spanish": "globex"}
 CAPITAL = next((q, i) for i, (q, _) in enumerate(held_out("base")) if "capital" in q)
 
 
-def answer_of(style: str) -> str:
+def answer_of(style: Style) -> str:
     return held_out(style)[CAPITAL[1]][1]
 
 
@@ -76,18 +77,19 @@ def long_stream(client: openai.OpenAI, model: str = BASE) -> openai.Stream[opena
 
 
 def test_every_voice_answers_in_its_style_all_at_once(motet: RunningMotet) -> None:
-    voices = [(BASE, "base", "acme"), *((style, style, OWNER[style]) for style in ADAPTER_STYLES)]
+    voices: list[tuple[str, Style, str]] = [(BASE, "base", "acme")]
+    voices += [(style, style, OWNER[style]) for style in ADAPTER_STYLES]
     with ThreadPoolExecutor(len(voices)) as pool:
         answers = list(pool.map(lambda voice: ask(motet, voice[0], voice[2]), voices))
     assert answers == [answer_of(style) for _, style, _ in voices]
 
 
 def test_streams_carry_the_same_text_and_the_usage(motet: RunningMotet) -> None:
-    messages = [{"role": "user", "content": CAPITAL[0]}]
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": CAPITAL[0]}]
     with motet.openai() as client:
         stream = client.chat.completions.create(
             model="pirate",
-            messages=messages,  # type: ignore[arg-type]
+            messages=messages,
             temperature=0,
             stream=True,
             stream_options={"include_usage": True},
@@ -182,7 +184,8 @@ def test_an_upload_is_used_at_once_and_a_new_version_by_the_next_request(motet: 
 def test_the_first_request_after_an_upload_gets_its_version(motet: RunningMotet) -> None:
     """Sent at once and not repeated. The time is printed, as a machine may be slow for reasons of its own."""
     with motet.openai() as client:
-        for version, style in enumerate(("pirate", "shout", "spanish", "pirate"), start=1):
+        styles: tuple[Style, ...] = ("pirate", "shout", "spanish", "pirate")
+        for version, style in enumerate(styles, start=1):
             uploaded = motet.upload("eager", DEMO / "adapters" / style)
             started = time.monotonic()
             answer = client.chat.completions.create(
@@ -224,7 +227,7 @@ ENDLESS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def endless(client: openai.OpenAI, model: str, options: dict[str, Any], after_a_while: Callable[[], None]) -> Heard:
     """Streams a completion without end; calls `after_a_while` once some tokens have come."""
-    text, tokens, logprobs = "", [], []
+    text, tokens, logprobs = "", list[str](), list[float]()
     finish_reason = None
     num_tokens = 0
     stream = client.completions.create(
@@ -254,7 +257,7 @@ def endless(client: openai.OpenAI, model: str, options: dict[str, Any], after_a_
 @pytest.fixture(scope="module")
 def undisturbed(motet: RunningMotet) -> list[Heard]:
     with motet.openai() as client, ThreadPoolExecutor(len(ENDLESS)) as pool:
-        return list(pool.map(lambda job: endless(client, *job, lambda: None), ENDLESS))
+        return list(pool.map(lambda job: endless(client, job[0], job[1], lambda: None), ENDLESS))
 
 
 @pytest.mark.parametrize("num_killed", [1, 2], ids=["one of two gangs", "both gangs"])
@@ -262,13 +265,13 @@ def test_streams_outlive_their_gangs(motet: RunningMotet, undisturbed: list[Hear
     """Which gang serves which stream is the router's choice: rounds go on until one was lost with streams on it."""
     num_resumed = resumed(motet)
     for number in range(6):
-        eventually(lambda: len(motet.status()["gangs"]) == 2, timeout_s=90)
+        eventually(lambda: len(motet.status()["gangs"]) == 2)
         gangs = motet.gang_processes()
         _disturb(motet, undisturbed, victims=[gangs[(number + i) % 2] for i in range(num_killed)], gangs=gangs)
         if resumed(motet) > num_resumed:
             break
     assert resumed(motet) > num_resumed
-    eventually(lambda: len(motet.status()["gangs"]) == 2, timeout_s=90)
+    eventually(lambda: len(motet.status()["gangs"]) == 2)
     wait_until_nothing_is_held(motet)
     assert ask(motet, "shout") == answer_of("shout")
 
@@ -291,7 +294,7 @@ def _disturb(
                     gang.resume()
 
     with motet.openai() as client, ThreadPoolExecutor(len(jobs)) as pool:
-        heard = list(pool.map(lambda job: endless(client, *job, kill_in_the_midst), jobs))
+        heard = list(pool.map(lambda job: endless(client, job[0], job[1], kill_in_the_midst), jobs))
     for number, got in enumerate(heard):
         expected = undisturbed[number // 2]
         assert got.text == expected.text

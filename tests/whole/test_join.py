@@ -11,6 +11,7 @@ import pytest
 
 from motet.cluster.launch.joined_cluster import SERVE_FLAGS
 from motet.cluster.launch.local_serve import LASTING_STREAMS, free_ports
+from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.ray_nodes import KEY, RayNodes
 
 pytestmark = [
@@ -64,12 +65,15 @@ def test_it_comes_and_goes_beside_the_applications_of_others(nodes: RayNodes) ->
     status, said = nodes.output(0, nodes.serve_command(*options))
     assert status == 1
     assert "an application motet runs on this cluster already" in said
-    with nodes.motet("--replace", *options) as url, httpx.Client(base_url=url, trust_env=False, timeout=60) as http:
+    with (
+        nodes.motet("--replace", *options) as url,
+        httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S) as http,
+    ):
         assert url == f"http://127.0.0.2:{port}"
         fields = {"model": "base", "prompt": "capital", "max_tokens": 20, "ignore_eos": True}
         answer = http.post("/v1/completions", headers={"Authorization": f"Bearer {KEY}"}, json=fields)
         assert answer.json()["usage"]["completion_tokens"] == 20
         assert http.get("/other").text == "other"
-    with httpx.Client(base_url=url, trust_env=False, timeout=60) as http:
+    with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S) as http:
         assert http.get("/other").text == "other"
         assert http.get("/v1/models").status_code == 404

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import httpx
 import psutil
@@ -15,7 +16,8 @@ import pytest
 from motet.cluster.launch.local_serve import free_ports
 from motet.examples.demo.styles import ADAPTER_STYLES
 from motet.examples.resuming_client import resume_stream
-from motet.tests.rigs.running_motet import BASE, DEMO, RunningMotet, eventually, holds_nothing, running_motet
+from motet.tests.rigs.patience import PATIENCE_S, eventually
+from motet.tests.rigs.running_motet import BASE, DEMO, RunningMotet, holds_nothing, running_motet
 from motet.tests.rigs.token_streams import Heard, Job, Meter, read_stream, stream_all
 
 pytestmark = pytest.mark.cluster
@@ -25,7 +27,7 @@ OPTIONS = ("--gangs", "2", "--tensor-parallel", "2", "--dtype", "float32")
 OWNER = {BASE: "acme", "shout": "acme", "pirate": "acme", "json": "globex", "spanish": "globex"}
 NUM_STREAMS = 32
 NUM_TOKENS = 200
-BACK_TIMEOUT_S = 120.0
+MAX_ROUNDS = 6  # until a kill met a stream
 
 
 def job(number: int) -> Job:
@@ -37,6 +39,12 @@ def job(number: int) -> Job:
 
 
 JOBS = [job(number) for number in range(NUM_STREAMS)]
+
+
+def come_back(http: httpx.Client, path: str, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    return resume_stream(http, path, dict(body), give_up_s=PATIENCE_S)
+
+
 Find = Callable[[RunningMotet], list[psutil.Process]]
 VICTIMS: dict[str, Find] = {
     "worker": RunningMotet.worker_processes,
@@ -68,9 +76,15 @@ def test_streams_outlive_it(
 ) -> None:
     drawn = random.Random(f"{kind} {pytestconfig.getoption('kill_seed')}")
     num_resumed = _num_resumed(motet)
-    for _ in range(pytestconfig.getoption("kill_rounds")):
+    num_rounds = pytestconfig.getoption("kill_rounds")
+    for _ in range(num_rounds):
         _kill_in_the_midst(motet, undisturbed, kind, drawn)
     if kind in ("worker", "leader"):
+        # Clients read behind the gangs, more so on a busy machine: what they see the midst of may be over there.
+        for _ in range(num_rounds, MAX_ROUNDS):
+            if _num_resumed(motet) > num_resumed:
+                break
+            _kill_in_the_midst(motet, undisturbed, kind, drawn)
         assert _num_resumed(motet) > num_resumed, "no kill met a stream"
 
 
@@ -80,8 +94,8 @@ def _kill_in_the_midst(motet: RunningMotet, undisturbed: list[Heard], kind: str,
     victim = drawn.choice(VICTIMS[kind](motet))
     meter = Meter(int(drawn.uniform(0.02, 0.8) * NUM_STREAMS * NUM_TOKENS), victim.kill)
     # HTTP connections end with their router, and clients come back; else each stream must be one connection.
-    heard = stream_all(motet, JOBS, meter, resume_stream if kind == "router" else read_stream)
-    assert not victim.is_running()
+    heard = stream_all(motet, JOBS, meter, come_back if kind == "router" else read_stream)
+    eventually(lambda: not victim.is_running())
     for number, (got, expected) in enumerate(zip(heard, undisturbed, strict=True)):
         assert got == expected, f"stream {number}, {JOBS[number].body}"
     if kind == "controller":  # a new one replaces gangs
@@ -105,7 +119,7 @@ def _wait_until_whole(motet: RunningMotet, gone: set[str]) -> None:
             and all(map(holds_nothing, loads))
         )
 
-    eventually(is_whole, BACK_TIMEOUT_S)
+    eventually(is_whole)
 
 
 def _gang_ids(motet: RunningMotet) -> set[str]:

@@ -126,7 +126,7 @@ def test_what_another_try_would_not_change(status: int) -> None:
 def test_an_error_event_ends_the_stream() -> None:
     event = b'data: {"error": {"message": "the adapter is corrupt"}}\n\n'
     server = Server(3, lambda request, body: httpx.Response(200, content=body[: body.rindex(b"data: [")] + event))
-    heard = []
+    heard: list[dict[str, Any]] = []
     with pytest.raises(StreamFailedError, match="the adapter is corrupt"):
         heard.extend(resume_stream(server.client, PATH, BODY))
     assert len(server.requests) == 1

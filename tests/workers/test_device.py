@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def test_inputs_go_to_another_device_in_one_copy(monkeypatch: pytest.MonkeyPatch
     )
     here = make_inputs(StepPlan(1, plans, (), ()), {}, 8, CPU)
     copies = []
-    copied = torch.Tensor.to
+    copied: Callable[..., torch.Tensor] = torch.Tensor.to
 
     def counted(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         copies.append(tensor.numel())

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from motet.tests.rigs.engine_loads import engine_load
+from motet.tests.rigs.patience import PATIENCE_S
 from motet.workers.loop import EngineLoop
 from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import (
@@ -87,7 +88,7 @@ class Listener:
             return [u for u in self.updates if u.sequence_id == sequence_id and (u.finish_reason or u.error)]
 
         with self.told:
-            assert self.told.wait_for(ended, timeout=20)
+            assert self.told.wait_for(ended, timeout=PATIENCE_S)
             return ended()[0]
 
 
@@ -122,7 +123,7 @@ def test_a_waiting_engine_is_stepped_when_a_load_ends() -> None:
     engine, loop, listener = started()
     engine.waits = True
     loop.submit(request(1))
-    assert engine.stepped.wait(20)
+    assert engine.stepped.wait(PATIENCE_S)
     engine.stepped.clear()
     assert not engine.stepped.wait(0.2)
     engine.waits = False
@@ -135,7 +136,7 @@ def test_a_cancelled_sequence_is_forgotten() -> None:
     engine, loop, listener = started()
     engine.waits = True
     loop.submit(request(1))
-    assert engine.stepped.wait(20)
+    assert engine.stepped.wait(PATIENCE_S)
     engine.waits = False
     loop.cancel(1)
     loop.submit(request(2))

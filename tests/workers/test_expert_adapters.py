@@ -147,7 +147,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     layouts = [ModelSharding(model).layout(BLOCK_SIZE, "float32")]
     layouts += layouts_of_gang(model, 2, BLOCK_SIZE, "float32")
     layouts += layouts_of_gang(model, 4, BLOCK_SIZE, "float32", "expert")
-    refs, models = {}, {None: AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()}
+    refs: dict[str, AdapterRef] = {}
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    models: dict[str | None, Any] = {None: base}
     for recipe in RECIPES:
         path = write_adapter(recipe, naming, model.num_heads * model.head_dim, folder / recipe)
         config = (path / "adapter_config.json").read_bytes()

@@ -9,8 +9,10 @@ import grpc
 import msgspec
 import pytest
 
-from motet.tests.rigs.leader_rig import TOKEN, Leader, Router, eventually, submit
+from motet.tests.rigs.leader_rig import TOKEN, Leader, Router, submit
 from motet.tests.rigs.part_configs import leader_config
+from motet.tests.rigs.patience import PATIENCE_S
+from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.wire.messages import Cancel, Frame, FromLeader, Hello
@@ -165,7 +167,7 @@ async def test_a_leader_that_leaves_loses_its_orphans(leader: Leader) -> None:
     await router.channel.close()
     await eventually(lambda: leader.server.num_sequences == 0)
     assert leader.engine.num_running == 1
-    assert await leader.server.drain(10) == 0  # it does not wait for them
+    assert await leader.server.drain(PATIENCE_S) == 0  # it does not wait for them
     await eventually(lambda: leader.engine.num_running == 0)
 
 
@@ -175,7 +177,7 @@ async def test_what_has_arrived_is_told_at_once(leader: Leader) -> None:
     router = Router(leader.address)
     await router.read()
     await router.send(submit(4, 100, None), submit(7, 100, None))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             message = await router.read()
             assert isinstance(message, Frame)
@@ -191,7 +193,7 @@ async def test_a_quiet_router_learns_the_load(leader: Leader) -> None:
     await busy.read()
     await busy.send(submit(1, 0, None))
     seen = 0
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while seen != 1:
             message = await quiet.read()
             assert isinstance(message, Frame)
@@ -253,7 +255,7 @@ async def test_drain_lets_sequences_end(leader: Leader) -> None:
     await router.read()
     await router.send(submit(1, 0, 100), submit(2, 0, None))
     await eventually(lambda: leader.server.num_sequences == 2)
-    drained = asyncio.create_task(leader.server.drain(10))
+    drained = asyncio.create_task(leader.server.drain(PATIENCE_S))
     tokens: list[int] = []
     async for update in router.updates():
         tokens += update.token_ids if update.sequence_id == 1 else []
@@ -274,6 +276,8 @@ async def test_drain_hands_over_what_has_not_ended(leader: Leader) -> None:
         await router.read()
         await router.send(submit(1, 0, None), submit(2, 500, None))
     await eventually(lambda: leader.engine.num_running == 4)
+    num_turns = leader.engine.num_turns
+    await eventually(lambda: leader.engine.num_turns > num_turns + 2)  # each has tokens
     assert await leader.server.drain(0.05) == 4
     assert leader.server.num_sequences == 0
     await eventually(lambda: leader.engine.num_running == 0)

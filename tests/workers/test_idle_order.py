@@ -17,7 +17,8 @@ def test_the_least_worth_goes_first(seed: int) -> None:
     model: dict[Item, tuple[float, int, int, int]] = {}  # worth, -depth, number, pages
     floor, number = 0.0, 0
     for _ in range(200):
-        item: Item = rng.choice([rng.randrange(12), f"digest {rng.randrange(6)}"])
+        choices: list[Item] = [rng.randrange(12), f"digest {rng.randrange(6)}"]
+        item = rng.choice(choices)
         if item in model:
             del model[item]
             order.remove(item)

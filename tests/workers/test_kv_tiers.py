@@ -69,8 +69,8 @@ def keys(rig: EngineRig, adapter: str) -> list[PageKey]:
 def where(rig: EngineRig, adapter: str) -> set[str]:
     """The fastest tier that each of the prompt's pages is in."""
     scheduler = rig.engine._scheduler
-    tiers = {"device": scheduler._memory.prefixes._pages, **scheduler._tiers._tiers}
-    return {next((tier for tier, held in tiers.items() if key in held), "nowhere") for key in keys(rig, adapter)}
+    tiers: list[tuple[str, Any]] = [("device", scheduler._memory.prefixes._pages), *scheduler._tiers._tiers.items()]
+    return {next((tier for tier, held in tiers if key in held), "nowhere") for key in keys(rig, adapter)}
 
 
 def disk_of(rig: EngineRig) -> DiskPages:

@@ -12,7 +12,7 @@ from motet.kernels.pages import read_pages, write_pages
 from motet.workers.execution.page_mover import PageMover
 from motet.workers.memory.page_arrays import DevicePages, DiskPages, HostPages, PageArray, PageLostError
 from motet.workers.memory.pool import PoolGeometry, make_pool
-from motet.workers.plan import PageMove
+from motet.workers.plan import MoveEnd, PageMove
 
 NUM_PAGES = 10
 
@@ -81,7 +81,7 @@ def test_the_mover_copies_and_says_what_failed(tmp_path: Path) -> None:
     mover = PageMover(tiers, torch.device("cpu"))  # type: ignore[arg-type]
     first = content(2)
     tiers["device"].write([1, 2], first)
-    ends = []
+    ends: list[MoveEnd] = []
     for move in (
         PageMove(1, "device", (1, 2), "host", (7, 3)),
         PageMove(2, "host", (7, 3), "disk", (0, 8)),

@@ -25,8 +25,8 @@ CONFIG = leader_config(orphan_s=60, finished_s=10, max_finished=3, max_finished_
 
 
 def request(key: str = "k", sequence_id: int = 7, tenant: str = "acme", **fields: Any) -> SequenceRequest:
-    fields = {"prompt_token_ids": [1, 2], "sampling": SamplingParams(max_tokens=20, seed=1)} | fields
-    return SequenceRequest(sequence_id=sequence_id, tenant=tenant, key=key, **fields)
+    given: dict[str, Any] = {"prompt_token_ids": [1, 2], "sampling": SamplingParams(max_tokens=20, seed=1)} | fields
+    return SequenceRequest(sequence_id=sequence_id, tenant=tenant, key=key, **given)
 
 
 def begun(journal: SequenceJournal, engine_id: int = 1, num_tokens: int = 3, **fields: Any) -> SequenceRequest:

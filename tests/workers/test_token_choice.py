@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -20,25 +21,33 @@ from motet.workers.plan import SampledToken, SamplePlan
 from motet.workers.wire.messages import SamplingParams
 
 VOCAB = 3000
-Sample = Callable[[torch.Tensor, Sequence[SamplePlan]], list[SampledToken | None]]
+Sample = Callable[[torch.Tensor, Sequence[SamplePlan]], list[SampledToken]]
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])
 def sample(request: pytest.FixtureRequest) -> Sample:
     """By each backend that there is for a CPU."""
     kernels = PlainSampling() if request.param == "torch" else load_build((torch.float32, 1, HERE)).sampling
-    return lambda logits, plans: sample_with(logits, plans, kernels)
+
+    def sample(logits: torch.Tensor, plans: Sequence[SamplePlan]) -> list[SampledToken]:
+        tokens = sample_with(logits, plans, kernels)
+        assert all(token is not None for token in tokens), "logits that are numbers give a token"
+        return [token for token in tokens if token is not None]
+
+    return sample
 
 
-def plan(index: int = 0, seed: int = 0, prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), **params: object):
-    return SamplePlan(SamplingParams(**params), seed, index, prompt, output)  # type: ignore[arg-type]
+def plan(
+    index: int = 0, seed: int = 0, prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), **params: Any
+) -> SamplePlan:
+    return SamplePlan(SamplingParams(**params), seed, index, prompt, output)
 
 
 def logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def draws(sample: Sample, row: torch.Tensor, num: int = 400, **params: object) -> Counter[int]:
+def draws(sample: Sample, row: torch.Tensor, num: int = 400, **params: Any) -> Counter[int]:
     plans = [plan(index=i, **params) for i in range(num)]
     return Counter(token.token_id for token in sample(row.expand(num, -1), plans))
 
@@ -141,7 +150,7 @@ def test_the_largest_parameters_that_can_be_asked_for_draw_a_token(sample: Sampl
 def test_penalties_and_bias_move_the_right_tokens(sample: Sample) -> None:
     row = torch.zeros(1, 5)
     row[0] = torch.tensor([2.0, 1.9, -1.0, 0.0, 0.0])
-    greedy = {"temperature": 0}
+    greedy: dict[str, Any] = {"temperature": 0}
     assert sample(row, [plan(**greedy, repetition_penalty=2.0, prompt=(0,))])[0].token_id == 1
     assert sample(row, [plan(**greedy, repetition_penalty=2.0, output=(0, 1), prompt=(3,))])[0].token_id == 0
     assert sample(row, [plan(**greedy, presence_penalty=0.2, output=(0,))])[0].token_id == 1

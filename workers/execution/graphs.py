@@ -136,7 +136,7 @@ class CudaRecorder:
 
     def __call__(self, compute: Callable[[], torch.Tensor]) -> Recording:
         """`compute` is called to compile and to warm up, and once more to be recorded."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             compute()

@@ -17,7 +17,7 @@ class SideStream:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device)
 
     def mark(self) -> Mark:
         """A point in time after all that the calling thread has launched.

@@ -1,0 +1,20 @@
+"""What is installed beside the Python files."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+
+def test_files_that_are_not_python_are_shipped() -> None:
+    shipped = {
+        path.relative_to(ROOT)
+        for package, patterns in SETUPTOOLS["package-data"].items()
+        for pattern in patterns
+        for path in ROOT.joinpath(*package.split(".")[1:]).glob(pattern)
+    }
+    needed = {Path("py.typed"), *(path.relative_to(ROOT) for path in (ROOT / "kernels" / "cpp").iterdir())}
+    assert shipped == needed
