@@ -41,7 +41,7 @@ class BaseShape:
     """What an adapter must fit: the base's layers and the (in, out) features of its modules, unsharded."""
 
     num_layers: int
-    modules: Mapping[str, tuple[int, int]]  # in packing order; those that adapters of this base may have
+    modules: Mapping[str, tuple[int, int]]  # the modules that adapters of this base may have, in packing order
     experts: ExpertShape | None = None
 
     def count(self, module: str) -> int:

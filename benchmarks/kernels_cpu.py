@@ -40,7 +40,8 @@ from motet.kernels.native.build import load_library
 from motet.kernels.sampling import Draw
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.memory.pool import PoolGeometry, kv_view, make_pool
-from motet.workers.models.rotary import RotaryConfig, rotary_table
+from motet.workers.models.rotary import rotary_table
+from motet.workers.models.rotary_config import RotaryConfig
 from motet.workers.plan import SequencePlan, StepPlan
 
 CPU = torch.device("cpu")

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-import torch
+import numpy as np
 
+from motet.adapters.format.tensor_file import BFLOAT16, Tensor
 from motet.adapters.packing.layout import AdapterLayout
 from motet.adapters.packing.packed_file import write_packed
 from motet.benchmarks.rigs.random_model import NUM_LAYERS
@@ -37,17 +38,17 @@ def write_store(root: Path, model_path: Path, count: int, block_size: int) -> li
     """Packs `count` adapters of RANKS in turn into a store, for bfloat16: 6.9 MB each on average."""
     model = ModelConfig.from_folder(model_path)
     layout = AdapterLayout(model.shape, model.slab(block_size), "bfloat16")
-    generator = torch.Generator().manual_seed(0)
-    kinds: dict[int, tuple[dict[str, int], torch.Tensor]] = {}
+    rng = np.random.default_rng(0)
+    kinds: dict[int, tuple[dict[str, int], Tensor]] = {}
     for rank in RANKS:
         ranks = dict.fromkeys(MODULES, rank)
         shape = (layout.num_pages(ranks), NUM_LAYERS, layout.slab)
-        pages = torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator)
+        pages = (rng.standard_normal(shape, np.float32) * 0.02).astype(BFLOAT16)
         kinds[rank] = ranks, pages
     adapters = []
     for index in range(count):
         ranks, pages = kinds[RANKS[index % len(RANKS)]]
-        pages[0, 0, :8] = torch.randn(8, generator=generator) * 0.02
+        pages[0, 0, :8] = rng.standard_normal(8, np.float32) * 0.02
         digest = sha256(f"adapter {index}".encode()).hexdigest()
         folder = root / digest[:2] / digest
         folder.mkdir(parents=True)

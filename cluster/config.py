@@ -1,9 +1,9 @@
 """The settings of one motet, resolved for this machine, and what each part gets of them.
 
-Settings of motet come from here, from the options of `motet serve`, and from their environment variables (`env` in
-`settings/`, and XDG_CACHE_HOME here); nothing below reads the environment for a setting. The commands that talk to a
-running motet have two variables of their own (`commands/client_options.py`). What motet sets in the environment is for
-Ray Serve, for the C library and for collectives (`launch/local_serve.py`, `replicas/gang_workers.py`).
+A setting's environment variable (`env` of `Setting`) is read here, and by click where `motet serve` has the option;
+XDG_CACHE_HOME is read here. No part reads the environment for a setting. The commands that talk to a running motet read
+two variables of their own (`commands/client_options.py`). Ray and other libraries read theirs; motet sets some of these
+(`launch/local_serve.py`, `launch/joined_cluster.py`, `replicas/gang_workers.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from msgspec import structs
 from ..router.config import RouterConfig
 from ..router.fleet.admission import AdmissionConfig
 from ..workers.config import EngineConfig
+from ..workers.device_probe import probe_device
 from ..workers.leader.leader_config import LeaderConfig
-from .gpu_driver import has_gpu_driver
 from .resources import Resources
 from .scaling import ScalingConfig
 from .settings.config_error import ConfigError
@@ -42,7 +42,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The settings, and what this machine adds to them. It checks what holds between two settings."""
 
     model_path: Path  # a complete model folder
-    gangs_beside: int | None = None  # that share this machine's cores; None: max_gangs. Updates keep it
+    gangs_beside: int | None = None  # gangs that share this machine's cores; None: max_gangs. An update keeps it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,7 +107,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def engine(self) -> EngineConfig:
         """Settings of one gang's engine."""
-        return part_config(EngineConfig, self, num_threads=self.threads_of_a_worker)
+        return part_config(EngineConfig, self, num_threads=self.num_worker_threads)
 
     @property
     def leader(self) -> LeaderConfig:
@@ -146,7 +146,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         )
 
     @property
-    def threads_of_a_worker(self) -> int:
+    def num_worker_threads(self) -> int:
         """`num_threads`, with what "auto" means here."""
         if self.num_threads != "auto":
             return self.num_threads
@@ -169,7 +169,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def worker_resources(self) -> Resources:
         """What each worker takes: a GPU where this machine serves alone and has some, unless told otherwise."""
         num_gpus, has_custom = self.gang_num_gpus, bool(self.gang_resources)
-        if not num_gpus and not has_custom and self.address is None and self._computes_on_gpu:
+        if not num_gpus and not has_custom and self.address is None and probe_device(self.device).kind == "cuda":
             num_gpus = 1.0
         return Resources(num_cpus=self.gang_num_cpus, num_gpus=num_gpus, custom=self.gang_resources)
 
@@ -186,14 +186,6 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def with_redis_url(self, redis_url: str) -> MotetConfig:
         """The same, with the server that was started."""
         return structs.replace(self, redis_url=redis_url)
-
-    @property
-    def _computes_on_gpu(self) -> bool:
-        if self.device == "cpu" or (self.device == "auto" and not has_gpu_driver()):
-            return False
-        from ..workers.device import resolve_device  # brings torch, which has the last word
-
-        return resolve_device(self.device).type == "cuda"
 
 
 def part_config(kind: type[P], settings: Settings, **given: object) -> P:

@@ -1,15 +1,28 @@
-"""How far a process elsewhere on this machine is, told through a file."""
+"""How far a job is, as events; those of a process elsewhere on this machine come through a file."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-OnEvent = Callable[[str, int, int], None]  # (name of what is done, done, total)
+OnEvent = Callable[[str, int, int], None]  # (what is done, in words, done, total); a total of 1 is a step
 
 INTERVAL_S = 0.1
+
+
+@contextmanager
+def step(on_event: OnEvent, what: str) -> Iterator[None]:
+    """Tells of a step that it begins, and, if it goes well, that it is done."""
+    on_event(what, 0, 1)
+    yield
+    on_event(what, 1, 1)
+
+
+def ignore_event(what: str, done: int, total: int) -> None:
+    """For whom nobody watches."""
 
 
 class ProgressWriter:

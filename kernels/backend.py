@@ -178,10 +178,17 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
     )
 
 
-def choose_kernels(device: torch.device, dtype: torch.dtype, num_threads: int, cache: Path | None = None) -> Kernels:
-    """The fastest kernels for this machine: the plain twins, with one warning in the log, where no others can be had.
+def choose_kernels(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_threads: int,
+    cache: Path | None = None,
+    on_compile: Callable[[int, int], None] = lambda done, total: None,
+) -> Kernels:
+    """The fastest kernels that this machine can have. One warning says what is lost where the plain twins serve.
 
-    `cache`: the folder that keeps compiled kernels; None: `.cache/motet` in the user's home.
+    `cache`: the folder that keeps compiled kernels; None: `.cache/motet` in the user's home. `on_compile`: see
+    `load_library`.
     """
     if device.type == "cuda":
         try:
@@ -193,7 +200,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, num_threads: int, c
         log.warning("plain torch kernels serve, several times slower: none is faster for %s on %s", dtype, device.type)
         return plain_kernels()
     try:
-        return native_kernels(dtype, num_threads, load_library(num_threads, cache))
+        return native_kernels(dtype, num_threads, load_library(num_threads, cache, on_compile=on_compile))
     except NativeUnavailable as problem:
         log.warning("plain torch kernels serve, with several times fewer tokens per second: %s", problem)
         return plain_kernels()

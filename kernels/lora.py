@@ -114,7 +114,7 @@ class CapturableLora(LoraKernels, Protocol):
     def reserve(
         self, num_rows: int, num_pages: int, ranks: int, geometry: LoraGeometry, device: torch.device
     ) -> LoraBatch | None:
-        """An empty batch with room for so many rows, pages and ranks; None: the kernels cannot read this geometry."""
+        """An empty batch with room for these numbers of rows, pages and ranks; None: the geometry does not allow it."""
 
     def refill(self, reserved: LoraBatch, batch: LoraBatch | None) -> bool:
         """Copies `batch` (None: an empty one) into `reserved`. False: it does not fit, and `reserved` is unchanged."""

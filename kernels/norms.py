@@ -1,7 +1,7 @@
 """The contract of norms and gated activations, and their plain twin.
 
-Tensors are float32 or bfloat16; each function computes in float32 what it says it does, and in the tensors' dtype
-otherwise. Sources: RMSNorm (arXiv 1910.07467), gated activations (GLU variants, arXiv 2002.05202).
+Tensors are float32 or bfloat16, on any device. What is computed in float32 is said below; every other product and sum
+is rounded to the tensors' dtype. Sources: RMSNorm (arXiv 1910.07467), gated activations (arXiv 2002.05202).
 """
 
 from __future__ import annotations

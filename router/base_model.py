@@ -27,7 +27,7 @@ class BaseModel:
         self._last_gang = self._dispatcher.gang() or self._last_gang
         return self._last_gang
 
-    async def meet_a_gang(self) -> None:
+    async def wait_for_first_gang(self) -> None:
         """Waits until this router has had a connection to a gang, and makes a gang start if none runs.
 
         Returns at once if there has been a connection, and where gangs do not scale from zero. Raises 503 if no gang

@@ -27,7 +27,7 @@ from .openai_api.response_id import fingerprint_of, new_response_id
 from .openai_api.stream_position import LAST_EVENT_ID, StreamPosition, parse_position, wrong_position
 from .openai_api.unsupported_fields import refuse_unsupported
 from .requests.beams import beam_rules, check_beams
-from .requests.best_of import check_best_of, ranked
+from .requests.best_of import check_best_of, with_best_of
 from .requests.chat_prompt import chat_prompt
 from .requests.completion_prompts import completion_prompts, count_prompts
 from .requests.model_limits import check_length
@@ -69,7 +69,7 @@ class CompletionsApi:
         check_best_of(request)
         check_beams(request)
         self._check_num_sequences(count_prompts(request), request, "prompt")
-        await self._base.meet_a_gang()
+        await self._base.wait_for_first_gang()
         token_lists = await completion_prompts(request, self._text, self._base.gang())
         context = self._base.gang().max_model_len
         prompts = [
@@ -82,7 +82,7 @@ class CompletionsApi:
         n = request.n or 1
         generation = self._generation(request, prompts, tenant, adapter)
         if request.best_of is not None and request.best_of > n:
-            generation = ranked(generation, request.best_of)
+            generation = with_best_of(generation, request.best_of)
         head = self._head("cmpl-", request, generation, position)
         shape = CompletionAnswer(
             head,
@@ -106,7 +106,7 @@ class CompletionsApi:
             raise invalid_value("top_logprobs", "it needs logprobs to be true.")
         check_beams(request)
         self._check_num_sequences(1, request, "n")
-        await self._base.meet_a_gang()
+        await self._base.wait_for_first_gang()
         token_ids = await chat_prompt(request, self._text, self._base.gang())
         max_tokens = request.max_completion_tokens or request.max_tokens
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -38,13 +39,15 @@ def build_executor(
 
     Raises ValueError if the model cannot be served with these settings.
     """
+    on_progress = on_progress or _ignore
     torch.set_num_threads(config.num_threads)
     device, dtype = resolve_device(config.device), getattr(torch, config.dtype)
     model = ModelConfig.from_folder(config.model_path)
     sharding = ModelSharding(model, parallel.degree, parallel.rank, config.expert_sharding)
     geometry = plan_pool(sharding, config.block_size, dtype, config.pool_bytes)
     layout = sharding.layout(config.block_size, config.dtype)
-    kernels = choose_kernels(device, dtype, config.num_threads, config.cache_path)
+    on_compile = partial(on_progress, "compiling kernels")
+    kernels = choose_kernels(device, dtype, config.num_threads, config.cache_path, on_compile)
     pool = make_pool(geometry, device)
     decoder = load_decoder(sharding, Checkpoint(config.model_path, dtype, device, on_progress), kernels)
     rotary = rotary_tables(model.rotaries, model.head_dim, config.context_of(model.max_model_len), device)
@@ -53,9 +56,15 @@ def build_executor(
     cache = HostAdapterCache(AdapterStore(config.store_path), layout, config.host_bytes, pinned)
     mover = PageMover(_page_arrays(config, geometry, pool, kernels), device)
     if device.type == "cuda":
+        on_progress("recording the GPU's work", 0, 1)
         runner.warm_up()
         runner.record_decodes(config.max_num_sequences, config.context_of(model.max_model_len), CudaRecorder())
+        on_progress("recording the GPU's work", 1, 1)
     return LocalExecutor(runner, AdapterLoader(cache, pool, kernels), mover, kernels.choice, device, thread)
+
+
+def _ignore(what: str, done: int, total: int) -> None:
+    """Of progress: nobody watches."""
 
 
 def tier_sizes(config: EngineConfig, geometry: PoolGeometry) -> TierSizes:

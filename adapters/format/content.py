@@ -8,18 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 
-import torch
-
 from ..adapter import family_of_module, packing_order
-from .tensor_file import DTYPE_NAMES, tensor_bytes
+from .tensor_file import DTYPE_NAMES, Tensor, tensor_bytes
 
 
 @dataclass(frozen=True, eq=False)
 class LoraMatrices:
     """One module's matrices as uploaded: `x @ a.T @ b.T * scaling` is added to the module's output."""
 
-    a: torch.Tensor  # [rank, in]
-    b: torch.Tensor  # [out, rank]
+    a: Tensor  # [rank, in]
+    b: Tensor  # [out, rank]
     scaling: float  # lora_alpha / rank, or lora_alpha / sqrt(rank) for rsLoRA
 
 
@@ -52,7 +50,7 @@ class AdapterContent:
             hasher.update(tensor_bytes(tensor))
         return hasher.hexdigest()
 
-    def _parts(self) -> Iterator[tuple[tuple[int, str], str, torch.Tensor, float]]:
+    def _parts(self) -> Iterator[tuple[tuple[int, str], str, Tensor, float]]:
         for key in sorted(self.matrices, key=lambda key: (key[0], packing_order(key[1]))):
             found = self.matrices[key]
             yield key, "A", found.a, found.scaling

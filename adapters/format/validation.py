@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
 from ..adapter import BaseShape, family_of_module
 from ..errors import AdapterInvalid, listed, shown
 from .content import AdapterContent, LoraMatrices
 from .peft import TENSORS_FILE, foreign_feature, parse_config, parse_tensor_name, tensor_name
 from .targets import Target, resolve_targets
-from .tensor_file import TensorFile
+from .tensor_file import Tensor, TensorFile, is_finite
 
 _Key = tuple[int, str, str]  # layer, module, letter
 
@@ -97,8 +95,8 @@ def _check_shape(
         )
 
 
-def _finite(file: TensorFile, name: str) -> torch.Tensor:
+def _finite(file: TensorFile, name: str) -> Tensor:
     tensor = file.tensor(name)
-    if not torch.isfinite(tensor).all():
+    if not is_finite(tensor):
         raise AdapterInvalid(f"{name} holds NaN or infinity: only finite numbers are accepted")
     return tensor

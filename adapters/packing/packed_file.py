@@ -13,11 +13,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
+import numpy as np
 
-from ..format.tensor_file import tensor_bytes
+from ..format.tensor_file import Tensor, tensor_bytes
 from .layout import AdapterLayout
-from .packing import TORCH_DTYPES
+from .packing import PAGE_DTYPES
 
 _MAGIC = b"MOTETPK2"
 _MAX_HEADER_BYTES = 1 << 16
@@ -28,7 +28,7 @@ class PackedFileDamaged(Exception):  # noqa: N818
     """The file was changed since it was written, or belongs to another adapter or layout. The message says which."""
 
 
-def write_packed(file: BinaryIO, digest: str, layout: AdapterLayout, pages: torch.Tensor) -> None:
+def write_packed(file: BinaryIO, digest: str, layout: AdapterLayout, pages: Tensor) -> None:
     """Writes pages `[num_pages, num_layers, slab]` of the adapter `digest`."""
     header = json.dumps({**_identity(digest, layout), "shape": list(pages.shape)}).encode()
     body = tensor_bytes(pages)
@@ -36,7 +36,7 @@ def write_packed(file: BinaryIO, digest: str, layout: AdapterLayout, pages: torc
     file.write(body)
 
 
-def read_packed(path: Path, digest: str, layout: AdapterLayout) -> torch.Tensor:
+def read_packed(path: Path, digest: str, layout: AdapterLayout) -> Tensor:
     """The pages that `write_packed` wrote. Raises PackedFileDamaged, or OSError if the file cannot be read."""
     with path.open("rb", buffering=0) as file:
         num_bytes = path.stat().st_size
@@ -47,18 +47,19 @@ def read_packed(path: Path, digest: str, layout: AdapterLayout) -> torch.Tensor:
         header = file.read(header_bytes)
         checksum = file.read(_CHECKSUM_BYTES)
         shape = _shape(header, digest, layout)
-        dtype = TORCH_DTYPES[layout.dtype]
+        dtype = PAGE_DTYPES[layout.dtype]
         body_bytes = prod(shape) * dtype.itemsize
         if num_bytes != len(_MAGIC) + 4 + header_bytes + _CHECKSUM_BYTES + body_bytes:
             raise PackedFileDamaged(f"its pages take {body_bytes} bytes, and the file has {num_bytes} in all")
-        body = torch.empty(body_bytes, dtype=torch.uint8)
+        body = np.empty(body_bytes, np.uint8)
         target = tensor_bytes(body)
         filled = 0
         while filled < body_bytes and (count := file.readinto(target[filled:])):
             filled += count
     if filled < body_bytes or _checksum(header, target) != checksum:
         raise PackedFileDamaged("its checksum does not match")
-    return body.view(dtype).view(shape)
+    pages: Tensor = body.view(dtype).reshape(shape)
+    return pages
 
 
 def _checksum(header: bytes, body: memoryview) -> bytes:

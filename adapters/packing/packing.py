@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 
 from ..adapter import BaseShape, family_of_module
 from ..errors import AdapterInvalid
 from ..format.content import AdapterContent
+from ..format.tensor_file import BFLOAT16, Tensor, is_finite
 from .layout import AdapterLayout
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PAGE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16}
 
 
-def pack(content: AdapterContent, layout: AdapterLayout) -> torch.Tensor:
+def pack(content: AdapterContent, layout: AdapterLayout) -> Tensor:
     """`[num_pages, num_layers, slab]` in the layout's dtype: slab i of layer l is `[i, l]`.
 
     B is multiplied by the scaling in float32, so that kernels need no scaling. Elements outside all matrices are zero.
     Raises AdapterInvalid if the adapter does not fit the layout's base, or its numbers do not fit the dtype.
     """
     _check_fit(content, layout.shape)
-    dtype = TORCH_DTYPES[layout.dtype]
+    dtype = PAGE_DTYPES[layout.dtype]
     offsets = layout.offsets(content.module_ranks)
     num_pages = layout.num_pages(content.module_ranks)
-    pages = torch.zeros(num_pages, layout.shape.num_layers, layout.slab, dtype=dtype)
+    pages = np.zeros((num_pages, layout.shape.num_layers, layout.slab), dtype)
     for layer in range(layout.shape.num_layers):
-        array = torch.zeros(num_pages * layout.slab, dtype=dtype)
+        array = np.zeros(num_pages * layout.slab, dtype)
         for module, place in offsets.items():
             part = layout.part(module)
             first_row = part.part * place.a_rows
@@ -34,12 +35,14 @@ def pack(content: AdapterContent, layout: AdapterLayout) -> torch.Tensor:
                     continue
                 a_start, b_start = place.a + index * place.stride, place.b + index * place.stride
                 a = found.a[first_row : first_row + place.a_rows, slice(*part.inputs)]
-                array[a_start : a_start + a.numel()] = a.reshape(-1).to(dtype)
-                scaled = (found.b[slice(*part.outputs)].to(torch.float32) * found.scaling).t()  # [rank, out]
-                array[b_start : b_start + scaled.numel()] = scaled.reshape(-1).to(dtype)
-        if not torch.isfinite(array).all():
+                b = found.b[slice(*part.outputs)].astype(np.float32)
+                with np.errstate(over="ignore"):  # what overflows is told below
+                    array[a_start : a_start + a.size] = a.astype(dtype).reshape(-1)
+                    b *= np.float32(found.scaling)
+                    array[b_start : b_start + b.size] = b.astype(dtype).T.reshape(-1)  # [rank, out]
+        if not is_finite(array):
             raise AdapterInvalid(f"layer {layer} overflows {layout.dtype} once scaled: its numbers are too large")
-        pages[:, layer] = array.view(num_pages, layout.slab)
+        pages[:, layer] = array.reshape(num_pages, layout.slab)
     return pages
 
 

@@ -28,14 +28,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..base_identity import BaseIdentity
 from ..errors import AdapterCorrupt, AdapterInvalid
 from ..format.content import AdapterContent, LoraMatrices
 from ..format.peft import TENSORS_FILE, parse_tensor_name, tensor_name
 from ..format.strict_json import parse_object
-from ..format.tensor_file import TensorFile, write_tensors
+from ..format.tensor_file import Tensor, TensorFile, write_tensors
 from ..packing.layout import AdapterLayout
 from ..packing.packed_file import PackedFileDamaged, read_packed, write_packed
 from ..packing.packing import pack
@@ -78,7 +76,7 @@ class AdapterStore:
         with self._lock(fcntl.LOCK_SH):
             make_folder(folder)
             (folder / _MARK_FILE).unlink(missing_ok=True)
-            tensors: dict[str, torch.Tensor] = {}
+            tensors: dict[str, Tensor] = {}
             scalings: dict[str, str] = {}
             for (layer, module), found in content.matrices.items():
                 tensors[tensor_name(layer, module, "A")] = found.a
@@ -92,7 +90,7 @@ class AdapterStore:
                 with replacing(self._packed_path(content.digest, layout), self._temporary) as file:
                     write_packed(file, content.digest, layout, pages)
 
-    def load_packed(self, digest: str, layout: AdapterLayout) -> torch.Tensor:
+    def load_packed(self, digest: str, layout: AdapterLayout) -> Tensor:
         """The adapter's pages `[num_pages, num_layers, slab]`, verified.
 
         Packs the adapter again if its packed file is missing or damaged. Raises AdapterCorrupt if that fails, too.

@@ -8,9 +8,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from motet.adapters.format.tensor_file import Tensor
 from motet.adapters.packing.layout import AdapterLayout, Dtype
+from motet.adapters.packing.packing import PAGE_DTYPES
 from motet.adapters.store.store import AdapterStore
 from motet.benchmarks.gpu.machine import Machine
 from motet.kernels.backend import Kernels
@@ -110,13 +113,14 @@ class RandomWeights:
 class RandomStore(AdapterStore):
     """Packed adapters of random numbers seeded by their digests, in place of files."""
 
-    def __init__(self, layout: AdapterLayout, dtype: torch.dtype) -> None:
+    def __init__(self, layout: AdapterLayout) -> None:
         ranks = dict.fromkeys(layout.shape.modules, RANK)
         shape = (layout.num_pages(ranks), layout.shape.num_layers, layout.slab)
-        self._pages = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 0.02).to(dtype)
+        values = np.random.default_rng(1).standard_normal(shape, np.float32) * 0.02
+        self._pages = values.astype(PAGE_DTYPES[layout.dtype])
 
-    def load_packed(self, digest: str, layout: AdapterLayout) -> torch.Tensor:
-        return self._pages.roll(int(digest), 0)
+    def load_packed(self, digest: str, layout: AdapterLayout) -> Tensor:
+        return np.roll(self._pages, int(digest), 0)
 
 
 class Bench:
@@ -135,7 +139,7 @@ class Bench:
         if not machine.is_dry:
             self.runner.warm_up()
             self.runner.record_decodes(size.num_sequences, model.max_model_len, CudaRecorder())
-        host = HostAdapterCache(RandomStore(layout, machine.dtype), layout, 1 << 40, pinned=not machine.is_dry)
+        host = HostAdapterCache(RandomStore(layout), layout, 1 << 40, pinned=not machine.is_dry)
         loader = AdapterLoader(host, pool, kernels)
         mover = PageMover({}, machine.device)  # KV stays where it is
         executor = LocalExecutor(self.runner, loader, mover, kernels.choice, machine.device)

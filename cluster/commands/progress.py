@@ -1,21 +1,28 @@
-"""How far a long job is, shown on stderr: a bar on a terminal, a line for each tenth elsewhere."""
+"""How far a long job is and what it waits for, shown on stderr: bars on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
+import threading
+import time
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+SILENCE_S = 5.0
+
 
 class ProgressDisplay:
-    """Call it with (stage, done, total) as often as wished; a stage is what is being done, in words.
+    """Call it with (stage, done, total) as often as wished, from any thread; a stage is what is being done, in words.
 
-    Use it as a context manager: leaving it ends the bars.
+    A total of 1 is a step, of which nobody knows how far it is. Use it as a context manager: leaving it ends the bars.
+    Where there are lines, one comes when a step begins and at each tenth of the others, and one says what is still
+    being done whenever none has come for `silence_s`.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, silence_s: float = SILENCE_S) -> None:
         self._console = console
+        self._silence_s = silence_s
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -26,24 +33,60 @@ class ProgressDisplay:
         )
         self._tasks: dict[str, TaskID] = {}
         self._shown_tenths: dict[str, int] = {}
+        self._current: list[str] = []  # stages that have begun and not ended
+        self._began_at = self._printed_at = time.monotonic()
+        self._lock = threading.Lock()
+        self._left = threading.Event()
+        self._reminder = threading.Thread(target=self._remind, name="progress reminder", daemon=True)
 
     def __enter__(self) -> ProgressDisplay:
+        self._began_at = self._printed_at = time.monotonic()
         self._bars.start()
+        if not self._console.is_terminal:  # where bars show the time that passes
+            self._reminder.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._left.set()
+        if self._reminder.is_alive():
+            self._reminder.join()
         self._bars.stop()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if self._console.is_terminal:
-            if stage not in self._tasks:
-                self._tasks[stage] = self._bars.add_task(stage)
-            self._bars.update(self._tasks[stage], completed=done, total=max(total, 1))
-        else:
-            self._print_line(stage, done, total)
+        with self._lock:
+            if self._console.is_terminal:
+                self._move_bar(stage, done, total)
+            else:
+                self._tell(stage, done, total)
 
-    def _print_line(self, stage: str, done: int, total: int) -> None:
+    def _move_bar(self, stage: str, done: int, total: int) -> None:
+        is_open_step = total == 1 and not done  # its bar moves without end
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bars.add_task(stage, total=None)
+        if not is_open_step:
+            self._bars.update(self._tasks[stage], completed=max(done, total == 0), total=max(total, 1))
+
+    def _tell(self, stage: str, done: int, total: int) -> None:
+        has_ended = done >= total
+        if has_ended and stage in self._current:
+            self._current.remove(stage)
+        elif not has_ended and stage not in self._current:
+            self._current.append(stage)
         tenths = 10 * done // total if total > 0 else 10
         if tenths > self._shown_tenths.get(stage, -1):
             self._shown_tenths[stage] = tenths
-            self._console.print(f"{stage}: {10 * tenths}%", highlight=False, markup=False)
+            if total != 1:
+                self._print(f"{stage}: {10 * tenths}%")
+            elif not has_ended:
+                self._print(stage)
+
+    def _remind(self) -> None:
+        while not self._left.wait(max(0.0, self._printed_at + self._silence_s - time.monotonic())):
+            with self._lock:
+                if time.monotonic() - self._printed_at >= self._silence_s:
+                    passed_s = time.monotonic() - self._began_at
+                    self._print(f"still {', '.join(self._current) or 'at it'}, after {passed_s:.0f} s")
+
+    def _print(self, line: str) -> None:
+        self._printed_at = time.monotonic()
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from ..progress_log import step
 from ..settings.flags import GroupedCommand, options_of
 from ..settings.settings import Settings
 from .config_file import RereadableCommand, reread_options, take_defaults
@@ -50,7 +51,14 @@ def serve(
     Prints "ready URL" once it can serve a token, and runs until Ctrl-C. With --config, SIGHUP reads the file again and
     replaces routers and gangs whose settings have changed, while they serve; then it prints "updated", or why not.
     """
-    # Loaded here because they bring torch or the hub with them, which the other commands do without.
+    # Loaded here because the other commands do without; the port comes before what takes long to load.
+    from ..launch.local_serve import LOOPBACK, check_port_is_free
+
+    if settings["address"] is None:
+        try:
+            check_port_is_free(settings["host"] or LOOPBACK, settings["port"])
+        except ValueError as error:
+            raise click.ClickException(str(error)) from error
     from ..config import MotetConfig
     from ..launch.launch import LaunchError
     from ..launch.model_source import ModelUnavailable, resolve_model
@@ -67,8 +75,9 @@ def serve(
         check_data_dir(data_dir)
         with ProgressDisplay(console) as progress:
             model_path = resolve_model(path_or_id, data_dir / "models", progress)
-        config = MotetConfig.from_environment(model_path=model_path, **settings)
-        warnings = check_settings(config)
+            with step(progress, "checking the settings"):
+                config = MotetConfig.from_environment(model_path=model_path, **settings)
+                warnings = check_settings(config)
     except (ModelUnavailable, ValueError) as error:
         raise click.ClickException(str(error)) from error
     for warning in warnings:

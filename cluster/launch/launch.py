@@ -22,7 +22,7 @@ import psutil
 from ...adapters.errors import RegistryUnavailable
 from ...workers.models.config import ModelConfig
 from ..config import MotetConfig
-from ..progress_log import OnEvent, ProgressReader
+from ..progress_log import OnEvent, ProgressReader, step
 from ..registry_server.redis_server import RedisServer
 from .cluster_nodes import CannotJoin, check_nodes, check_room, room_taken
 from .janitor import Janitor
@@ -31,8 +31,6 @@ from .local_serve import check_port_is_free, restore_environment, serve_environm
 from .registration import check_objectives, forget_launch_keys, register_launch
 from .rolling_update import updated
 
-STAGE = "starting"  # name of the launcher's own events
-NUM_STAGES = 4
 POLL_S = 0.1
 CLUSTER_POLL_S = 2.0  # of a cluster that others run
 READY_TIMEOUT_S = 120.0  # from the application's being up to a token
@@ -75,9 +73,9 @@ class Deployment:
         """Returns when a token was served over HTTP. On failure everything is stopped again.
 
         On a running cluster, `replace` deletes a motet that runs there first, and `wait_for_nodes` deploys even if no
-        node has room yet. `on_event(name, done, total)` hears how far it is, from this or another thread. Raises
-        LaunchError, ConfigError for a port that is in use or a name that an adapter has, ValueError for a model that
-        cannot be served, RedisServerError, and the AdapterErrors of `register_launch`.
+        node has room yet. `on_event` hears what it is at, from this or another thread. Raises LaunchError, ConfigError
+        for a port that is in use or a name that an adapter has, ValueError for a model that cannot be served,
+        RedisServerError, and the AdapterErrors of `register_launch`.
         """
         assert self._config is None, "a deployment is started once"
         if config.address is None:
@@ -155,55 +153,53 @@ class Deployment:
             raise LaunchError(f"the keys of this launch could not be deleted: {error}") from error
 
     def _start(self, config: MotetConfig, on_event: OnEvent) -> None:
-        on_event(STAGE, 0, NUM_STAGES)
-        config = self._start_registry(config, None)
-        on_event(STAGE, 1, NUM_STAGES)
-        self._start_ray(config)
-        on_event(STAGE, 2, NUM_STAGES)
-        progress_path = self._session_path / "progress"
+        with step(on_event, "starting the registry"):
+            config = self._start_registry(config, None)
+        self._start_ray(config, on_event)
         try:
-            with _followed(progress_path, on_event):
-                _run_application(config, self._token, progress_path)
-            on_event(STAGE, 3, NUM_STAGES)
+            self._deploy(config, self._session_path / "progress", on_event)
             self._url = config.url
-            _wait_until_ready(self._url)
+            with step(on_event, "waiting for the first token"):
+                _wait_until_ready(self._url)
         except LaunchError as error:
             raise LaunchError(f"{error}\n{self._keep_logs(config)}") from error
-        on_event(STAGE, NUM_STAGES, NUM_STAGES)
+
+    def _deploy(self, config: MotetConfig, progress_path: Path, on_event: OnEvent) -> None:
+        with step(on_event, "starting routers and gangs"), _followed(progress_path, on_event):
+            _run_application(config, self._token, progress_path)
 
     def _start_joined(self, config: MotetConfig, on_event: OnEvent, *, replace: bool, wait_for_nodes: bool) -> None:
         """The same on a cluster that runs, and with nothing left there in the end but what was there before."""
         assert config.address is not None
-        on_event(STAGE, 0, NUM_STAGES)
         self._parts.callback(restore_environment, set_environment(SERVE_FLAGS))
         from ..replicas.application import APP  # brings ray.serve, which reads its flags then
 
         self._joined = joined = JoinedCluster()
         try:
             self._parts.callback(joined.leave)
-            joined.join(config.address)
+            with step(on_event, f"joining the cluster at {config.address}"):
+                joined.join(config.address)
             self._catch_signals()  # see _start_ray
             if not wait_for_nodes:
                 check_room(config)
-            config = self._start_registry(config, joined.node_ip)
-            check_nodes(config)
-            on_event(STAGE, 1, NUM_STAGES)
+            with step(on_event, "starting the registry"):
+                config = self._start_registry(config, joined.node_ip)
+            with step(on_event, "checking the nodes"):
+                check_nodes(config)
             self._parts.callback(joined.delete)
-            front = joined.start_serve(APP, config.listen_host, config.port, replace_application=replace)
+            with step(on_event, "starting Ray Serve"):
+                front = joined.start_serve(APP, config.listen_host, config.port, replace_application=replace)
             for warning in room_taken(config):
                 _log.warning("%s", warning)
-            on_event(STAGE, 2, NUM_STAGES)
             progress_path = config.data_dir / f"progress-{secrets.token_hex(8)}"
             self._parts.callback(progress_path.unlink, missing_ok=True)
             joined.deployed(APP)
-            with _followed(progress_path, on_event):
-                _run_application(config, self._token, progress_path)
-            on_event(STAGE, 3, NUM_STAGES)
+            self._deploy(config, progress_path, on_event)
             self._url = joined.url(front)
-            _wait_until_ready(self._url)
+            with step(on_event, "waiting for the first token"):
+                _wait_until_ready(self._url)
         except CannotJoin as error:
             raise LaunchError(str(error)) from error
-        on_event(STAGE, NUM_STAGES, NUM_STAGES)
 
     def _start_registry(self, config: MotetConfig, host: str | None) -> MotetConfig:
         """The config with the URL of a Redis server, ours or another, in which this launch is registered.
@@ -219,7 +215,7 @@ class Deployment:
         asyncio.run(register_launch(config, embedded_redis=embedded_redis))
         return config
 
-    def _start_ray(self, config: MotetConfig) -> None:
+    def _start_ray(self, config: MotetConfig, on_event: OnEvent) -> None:
         session = secrets.token_hex(8)
         self._session_path = Path(tempfile.mkdtemp(prefix="motet-"))  # a short path: Unix sockets lie in it
         self._parts.callback(Janitor(session, self._session_path).finish)
@@ -228,7 +224,8 @@ class Deployment:
         children = set(psutil.Process().children())
         self._parts.callback(_shut_ray_down)
         self._max_gangs = config.scaling.max_gangs
-        start_serve(self._session_path, config.port, config.scaling.max_gangs * config.num_cpus_of_a_gang)
+        num_cpus = config.scaling.max_gangs * config.num_cpus_of_a_gang
+        start_serve(self._session_path, config.port, num_cpus, on_event)
         # Ray put a handler before Python's that aborts the process three seconds after a SIGTERM: too soon to stop.
         self._catch_signals()
         started = set(psutil.Process().children()) - children

@@ -15,6 +15,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..progress_log import OnEvent, ignore_event, step
 from ..settings.config_error import ConfigError
 from .janitor import SESSION_VARIABLE, sweep
 
@@ -58,9 +59,10 @@ def check_port_is_free(host: str, port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError as error:
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "1 to 65535 is accepted"
             raise ConfigError(
-                "port", port, f"cannot listen at {host}:{port}: {error.strerror}; choose another with --port"
+                "port", port, f"cannot listen at {host}:{port}: {reason}; choose another with --port"
             ) from None
 
 
@@ -146,16 +148,14 @@ def write_haproxy_wrapper(path: Path, host: str, port: int, private_ports: Seque
     return path
 
 
-def start_serve(session_path: Path, port: int, num_cpus: float) -> None:
+def start_serve(session_path: Path, port: int, num_cpus: float, on_event: OnEvent = ignore_event) -> None:
     """Starts Ray and Serve; needs `serve_environment` in the environment. `num_cpus`: what all replicas take.
 
     A start that fails, as it does on a machine too busy for Ray's own timeouts, is tried again from the beginning.
     """
-    import ray
-
     for attempt in range(1, NUM_START_ATTEMPTS + 1):
         try:
-            _start_serve(session_path, port, num_cpus)
+            _start_serve(session_path, port, num_cpus, on_event)
             return
         except ValueError:  # of what was asked for: another attempt would not change it
             raise
@@ -163,35 +163,39 @@ def start_serve(session_path: Path, port: int, num_cpus: float) -> None:
             if attempt == NUM_START_ATTEMPTS:
                 raise
             _log.warning("Ray did not start, and is started again: %s", error)
+            import ray
+
             ray.shutdown()
             sweep(os.environ[SESSION_VARIABLE])
 
 
-def _start_serve(session_path: Path, port: int, num_cpus: float) -> None:
-    import ray
-    from ray import serve
+def _start_serve(session_path: Path, port: int, num_cpus: float, on_event: OnEvent) -> None:
+    with step(on_event, "starting Ray"):
+        import ray
+        from ray import serve
 
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its stages are the launcher's to tell
-    from ray.serve._private import constants
-    from ray.serve.config import HTTPOptions
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its stages are the launcher's to tell
+        from ray.serve._private import constants
+        from ray.serve.config import HTTPOptions
 
-    if not (constants.RAY_SERVE_ENABLE_HA_PROXY and constants.RAY_SERVE_THROUGHPUT_OPTIMIZED):
-        raise RuntimeError("ray.serve was imported before serve_environment was set: it reads its flags only then")
+        if not (constants.RAY_SERVE_ENABLE_HA_PROXY and constants.RAY_SERVE_THROUGHPUT_OPTIMIZED):
+            raise RuntimeError("ray.serve was imported before serve_environment was set: it reads its flags only then")
 
-    ray.init(
-        address="local",
-        num_cpus=max(NUM_LOGICAL_CPUS, int(-(-num_cpus // 1))),
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",  # a worker that died is news to Serve, which replaces it
-        _temp_dir=str(session_path / "ray"),
-    )
-    serve.start(
-        proxy_location="HeadOnly",
-        http_options=HTTPOptions(host=LOOPBACK, port=port),
-        logging_config={"log_level": "WARNING", "enable_access_log": False},
-    )
+        ray.init(
+            address="local",
+            num_cpus=max(NUM_LOGICAL_CPUS, int(-(-num_cpus // 1))),
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",  # a worker that died is news to Serve, which replaces it
+            _temp_dir=str(session_path / "ray"),
+        )
+    with step(on_event, "starting Ray Serve"):
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options=HTTPOptions(host=LOOPBACK, port=port),
+            logging_config={"log_level": "WARNING", "enable_access_log": False},
+        )
 
 
 def set_environment(variables: dict[str, str]) -> dict[str, str | None]:

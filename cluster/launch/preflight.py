@@ -6,11 +6,11 @@ import tempfile
 from pathlib import Path
 
 import psutil
-import torch
 
-from ...workers.device import resolve_device
+from ...adapters.packing.packing import PAGE_DTYPES
+from ...workers.device_probe import probe_device
 from ...workers.models.config import ModelConfig
-from ...workers.models.weights import Checkpoint
+from ...workers.models.weights import open_checkpoint
 from ..byte_size import format_byte_size
 from ..config import MotetConfig
 from ..settings.config_error import ConfigError
@@ -37,20 +37,18 @@ def check_settings(config: MotetConfig) -> list[str]:
 def check_sizes(config: MotetConfig) -> list[str]:
     """Warnings and errors likewise, of what may change while it runs."""
     model = ModelConfig.from_folder(config.model_path)
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    page_bytes = model.num_layers * model.slab(config.block_size) * dtype.itemsize
+    page_bytes = model.num_layers * model.slab(config.block_size) * PAGE_DTYPES[config.dtype].itemsize
     if config.pool_bytes < page_bytes:
         raise ConfigError("--pool-bytes", config.pool_bytes, f"one page of this model takes {page_bytes} bytes")
     if config.address is None:  # nodes of a cluster look for themselves
-        device = resolve_device(config.device)
-        if device.type == "cuda":
-            memory_bytes, num_pools = torch.cuda.get_device_properties(device).total_memory, 1  # a GPU for each worker
-        else:
+        device = probe_device(config.device)
+        memory_bytes, num_pools = device.memory_bytes, 1  # a GPU for each worker
+        if memory_bytes is None:
             memory_bytes, num_pools = psutil.virtual_memory().total, config.scaling.max_gangs * config.tensor_parallel
         if config.pool_bytes * num_pools > memory_bytes:
-            has, what = format_byte_size(memory_bytes), "this machine" if device.type == "cpu" else "a GPU here"
+            has, what = format_byte_size(memory_bytes), "this machine" if device.kind == "cpu" else "a GPU here"
             raise ConfigError("--pool-bytes", config.pool_bytes, f"{what} has {has} of memory: give less")
-    Checkpoint(config.model_path, dtype, torch.device("cpu"))  # reads the headers only
+    open_checkpoint(config.model_path, "numpy")
     warnings = []
     length = min(config.max_model_len or model.max_model_len, model.max_model_len)
     if config.max_model_len is not None and config.max_model_len > length:

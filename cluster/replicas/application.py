@@ -22,10 +22,11 @@ SHUTDOWN_MARGIN_S = 5.0
 def build_application(
     config: MotetConfig, token: str, progress_path: Path | None = None, *, is_update: bool = False
 ) -> Any:
-    """What `serve.run` takes. `token`: a secret that routers and gangs share; `progress_path`: see GangReplica.
+    """What `serve.run` takes. `token`: a secret that routers and gangs share.
 
-    `is_update`: it replaces a running one, which must have had the same token, and keeps its number of gangs where that
-    goes with the load. Replicas whose version is the same stay.
+    `progress_path`: where these tell how far their start is. `is_update`: it replaces a running one, which must have
+    had the same token, and keeps its number of gangs where that goes with the load. Replicas whose version is the same
+    stay.
     """
     gangs: Any = serve.deployment(
         GangReplica,
@@ -55,7 +56,7 @@ def build_application(
     gangs = _with_version(gangs, engine, leader, _place_of_a_gang(config))
     routers = _with_version(routers, *_settings_of_a_router(config))
     gang = gangs.bind(engine, leader, token, progress_path)
-    return routers.bind(config, token, gang)
+    return routers.bind(config, token, gang, progress_path)
 
 
 def _settings_of_a_router(config: MotetConfig) -> tuple[object, ...]:

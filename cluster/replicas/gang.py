@@ -10,19 +10,22 @@ import asyncio
 import logging
 import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import ray
 
 from ...workers.config import EngineConfig
-from ...workers.engine_builder import build_engine_loop
 from ...workers.leader.frame_server import FrameServer
 from ...workers.leader.leader_config import LeaderConfig
-from ..progress_log import ProgressWriter
+from ..progress_log import OnEvent, ProgressWriter, ignore_event, step
 from .gang_directory import ADDRESS
 from .gang_stats import gang_stats
 from .gang_workers import RayWorkers
 from .replica_logging import configure_replica_logging
+
+if TYPE_CHECKING:  # the module brings torch: launchers name the class below, and do without
+    from ...workers.loop import EngineLoop
 
 _log = logging.getLogger(__name__)
 
@@ -37,12 +40,11 @@ class GangReplica:
         configure_replica_logging()
         self._drain_s = leader.drain_s
         self._max_num_sequences = config.max_num_sequences
-        on_progress = None if progress_path is None else ProgressWriter(progress_path)
+        on_event = ignore_event if progress_path is None else ProgressWriter(progress_path)
         host = ray.util.get_node_ip_address()  # loopback on a cluster of one machine
         workers = None if config.tensor_parallel == 1 else RayWorkers(ray.util.get_current_placement_group())
         # In a thread, so that the replica answers Serve while a large model loads.
-        spawn = None if workers is None else workers.spawn
-        engine = await asyncio.to_thread(build_engine_loop, config, on_progress, spawn, host)
+        engine = await asyncio.to_thread(_build_engine, config, on_event, workers, host)
         info = msgspec.structs.replace(engine.info, gang_id=secrets.token_hex(4))
         self._server = FrameServer(engine, info, token, leader)
         self._address = await self._server.start(host)
@@ -70,3 +72,10 @@ class GangReplica:
         if num_handed_over:
             _log.info("%d sequences were handed over", num_handed_over)
         await self._server.stop()
+
+
+def _build_engine(config: EngineConfig, on_event: OnEvent, workers: RayWorkers | None, host: str) -> EngineLoop:
+    with step(on_event, "loading torch"):
+        from ...workers.engine_builder import build_engine_loop
+
+    return build_engine_loop(config, on_event, None if workers is None else workers.spawn, host)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ...workers.worker import WorkerSettings, run_worker
 from ..resources import actor_options
 from .network_interface import interface_of
 from .replica_logging import configure_replica_logging
+
+if TYPE_CHECKING:  # the module brings torch, which launchers do without
+    from ...workers.worker import WorkerSettings
 
 
 class WorkerActor:
@@ -20,6 +22,8 @@ class WorkerActor:
     def run(self, settings: WorkerSettings) -> None:
         """Obeys the leader until it ends the connection."""
         configure_replica_logging()
+        from ...workers.worker import run_worker
+
         interface = interface_of(ray.util.get_node_ip_address())
         if interface is not None:
             # By itself the library takes what the host's name resolves to, which other nodes may not reach.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,10 +16,12 @@ from ...adapters.store.store import AdapterStore
 from ...adapters.upload import UploadLimits, UploadService
 from ...router.fleet.dispatch import FleetDispatcher
 from ...router.rest_server import create_app
+from ...router.text.model_tokenizer import import_transformers_without_torch
 from ...router.text.text import TextService
 from ...workers.models.config import ModelConfig
 from ...workers.models.sharding import layouts_of_gang
 from ..config import MotetConfig
+from ..progress_log import ProgressWriter, ignore_event, step
 from .bounded_receive import BoundedReceive
 from .gang_demand import GangDemand
 from .gang_directory import GangDirectory
@@ -32,9 +35,19 @@ _log = logging.getLogger(__name__)
 class RouterReplica:
     """Serves HTTP. Composes what `router` and `adapters` define; decides nothing itself."""
 
-    async def __init__(self, config: MotetConfig, token: str, gang: Any) -> None:  # type: ignore[misc]  # Serve awaits it
-        """`token`: the cluster's secret. `gang`: Serve's handle of the gangs, which names them."""
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: MotetConfig, token: str, gang: Any, progress_path: Path | None
+    ) -> None:
+        """`token`: the cluster's secret. `gang`: Serve's handle of the gangs, which names them.
+
+        `progress_path`: where to tell how far the start is.
+        """
         configure_replica_logging()
+        with step(ignore_event if progress_path is None else ProgressWriter(progress_path), "starting a router"):
+            await self._start(config, token, gang)
+
+    async def _start(self, config: MotetConfig, token: str, gang: Any) -> None:
+        await asyncio.to_thread(import_transformers_without_torch)
         assert config.redis_url is not None
         self._redis = connect(config.redis_url)
         registry = Registry(self._redis)

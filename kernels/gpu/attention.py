@@ -41,7 +41,7 @@ class _Launch:
     For a batch of decodes alone all tensors are None: the kernels need no tables.
     """
 
-    of: AttentionBatch
+    batch: AttentionBatch
     shape: tuple[int, int]  # heads of a group, head size
     num_decodes: int
     decode_rows: torch.Tensor | None  # [num_decodes] int32; None: row i is sequence i
@@ -145,7 +145,7 @@ class TritonAttention:
         """See `attention.PagedAttention`."""
         _check(q, kv)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        launch = self._of(batch, q, kv)
+        launch = self._launch_of(batch, q, kv)
         scale_in, scale_out = scale * _LOG2_E, 1.0
         if softcap is not None:  # softcap * tanh(s / softcap), where tanh is computed from an exponential
             scale_in, scale_out = 2 * _LOG2_E * scale / softcap, softcap * _LOG2_E
@@ -234,9 +234,9 @@ class TritonAttention:
                 num_warps=4,
             )
 
-    def _of(self, batch: AttentionBatch, q: torch.Tensor, kv: torch.Tensor) -> _Launch:
+    def _launch_of(self, batch: AttentionBatch, q: torch.Tensor, kv: torch.Tensor) -> _Launch:
         shape = (q.shape[1] // kv.shape[3], q.shape[2])
-        if self._launch is None or self._launch.of is not batch or self._launch.shape != shape:
+        if self._launch is None or self._launch.batch is not batch or self._launch.shape != shape:
             self._launch = _Launch.make(batch, *shape, q.device)
         return self._launch
 

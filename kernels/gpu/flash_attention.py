@@ -30,7 +30,7 @@ class FlashPackage:
 class _Lengths:
     """A batch as the package takes it, made once for all layers."""
 
-    of: AttentionBatch
+    batch: AttentionBatch
     query_starts: torch.Tensor  # [num_sequences + 1] int32
     context_lens: torch.Tensor  # [num_sequences] int32
     page_table: torch.Tensor  # int32
@@ -69,7 +69,7 @@ class FlashAttention:
         head_dim, block_size = q.shape[2], kv.shape[2]
         if q.dtype == torch.float32 or head_dim > 256 or head_dim % 8 or block_size % _PAGE_MULTIPLE:
             return self._otherwise(q, kv, batch, scale, window, softcap)
-        if self._lengths is None or self._lengths.of is not batch:
+        if self._lengths is None or self._lengths.batch is not batch:
             self._lengths = _lengths(batch)
         lengths = self._lengths
         return self._package.attend(

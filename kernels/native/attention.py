@@ -22,7 +22,7 @@ _MOST_GROUPED = 32  # query heads that share a KV head
 class _HostBatch:
     """A batch's lists as arrays, made once for all layers."""
 
-    of: AttentionBatch
+    batch: AttentionBatch
     query_starts: torch.Tensor
     context_lens: torch.Tensor
     page_table: torch.Tensor
@@ -68,7 +68,7 @@ class NativeAttention:
     ) -> torch.Tensor:
         """See `attention.WriteKV`."""
         self._check(q, k, v, kv)
-        host, turned = self._of(batch), torch.empty(q.shape, dtype=q.dtype)
+        host, turned = self._host_of(batch), torch.empty(q.shape, dtype=q.dtype)
         strides = (stride for x in (q, k, v) for stride in x.stride()[:2])
         sizes = (ctypes.c_int64 * 13)(*q.shape[:2], k.shape[1], q.shape[2], *strides, *kv.stride()[:3])
         self._write(
@@ -105,7 +105,7 @@ class NativeAttention:
             self._warn_once(head_dim, num_heads // num_kv_heads)
             return plain_attention.paged_attention(q, kv, batch, scale, window, softcap)
         self._check(q, kv)
-        host, out = self._of(batch), torch.empty(q.shape, dtype=q.dtype)
+        host, out = self._host_of(batch), torch.empty(q.shape, dtype=q.dtype)
         shape = (*host.page_table.shape, num_heads, num_kv_heads, head_dim, block_size)
         sizes = (ctypes.c_int64 * 12)(*shape, *q.stride()[:2], *kv.stride()[:3], window or 0)
         self._attend(
@@ -128,8 +128,8 @@ class NativeAttention:
             log.warning("plain torch attention serves, several times slower: %s", what)
         self._has_warned = True
 
-    def _of(self, batch: AttentionBatch) -> _HostBatch:
-        if self._host is None or self._host.of is not batch:
+    def _host_of(self, batch: AttentionBatch) -> _HostBatch:
+        if self._host is None or self._host.batch is not batch:
             self._host = _HostBatch.make(batch)
         return self._host
 

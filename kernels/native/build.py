@@ -10,7 +10,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -31,11 +31,13 @@ def load_library(
     cache: Path | None = None,
     compilers: Sequence[str] = COMPILERS,
     flags: Sequence[str] | None = None,
+    on_compile: Callable[[int, int], None] = lambda done, total: None,
 ) -> ctypes.CDLL:
     """The compiled kernels. Raises NativeUnavailable without a compiler that can build them.
 
-    `cache`: the folder that keeps libraries, each under a hash of its sources, compiler, flags and CPU; None:
-    `.cache/motet` in the user's home. `flags`: the compiler's flags that name a CPU; None: those of this CPU.
+    `cache`: the folder that keeps libraries, by their sources, compiler, flags and CPU; None: `.cache/motet` in the
+    user's home. `flags`: the compiler's, of the CPU to compile for; None: this one, with all that it can do.
+    `on_compile`: called with (0, 1) before a compilation, of this or another process, is waited for, (1, 1) after it.
     """
     compiler = next((found for name in compilers if (found := shutil.which(name))), None)
     if compiler is None:
@@ -45,10 +47,12 @@ def load_library(
     library = folder / f"kernels-{_key(compiler, all_flags)}.so"
     try:
         if not library.is_file():
+            on_compile(0, 1)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _alone_in(folder):
+            with _locked(folder):
                 if not library.is_file():
                     _compile(compiler, all_flags, library)
+            on_compile(1, 1)
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise NativeUnavailable(f"{library} cannot be made or loaded: {error}") from error
@@ -79,7 +83,7 @@ def _cpu() -> str:
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Holds a lock on the folder. The workers of a machine start together, and only the first of them must compile."""
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -1,12 +1,13 @@
 """Whether a new sequence can be served in time: a pure policy of what a router knows at that moment.
 
-Refused is what would be refused late otherwise: a client that hears so at once can go elsewhere, or come back. What may
-be served is never refused for want of knowledge: as long as a gang has told of nobody who waits, nobody is expected to,
+A sequence is refused at once if it would have to be given up later: its client can go elsewhere, or come back. A
+sequence is never refused for want of knowledge: unless a gang has told that sequences wait there, none is expected to,
 and a sequence that may end at any token is expected to take no more than one.
 
-A tenant's latency objective is about first tokens: they are what a queue makes late, and what can be told beforehand.
-Only a queue is a reason to refuse for it. A prompt that is too long for it, or an adapter that comes too slowly, would
-be as late the next time, and where nobody waits only what is admitted can show that costs are believed too high.
+A tenant's latency objective is about first tokens: a queue delays these, and their delay can be known beforehand. Only
+a queue is a reason to refuse for it. A prompt that is too long for the objective, or an adapter that comes too slowly,
+would be as late the next time; and where no sequence waits, only an admitted one can show that costs are believed too
+high.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from dataclasses import dataclass
 from ...workers.wire.messages import SequenceError
 from .affinity import GangView, RoutingConfig, RoutingRequest, choose_gang
 
-SLACK = 2.0  # times the longest wait that is expected, after which who still waits is given up
-_DOUBT = 1.25  # a queue may take so many times what is expected; under overload every admitted one is near its limit
-_QUEUES_BEFORE_REFUSAL = 2.0  # times that which calls for another gang, as the autoscaler must see it for a while
+SLACK = 2.0  # a sequence is given up after so many times the longest wait that was expected
+_DOUBT = 1.25  # a queue may take so many times what is expected; under overload all admitted requests are near limits
+_QUEUES_BEFORE_REFUSAL = 2.0  # times the queue that calls for another gang, as the autoscaler must see it for a while
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,33 +35,33 @@ class AdmissionConfig:
 
 @dataclass(frozen=True)
 class TimeLimit:
-    """How long a request's client will wait, and for how much."""
+    """How long a request's client waits, and for how many tokens."""
 
     timeout_s: float | None = None  # until the last token; None: as long as it takes
-    num_new_tokens: int = 1  # that it generates at least
-    has_begun: bool = False  # of a request that is being answered: late or not, it is not refused
+    num_new_tokens: int = 1  # that the sequence generates at least
+    has_begun: bool = False  # its request is being answered already: late or not, it is not refused
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """Of a sequence at one gang, in seconds."""
+    """How long a sequence is expected to take at one gang, in seconds."""
 
-    queue_s: float  # until those who wait there have had their turn
+    queue_s: float  # until all sequences that wait there have had their turn
     answer_s: float  # until its last token, if the queue takes as long as it well may
-    alone_s: float  # the same if nobody waited there
+    alone_s: float  # until its last token, if no sequence waited there
 
 
 @dataclass(frozen=True)
 class Admitted:
     gang_key: str
-    wait_s: float | None  # after which it is to be given up if it still waits; None: never
+    wait_s: float | None  # the sequence is to be given up if it still waits after this; None: never
 
 
 def expect(request: RoutingRequest, gang: GangView, num_new_tokens: int) -> Expectation:
-    """What the sequence has to expect there, at the costs that were measured there.
+    """What the sequence has to expect at the gang, at the costs that were measured there.
 
-    Its adapter comes while it waits. Its own prompt costs what it makes steps longer, not what a token of the queue
-    took, which holds the time that running sequences need to end.
+    Its adapter comes while it waits. Its own prompt costs the time by which it makes steps longer. A token of the queue
+    costs more, since that includes the time until running sequences end.
     """
     costs = gang.costs
     queue_s = gang.num_queued_tokens * costs.s_per_waiting_token if gang.num_waiting else 0.0
@@ -80,10 +81,10 @@ def admit(
 ) -> Admitted | SequenceError:
     """The gang to send a new sequence to, or why no gang can serve it in time. `gangs` are not empty.
 
-    `objective_s`: its tenant's, until its first token; None: its tenant has none.
+    `objective_s`: of its tenant, until its first token; None: its tenant has none.
 
-    It is the one that `choose_gang` chooses, or if that would be late, the one it chooses of those that would not be.
-    A gang that holds the sequence already takes it in any case.
+    The gang is the one that `choose_gang` chooses; if it would be late there, the one that `choose_gang` chooses among
+    those where it would not be. A gang that holds the sequence already takes it in any case.
     """
     chosen = choose_gang(request, gangs, routing)
     assert chosen is not None
@@ -146,7 +147,7 @@ def _refusal(
 
 
 def _wait_s(request: RoutingRequest, gang: GangView, config: AdmissionConfig) -> float | None:
-    """After how long of waiting it is to be given up there: never for a wait that is expected now."""
+    """How long the sequence may wait at the gang before it is given up: always longer than is expected now."""
     if not config.max_queue_wait_s or gang.has_sequence:
         return None
     return SLACK * max(config.max_queue_wait_s, expect(request, gang, 1).queue_s)

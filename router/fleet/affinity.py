@@ -1,14 +1,14 @@
 """Which gang a new sequence goes to: a pure policy of what a router knows at that moment.
 
-A gang that has the sequence's adapter, or is getting it, is preferred to one that would have to load it, as long as the
-longer queue there costs no more than the load would elsewhere. So an adapter that is asked for more than its gangs can
-serve comes to further gangs, and a rare one stays where it is. Among gangs that are about equally good, every router
-takes the same one without talking to the others: the adapter's first in rendezvous order. That keeps a new adapter's
-first requests together, and lets copies that a busy hour made fall idle and be evicted once it is over.
+A gang that has the sequence's adapter, or is getting it, is preferred to one that would have to load it, as long as
+the longer queue there costs no more than the load would elsewhere. So an adapter that is asked for more than its gangs
+can serve comes to further gangs, and a rare adapter stays where it is. Among gangs that are about equally good, every
+router takes the same one without talking to the others: the first in the adapter's rendezvous order. That keeps a new
+adapter's first requests together, and copies that a busy hour made fall idle and are evicted once it is over.
 
-What a gang keeps of the sequence's beginning is worth the time to compute it, and decides between gangs that are
-equally good otherwise.
-A sequence that was begun before goes where it was kept, whatever the queue there: all that it needs is there already.
+Each page of the sequence's prefix that a gang keeps is worth the time to compute it, and it decides between gangs that
+are equally good otherwise. A sequence that was begun before goes to the gang that has kept it, whatever the queue
+there: all that it needs is there already.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hashlib import blake2b
 
 @dataclass(frozen=True)
 class GangCosts:
-    """Of one gang's work, in seconds. The defaults are what is believed of a gang before it has shown its own."""
+    """What one gang's work costs. The defaults are what is believed of a gang before anything was observed."""
 
-    s_per_queued_token: float = 1e-4  # for which a new sequence waits
+    s_per_queued_token: float = 1e-4  # of the queue before a new sequence, as far as it has to be computed
     s_per_token: float = 1e-5  # by which one more token makes a step longer
-    s_per_page: float = 1e-3  # of an adapter, from the wish for it until it is there
+    s_per_page: float = 1e-3  # of an adapter, from the request for it until it is there
     num_evictions_per_load: float = 0.0
     s_per_step: float = 0.0
-    s_per_waiting_token: float = 1e-4  # by which a queue gets shorter, whether it is computed or its KV is there
+    s_per_waiting_token: float = 1e-4  # of the queue, whether the token is computed or its KV is found
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class RoutingConfig:
     """How gangs are judged."""
 
     belief: GangCosts = GangCosts()
-    num_shared_steps: int = 50  # that a sequence is expected to take beside those that are there when it comes
-    tolerance: float = 0.25  # of a cold load: gangs that differ by less are equally good
+    num_shared_steps: int = 50  # that a sequence is expected to share with those that are there when it comes
+    tolerance: float = 0.25  # gangs that differ by less than this part of a cold load are equally good
 
     def __post_init__(self) -> None:
         if self.num_shared_steps < 0:
@@ -53,7 +53,7 @@ class RoutingRequest:
     digest: str | None  # of its adapter; None: the base
     num_tokens: int  # to compute before its next token comes
     num_adapter_pages: int  # 0: the base
-    salt: int = 0  # different for each request: it spreads those for the base
+    salt: int = 0  # different for each request, so that requests for the base spread over gangs
 
 
 @dataclass(frozen=True)
@@ -61,25 +61,25 @@ class GangView:
     """What is known of a connected gang at the time of a choice, for one request."""
 
     key: str
-    has_adapter: bool  # or is getting it
+    has_adapter: bool  # the adapter is there or coming
     num_queued_tokens: int  # to compute before a new sequence's turn
     num_sequences: int
     costs: GangCosts
-    num_cached_tokens: int = 0  # of the sequence's first ones, those that need not be computed there
-    has_sequence: bool = False  # holds the request's sequence, begun for a router that was lost
-    num_waiting: int = 0  # sequences that wait for compute, as the gang told; not those whose adapter is coming
+    num_cached_tokens: int = 0  # of the sequence's first tokens, those that need not be computed there
+    has_sequence: bool = False  # the gang keeps the request's sequence, which it began for a router that was lost
+    num_waiting: int = 0  # sequences that wait for compute; not those that wait for their adapter
 
     def net_s(self, num_shared_steps: int) -> float:
-        """What the crowd costs a new sequence, less what it saves by what is kept of its beginning."""
+        """What the other sequences cost a new one, less what it saves by the kept pages of its prefix."""
         return self.crowd_s(num_shared_steps) - self.num_cached_tokens * self.costs.s_per_queued_token
 
     def crowd_s(self, num_shared_steps: int) -> float:
-        """What those who are there cost a new sequence: the wait for its turn, and longer steps from then on."""
+        """What the sequences that are there cost a new one: the wait for its turn, and longer steps from then on."""
         waiting_s = self.num_queued_tokens * self.costs.s_per_queued_token
         return waiting_s + num_shared_steps * self.num_sequences * self.costs.s_per_token
 
     def cold_load_s(self, num_pages: int) -> float:
-        """What it would cost to load so many pages there, the way back of what they push out included."""
+        """What it would cost to load so many pages there, the reload of the adapters that they evict included."""
         return num_pages * self.costs.s_per_page * (1 + self.costs.num_evictions_per_load)
 
 

@@ -1,10 +1,10 @@
 """The way of a sequence from a request handler to a gang and back.
 
-`Dispatcher` and `SequenceStream` are what request handlers are written against; `FleetDispatcher` is the one that
-talks to gangs. A sequence outlives its gang: when that dies or is told to go, the sequence goes on at another one from
-its prompt and the tokens so far, and its reader notices a pause. One that finds no gang connected waits for one a
-bounded time. One that its client comes back for, after the loss of a router, goes to the gang that has kept it; the
-news of which gang that is may take a moment, for which it waits.
+Request handlers know `Dispatcher` and `SequenceStream`; `FleetDispatcher` is the implementation that talks to gangs. A
+sequence outlives its gang: when the gang dies or is told to go, the sequence goes on at another one from its prompt and
+the tokens so far, and its reader notices a pause. While no gang is connected, sequences wait for one a bounded time. A
+sequence that its client comes back for after the loss of a router goes to the gang that has kept it; it waits a moment
+for the news of which gang that is.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from .affinity import RoutingConfig
 from .fleet import Fleet
 from .leader_connection import FaultKind
 from .open_sequence import OpenSequence
-from .waiting_line import WaitingLine
+from .unsent_sequences import UnsentSequences
 
-MAX_AWAITING_GANG = 1024  # sequences that wait for a gang
-# Gangs that may die with one sequence, and no token of it between, before it is given up: it may be what kills them.
-# One that never had a token is the likelier culprit, so those that got on until it came outlive it.
+MAX_AWAITING_GANG = 1024  # new sequences that wait while no gang is connected; more are refused
+# After so many gangs have died with a sequence, without a token of it between, it is given up: it may be what kills
+# them. A sequence that never had a token is the likelier culprit, so it is given up first.
 MAX_LOSSES_BEFORE_BEGUN = 2
 MAX_LOSSES = 3
-# Gangs that died before they told that the sequence had reached them are not its victims. But one that kills whoever
-# gets it faster than that can be told must come to an end as well.
+# A gang that died before it told that the sequence had arrived does not count above. But a sequence that kills gangs
+# faster than they can tell must come to an end as well.
 MAX_VAIN_TRIES = 10
-NEWS_WAIT_S = 0.5  # for the gang that holds a sequence to say so
+NEWS_WAIT_S = 0.5  # how long a resumed sequence waits until the gang that holds it says so
 
 _log = logging.getLogger(__name__)
 
@@ -100,17 +100,17 @@ class FleetDispatcher:
         adapter_pages: Callable[[AdapterRef], int],
         admission: AdmissionConfig,
     ) -> None:
-        """`gang_wait_s`: how long a sequence waits for a gang while none is connected. `on_wait`: one begins to.
+        """`gang_wait_s`: how long a sequence waits while no gang is connected. `on_wait` is called when one begins to.
 
-        `adapter_pages`: that an adapter takes in a gang's pool.
+        `adapter_pages`: how many pages an adapter takes in a gang's pool.
         """
         self._fleet = Fleet(
             token, RoutingConfig(), admission, adapter_pages, self._connected, self._lost, self._send_found
         )
         self._gang_wait_s = gang_wait_s
         self._on_wait = on_wait
-        self._awaiting_gang = WaitingLine(gang_wait_s, self._give_up)  # no gang is connected
-        self._awaiting_news = WaitingLine(NEWS_WAIT_S, self._send)  # of the gang that holds the sequence
+        self._awaiting_gang = UnsentSequences(gang_wait_s, self._give_up)  # no gang is connected
+        self._awaiting_news = UnsentSequences(NEWS_WAIT_S, self._send)  # of the gang that holds the sequence
         self._closed = False
         self._num_resumed = 0
 
@@ -123,7 +123,7 @@ class FleetDispatcher:
         return self._fleet.num_faults
 
     def update(self, addresses: Mapping[str, str]) -> None:
-        """Makes these the gangs: key to address of the leader."""
+        """Makes these the gangs: the address of each leader, by the key of its gang."""
         _log.info("gangs: %s", ", ".join(f"{key} at {address}" for key, address in addresses.items()) or "none")
         self._fleet.update(addresses)
 
@@ -162,9 +162,9 @@ class FleetDispatcher:
     async def close(self) -> None:
         """Ends all connections; open sequences end with "gang_lost"."""
         self._closed = True
-        for line in (self._awaiting_gang, self._awaiting_news):
-            for sequence in line:
-                line.remove(sequence)
+        for unsent in (self._awaiting_gang, self._awaiting_news):
+            for sequence in unsent:
+                unsent.remove(sequence)
                 sequence.fail("gang_lost", "this router is shutting down")
         await self._fleet.close()
 
@@ -176,12 +176,12 @@ class FleetDispatcher:
             message = f"no gang is connected and {MAX_AWAITING_GANG} requests wait for one; try again later"
             sequence.refuse(SequenceError("overloaded", message, reason="no_gang"))
         else:
-            sequence.keep()
+            sequence.outlast_waits()
             self._awaiting_gang.add(sequence)
             self._on_wait()
 
     def _lost(self, sequences: list[OpenSequence], reason: str) -> None:
-        """Sends on what the loss of a gang left, in the order of its submission there."""
+        """Sends the sequences of a gang that was lost elsewhere, in the order in which they were submitted there."""
         for sequence in sequences:
             limit = MAX_LOSSES if sequence.has_begun else MAX_LOSSES_BEFORE_BEGUN
             if self._closed:
@@ -216,5 +216,5 @@ class FleetDispatcher:
 
 
 def _seed_of(key: str) -> int:
-    """63 bits that every router derives alike, and that look random."""
+    """63 random-looking bits, which every router derives from the key alike."""
     return int.from_bytes(blake2b(key.encode(), digest_size=8).digest()) >> 1

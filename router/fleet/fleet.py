@@ -15,7 +15,7 @@ from .affinity import GangView, RoutingConfig, RoutingRequest, choose_gang
 from .leader_connection import FaultKind, LeaderConnection
 from .open_sequence import OpenSequence
 
-_MAX_ROUTED_PAGES = 2048  # of a prompt: what is beyond decides nothing
+_MAX_ROUTED_PAGES = 2048  # of a prompt; the pages after them are not looked at
 
 
 class Fleet:
@@ -31,11 +31,10 @@ class Fleet:
         on_lost: Callable[[list[OpenSequence], str], None],
         on_orphans: Callable[[], None] = lambda: None,
     ) -> None:
-        """`adapter_pages`: that an adapter takes in a gang's pool. `on_connect`: one more gang can be chosen.
+        """`adapter_pages`: how many pages an adapter takes in a gang's pool. `on_connect`: one more gang can be chosen.
 
-        `on_orphans`: a gang has begun to hold sequences for whoever asks.
-
-        `on_lost`: sequences whose gang was lost, and why.
+        `on_lost` gets the sequences of a gang that was lost, and the reason. `on_orphans`: a gang has begun to keep
+        sequences for any router that asks.
         """
         self._token = token
         self._routing = routing
@@ -49,9 +48,9 @@ class Fleet:
         self._connections: dict[str, LeaderConnection] = {}
 
     def update(self, addresses: Mapping[str, str]) -> None:
-        """Makes these the gangs: connects to new ones, lets those not named finish what they serve.
+        """Makes these the gangs: connects to new ones, and lets gangs that are not named finish their sequences.
 
-        Keys name gangs, and a key's address never changes: a replaced gang is a new key.
+        The address of a key never changes: a gang that replaces another one has a new key.
         """
         for key in self._connections.keys() - addresses.keys():
             self._connections.pop(key).retire()
@@ -70,17 +69,17 @@ class Fleet:
 
     @property
     def connected(self) -> list[LeaderConnection]:
-        """Those that take sequences now."""
+        """Connections to gangs that take sequences now."""
         return [connection for connection in self._connections.values() if connection.info is not None]
 
     def holds(self, sequence_key: str) -> bool:
-        """One of the connected gangs has the sequence with this key, for whoever asks."""
+        """A connected gang keeps the sequence with this key, for any router that asks."""
         return any(connection.known.holds(sequence_key) for connection in self.connected)
 
     def submit(self, sequence: OpenSequence) -> bool:
-        """Sends the sequence to the gang that suits it best; False, and nothing done, while no gang is connected.
+        """Sends the sequence to the gang that suits it best. False, and nothing done, if no gang is connected.
 
-        One that is new ends with the error "overloaded" if no gang can serve it in time.
+        A new sequence ends with the error "overloaded" if no gang can serve it in time.
         """
         adapter = sequence.request.adapter
         request = RoutingRequest(
@@ -90,7 +89,7 @@ class Fleet:
             random.getrandbits(32),
         )
         connections = {key: c for key, c in self._connections.items() if c.info is not None}
-        page_keys: dict[int, list[int]] = {}  # by size of a page, which gangs of two configurations may differ in
+        page_keys: dict[int, list[int]] = {}  # by block size, in which gangs may differ during a rolling update
         views: dict[str, GangView] = {}
         for key, connection in connections.items():
             num_cached_tokens = 0
@@ -111,7 +110,7 @@ class Fleet:
         return True
 
     def _choose(self, sequence: OpenSequence, request: RoutingRequest, views: Mapping[str, GangView]) -> str | None:
-        """The gang to send it to; None: it was refused. Only what is new is, never what has waited before."""
+        """The key of the gang to send the sequence to; None: it was refused, as only a new sequence may be."""
         gangs = [*views.values()]
         if not sequence.is_new:
             return choose_gang(request, gangs, self._routing)
@@ -133,7 +132,7 @@ class Fleet:
 
 
 def _page_keys(sequence: OpenSequence, block_size: int) -> list[int]:
-    """Short keys of the full pages that need not all be computed: one token at least is left."""
+    """Short keys of the prompt's full pages, without the last token: at least that one has to be computed."""
     token_ids = sequence.request.prompt_token_ids
     num_keys = min((len(token_ids) - 1) // block_size, _MAX_ROUTED_PAGES)
     return [short_key(key) for key in next_keys(first_link(sequence.request), token_ids, 0, block_size, num_keys)]

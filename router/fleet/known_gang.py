@@ -1,4 +1,4 @@
-"""What one router knows of one gang: what the gang's frames tell, and what this router sent since."""
+"""What one router knows of one gang: what the gang's frames have told, and what this router has sent since."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ...workers.wire.messages import Frame
 from .affinity import GangView, RoutingConfig, RoutingRequest
 from .observed_costs import ObservedCosts
 
-_MAX_HOPED_PAGES = 1 << 14
+_MAX_EXPECTED_PAGES = 1 << 14
 
 
 class KnownGang:
-    """Fed by the connection to the gang, and made anew with each greeting: another engine may answer then."""
+    """The connection to the gang feeds it, and makes a new one at each greeting, as that may come from a new engine."""
 
     def __init__(
         self,
@@ -23,14 +23,16 @@ class KnownGang:
         resident_pages: Iterable[int] = (),
         orphans: Iterable[str] = (),
     ) -> None:
-        """What the gang greeted with: digests of adapters, short keys of full pages of KV, and keys of sequences."""
+        """What the greeting told: digests of adapters, short keys of full pages of KV, and keys of orphans."""
         self.load = EngineLoad()  # as of the last frame
-        self._resident = set(resident)  # coming ones too, as the gang told
+        self._resident = set(resident)  # digests, those that are coming included
         self._pages = set(resident_pages)
-        self._hoped_pages: dict[int, None] = {}  # of sequences sent there: it will tell of them when they are computed
+        self._expected_pages: dict[
+            int, None
+        ] = {}  # of sequences that were sent there, and that may not be computed yet
         self._orphans = set(orphans)
         self._open: Counter[str] = Counter()  # unfinished sequences of this router, by digest
-        self._num_unseen = self._num_unseen_tokens = 0  # sent since the last frame, whose load may not count them
+        self._num_unseen = self._num_unseen_tokens = 0  # sent, and not yet counted in `load`
         self._observed = ObservedCosts(config.belief)
 
     def receive(self, frame: Frame) -> None:
@@ -39,11 +41,11 @@ class KnownGang:
         self._pages.difference_update(frame.residency.pages_went)
         self._pages.update(frame.residency.pages_came)
         for page_key in (*frame.residency.pages_came, *frame.residency.pages_went):
-            self._hoped_pages.pop(page_key, None)
+            self._expected_pages.pop(page_key, None)
         if frame.orphans is not None:
             self._orphans.difference_update(frame.orphans.went)
             self._orphans.update(frame.orphans.came)
-        if frame.load != self.load:  # else no step was made since, and it cannot count what was sent
+        if frame.load != self.load:  # else no step was made since, and the load cannot count what was sent
             self._observed.observe(self.load, frame.load)
             self.load = frame.load
             self._num_unseen = self._num_unseen_tokens = 0
@@ -51,18 +53,18 @@ class KnownGang:
     def sent(self, request: RoutingRequest, page_keys: Sequence[int] = ()) -> None:
         """A sequence of this router is on its way there. Its adapter counts as coming until `ended`.
 
-        `page_keys`: short keys of its full pages, which are as good as there for whoever begins alike.
+        `page_keys`: short keys of its full pages. They count as there too, for sequences that begin alike.
         """
         self._num_unseen += 1
         self._num_unseen_tokens += request.num_tokens
-        self._hoped_pages.update(dict.fromkeys(key for key in page_keys if key not in self._pages))
-        while len(self._hoped_pages) > _MAX_HOPED_PAGES:  # some never come: their sequence was cancelled
-            del self._hoped_pages[next(iter(self._hoped_pages))]
+        self._expected_pages.update(dict.fromkeys(key for key in page_keys if key not in self._pages))
+        while len(self._expected_pages) > _MAX_EXPECTED_PAGES:  # some never come, as their sequence was cancelled
+            del self._expected_pages[next(iter(self._expected_pages))]
         if request.digest is not None:
             self._open[request.digest] += 1
 
     def ended(self, digest: str | None) -> None:
-        """A sequence that was sent there, with this adapter, is finished or forgotten."""
+        """A sequence with this adapter that was sent there has ended."""
         if digest is not None:
             self._open[digest] -= 1
             if not self._open[digest]:
@@ -76,17 +78,21 @@ class KnownGang:
         """How many of a sequence's first full pages are there, or coming as far as this router can know."""
         num_pages = 0
         for page_key in page_keys:
-            if page_key not in self._pages and page_key not in self._hoped_pages:
+            if page_key not in self._pages and page_key not in self._expected_pages:
                 break
             num_pages += 1
         return num_pages
 
     def holds(self, sequence_key: str) -> bool:
-        """A sequence with this key is there for whoever asks."""
+        """The gang keeps the sequence with this key, for any router that asks."""
         return sequence_key in self._orphans
 
     def view(self, key: str, digest: str | None, num_cached_tokens: int = 0, sequence_key: str = "") -> GangView:
-        """The gang, called `key`, as a request sees it: for this adapter, so many of whose tokens are kept there."""
+        """The gang, called `key`, as a choice for one request sees it.
+
+        `digest`: of the request's adapter. `num_cached_tokens`: of its first tokens, those whose KV is there.
+        `sequence_key`: the request's.
+        """
         now = self.load.gauges
         return GangView(
             key,

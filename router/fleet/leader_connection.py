@@ -1,9 +1,10 @@
 """One router's connection to one gang leader: many sequences over one gRPC stream.
 
-There is one writer and one reader, since concurrent writes to a gRPC stream may hang; what sequences have to say while
-a write is under way goes out together in the next message. The connection is made again, with growing pauses, for as
-long as the leader is wanted. When it breaks, or the leader hands its sequences over, all on it are given back. Those
-with a key are held back for a moment: a leader that is still there has kept them, and they go on where they are.
+There is one writer and one reader, since concurrent writes to a gRPC stream may hang. Requests and cancels that come
+while a write is under way go out together in the next message (`outbox.py`). The connection is made again, with growing
+pauses, until it is closed or retired. When it breaks, or the leader hands its sequences over, all of its sequences are
+given back. Those with a key wait for a moment first: if the leader is still there, it has kept them, and they go on
+where they are (`awaiting_reconnect.py`).
 """
 
 from __future__ import annotations
@@ -40,13 +41,12 @@ HELLO_TIMEOUT_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-FaultKind = Literal[
-    "connection", "engine"
-]  # how a gang was lost: its process or the way to it, or what it computes with
+# What of a gang was lost: its process or the way to it, or its engine.
+FaultKind = Literal["connection", "engine"]
 
 
 class _HandedOverError(Exception):
-    """The leader leaves, and its sequences must go on elsewhere."""
+    """The leader leaves and has given its sequences back, to go on elsewhere."""
 
 
 class _EngineFailedError(ConnectionError):
@@ -71,8 +71,8 @@ class LeaderConnection:
     ) -> None:
         """`on_lost` gets the unfinished sequences of a connection that ended, and the reason.
 
-        `on_orphans`: the leader has begun to hold sequences for whoever asks. `on_fault`: a connected gang was lost
-        that had not been told to go.
+        `on_orphans`: the leader has begun to keep sequences for any router that asks. `on_fault`: a connected gang was
+        lost that had not been told to go.
         """
         self.address = address
         self.info: GangInfo | None = None  # None: not connected
@@ -86,7 +86,7 @@ class LeaderConnection:
         self._on_fault = on_fault
         self._awaiting_reconnect = AwaitingReconnect(self._lose)
         self._last_gang_id = ""
-        self._last_arrived = 0  # id of the newest sequence that the leader is known to have got
+        self._last_arrived = 0  # id of the newest sequence that has reached the leader, as far as it has told
         self._sequences: dict[int, OpenSequence] = {}  # by the id that they have on this connection
         self._ids: dict[OpenSequence, int] = {}  # the same, the other way round
         self._last_id = 0
@@ -101,7 +101,7 @@ class LeaderConnection:
 
     @property
     def block_size(self) -> int:
-        """Tokens to a page there. Only while connected."""
+        """Tokens of a page there. Only while connected."""
         assert self.info is not None
         return self.info.block_size
 
@@ -113,7 +113,7 @@ class LeaderConnection:
         self._task = asyncio.create_task(self._stay_connected(), name=f"leader {self.address}")
 
     def retire(self) -> None:
-        """Takes no new sequences; closes itself once the last one has ended, or when the connection breaks."""
+        """Takes no new sequences any more. Closes when the last sequence has ended, or when the connection breaks."""
         self.retired = True
         if not self._sequences and self._task is not None:
             self._task.cancel()
@@ -127,8 +127,8 @@ class LeaderConnection:
     def submit(self, sequence: OpenSequence, request: RoutingRequest, page_keys: Sequence[int] = ()) -> None:
         """Sends a sequence's request under an id of this connection's own. Only while connected and not retired.
 
-        `request`: what it was routed by, with the tokens that are to be computed there. `page_keys`: short keys of its
-        full pages, as far as they were made.
+        `request`: what it was routed by, with the number of tokens that are to be computed there. `page_keys`: short
+        keys of its full pages, as far as they were made.
         """
         assert self.info is not None
         assert not self.retired
@@ -182,7 +182,7 @@ class LeaderConnection:
                 reason, fault_kind = str(error), "engine"
             except (TimeoutError, msgspec.DecodeError, ConnectionError) as error:
                 reason = str(error)
-            except Exception as error:  # a defect of ours must not leave the router without its gang for good
+            except Exception as error:  # a bug must not leave the router without this gang for good
                 _log.exception("the connection to %s broke unexpectedly", self.address)
                 reason = repr(error)
             finally:
@@ -193,7 +193,7 @@ class LeaderConnection:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _greet(self, call: Any) -> None:
-        """Learns who the leader is; from here on it can be chosen."""
+        """Waits for the leader's greeting. From then on the gang can be chosen."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 data = await call.read()
@@ -207,14 +207,14 @@ class LeaderConnection:
         self.info = hello.info
         self.known = KnownGang(self._routing, hello.resident, hello.resident_pages, hello.orphans)
         _log.info("connected to gang %s at %s", hello.info.gang_id, self.address)
-        if hello.info.gang_id != self._last_gang_id:  # another one, at the same address
+        if hello.info.gang_id != self._last_gang_id:  # another gang at the same address
             self._awaiting_reconnect.give_up()
         self._last_gang_id = hello.info.gang_id
         self._go_on(hello.orphans)
         self._on_connect()
 
     def _go_on(self, orphans: list[str]) -> None:
-        """Submits again what the leader has kept of a connection that was lost."""
+        """Submits the sequences again that the leader has kept of a connection that broke."""
         for sequence in self._awaiting_reconnect.take(orphans):
             adapter = sequence.request.adapter
             self._start(sequence, RoutingRequest(None if adapter is None else adapter.digest, 0, 0))
@@ -245,7 +245,7 @@ class LeaderConnection:
             sequence.push(update)
             if sequence.closed:
                 self._forget(sequence)
-        if given_back is not None:  # the others, which may not have reached the leader, must go elsewhere too
+        if given_back is not None:  # sequences that have not reached the leader must go elsewhere too
             is_farewell = given_back.kind == "handed_over"
             raise (_HandedOverError if is_farewell else _EngineFailedError)(given_back.message)
         if frame.orphans is not None and frame.orphans.came:
@@ -271,7 +271,7 @@ class LeaderConnection:
 
     def _disconnected(self, reason: str, *, is_fault: bool) -> None:
         """The connection has ended, or could not be made."""
-        self._awaiting_reconnect.give_up()  # of an earlier loss: one attempt is enough
+        self._awaiting_reconnect.give_up()  # sequences of an earlier loss wait for one attempt only
         if self.info is not None and not self.retired:
             _log.warning("lost gang %s at %s: %s", self.info.gang_id, self.address, reason)
         self.info = None
@@ -289,7 +289,7 @@ class LeaderConnection:
         self._awaiting_reconnect.wait([one for one in cut_off if may_return and one.sequence.request.key], reason)
 
     def _lose(self, cut_off: list[CutOffSequence], reason: str, *, is_fault: bool = True) -> None:
-        """Gives sequences back."""
+        """Gives sequences back to the dispatcher."""
         for one in cut_off:
             one.sequence.lose_gang(is_fault=is_fault, had_arrived=one.had_arrived)
         self._on_lost([one.sequence for one in cut_off], reason)

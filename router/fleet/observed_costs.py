@@ -1,19 +1,19 @@
-"""What a gang's work costs, learnt from how its counters grow between two frames."""
+"""What a gang's work costs, measured by how its counters grow from one frame to the next."""
 
 from __future__ import annotations
 
 from ...workers.wire.engine_load import EngineLoad
 from .affinity import GangCosts
 
-# How much must be seen to outweigh the belief, and to halve the weight of what was seen before.
+# How much must be observed to weigh as much as the belief, and to halve the weight of earlier observations.
 _BELIEF_TOKENS, _HALF_LIFE_TOKENS = 500, 50_000
 _BELIEF_PAGES, _HALF_LIFE_PAGES = 50, 5_000
 _BELIEF_LOADS, _HALF_LIFE_LOADS = 5, 100
-_BELIEF_SPREAD, _HALF_LIFE_STEPS = 10_000, 2_000  # spread: a hundred steps that are ten tokens off their mean
+_BELIEF_SPREAD, _HALF_LIFE_STEPS = 10_000, 2_000  # spread: as of a hundred steps, each ten tokens off their mean
 
 
 class ObservedCosts:
-    """Begins with a belief, which fades as the gang shows its own costs."""
+    """Begins with a belief, which fades as more is observed."""
 
     def __init__(self, belief: GangCosts) -> None:
         self._queued = _FadingRatio(belief.s_per_queued_token, _BELIEF_TOKENS, _HALF_LIFE_TOKENS)
@@ -34,7 +34,7 @@ class ObservedCosts:
         )
 
     def observe(self, before: EngineLoad, after: EngineLoad) -> None:
-        """Takes in what happened between two frames of one engine."""
+        """Takes in what happened between two loads of one engine."""
         then, now = before.counters, after.counters
         busy_s = now.busy_s - then.busy_s
         num_computed = now.num_computed_tokens - then.num_computed_tokens
@@ -42,10 +42,10 @@ class ObservedCosts:
         self._steps.add(now.num_steps - then.num_steps, num_computed, busy_s)
         self._loaded.add(now.loading_s - then.loading_s, now.num_loaded_pages - then.num_loaded_pages)
         self._evicted.add(now.num_adapter_evictions - then.num_adapter_evictions, num_loads)
-        # While no sequence waits for compute, time says nothing of a queue: a prompt that arrives alone takes a whole
-        # step, however short it is. With a queue all time counts, whatever holds it up.
+        # While no sequence waits for compute, time says nothing of a queue: a prompt that comes alone takes a whole
+        # step, however short it is. With a queue all time counts, whatever it is spent on.
         if before.gauges.num_waiting > before.gauges.num_waiting_for_adapters:
-            # A decoding sequence computes the token that it generated last, so what is beyond that was queued.
+            # A decoding sequence computes the token that it generated last; all other computed tokens were queued.
             num_generated = now.num_generated_tokens - then.num_generated_tokens
             num_queued = max(0, num_computed - num_generated)
             self._queued.add(busy_s, num_queued)
@@ -53,10 +53,10 @@ class ObservedCosts:
 
 
 class _FadingRatio:
-    """A sum over a sum, of which the older part counts less."""
+    """The ratio of two sums, in which older amounts count less."""
 
     def __init__(self, belief: float, weight: float, half_life: float) -> None:
-        """`weight` of the belief and `half_life` are amounts of the denominator."""
+        """`weight`, of the belief, and `half_life` are amounts of the denominator."""
         self._numerator, self._denominator, self._half_life = belief * weight, weight, half_life
 
     @property
@@ -70,7 +70,7 @@ class _FadingRatio:
 
 
 class _StepCost:
-    """By how many seconds one more token makes a step longer: a least-squares line in which older steps count less."""
+    """By how many seconds one more token makes a step longer: least squares, in which older steps count less."""
 
     def __init__(self, belief: float) -> None:
         self._belief = belief
@@ -79,7 +79,7 @@ class _StepCost:
 
     @property
     def s_per_token(self) -> float:
-        # The belief does not fade: steps that are all alike say nothing, and noise would be all that is left.
+        # This belief does not fade: steps that are all alike say nothing of the slope, and only noise would be left.
         spread = self._tokens_tokens + _BELIEF_SPREAD
         return max(0.0, (self._tokens_s + _BELIEF_SPREAD * self._belief) / spread)
 
@@ -89,7 +89,7 @@ class _StepCost:
         return self._mean_s
 
     def add(self, num_steps: int, num_tokens: int, seconds: float) -> None:
-        """Steps that are told together count as so many of their mean."""
+        """Several steps that are told together count as so many steps of their mean."""
         if num_steps <= 0:
             return
         fade = 0.5 ** (num_steps / _HALF_LIFE_STEPS)

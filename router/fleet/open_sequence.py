@@ -12,7 +12,7 @@ from .admission import TimeLimit
 
 
 class SequencePlace(Protocol):
-    """Where a sequence is: a line that it waits in, or the connection that it was submitted on."""
+    """Where a sequence is: it waits there, or was submitted there."""
 
     def cancel(self, sequence: OpenSequence) -> None:
         """The sequence, which is here, has been cancelled or has timed out: forget it."""
@@ -26,17 +26,17 @@ class OpenSequence:
 
     It remembers all tokens that came, so that it can go on elsewhere when its gang is lost.
 
-    It is in one `SequencePlace` at a time: a `WaitingLine` of the dispatcher, a `LeaderConnection` or, once that broke,
+    It is in one `SequencePlace` at a time: the dispatcher's `UnsentSequences`, a `LeaderConnection` or, if that broke,
     its `AwaitingReconnect`. It is nowhere (None) before it is sent, between two places and after its end.
     """
 
     def __init__(self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None) -> None:
-        """`is_resumed`: its client has had some of it, over another connection. `limit`: begins to pass now."""
+        """`is_resumed`: its client has had tokens of it, over another connection. `limit`: its time begins now."""
         self.request = request
         self.is_resumed = is_resumed
         self.limit = limit or TimeLimit()
-        self.is_new = not (is_resumed or self.limit.has_begun)  # not yet sent anywhere, and does not wait for a gang
-        self._wait_s: float | None = None
+        self.is_new = not (is_resumed or self.limit.has_begun)  # not yet sent to a gang, nor waiting for one
+        self._wait_s: float | None = None  # how long it may wait at its gang; None: as long as it takes
         self._deadline: float | None = None  # by the event loop's clock
         self._alarm: asyncio.TimerHandle | None = None
         if self.limit.timeout_s is not None:
@@ -45,7 +45,7 @@ class OpenSequence:
             self._alarm = loop.call_at(self._deadline, self._time_out)
         self._place: SequencePlace | None = None
         self.num_losses = 0  # gangs that died with it since its last token
-        self.num_vain_tries = 0  # gangs that died before it had reached them, since its last token
+        self.num_vain_tries = 0  # gangs that died before it had arrived there, since its last token
         self._token_ids: list[int] = []  # all that came, read or not
         self._arrived: SequenceUpdate | None = None  # not yet read
         self._reader: asyncio.Future[None] | None = None
@@ -63,7 +63,7 @@ class OpenSequence:
 
     @property
     def num_tokens(self) -> int:
-        """Those of the prompt and all that came."""
+        """Tokens of the prompt, and all tokens that came."""
         return len(self.request.prompt_token_ids) + len(self._token_ids)
 
     def move(self, origin: SequencePlace | None, target: SequencePlace | None) -> None:
@@ -73,7 +73,7 @@ class OpenSequence:
         self._place = target
 
     def request_from_here(self, sequence_id: int) -> SequenceRequest:
-        """What a leader needs to go on after the tokens that came, under an id of its connection's."""
+        """The request for a leader that is to go on after the tokens that came. `sequence_id`: of its connection."""
         left_s = None
         if self._deadline is not None:
             left_s = max(0.0, self._deadline - asyncio.get_running_loop().time())
@@ -87,12 +87,12 @@ class OpenSequence:
         )
 
     def admit(self, wait_s: float | None) -> None:
-        """It is sent to its first gang, which is to give it up if it still waits after so long."""
+        """The sequence is sent to its first gang, which is to give it up if it still waits there after `wait_s`."""
         self.is_new = False
         self._wait_s = wait_s
 
-    def keep(self) -> None:
-        """It waits elsewhere than at a gang, or goes to another one: from now on it waits as long as it takes."""
+    def outlast_waits(self) -> None:
+        """The sequence waits for a gang, or has lost one: from now on it waits at gangs as long as it takes."""
         self.is_new = False
         self._wait_s = None
 
@@ -112,7 +112,7 @@ class OpenSequence:
         return update
 
     def push(self, update: SequenceUpdate) -> None:
-        """Adds what one step brought."""
+        """Adds an update. Ignored when the sequence has ended."""
         if self._closed:
             return
         if update.token_ids:
@@ -126,9 +126,9 @@ class OpenSequence:
     def lose_gang(self, *, is_fault: bool, had_arrived: bool) -> None:
         """Counts the loss. `is_fault`: its gang died or broke, and was not told to go.
 
-        `had_arrived`: the gang is known to have got it, and may have died of it.
+        `had_arrived`: the sequence is known to have reached the gang, which may have died of it.
         """
-        self.keep()
+        self.outlast_waits()
         self.num_losses += is_fault and had_arrived
         self.num_vain_tries += is_fault and not had_arrived
 
@@ -137,7 +137,7 @@ class OpenSequence:
         self.refuse(SequenceError(kind, message))
 
     def refuse(self, error: SequenceError) -> None:
-        """The same."""
+        """Ends the sequence with this error, unless it has ended."""
         self.push(SequenceUpdate(self.request.sequence_id, error=error))
 
     def cancel(self) -> None:
@@ -152,7 +152,7 @@ class OpenSequence:
         self._wake()
 
     def _time_out(self) -> None:
-        """Its leader gives it up as well, if it has one: what is unread is given out before the error."""
+        """Ends the sequence with an error, after the updates that are unread. Its place forgets it."""
         place = self._place
         self.fail("timeout", "the request's timeout passed before the answer was complete")
         if place is not None:

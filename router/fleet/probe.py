@@ -1,4 +1,7 @@
-"""One token for nobody: proves that a token can be served, and brings a gang where there is none until one asks."""
+"""Asks for one token, to prove that tokens can be served.
+
+Where gangs start only when they are asked for, this starts one.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ _PROBE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 async def probe(dispatcher: Dispatcher) -> str | None:
-    """Why no token was served; None: one was. Takes as long as a gang may take to come; cancelling it is fine."""
+    """Why no token was served; None: one was. Waits as long as a gang may take to come; it may be cancelled."""
     error: SequenceError | None = None
     stream = dispatcher.submit(SequenceRequest(prompt_token_ids=[0], sampling=_PROBE, tenant=PROBE_TENANT))
     try:

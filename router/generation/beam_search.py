@@ -1,8 +1,8 @@
 """Beam search as a policy: which continuations of a prompt are pursued, and which are the best in the end.
 
-Pure functions of plain values. A round is one token for each live beam; whoever drives it asks the model for the
-likeliest next tokens of each, `num_candidates` of them, and gives them to `advanced`. The rules are those of
-transformers' `generate(num_beams=width, early_stopping="never")`, so its scores and sequences are too.
+Pure functions of plain values. A round is one token for each live beam: the caller asks the model for the
+`num_candidates` likeliest next tokens of each, and gives them to `advanced`. The rules are those of transformers'
+`generate(num_beams=width, early_stopping="never")`, and so are the scores and sequences.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class BeamRules:
     max_tokens: int
     end_token_ids: frozenset[int]  # a beam is finished with the first of them
     length_penalty: float = 1.0
-    num_logprobs: int = 0  # of the likeliest tokens at each place, that beams remember
+    num_logprobs: int = 0  # of the likeliest tokens at each place; beams remember them
 
     @property
     def num_candidates(self) -> int:
-        """Next tokens of each beam among which are the best `width` ones that go on, and the best `width` at all."""
+        """Next tokens of each beam that are asked for: they hold the best `width`, and the best `width` that go on."""
         return max(self.width + len(self.end_token_ids), self.num_logprobs)
 
 
@@ -36,13 +36,13 @@ class Beam:
     total: float = 0.0  # the natural log of its probability
 
     def score(self, length_penalty: float) -> float:
-        """By which beams are compared that have finished: more is better. Above 0 the penalty favours long ones."""
+        """What finished beams are compared by: more is better. A penalty above 0 favours long beams."""
         return self.total / math.pow(len(self.token_ids), length_penalty)
 
 
 @dataclass(frozen=True)
 class BeamSearch:
-    """`live` and `finished` with the best first. Over when none is live."""
+    """`live` and `finished` beams, the best first. The search is over when none is live."""
 
     live: tuple[Beam, ...]  # all of one length
     finished: tuple[Beam, ...]
@@ -59,9 +59,9 @@ def advanced(
 ) -> BeamSearch:
     """The search after one more token. `told`: for each live beam its likeliest next tokens; `chosen` is not looked at.
 
-    Of the best `width` continuations of all beams those that end with an end token are finished; the best `width`
-    others go on, but for those that are stopped, which are finished too. It is over at `max_tokens`, and as soon as
-    nothing that is live can become one of the best `width` finished ones.
+    Among the best `width` continuations of all beams, those with an end token are finished. Of those without one the
+    best `width` go on, unless they are stopped, which finishes them too. The search is over at `max_tokens`, and as
+    soon as no live beam can become one of the best `width` finished ones.
     """
     candidates = [
         (beam.total + logprob, beam, row, token_id, logprob)
@@ -87,6 +87,6 @@ def advanced(
 
 
 def _bound(beam: Beam, rules: BeamRules) -> float:
-    """No continuation of this one scores more: its probability cannot grow, and its length only so far."""
+    """The most that a continuation of this beam can score: its probability cannot grow, and its length is limited."""
     length = rules.max_tokens if rules.length_penalty > 0 else len(beam.token_ids)
     return beam.total / math.pow(length, rules.length_penalty)

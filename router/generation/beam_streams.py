@@ -1,6 +1,6 @@
 """Beam search over gangs that know nothing of it: each round asks for one token after each live beam.
 
-What the beams have in common the gang's prefix cache keeps, so that a round computes less than a page for each.
+The gang's prefix cache keeps the pages that the beams have in common, so a round computes less than a page for each.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _NUM_CONTEXT_TOKENS: Final = 16  # more than a detokenizer looks at
 
 
 def stopped_by(stop: StopStrings, text: TextService, prompt_token_ids: list[int]) -> Callable[[Beam], bool]:
-    """Whether a beam's last token completes one of the strings; those before it did not."""
+    """A test whether a beam's last token completes one of the strings; its earlier tokens must not have done so."""
     if not stop.strings:
         return lambda _: False
-    num_tokens = 1 + max(len(string.encode()) for string in stop.strings)  # that such a string may take
+    num_tokens = 1 + max(len(string.encode()) for string in stop.strings)  # that a string may stretch over
     context = prompt_token_ids[-_NUM_CONTEXT_TOKENS:]
 
     def is_stopped(beam: Beam) -> bool:
@@ -63,24 +63,25 @@ class BeamRun:
         is_stopped: Callable[[Beam], bool],
         limit: Callable[[SamplingParams], TimeLimit | None],
     ) -> None:
-        """`request`: of the prompt; its sampling and its key are not looked at. `limit`: what the search has left at
-        the time of the call.
+        """`request`: for the prompt; its sampling and its key are not looked at.
+
+        `limit` returns how much time the search has left.
         """
         self._dispatcher, self._rules = dispatcher, rules
         self._is_stopped, self._limit = is_stopped, limit
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=rules.num_candidates)
         self._request = msgspec.structs.replace(request, sampling=sampling, key="")
-        self._num_cached_tokens: int | None = None  # of the prompt, when it was first asked about
+        self._num_cached_tokens: int | None = None  # of the prompt, as told in the first round
         self._began_at: float | None = None  # when a step was first planned for it, by time.perf_counter()
         self._open: list[SequenceStream] = []
         self._task = asyncio.create_task(self._found())
 
     def streams(self) -> list[BeamStream]:
-        """One for each beam that will be found, the best first."""
+        """One stream for each beam that will be found, the best first."""
         return [BeamStream(self._task, rank) for rank in range(self._rules.width)]
 
     async def _found(self) -> list[SequenceUpdate]:
-        """All of each beam that was found, or why none was."""
+        """The updates of all streams, by rank: each a whole beam, or the error for which the search failed."""
         try:
             search = NEW_SEARCH
             while search.live:
@@ -97,9 +98,9 @@ class BeamRun:
         return [self._update(beam) for beam in search.finished]
 
     async def _ask(self, beams: tuple[Beam, ...]) -> list[TokenLogprobs]:
-        """The likeliest next tokens of each beam. Raises what one of them was refused or given up for."""
+        """The likeliest next tokens of each beam. Raises _BeamLostError if a beam's sequence fails."""
         limit = self._limit(self._request.sampling)
-        if beams != NEW_SEARCH.live:  # what was admitted is not refused half-way
+        if beams != NEW_SEARCH.live:  # a search that was admitted is not refused half-way
             limit = replace(limit or TimeLimit(), has_begun=True)
         prompt_token_ids = self._request.prompt_token_ids
         self._open = [
@@ -117,7 +118,7 @@ class BeamRun:
         return [_logprobs(update) for update in told]
 
     def _update(self, beam: Beam) -> SequenceUpdate:
-        # One that a stop string has ended says "length" here: the text's reader finds the string, and says "stop".
+        # A beam that a stop string has ended says "length" here: its `Choice` finds the string, and says "stop".
         is_ended = beam.token_ids[-1] in self._rules.end_token_ids
         reason: FinishReason = "stop" if is_ended else "length"
         computing_s = None if self._began_at is None else time.perf_counter() - self._began_at

@@ -1,4 +1,4 @@
-"""One completion as it grows: updates of a sequence in, text out."""
+"""One completion as it grows: takes updates of a sequence, returns text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..text.text import Detokenizer
 
 
 class ShownToken(NamedTuple):
-    """A token whose log probabilities are told. `offset`: where its text starts in the completion's, in characters."""
+    """A token whose log-probabilities are shown. `offset`: where its text starts in the completion, in characters."""
 
     token_id: int
     logprobs: TokenLogprobs
@@ -20,7 +20,7 @@ class ShownToken(NamedTuple):
 class Delta(NamedTuple):
     """What an update added to what the client may see.
 
-    A token goes out with the text that it starts, so held-back text holds its tokens back too.
+    A token goes out with the text that it starts, so the tokens of held-back text are held back too.
     """
 
     text: str
@@ -33,7 +33,7 @@ class Delta(NamedTuple):
         return not self.text and not self.token_ids and not self.logprobs and self.finish_reason is None
 
 
-class _Waiting(NamedTuple):
+class _HeldToken(NamedTuple):
     token_id: int
     logprobs: TokenLogprobs | None
     offset: int
@@ -41,7 +41,7 @@ class _Waiting(NamedTuple):
 
 
 class Choice:
-    """Folds updates into deltas, watching for stop strings. Done once `finish_reason` is set."""
+    """Turns updates into deltas, and looks for stop strings. It is finished once `finish_reason` is set."""
 
     def __init__(
         self,
@@ -51,38 +51,38 @@ class Choice:
         keep_token_ids: bool = False,
         keep_logprobs: bool = False,
     ) -> None:
-        """With both `keep_…` every token has log probabilities told; else only those that are in the text."""
+        """With both `keep_…`, log-probabilities of all tokens are shown; else only of those whose text is shown."""
         self.num_tokens = 0  # up to the one that completed a stop string
         self.finish_reason: FinishReason | None = None
         self._detokenizer = detokenizer
         self._stop = stop
         self._keep_token_ids = keep_token_ids
         self._keep_logprobs = keep_logprobs
-        self._held = ""  # text that may turn out to start a stop string
+        self._held_text = ""  # text that may turn out to start a stop string
         self._num_sent_chars = 0
-        self._waiting: list[_Waiting] = []  # tokens that did not go out yet
+        self._held_tokens: list[_HeldToken] = []  # tokens that did not go out yet
 
     def fold(self, update: SequenceUpdate) -> Delta:
         """What this update lets the client see. Tokens after a stop string are dropped."""
         assert self.finish_reason is None
         cut = self._take_tokens(update)
-        text = self._held
+        text = self._held_text
         if cut is not None:
             self.finish_reason = "stop"
-            text, self._held = text[:cut], ""
+            text, self._held_text = text[:cut], ""
         elif update.finish_reason is not None:
             self.finish_reason = update.finish_reason
-            text, self._held = text + self._detokenizer.flush(), ""
+            text, self._held_text = text + self._detokenizer.flush(), ""
         elif self._stop.strings:
             num_held = self._stop.num_held(text)
             if num_held:
-                text, self._held = text[:-num_held], text[-num_held:]
+                text, self._held_text = text[:-num_held], text[-num_held:]
             else:
-                self._held = ""
+                self._held_text = ""
         else:
-            self._held = ""
+            self._held_text = ""
         self._num_sent_chars += len(text)
-        if not self._waiting:
+        if not self._held_tokens:
             return Delta(text, [], [], self.finish_reason)
         return self._with_tokens(text, is_cut=cut is not None)
 
@@ -95,28 +95,28 @@ class Choice:
             self.num_tokens += 1
             if keeps:
                 logprobs = update.logprobs[position] if update.logprobs is not None else None
-                offset = self._num_sent_chars + len(self._held)
-                self._waiting.append(_Waiting(token_id, logprobs, offset, position >= num_shown))
+                offset = self._num_sent_chars + len(self._held_text)
+                self._held_tokens.append(_HeldToken(token_id, logprobs, offset, position >= num_shown))
             if position >= num_shown:
                 continue
             piece = self._detokenizer.step(token_id)
             if not piece:
                 continue
-            self._held += piece
+            self._held_text += piece
             if self._stop.strings:
-                cut = self._stop.find(self._held)
+                cut = self._stop.find(self._held_text)
                 if cut is not None:
                     return cut
         return None
 
     def _with_tokens(self, text: str, *, is_cut: bool) -> Delta:
-        """The delta of `text` and of the waiting tokens that go with it: at the end all of them."""
+        """The delta of `text` and of the held tokens that go with it; at the end all of them go."""
         num_sent = self._num_sent_chars
         if self.finish_reason is None:
-            sent = [token for token in self._waiting if token.offset < num_sent]
-            self._waiting = self._waiting[len(sent) :]  # offsets never fall, so those were the first ones
+            sent = [token for token in self._held_tokens if token.offset < num_sent]
+            self._held_tokens = self._held_tokens[len(sent) :]  # offsets never fall, so those were the first ones
         else:
-            sent, self._waiting = self._waiting, []
+            sent, self._held_tokens = self._held_tokens, []
         shown = [
             ShownToken(token.token_id, token.logprobs, token.offset)
             for token in sent

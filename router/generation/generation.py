@@ -56,18 +56,18 @@ class GenerationRequest:
     keep_token_ids: bool
     keep_logprobs: bool
     num_best: int | None = None  # None: all
-    beams: Sequence[BeamRules] = ()  # of each prompt, n wide: its choices are the beams found; empty: they are drawn
-    key: str = ""  # of the answer; empty: nobody can come back for its sequences
-    cache_salt: str = ""  # the tenant's sequences share KV only where it is the same
-    timeout_s: float | None = None  # from its arrival to the last token; None: as long as it takes
-    num_seen: Sequence[int] = ()  # tokens of each choice that the client had before it came back; empty: it is new
+    beams: Sequence[BeamRules] = ()  # one for each prompt, n wide: the choices are beams; empty: they are drawn
+    key: str = ""  # of the answer; empty: its client cannot come back for its sequences
+    cache_salt: str = ""  # the tenant's sequences share KV only where this is the same
+    timeout_s: float | None = None  # from the request's arrival to the last token; None: as long as it takes
+    num_seen: Sequence[int] = ()  # tokens of each choice that the client had before it came back; empty: a new request
 
 
 class Generation:
     """Submits a request's sequences at the first `deltas()`, and cancels what is unfinished at `cancel()`.
 
-    What a client had before is computed again or fetched, and goes through the same folds without being shown: what
-    a choice shows after k tokens follows from these k tokens alone.
+    Tokens that a client has had before are computed again or fetched. They go through the choices as all tokens do, but
+    are not shown: so what a choice shows after k tokens follows from these k tokens alone.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Generation:
         self._deadline = None if request.timeout_s is None else started_at + request.timeout_s
         self._updated_at = [started_at] * len(self.choices)
         self._num_unfinished = len(self.choices)
-        self._num_cached: list[int | None] = [None] * len(self.choices)  # tokens of the prompt, not computed
-        self._total_logprobs = [0.0] * len(self.choices)  # as far as they are told
+        self._num_cached: list[int | None] = [None] * len(self.choices)  # tokens of its prompt that were not computed
+        self._total_logprobs = [0.0] * len(self.choices)  # as far as log-probabilities were asked for
         self._streams: list[SequenceStream] = []
         self._pumps: list[asyncio.Task[None]] = []
 
@@ -108,7 +108,7 @@ class Generation:
             choice = self.choices[index]
             if choice.finish_reason is not None:
                 continue  # after a stop string
-            if self._num_cached[index] is None:  # another gang that goes on with it is not asked
+            if self._num_cached[index] is None:  # else a gang that goes on with the sequence tells its own number
                 self._num_cached[index] = update.num_cached_tokens
             if choice.num_tokens < self._num_seen[index]:
                 update = self._take_seen(index, update)
@@ -128,7 +128,7 @@ class Generation:
         return delta
 
     def _take_seen(self, index: int, update: SequenceUpdate) -> SequenceUpdate:
-        """Folds what of an update the client has had; returns the rest. Raises a 400 if there never was so much."""
+        """Takes in the tokens that the client has had; returns the rest. Raises a 400 if there never were so many."""
         choice, num_seen = self.choices[index], self._num_seen[index]
         seen, rest = _split(update, num_seen - choice.num_tokens)
         self._fold(index, seen)
@@ -140,7 +140,7 @@ class Generation:
         choice = self.choices[index]
         num_tokens = choice.num_tokens
         delta = choice.fold(update)
-        if update.logprobs is not None:  # those of tokens after a stop string do not count
+        if update.logprobs is not None:  # tokens after a stop string do not count
             shown = update.logprobs[: choice.num_tokens - num_tokens]
             self._total_logprobs[index] += sum(token.chosen for token in shown)
         if choice.finish_reason is not None:
@@ -150,7 +150,7 @@ class Generation:
         return delta
 
     def cancel(self) -> None:
-        """Frees what is unfinished. Idempotent; a no-op when all is finished."""
+        """Cancels the sequences that are unfinished. May be called again."""
         for pump in self._pumps:
             pump.cancel()
         for stream, choice in zip(self._streams, self.choices, strict=False):  # none are submitted yet, or all
@@ -159,13 +159,13 @@ class Generation:
 
     @property
     def num_tokens(self) -> list[int]:
-        """Of each choice, up to which everything is the client's once it has all deltas so far."""
+        """Tokens of each choice that the client has had once it has all deltas so far."""
         return [max(c.num_tokens, num_seen) for c, num_seen in zip(self.choices, self._num_seen, strict=True)]
 
     def answers(self) -> list[int]:
-        """Choices that are the answer's, prompt by prompt; the likeliest first where not all of them are.
+        """Indices of the choices that are in the answer, prompt by prompt. Call it when all choices are finished.
 
-        Call it when all are finished. Likeliest: with the highest mean log-probability per token, as OpenAI ranks.
+        If not all choices are, the likeliest come first: by mean log-probability per token, as OpenAI ranks them.
         """
         n, num_best = self.request.n, self.request.num_best
         if num_best is None or num_best == n:
@@ -184,7 +184,7 @@ class Generation:
         return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
     def _num_cached_tokens(self) -> int | None:
-        """Tokens of the prompts that no choice had to compute; None: not all have told yet."""
+        """Tokens of the prompts that no choice had to compute; None: not all sequences have told yet."""
         n, found = self.request.n, 0
         for start, prompt in zip(range(0, len(self.choices), n), self.request.prompts, strict=True):
             told = [num_cached for num_cached in self._num_cached[start : start + n] if num_cached is not None]
@@ -224,7 +224,7 @@ class Generation:
                 )
 
     def _limit(self, sampling: SamplingParams) -> TimeLimit | None:
-        """What a sequence has left; None: all the time in the world."""
+        """The time that a sequence has left; None: it has no limit."""
         if self._deadline is None:
             return None
         may_end_at_once = not sampling.ignore_eos or bool(sampling.stop_token_ids) or bool(self.request.stop.strings)
@@ -250,7 +250,7 @@ class Generation:
 
 
 def _split(update: SequenceUpdate, num_tokens: int) -> tuple[SequenceUpdate, SequenceUpdate]:
-    """The update's first tokens, with the end if it comes with them, and the rest."""
+    """The update's first `num_tokens`, with the finish reason if that comes with them, and the rest."""
     sequence_id, token_ids, logprobs = update.sequence_id, update.token_ids, update.logprobs
     if len(token_ids) <= num_tokens:
         seen = SequenceUpdate(sequence_id, token_ids, logprobs, update.finish_reason)

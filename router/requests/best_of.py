@@ -22,7 +22,7 @@ def check_best_of(request: CompletionRequest) -> None:
         raise invalid_value("best_of", "which are the best is only known at the end: a stream needs it equal to n.")
 
 
-def ranked(generation: GenerationRequest, best_of: int) -> GenerationRequest:
+def with_best_of(generation: GenerationRequest, best_of: int) -> GenerationRequest:
     """`generation` with `best_of` sequences for each prompt, of which the n likeliest are the answer."""
     prompts = [_with_logprobs(prompt) for prompt in generation.prompts]
     return replace(generation, prompts=prompts, n=best_of, num_best=generation.n)

@@ -12,8 +12,8 @@ from typing import Any, Final, TypeVar
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-from transformers import AutoTokenizer
 
+from .model_tokenizer import load_tokenizer
 from .token_bytes import TokenBytes
 from .token_span import max_bytes_per_token
 
@@ -67,16 +67,8 @@ class TextService:
 
     @classmethod
     def from_folder(cls, path: Path) -> TextService:
-        """The tokenizer of a model folder in Hugging Face format. Blocking; runs no code from the folder."""
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(
-                f"{path} has no tokenizer that can be loaded (tokenizer.json is needed): {error}"
-            ) from error
-        if getattr(tokenizer, "backend_tokenizer", None) is None:
-            raise ValueError(f"{path} has no tokenizer.json: only tokenizers with one are served")
-        return cls(tokenizer)
+        """That of a model folder in Hugging Face format. Blocking; raises ValueError, see `load_tokenizer`."""
+        return cls(load_tokenizer(path))
 
     def close(self) -> None:
         """Ends the threads once they have done what they are at."""

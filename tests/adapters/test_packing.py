@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +10,9 @@ from motet.adapters.adapter import EXPERT_MODULES, MODULES, BaseShape, ExpertSha
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.format.content import AdapterContent, LoraMatrices
 from motet.adapters.packing.layout import AdapterLayout, Dtype
-from motet.adapters.packing.packing import TORCH_DTYPES, pack
+from motet.adapters.packing.packing import pack
+from motet.tests.rigs.tensor_twins import as_numpy
+from motet.workers.memory.host_adapter_cache import as_torch
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -37,8 +40,8 @@ def adapters(draw: st.DrawFn) -> tuple[AdapterContent, AdapterLayout]:
     for key in chosen:
         num_in, num_out = shape.modules[family_of_module(key[1])]
         rank, dtype = draw(st.integers(1, 5)), draw(st.sampled_from(DTYPES))
-        a = torch.randn(rank, num_in, generator=generator).to(dtype)
-        b = torch.randn(num_out, rank, generator=generator).to(dtype)
+        a = as_numpy(torch.randn(rank, num_in, generator=generator).to(dtype))
+        b = as_numpy(torch.randn(num_out, rank, generator=generator).to(dtype))
         matrices[key] = LoraMatrices(a, b, draw(st.floats(-4, 4)))
     layout_dtype: Dtype = draw(st.sampled_from(["float32", "bfloat16"]))
     return AdapterContent(matrices), AdapterLayout(shape, draw(st.integers(1, 64)), layout_dtype)
@@ -48,8 +51,8 @@ def adapters(draw: st.DrawFn) -> tuple[AdapterContent, AdapterLayout]:
 @given(adapters())
 def test_pages_hold_the_padded_scaled_matrices_and_nothing_else(case: tuple[AdapterContent, AdapterLayout]) -> None:
     content, layout = case
-    pages = pack(content, layout)
-    dtype = TORCH_DTYPES[layout.dtype]
+    pages = as_torch(pack(content, layout))
+    dtype: torch.dtype = getattr(torch, layout.dtype)
     assert pages.dtype == dtype
     assert pages.shape == (layout.num_pages(content.module_ranks), layout.shape.num_layers, layout.slab)
     for layer in range(layout.shape.num_layers):
@@ -66,8 +69,8 @@ def test_pages_hold_the_padded_scaled_matrices_and_nothing_else(case: tuple[Adap
                 found = content.matrices.get((layer, module))
                 if found is not None:
                     rank = found.a.shape[0]
-                    a[:rank] = found.a.to(dtype)
-                    b[:rank] = (found.b.float() * found.scaling).T.to(dtype)
+                    a[:rank] = as_torch(found.a).to(dtype)
+                    b[:rank] = (as_torch(found.b).float() * found.scaling).T.to(dtype)
                 assert torch.equal(array[a_start:b_start].view(place.rank, num_in), a)
                 assert torch.equal(array[b_start:end].view(place.rank, num_out), b)
         assert not array[end:].any()
@@ -75,7 +78,11 @@ def test_pages_hold_the_padded_scaled_matrices_and_nothing_else(case: tuple[Adap
 
 def content_of(layer: int = 0, num_in: int = 4, num_out: int = 6, factor: float = 1.0) -> AdapterContent:
     return AdapterContent(
-        {(layer, "q_proj"): LoraMatrices(torch.ones(2, num_in), torch.ones(num_out, 2) * factor, 2.0)}
+        {
+            (layer, "q_proj"): LoraMatrices(
+                np.ones((2, num_in), np.float32), np.full((num_out, 2), factor, np.float32), 2.0
+            )
+        }
     )
 
 

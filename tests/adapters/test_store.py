@@ -21,6 +21,7 @@ from motet.adapters.format.validation import validate
 from motet.adapters.packing.packing import pack
 from motet.adapters.store.store import AdapterStore
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, lora_files, name_of
+from motet.tests.rigs.tensor_twins import identical
 
 BF16 = replace(LAYOUT, dtype="bfloat16")
 
@@ -50,7 +51,7 @@ def file_of(tmp_path: Path, digest: str, name: str) -> Path:
 
 
 def test_gives_back_what_was_put(store: AdapterStore, content: AdapterContent, tmp_path: Path) -> None:
-    assert torch.equal(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT))
+    assert identical(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT))
     again = AdapterStore(tmp_path / "deep" / "store").load_content(content.digest)
     assert again.digest == content.digest
     assert again.module_ranks == content.module_ranks
@@ -62,7 +63,7 @@ def test_packs_for_a_new_layout_once(
     store: AdapterStore, content: AdapterContent, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
-        assert torch.equal(store.load_packed(content.digest, BF16), pack(content, BF16))
+        assert identical(store.load_packed(content.digest, BF16), pack(content, BF16))
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
 
 
@@ -116,7 +117,7 @@ def test_a_damaged_packed_file_is_made_again(
     path = file_of(tmp_path, content.digest, f"{LAYOUT.key}.packed")
     good = path.read_bytes()
     spoil(path, how)
-    assert torch.equal(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT))
+    assert identical(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT))
     assert path.read_bytes() == good
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
@@ -134,7 +135,7 @@ def test_every_single_damaged_byte_of_a_packed_file_is_noticed(
         bad[position] ^= 0x10
         path.write_bytes(bad)
         caplog.clear()
-        assert torch.equal(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT))
+        assert identical(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT))
         assert len(caplog.records) == 1, position
 
 
@@ -144,11 +145,11 @@ def test_a_damaged_source_is_an_error_that_an_upload_heals(
     which: str, how: str, store: AdapterStore, content: AdapterContent, tmp_path: Path
 ) -> None:
     spoil(file_of(tmp_path, content.digest, which), how)
-    assert torch.equal(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT))  # the packed file is enough
+    assert identical(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT))  # the packed file is enough
     with pytest.raises(AdapterCorrupt, match=f"{content.digest}.*upload it again"):
         store.load_packed(content.digest, BF16)
     store.put(content, [LAYOUT])
-    assert torch.equal(store.load_packed(content.digest, BF16), pack(content, BF16))
+    assert identical(store.load_packed(content.digest, BF16), pack(content, BF16))
 
 
 def test_a_source_with_other_scalings_is_not_that_adapter(
@@ -214,7 +215,7 @@ def test_writers_readers_and_the_sweep_at_once(store: AdapterStore, content: Ada
         try:
             for _ in range(8):
                 store.put(content, [LAYOUT])
-                assert torch.equal(store.load_packed(content.digest, LAYOUT), expected)
+                assert identical(store.load_packed(content.digest, LAYOUT), expected)
         except BaseException as error:
             failures.append(error)
 
@@ -231,8 +232,8 @@ def test_writers_readers_and_the_sweep_at_once(store: AdapterStore, content: Ada
 _WRITER = """
 import sys
 from pathlib import Path
-from motet.adapters.store.store import AdapterStore
 from motet.adapters.format.validation import validate
+from motet.adapters.store.store import AdapterStore
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, lora_files
 folder = Path(sys.argv[1])
 store = AdapterStore(folder / "store")

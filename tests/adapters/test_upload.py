@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from redis.asyncio import Redis
 
 from motet.adapters.errors import AdapterError, AdapterInvalid, RegistryUnavailable, UploadTooLarge
@@ -21,6 +20,7 @@ from motet.adapters.upload import UploadLimits, UploadService
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, LoraFiles, lora_files, name_of
 from motet.tests.rigs.patience import PATIENCE_S
+from motet.tests.rigs.tensor_twins import identical
 
 LIMITS = UploadLimits(max_config_bytes=10_000, max_tensors_bytes=20_000)
 
@@ -68,7 +68,7 @@ async def test_an_upload_can_be_loaded_and_is_seen_at_once(parts: Parts) -> None
     assert await parts.uploads.list("acme") == [adapter]
     assert await parts.uploads.list("other") == []
     pages = parts.store.load_packed(adapter.digest, LAYOUT)
-    assert torch.equal(pages, pack(parts.store.load_content(adapter.digest), LAYOUT))
+    assert identical(pages, pack(parts.store.load_content(adapter.digest), LAYOUT))
 
 
 async def test_the_same_bytes_are_the_same_version_and_new_bytes_a_new_one(parts: Parts) -> None:

@@ -19,6 +19,7 @@ from motet.adapters.format.targets import resolve_targets
 from motet.adapters.format.validation import validate
 from motet.adapters.names import check_name, check_tenant
 from motet.tests.rigs.lora_files import SHAPE, LoraFiles, lora_files, name_of
+from motet.tests.rigs.tensor_twins import as_numpy, identical
 
 
 def digest_of(files: LoraFiles, folder: Path) -> str:
@@ -39,8 +40,8 @@ def test_a_good_upload_comes_back_bit_by_bit(dtype: torch.dtype, tmp_path: Path)
     assert content.module_ranks == {"q_proj": 4, "v_proj": 4, "down_proj": 4}
     assert content.num_bytes == sum(tensor.nbytes for tensor in files.tensors.values())
     for (layer, module), found in content.matrices.items():
-        assert torch.equal(found.a, files.tensors[name_of(layer, module, "A")])
-        assert torch.equal(found.b, files.tensors[name_of(layer, module, "B")])
+        assert identical(found.a, as_numpy(files.tensors[name_of(layer, module, "A")]))
+        assert identical(found.b, as_numpy(files.tensors[name_of(layer, module, "B")]))
         assert found.scaling == 2.0
 
 

@@ -1,4 +1,4 @@
-"""Where Ray Serve is told to put gangs and routers."""
+"""Where the application asks Ray Serve to place gangs and routers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIG = "nvidia.com/mig-1g.10gb"
 
 
 def deployments(**given: Any) -> tuple[Any, Any]:
-    """Of the routers and of the gangs."""
+    """The deployments of the routers and of the gangs."""
     routers = build_application(MotetConfig(model_path=BASE, data_dir=BASE, **given), "token")
     (gangs,) = (argument for argument in routers._bound_deployment.init_args if hasattr(argument, "_bound_deployment"))
     return routers._bound_deployment, gangs._bound_deployment
@@ -51,6 +51,18 @@ def test_a_gang_is_on_one_node_unless_asked() -> None:
     _, gangs = deployments(tensor_parallel=2)
     assert gangs._replica_config.placement_group_strategy == "STRICT_PACK"
     assert gangs._replica_config.placement_group_bundle_label_selector is None
+
+
+def test_a_new_bound_of_what_waits_replaces_gangs_and_no_router() -> None:
+    before, after = deployments(), deployments(max_waiting_sequences=5)
+    assert before[0].version == after[0].version
+    assert before[1].version != after[1].version
+    assert (after[1].init_args[1].max_waiting_sequences, after[1].init_args[1].drain_s) == (5, 5.0)
+
+
+def test_more_gangs_that_share_the_cores_as_before_replace_none() -> None:
+    before, after = deployments(), deployments(max_gangs=2, gangs_beside=1)
+    assert before[1].version == after[1].version
 
 
 def test_a_new_objective_replaces_routers_and_no_gang() -> None:

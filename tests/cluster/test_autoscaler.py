@@ -1,4 +1,4 @@
-"""The policy as Ray Serve calls it: what it reads of a context, what Serve's wrapper makes of it, what gangs tell."""
+"""The policy as Ray Serve calls it: what it reads from a context, how Serve wraps it, what gangs report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG = autoscaling_config(SCALING)
 
 @dataclass(frozen=True)
 class Told:
-    """What one replica told at two times, a second apart."""
+    """What one replica reported at two times, a second apart."""
 
     first: dict[str, float]
     last: dict[str, float]
@@ -40,7 +40,7 @@ def stats(**load: int) -> dict[str, float]:
 def context(
     target: int, told: Sequence[Told | None], num_calls: int = 0, state: dict[str, Any] | None = None
 ) -> AutoscalingContext:
-    """One entry of `told` for each running replica; None: it has told nothing yet."""
+    """A context with one entry of `told` for each running replica; None: it has reported nothing yet."""
     replicas = [ReplicaID(unique_id=str(number), deployment_id=GANGS) for number in range(len(told))]
     series: dict[str, dict[ReplicaID, list[TimeStampedValue]]] = {}
     means: dict[str, dict[ReplicaID, float]] = {}
@@ -73,7 +73,7 @@ def context(
 
 @pytest.fixture
 def policy() -> Any:
-    """As Serve makes and wraps it."""
+    """The policy as Serve makes and wraps it."""
     return _apply_autoscaling_config(CONFIG.policy.get_policy()(**CONFIG.policy.policy_kwargs))
 
 

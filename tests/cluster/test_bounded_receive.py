@@ -17,7 +17,7 @@ NUM_MESSAGES = 500
 
 
 class Client:
-    """Sends a long body as fast as it is read, then leaves."""
+    """Sends a long body as fast as it is read, then disconnects."""
 
     def __init__(self) -> None:
         self.num_read = 0
@@ -57,13 +57,13 @@ async def test_a_body_is_read_no_faster_than_it_is_consumed() -> None:
 
 
 async def test_a_long_body_through_the_fallback_proxy_arrives_whole() -> None:
-    """What reads that one ahead does not wait, and breaks at a limit."""
+    """That proxy reads ahead without waiting, and fails at a limit."""
     client = Client()
     may_read = asyncio.Event()
     body = b""
 
     async def receive_messages(metadata: Any) -> bytes:
-        """As many at once as the proxy has at the time."""
+        """Receives as many messages at once as the proxy has at the time."""
         await may_read.wait()
         return pickle.dumps([await client.receive() for _ in range(NUM_MESSAGES // 2)])
 

@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from motet.cluster.byte_size import format_byte_size, parse_byte_size
 from motet.cluster.commands.cli import main
 from motet.cluster.commands.status import status_lines
+from motet.cluster.launch.local_serve import free_ports
 from motet.tests.rigs.engine_loads import engine_load
 from motet.tests.rigs.fake_motet import BASE, KEY, FakeMotet, running_fake
 
@@ -242,6 +243,8 @@ def test_serve_says_what_it_cannot_serve(
     (tmp_path / "model").mkdir()
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         (tmp_path / "model" / name).write_text("{}")
+    if "--port" not in arguments:
+        arguments = [*arguments, "--port", str(free_ports(1)[0])]
     failed = CliRunner().invoke(main, ["serve", *arguments], env={"MOTET_DATA_DIR": str(tmp_path / "data")})
     assert failed.exit_code == exit_code, failed.output
     assert message in failed.stderr

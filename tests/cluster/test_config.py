@@ -1,4 +1,4 @@
-"""Settings: where they come from, and what is said of bad ones."""
+"""Settings: where they come from, and the errors for bad ones."""
 
 from __future__ import annotations
 

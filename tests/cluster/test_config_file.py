@@ -19,7 +19,7 @@ from motet.tests.rigs.running_motet import DEMO
 
 
 def run(file: Path, *arguments: str, then: str | None = None) -> tuple[Any, list[dict[str, Any]]]:
-    """What the options are at first and, when the file holds `then`, afterwards."""
+    """The options at first, and the options after the file was changed to `then`."""
     seen: list[dict[str, Any]] = []
 
     @click.command(cls=RereadableCommand)

@@ -1,4 +1,4 @@
-"""Whether gangs have room, and what is said if not."""
+"""Whether gangs have room, and the message if not."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_node_hosts_a_worker_though_not_the_whole_gang() -> None:
     placement=st.sampled_from(PLACEMENTS),
 )
 def test_no_more_places_than_there_is(sizes: list[int], num_workers: int, limit: int, placement: Any) -> None:
-    """With equal workers the right number is plain: whole gangs of one node, or of all nodes together."""
+    """With equal workers the right number is known: whole gangs on one node, or over all nodes together."""
     nodes = [node(str(number), GPU=float(size)) for number, size in enumerate(sizes)]
     demand = gang(*[{"GPU": 1.0}] * num_workers, placement=placement)
     whole = sum(size // num_workers for size in sizes) if placement == "strict-pack" else sum(sizes) // num_workers

@@ -1,4 +1,4 @@
-"""Calls to Serve that wait as long as sequences do."""
+"""Calls to Serve that last as long as sequences wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from motet.tests.rigs.patience import eventually_in_loop as eventually
 
 
 class Call:
-    """A handle's answer that comes when the test says so."""
+    """The answer of a handle, which comes when the test lets it."""
 
     def __init__(self) -> None:
         self.result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -35,7 +35,7 @@ class Handle:
 
 
 class Waiting:
-    """A router with so many sequences that wait."""
+    """A router with this number of waiting sequences."""
 
     def __init__(self) -> None:
         self.num = 0

@@ -1,4 +1,4 @@
-"""Which running Serve will do for motet."""
+"""Which running Serve instances motet can join."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be told of the private Serve without starting it."""
+"""What can be tested of the private Serve without starting it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node finds wrong with itself before motet comes to it."""
+"""The problems that a node finds with itself before motet starts there."""
 
 from __future__ import annotations
 

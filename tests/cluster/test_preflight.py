@@ -1,19 +1,20 @@
-"""What `motet serve` says of its settings before it starts anything."""
+"""The checks that `motet serve` makes of its settings before it starts anything."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-import torch
 
 from motet.cluster.config import MotetConfig
 from motet.cluster.launch.local_serve import free_ports
 from motet.cluster.launch.preflight import check_data_dir, check_settings
 from motet.cluster.settings.config_error import ConfigError
+from motet.workers import device_probe
+from motet.workers.device_probe import DeviceFacts
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 
@@ -35,14 +36,15 @@ def test_a_pool_that_cannot_be(tmp_path: Path, pool_bytes: int, reason: str) -> 
 
 
 def test_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="device = 'cuda': torch sees no NVIDIA GPU here"):
+    refusal = ValueError("device = 'cuda': torch sees no NVIDIA GPU here")
+    monkeypatch.setattr(device_probe, "ask_torch", Mock(side_effect=refusal))
+    with pytest.raises(ValueError, match="torch sees no NVIDIA GPU here"):
         check_settings(config(tmp_path, device="cuda"))
 
 
 def test_the_pool_of_a_gpu_is_measured_by_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1 << 30))
+    monkeypatch.setattr(device_probe, "has_driver", lambda: True)
+    monkeypatch.setattr(device_probe, "ask_torch", lambda name: DeviceFacts("cuda", 1 << 30))
     assert check_settings(config(tmp_path, max_gangs=8, pool_bytes=900 << 20)) == []  # a GPU for each
     with pytest.raises(ConfigError, match=r"--pool-bytes.*a GPU here has 1 GiB"):
         check_settings(config(tmp_path, pool_bytes=2 << 30))

@@ -1,4 +1,4 @@
-"""Progress told through a file."""
+"""Progress reported through a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one launch leaves to the next, against a real Redis."""
+"""What one launch leaves in a real Redis for the next."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def registry(redis_client: Redis) -> Registry:
 
 @pytest.fixture
 def other_base(tmp_path: Path) -> Path:
-    """The demo's base, trained again."""
+    """A base with the demo's name and other weights, as after another training."""
     folder = Path(shutil.copytree(DEMO_BASE, tmp_path / "base"))
     tensors = load_file(folder / "model.safetensors")
     save_file({name: tensor + 0.01 for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
@@ -122,7 +122,7 @@ async def test_another_base_is_refused_once_there_are_adapters(
 async def test_a_redis_of_others_is_never_taken_over(
     config: MotetConfig, registry: Registry, other_base: Path, tmp_path: Path, redis_url: str
 ) -> None:
-    """Whoever claimed it may be about to upload."""
+    """The launch that claimed the registry may be about to upload."""
     await launch(config, embedded_redis=False)
     other = replace(config_of(tmp_path / "other", redis_url), model_path=other_base)
     with pytest.raises(OtherBase, match="REDIS_URL"):

@@ -1,4 +1,4 @@
-"""What processes take of their nodes, from the command line to Ray's options."""
+"""The resources that processes take on their nodes, from the command line to Ray's options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scaling policy: bounds, patience, and days of load in a simulated fleet."""
+"""The scaling policy: bounds, delays, and days of load in a simulated fleet."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def states(draw: st.DrawFn, now_s: float = 0.0) -> FleetState:
 
 
 class Memory:
-    """The policy with its history, as its caller runs it."""
+    """The policy with its history, called as the autoscaler calls it."""
 
     def __init__(self, config: ScalingConfig) -> None:
         self._config = config
@@ -168,7 +168,7 @@ def test_one_request_now_and_then_keeps_one_gang() -> None:
 
 
 def test_a_load_that_only_just_fits_keeps_its_gangs() -> None:
-    """Three queues of nothing, but gangs that compute more than two were ever seen to."""
+    """No gang has a queue, but three gangs compute more than two have ever been seen to compute."""
     memory = Memory(CONFIG)
     swamped = GangLoad(num_sequences=9, queued_tokens=3 * CONFIG.queued_tokens_per_gang, computed_tokens_per_s=1000)
     assert memory(FleetState(now_s=0, target=1, num_running=1, gangs=(swamped,))) == 3
@@ -178,7 +178,7 @@ def test_a_load_that_only_just_fits_keeps_its_gangs() -> None:
 
 
 def without_memory(state: FleetState) -> int:
-    """As many as the load calls for at this moment, once it is known."""
+    """The number of gangs for the load of this moment, once that is known."""
     return min(gangs_needed(state, CONFIG), CONFIG.max_gangs) if state.gangs else max(state.target, state.is_awaited)
 
 

@@ -24,7 +24,8 @@ from motet.kernels.plain.experts import PlainExperts
 from motet.kernels.plain.lora import PlainLora
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.models.experts import choose_experts
-from motet.workers.models.rotary import RotaryConfig, rotary_table
+from motet.workers.models.rotary import rotary_table
+from motet.workers.models.rotary_config import RotaryConfig
 from motet.workers.plan import SequencePlan, StepPlan
 
 CPU = torch.device("cpu")

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from motet.kernels.plain.attention import paged_attention, write_kv
 from motet.workers.execution.inputs import make_inputs
-from motet.workers.models.rotary import RotaryConfig, rotary_table
+from motet.workers.models.rotary import rotary_table
+from motet.workers.models.rotary_config import RotaryConfig
 from motet.workers.plan import SequencePlan, StepPlan
 
 BLOCK, HEAD_DIM, NUM_KV_HEADS, NUM_PAGES = 4, 8, 2, 400

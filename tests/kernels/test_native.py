@@ -25,7 +25,8 @@ from motet.kernels.native.build import COMPILERS, NativeUnavailable, load_librar
 from motet.kernels.plain import attention as plain_attention
 from motet.tests.rigs.native_builds import DTYPES, EXAMPLES, HERE, TOLERANCE, close, load_build
 from motet.workers.execution.inputs import make_inputs
-from motet.workers.models.rotary import RotaryConfig, rotary_table
+from motet.workers.models.rotary import rotary_table
+from motet.workers.models.rotary_config import RotaryConfig
 from motet.workers.plan import SequencePlan, StepPlan
 
 CPU = torch.device("cpu")
@@ -308,11 +309,18 @@ def test_a_library_is_compiled_once_and_a_failing_compiler_leaves_nothing(tmp_pa
     counting.write_text(f'#!/bin/sh\necho one >> "{calls}"\nexec {real} "$@" -O0\n')
     counting.chmod(0o755)
     cache = tmp_path / "cache"
+    told: list[tuple[int, int]] = []
+
+    def load() -> None:
+        load_library(1, cache, compilers=[str(counting)], on_compile=lambda *event: told.append(event))
+
     with ThreadPoolExecutor(3) as workers:  # they start together
-        list(workers.map(lambda _: load_library(1, cache, compilers=[str(counting)]), range(3)))
+        list(workers.map(lambda _: load(), range(3)))
     (built,) = cache.iterdir()
     assert built.suffix == ".so"
-    load_library(1, cache, compilers=[str(counting)])
+    assert sorted(told) == [(0, 1)] * 3 + [(1, 1)] * 3  # who waits for another's compilation says so, too
+    load()
+    assert len(told) == 6
     assert calls.read_text() == "one\n"
     broken = tmp_path / "broken-c++"
     broken.write_text("#!/bin/sh\necho 'fatal error: no such thing' >&2\nexit 1\n")

@@ -1,4 +1,4 @@
-"""A `Dispatcher` straight to an engine in this process: all of motet but the wire between router and gang."""
+"""A `Dispatcher` for an engine in this process: all of motet except the connection between router and gang."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from motet.workers.wire.messages import GangInfo, SequenceRequest
 
 
 def client_of(dispatcher: EngineDispatcher, stock: Stock, *adapters: str) -> httpx.AsyncClient:
-    """Of a router whose requests go to this engine, as the tenant that has these adapters."""
+    """The client of a router in front of this engine, for a tenant that has these adapters."""
     view = FakeView()
     for name in adapters:
         ref = stock.refs[name]

@@ -33,7 +33,7 @@ from motet.workers.wire.messages import (
 
 @dataclass
 class Told:
-    """All that a sequence's owner heard."""
+    """Everything that an engine told about one sequence."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Stock:
-    """A model, and a store that holds PEFT folders as uploads would have put them there."""
+    """A model, and a store with PEFT folders as uploads leave them there."""
 
     model_path: Path
     store_path: Path
@@ -71,7 +71,7 @@ class Stock:
         return Stock(model_path, store_path, layout, block_size, refs)
 
     def num_pages(self, num_tokens: int, adapter: str | None) -> int:
-        """Pages that a request takes for so many tokens, prompt and completion, and for its adapter."""
+        """Pages that a request takes for its prompt and completion of this many tokens, and for its adapter."""
         ranks = {} if adapter is None else self.refs[adapter].module_ranks
         return -(-(num_tokens - 1) // self.block_size) + self.layout.num_pages(ranks)  # the last token has no KV
 
@@ -93,7 +93,7 @@ class Stock:
 
 
 class EngineRig:
-    """Drives an engine and collects what it says of each sequence. A context manager; closes the engine at its end."""
+    """Runs an engine's steps, and collects the updates of each sequence. A context manager, which closes the engine."""
 
     def __init__(self, engine: Engine, refs: Mapping[str, AdapterRef]) -> None:
         self.engine, self.refs = engine, refs
@@ -113,7 +113,7 @@ class EngineRig:
         sampling: SamplingParams,
         generated: Sequence[int] = (),
     ) -> None:
-        """`generated`: tokens that it had elsewhere before."""
+        """Submits a request. `generated`: tokens that the sequence had at another gang before."""
         ref = self.refs[adapter] if isinstance(adapter, str) else adapter
         self.told[sequence_id] = Told()
         self.engine.submit(
@@ -154,7 +154,7 @@ class EngineRig:
         assert now.num_free_pages + now.num_adapter_pages + now.num_idle_prefix_pages == now.num_pages
 
     def prefer_copies(self) -> None:
-        """From now on pages are always copied back rather than computed, however fast this tiny model computes."""
+        """From now on pages are always copied back, though this tiny model would compute them again faster."""
         scheduler = self.engine._scheduler
         scheduler._costs.observe_step = lambda *_: None  # type: ignore[method-assign]
         scheduler._costs.observe_copy = lambda *_: None  # type: ignore[method-assign]
@@ -162,7 +162,7 @@ class EngineRig:
             MeasuredCosts.observe_step(scheduler._costs, 1, 1000, 1000.0)
 
     def tap_logits(self) -> None:
-        """From now on each step also computes its logits by themselves, for `Told.logits`. Recomputing is harmless."""
+        """From now on each step also computes its logits a second time, for `Told.logits`; nothing else changes."""
         executor = self.engine.executor
         assert isinstance(executor, LocalExecutor)
         begin = executor.begin

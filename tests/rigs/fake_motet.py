@@ -20,7 +20,7 @@ BASE = "base-model"
 
 
 class FakeMotet:
-    """What was asked of it, and what it holds. Answers by repeating the question in capitals, word by word."""
+    """A server that records requests, holds adapters, and answers with the question in capitals, word by word."""
 
     def __init__(self) -> None:
         self.adapters: dict[str, dict[str, Any]] = {}

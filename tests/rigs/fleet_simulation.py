@@ -1,4 +1,4 @@
-"""Gangs of a simple kind that come and go as a policy says. Time goes in steps of a second."""
+"""A simple simulation of gangs that a policy starts and stops, in time steps of one second."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Gang:
         return len(self.waiting) + len(self.running)
 
     def step(self) -> Iterator[Sequence]:
-        """Computes for a step: new tokens first, then prompts in order. Gives those that got their first token."""
+        """Computes one time step: new tokens first, then prompts in order. Yields sequences that got a first token."""
         while self.waiting and len(self.running) < MAX_RUNNING:
             self.running.append(self.waiting.popleft())
         budget = TOKENS_PER_S * STEP_S
@@ -82,12 +82,12 @@ class Outcome:
         return sum(one != other for one, other in pairwise(self.targets))
 
     def wait_s(self, share: float) -> float:
-        """The first token's delay that this share of requests stays below."""
+        """The delay of the first token that this share of requests does not exceed."""
         return sorted(self.first_token_s)[int(share * (len(self.first_token_s) - 1))]
 
 
 def simulate(arrivals: Iterable[Arrival], policy: Policy, duration_s: float, num_gangs: int = 0) -> Outcome:
-    """Runs until everything has been served and the time is over. Starts with so many gangs that serve."""
+    """Runs until the time is over and everything is served. This many gangs serve from the start."""
     outcome = Outcome()
     coming = deque(arrivals)
     parked: deque[Sequence] = deque()  # they wait at a router, for any gang

@@ -16,7 +16,7 @@ from motet.workers.worker import WorkerSettings, run_worker
 
 @contextmanager
 def gang(config: EngineConfig) -> Iterator[tuple[Engine, list[BaseProcess]]]:
-    """An engine over `config.tensor_parallel` worker processes, which have ended when the block has."""
+    """An engine with `config.tensor_parallel` worker processes, which have ended when the block ends."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["motet.workers.worker"])  # torch is imported once, not by every worker
     processes: list[BaseProcess] = []

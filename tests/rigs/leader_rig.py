@@ -1,4 +1,4 @@
-"""A leader to speak to with a bare gRPC channel."""
+"""A leader, and a bare gRPC channel to it."""
 
 from __future__ import annotations
 

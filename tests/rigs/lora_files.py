@@ -36,7 +36,7 @@ def name_of(layer: int, module: str, letter: str) -> str:
 
 @dataclass
 class LoraFiles:
-    """A good upload to spoil: change `config` or `tensors`, then `write`."""
+    """A valid upload. To make it invalid, change `config` or `tensors`, then `write`."""
 
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -59,7 +59,7 @@ def lora_files(
     dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> LoraFiles:
-    """An adapter of `modules` in all layers. `ranks`: exceptions to `rank`; their rank_pattern is the caller's."""
+    """An adapter of `modules` in all layers. `ranks`: exceptions to `rank`, for which the caller sets rank_pattern."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(SHAPE.num_layers):

@@ -1,4 +1,4 @@
-"""Machines of a test: network namespaces of this one, joined by a switch in a namespace of its own.
+"""The machines of a test: network namespaces of this machine, connected by a switch in a namespace of its own.
 
 A cable can be pulled: the machine's interface loses its carrier and keeps its address, as a real one does. Nothing of
 it is seen by other programs on this machine, except processes and folders.
@@ -44,7 +44,7 @@ def why_not() -> str | None:
 
 
 class Network:
-    """So many machines, 10.77.0.1 the first; use it as a context manager."""
+    """A context manager: this number of machines, the first with the address 10.77.0.1."""
 
     def __init__(self, num_machines: int) -> None:
         remove_leftovers()
@@ -81,7 +81,7 @@ class Network:
             _remove(name)
 
     def command(self, machine: int, command: Sequence[str]) -> list[str]:
-        """What runs a command on a machine."""
+        """The command line that runs a command on a machine."""
         return ["ip", "netns", "exec", self._machines[machine], *command]
 
     def processes(self, machine: int) -> list[psutil.Process]:
@@ -105,7 +105,7 @@ class Network:
 
 
 def remove_leftovers() -> None:
-    """Of tests that were killed."""
+    """Removes the namespaces of tests that were killed."""
     for name in _ip("netns", "list").split():
         parts = name.split("-")
         if name.startswith(f"{PREFIX}-") and parts[2].isdecimal() and not psutil.pid_exists(int(parts[2])):

@@ -1,4 +1,4 @@
-"""What transformers and PEFT say: tiny random models, random adapters, and greedy decoding of one request at a time.
+"""The answers of transformers and PEFT: tiny random models, random adapters, greedy decoding of one request at a time.
 
 Weights are drawn wider than any real initialisation, so that the best token leads the second by far more than float32
 noise, norms and biases differ from their trivial values, and every adapter changes the answer.
@@ -130,13 +130,13 @@ VARIANTS: Mapping[str, Variant] = {
 
 @dataclass(frozen=True)
 class AdapterRecipe:
-    """Arguments of `LoraConfig`, under the name that tests call the adapter by."""
+    """The name of a test's adapter, and its arguments of `LoraConfig`."""
 
     name: str
     lora: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self, targets: Sequence[str]) -> LoraConfig:
-        """PEFT's config, of those of its modules that are among `targets`."""
+        """PEFT's config of this recipe, for those of its modules that are among `targets`."""
         modules = [module for module in self.lora["target_modules"] if module in targets]
         return LoraConfig(task_type="CAUSAL_LM", **{**self.lora, "target_modules": modules})
 
@@ -220,13 +220,13 @@ class Answer:
 
     @property
     def margin(self) -> float:
-        """By how much the best token led the second at the closest call."""
+        """The smallest distance between the logits of the best token and the second one."""
         best = self.logits.topk(2, dim=-1).values
         return float((best[:, 0] - best[:, 1]).min())
 
 
 class Oracle:
-    """transformers with all adapters loaded by PEFT; recomputes all of a request for every token, without a cache."""
+    """transformers with all adapters loaded by PEFT, without a cache: computes the whole request for every token."""
 
     def __init__(self, model_path: Path, adapters: Mapping[str, Path]) -> None:
         base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
@@ -239,7 +239,7 @@ class Oracle:
     def answers(
         self, prompts: Sequence[Sequence[int]], adapters: Sequence[str | None], num_tokens: int
     ) -> list[Answer]:
-        """Greedy decoding of each prompt with its own adapter, that never stops early."""
+        """Greedy tokens for each prompt with its own adapter, without an early stop."""
         requests = [list(prompt) for prompt in prompts]
         rows: list[list[torch.Tensor]] = [[] for _ in prompts]
         for _ in range(num_tokens):
@@ -262,7 +262,7 @@ class Oracle:
 
     @torch.inference_mode()
     def _last_logits(self, requests: Sequence[Sequence[int]], adapters: Sequence[str | None]) -> list[torch.Tensor]:
-        """One batch, filled up at the right, which causal attention does not see."""
+        """The logits of one batch, padded at the right, which causal attention does not see."""
         width = max(len(request) for request in requests)
         token_ids = torch.tensor([[*request, *[0] * (width - len(request))] for request in requests])
         names = ["__base__" if adapter is None else adapter for adapter in adapters]

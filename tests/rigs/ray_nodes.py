@@ -29,12 +29,12 @@ Wrap = Callable[[int, Sequence[str]], list[str]]  # (number of a node, command) 
 
 
 class RayNodes:
-    """Nodes by number, the head is 0; all that they started is ended when the context ends."""
+    """Nodes by number; the head is 0. All their processes are ended when the context ends."""
 
     def __init__(
         self, addresses: Sequence[str], wrap: Wrap = lambda _, command: list(command), **variables: str
     ) -> None:
-        """`variables`: of the environment of every process there."""
+        """`variables` are in the environment of every process of the nodes."""
         self._addresses, self._wrap, self._variables = addresses, wrap, variables
         self._folder = tempfile.TemporaryDirectory(prefix="mt", dir="/tmp", ignore_cleanup_errors=True)  # short
         self.path = Path(self._folder.name)
@@ -48,7 +48,7 @@ class RayNodes:
         return f"{self._addresses[0]}:{self._port}"
 
     def environment(self, number: int) -> dict[str, str]:
-        """Of all processes of one node; HAProxy's folder is that node's own."""
+        """The environment of all processes of one node, which has a folder of its own for HAProxy."""
         haproxy_path = self.path / f"haproxy{number}"
         haproxy_path.mkdir(exist_ok=True)
         ports = free_ports(4)
@@ -128,7 +128,7 @@ class RayNodes:
         return [*command, "--data-dir", str(self.path / data_dir), "--pool-bytes", "32MiB", *options]
 
     def output(self, number: int, command: Sequence[str]) -> tuple[int, str]:
-        """Exit status and what a command says that ends by itself."""
+        """Exit status and output of a command that ends by itself."""
         log_path = self.path / "command.log"
         with log_path.open("wb") as log:
             process = self.popen(number, command, log)
@@ -139,7 +139,7 @@ class RayNodes:
                 process.wait()
 
     def processes(self) -> list[psutil.Process]:
-        """All that came of it."""
+        """All processes of the nodes."""
         found = []
         for process in psutil.process_iter():
             try:

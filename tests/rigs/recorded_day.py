@@ -1,4 +1,4 @@
-"""The arrivals of a day, squeezed into six hours: quiet nights, a day's two humps, and bursts out of nowhere."""
+"""The arrivals of a day, shortened to six hours: a quiet night, two peaks, and sudden bursts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Arrival:
 
 
 def recorded_day(seed: int = 1) -> Iterator[Arrival]:
-    """In order of time, the same for the same seed. Lengths are long-tailed, as people's are."""
+    """Arrivals in order of time; equal seeds give equal days. Lengths have a long tail, as in real use."""
     random = Random(seed)
     bursts = [random.uniform(MORNING + 0.05, EVENING - 0.05) * DAY_S for _ in range(NUM_BURSTS)]
     now_s, top_per_s = 0.0, PEAK_PER_S * BURST_FACTOR
@@ -33,7 +33,7 @@ def recorded_day(seed: int = 1) -> Iterator[Arrival]:
 
 
 def steady_arrivals(rate_per_s: float, duration_s: float, seed: int = 1) -> Iterator[Arrival]:
-    """The same people, as many at any time."""
+    """The same kind of requests, at a constant rate."""
     random = Random(seed)
     now_s = 0.0
     while (now_s := now_s + random.expovariate(rate_per_s)) < duration_s:

@@ -1,4 +1,4 @@
-"""A router's app around stand-ins: a dispatcher that follows a script, a registry in a dict, a tiny tokenizer."""
+"""A router's app with stand-ins: a dispatcher that follows a script, a registry in a dict, a tiny tokenizer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """Of GPT-2's kind, with few merges, so that most characters outside of ASCII take several tokens."""
+    """A tokenizer like GPT-2's, with few merges, so that most characters outside ASCII take several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -86,7 +86,7 @@ class Event:
 
 
 def events_of(body: bytes) -> list[Event]:
-    """The whole events of a stream's body; what comes after the last blank line is none."""
+    """The complete events in a stream's body; bytes after the last blank line are dropped."""
     events = []
     for block in body.split(b"\n\n")[:-1]:
         fields = dict(line.split(": ", 1) for line in block.decode().split("\n"))
@@ -95,7 +95,7 @@ def events_of(body: bytes) -> list[Event]:
 
 
 def chunks_of(response: httpx.Response) -> list[Any]:
-    """The chunks of a stream that came to its end."""
+    """The chunks of a complete stream."""
     *events, last = events_of(response.content)
     assert last == Event("", "[DONE]")
     return [event.chunk for event in events]
@@ -113,7 +113,7 @@ Script = Callable[[SequenceRequest], Sequence[SequenceUpdate]]
 
 
 class FakeStream:
-    """Plays its updates, one a loop turn; without a last one it hangs, as a slow gang does."""
+    """Yields its updates, one in each turn of the loop; without a last update it waits forever, like a hung gang."""
 
     def __init__(self, updates: Sequence[SequenceUpdate], hangs: bool) -> None:
         self._updates = updates
@@ -137,7 +137,7 @@ class FakeStream:
 
 @dataclass
 class FakeDispatcher:
-    """Follows `script`; by default it gives `answer` back token by token, as far as `max_tokens` goes."""
+    """Follows `script`; by default it returns `answer` token by token, at most `max_tokens`."""
 
     answer: Sequence[int] = ()
     script: Script | None = None
@@ -217,7 +217,7 @@ def failing(kind: Any, message: str, after: Sequence[int] = ()) -> Script:
 
 
 class FakeRegistry:
-    """The view and the upload service in one. `error` is raised by all that would ask Redis."""
+    """Stands in for view and upload service. Methods that ask Redis in reality raise `error`."""
 
     def __init__(self) -> None:
         self.adapters: dict[tuple[str, str], AdapterVersion] = {}
@@ -300,7 +300,7 @@ class RouterRig:
         return encoded(self.text, text)
 
     def client(self) -> httpx.AsyncClient:
-        """In this event loop, without a server. A whole answer arrives at once."""
+        """A client in this event loop, without a server. A whole answer arrives at once."""
         transport = httpx.ASGITransport(app=self.app)
         return httpx.AsyncClient(transport=transport, base_url="http://router", headers=HEADERS)
 

@@ -55,11 +55,11 @@ class RunningMotet:
         return self.stdout.readline().rstrip("\n")
 
     def gang_processes(self) -> list[psutil.Process]:
-        """The leaders'; of a gang of one worker that is all."""
+        """Processes of leaders; a gang of one worker has no others."""
         return self._titled("ServeReplica:motet:gang")
 
     def worker_processes(self) -> list[psutil.Process]:
-        """Of gangs of several workers."""
+        """Processes of workers, of gangs of several."""
         return self._titled("WorkerActor")
 
     def router_processes(self) -> list[psutil.Process]:
@@ -112,7 +112,7 @@ def running_motet(data_dir: Path, port: int, *options: str, pool_bytes: str | No
 
 
 def holds_nothing(load: dict[str, Any]) -> bool:
-    """Of a gang, as its status tells: all pages are free but those kept for whoever comes.
+    """Whether a gang's status says that only pages of kept adapters and kept prefixes are taken.
 
     Pages that are on their way to host memory are held until they are there, and routers hear of that a beat later: so
     after sequences have ended this comes true soon, not at once.

@@ -1,4 +1,4 @@
-"""Requests for a scheduler, and a worker that computes nothing but knows what every page holds."""
+"""Requests for a scheduler, and a worker that computes nothing but knows the content of every page."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def limits(num_pages: int, budget: int = 16, num_sequences: int = 8) -> GangLimi
 def request(
     sequence_id: int, num_prompt: int = 3, max_tokens: int | None = 4, adapter: str | None = None, **sampling: Any
 ) -> SequenceRequest:
-    """A prompt like no other's."""
+    """A request whose prompt differs from all others."""
     return asking(sequence_id, [sequence_id % 98] * num_prompt, max_tokens, adapter, **sampling)
 
 
@@ -58,7 +58,7 @@ def scheduler(of: GangLimits, tiers: TierSizes | None = None) -> Scheduler:
 
 
 class Worker:
-    """Obeys plans without computing: token n of a sequence is n. Checks that the plan is one a worker can obey.
+    """Executes plans without computing: token n of a sequence is n. Checks that a real worker could execute the plan.
 
     It keeps what every page holds: KV of a token is its tenant's and adapter's, and follows from all tokens before it.
     """
@@ -116,7 +116,7 @@ class Worker:
         )
 
     def check_residence(self, s: Scheduler) -> None:
-        """Whatever the scheduler says is resident, in any tier, is there, and holds what its key stands for."""
+        """Checks that pages which the scheduler calls resident, in any tier, hold the content of their keys."""
         resident: list[tuple[PageKey, list[object]]] = []
         for key, page in s._memory.prefixes._pages.items():
             resident.append((key, self._read_page("device", page)))
@@ -141,7 +141,7 @@ class Worker:
         return self._keys[whole]
 
     def _move(self) -> Iterator[MoveEnd]:
-        """Some of the copies that were asked for, oldest first."""
+        """Makes some of the copies that were asked for, oldest first."""
         while self._moving and (self.slow_loads is None or self.slow_loads.random() < 0.5):
             move = self._moving.pop(0)
             if self.failing_tiers & {move.source, move.target}:
@@ -191,7 +191,7 @@ class Worker:
 
 
 class WorkerExecutor:
-    """Satisfies `Executor`. A plan is executed as late as can be, when the one after it is made."""
+    """An `Executor` that executes each plan as late as possible: when the plan after it is made."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

@@ -1,4 +1,4 @@
-"""An engine that computes nothing: each step gives every sequence its next token, counted up from its prompt's last.
+"""An engine that computes nothing: each step gives every sequence its last token plus one.
 
 A sequence that was begun elsewhere goes on after the tokens it had there. A log-probability is minus its token's index.
 """
@@ -45,7 +45,7 @@ def adapter_pages(adapter: AdapterRef) -> int:
 
 
 class StandInEngine:
-    """Satisfies `Engine`. `cancelled` and `submitted` tell what reached it. While `paused`, no step is made.
+    """Satisfies `ServedEngine`. `cancelled` and `submitted` tell what reached it. While `paused`, no step is made.
 
     Once it `fails`, the next step loses all sequences and is the last.
     """
@@ -87,7 +87,7 @@ class StandInEngine:
             self._residency.pages_came.extend(map(short_key, keys))
 
     def evict(self, digest: str) -> None:
-        """Tells with the next step that the adapter has gone."""
+        """Reports with the next step that the adapter was evicted."""
         with self._lock:
             self._residency.went.append(digest)
 

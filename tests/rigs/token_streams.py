@@ -1,4 +1,4 @@
-"""Many token streams at once over plain HTTP, each compared with what an undisturbed run of it said."""
+"""Many token streams at once over plain HTTP, each compared with an undisturbed run of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Heard:
-    """A completion, as its client heard it."""
+    """A completion as its client received it."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -33,7 +33,7 @@ class Heard:
 
 
 class Meter:
-    """Counts the tokens of all streams, and calls `at_count` once when so many have come."""
+    """Counts the tokens of all streams, and calls `at_count` once when their number is reached."""
 
     def __init__(self, num_tokens: int | None = None, at_count: Callable[[], None] = lambda: None) -> None:
         self.count = 0
@@ -51,7 +51,7 @@ class Meter:
 
 
 def read_stream(http: httpx.Client, path: str, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The chunks of one connection, which must last to the end of the answer."""
+    """The chunks of one answer, which must arrive over one connection."""
     with http.stream("POST", path, json=body) as answer:
         assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines():

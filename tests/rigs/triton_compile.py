@@ -54,7 +54,7 @@ class Compiled:
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """The kernels that the code inside would have launched."""
+    """Records the kernels that the block would launch."""
     launches: list[Launch] = []
 
     def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -70,7 +70,7 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 def compile_launch(launch: Launch, capability: int) -> Compiled:
-    """Machine code for a GPU of that compute capability (80, 90), and what it takes."""
+    """Machine code for a GPU of this compute capability (80, 90), and the resources that it needs."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}

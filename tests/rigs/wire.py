@@ -1,4 +1,4 @@
-"""A TCP connection that can be cut, as the death of a process at either end cuts it."""
+"""A TCP connection that a test can cut, as the death of a process at either end does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 
 
 class Wire:
-    """A TCP proxy in front of a leader, which a kill of the leader's process, or of the router's, cuts as abruptly."""
+    """A TCP proxy in front of a leader. Cutting it looks like the death of the leader's process or of the router's."""
 
     def __init__(self, address: str) -> None:
         self.num_bytes_left: int | None = None  # of what the leader says, until the wire is cut; None: no end
@@ -31,7 +31,7 @@ class Wire:
             self._server.close()
 
     def interrupt(self) -> None:
-        """Cuts what is connected; the next connection is carried again."""
+        """Cuts the connections that there are; new ones are possible."""
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()

@@ -7,7 +7,7 @@ import pytest
 from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.awaiting_reconnect import AwaitingReconnect, CutOffSequence
 from motet.router.fleet.open_sequence import OpenSequence
-from motet.router.fleet.waiting_line import WaitingLine
+from motet.router.fleet.unsent_sequences import UnsentSequences
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.workers.wire.messages import SamplingParams, SequenceRequest, SequenceUpdate
 
@@ -57,17 +57,17 @@ async def test_nobody_takes_it_from_where_it_is_not() -> None:
     assert not place.cancelled
 
 
-async def test_a_line_lets_go_of_a_sequence_that_has_waited_long_enough() -> None:
+async def test_unsent_sequences_let_go_of_a_sequence_that_has_waited_long_enough() -> None:
     timed_out: list[OpenSequence] = []
-    line = WaitingLine(0.0, timed_out.append)
+    unsent = UnsentSequences(0.0, timed_out.append)
     first, cancelled, removed, last = (sequence() for _ in range(4))
     for waiting in (first, cancelled, removed, last):
-        line.add(waiting)
-    assert list(line) == [first, cancelled, removed, last]
+        unsent.add(waiting)
+    assert list(unsent) == [first, cancelled, removed, last]
     cancelled.cancel()
-    line.remove(removed)
-    assert len(line) == 2
-    await eventually(lambda: len(line) == 0)
+    unsent.remove(removed)
+    assert len(unsent) == 2
+    await eventually(lambda: len(unsent) == 0)
     assert timed_out == [first, last]
     for waiting in (first, removed, last):
         waiting.move(None, Place())  # all are free to go anywhere

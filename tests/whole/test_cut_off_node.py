@@ -1,4 +1,4 @@
-"""Two nodes of one Ray cluster with a gang on each, and the cable of one of them pulled: nobody loses a token."""
+"""Two nodes of one Ray cluster with a gang on each; the network of one node is cut, and no stream loses a token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIONS = ({"temperature": 0}, {"temperature": 1.3, "seed": 5}, {"temperature": 
 
 @dataclass(frozen=True)
 class Heard:
-    """A completion, as its client heard it."""
+    """A completion as its client received it."""
 
     text: str
     token_ids: list[int]
@@ -77,7 +77,7 @@ class Cluster:
         return holds_nothing(load)
 
     def pull_cable(self) -> None:
-        """Of the second machine. The gangs stand still for that moment, or so small a model would be done."""
+        """Cuts the network of the second machine. Gangs are stopped meanwhile; so small a model would finish first."""
         gangs = [
             process
             for n in (0, 1)
@@ -98,7 +98,7 @@ class Cluster:
         return self.call("POST", "/v1/completions", json=fields)
 
     def streams(self, midway: Callable[[], None]) -> list[Heard]:
-        """All at once; `midway` is called when the first of them has begun."""
+        """Runs all streams at once; calls `midway` when the first of them has begun."""
         num_begun = count(1)
 
         def begun() -> None:

@@ -1,4 +1,4 @@
-"""The demo model's data and files. How well it answers is tested through the engine, elsewhere."""
+"""The data and files of the demo model. Its answers are tested through the engine, in `test_demo_answers.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a deployment ends when a part of it cannot: without Ray, around stand-ins."""
+"""How a deployment ends when one of its parts fails to end: without Ray, with stand-ins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VARIABLE = "MOTET_TEST_OF_DEPLOYMENT"
 
 
 class Parts:
-    """Stands in for all that is started; tells what was ended."""
+    """Stands in for all parts that are started, and records which were ended."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, start_serve: Callable[..., None]) -> None:
         self.ended: list[str] = []

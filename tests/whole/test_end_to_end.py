@@ -1,4 +1,4 @@
-"""The whole of motet from outside, through the official client, on good days and bad ones."""
+"""A whole motet from outside, through OpenAI's client, undisturbed and with faults."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def ask(motet: RunningMotet, model: str, tenant: str = "acme", question: str = C
 
 
 def long_stream(client: openai.OpenAI, model: str = BASE) -> openai.Stream[openai.types.Completion]:
-    """Hundreds of tokens, whatever the model would say."""
+    """A stream of hundreds of tokens, whatever the model would answer."""
     return client.completions.create(
         model=model, prompt="capital", max_tokens=450, stream=True, extra_body={"ignore_eos": True}
     )
@@ -208,7 +208,7 @@ def test_strangers_learn_no_paths(motet: RunningMotet) -> None:
 
 @dataclass(frozen=True)
 class Heard:
-    """A completion of 450 tokens, as its client heard it."""
+    """A completion of 450 tokens as its client received it."""
 
     text: str
     tokens: list[str]
@@ -226,7 +226,7 @@ ENDLESS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def endless(client: openai.OpenAI, model: str, options: dict[str, Any], after_a_while: Callable[[], None]) -> Heard:
-    """Streams one; calls `after_a_while` once it is under way."""
+    """Streams a completion without end; calls `after_a_while` once some tokens have come."""
     text, tokens, logprobs = "", list[str](), list[float]()
     finish_reason = None
     num_tokens = 0
@@ -279,7 +279,7 @@ def test_streams_outlive_their_gangs(motet: RunningMotet, undisturbed: list[Hear
 def _disturb(
     motet: RunningMotet, undisturbed: list[Heard], victims: list[psutil.Process], gangs: list[psutil.Process]
 ) -> None:
-    """Kills the victims while streams run; every stream must be as if nothing had been."""
+    """Kills the victims while streams run; every stream must be as if undisturbed."""
     jobs = [job for job in ENDLESS for _ in range(2)]
     num_under_way = count(1)
 
@@ -379,7 +379,7 @@ def test_a_restart_finds_yesterdays_adapters(restarted: RunningMotet) -> None:
 
 
 def test_what_can_never_fit_the_pool_is_refused(restarted: RunningMotet) -> None:
-    """The base alone has room for all of its context; with an adapter beside it there is less."""
+    """The pool has room for the whole context on the base alone, and for less beside an adapter."""
     (gang,) = restarted.status()["gangs"]
     assert gang["num_pages"] * gang["block_size"] > gang["max_model_len"]
     long = {"prompt": [5] * 10, "max_tokens": gang["max_model_len"] - 10, "extra_body": {"ignore_eos": True}}

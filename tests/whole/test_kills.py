@@ -1,4 +1,4 @@
-"""kill -9 of any process of Ray Serve's, in the midst of 32 streams: every token comes once, and no page is leaked.
+"""kill -9 of any process of Ray Serve in the middle of 32 streams: every token comes once, and no page is leaked.
 
 `--kill-rounds N` kills each kind of process N times; each time another one, at another moment, from `--kill-seed`.
 """
@@ -31,7 +31,7 @@ MAX_ROUNDS = 6  # until a kill met a stream
 
 
 def job(number: int) -> Job:
-    """Greedy and seeded ones in turn, over the base and all adapters."""
+    """The request with this number: greedy and seeded ones in turn, over the base and all adapters."""
     model = list(OWNER)[number % len(OWNER)]
     body = {"model": model, "prompt": f"{number} capital", "max_tokens": NUM_TOKENS, "ignore_eos": True}
     drawn = {"temperature": 1.2, "seed": number, "frequency_penalty": 0.1 * (number % 3)}
@@ -104,7 +104,7 @@ def _kill_in_the_midst(motet: RunningMotet, undisturbed: list[Heard], kind: str,
 
 
 def _wait_until_whole(motet: RunningMotet, gone: set[str]) -> None:
-    """Two gangs, not just those that are `gone` in part; nothing runs, waits or holds a page."""
+    """Waits for two gangs with no process of `gone` in them, in which nothing runs, waits or holds a page."""
 
     def is_whole() -> bool:
         try:

@@ -1,4 +1,4 @@
-"""A whole motet in processes of its own: what clients see when they leave, when a gang dies, and when it is over."""
+"""A whole motet in processes of its own: what happens when clients disconnect, a gang dies, and motet ends."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Motet:
         return load
 
     def session(self) -> list[psutil.Process]:
-        """Its processes, the embedded Redis apart."""
+        """The processes of this motet except the embedded Redis."""
         mark = next(
             process.cmdline()[-2]
             for process in psutil.Process(self.process.pid).children()
@@ -66,12 +66,18 @@ class Motet:
                 continue
         return found
 
-    def gang(self) -> psutil.Process:
-        return next(process for process in self.session() if "ServeReplica:motet:gang" in " ".join(process.cmdline()))
+    def replica(self, kind: str) -> psutil.Process:
+        title = f"ServeReplica:motet:{kind}"
+        return next(process for process in self.session() if title in " ".join(process.cmdline()))
 
 
 def request(num_tokens: int, **fields: Any) -> dict[str, Any]:
     return {"model": "base", "prompt": "What", "max_tokens": num_tokens, "ignore_eos": True, **fields}
+
+
+def has_torch(process: psutil.Process) -> bool:
+    """Whether it has mapped torch's library."""
+    return any("libtorch" in mapped.path for mapped in process.memory_maps())
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +101,28 @@ def motet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Motet]:
             process.send_signal(signal.SIGTERM)
             process.wait(PATIENCE_S)
             process.stdout.close()
+
+
+def test_each_step_of_the_start_was_told(motet: Motet) -> None:
+    motet.stderr.seek(0)
+    lines = motet.stderr.read().splitlines()
+    steps = ["starting the registry", "starting Ray", "starting Ray Serve", "starting routers and gangs"]
+    steps += ["loading torch", "loading weights: 100%", "waiting for the first token"]
+    assert [line for line in lines if line in steps] == steps
+    assert "starting a router" in lines
+
+
+def test_only_a_gang_has_torch(motet: Motet) -> None:
+    """Also after an upload and a chat."""
+    folder = ROOT / "examples" / "demo" / "adapters" / "shout"
+    files = {name: (folder / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")}
+    with motet.client as client:
+        assert client.post("/v1/adapters", data={"name": "shout"}, files=files).status_code == 201
+        chat = {"model": "shout", "messages": [{"role": "user", "content": "What"}], "max_tokens": 2}
+        assert client.post("/v1/chat/completions", json=chat).status_code == 200
+    assert has_torch(motet.replica("gang"))
+    assert not has_torch(motet.replica("router"))
+    assert not has_torch(psutil.Process(motet.process.pid))
 
 
 def test_a_client_that_leaves_a_stream_frees_its_pages(motet: Motet) -> None:
@@ -134,7 +162,7 @@ def test_a_killed_gang_is_replaced_and_its_streams_go_on(motet: Motet) -> None:
             assert answer.status_code == 200
             lines = answer.iter_lines()
             next(lines)
-            os.kill(motet.gang().pid, signal.SIGKILL)
+            os.kill(motet.replica("gang").pid, signal.SIGKILL)
             # At once: it waits for the new gang instead of failing.
             other = client.post("/v1/completions", json=request(3))
             events = [line.removeprefix("data: ") for line in lines if line]
@@ -145,7 +173,7 @@ def test_a_killed_gang_is_replaced_and_its_streams_go_on(motet: Motet) -> None:
 
 
 def test_only_the_front_listens_to_strangers(motet: Motet) -> None:
-    """Serve's own servers between replicas listen everywhere, but want Ray's token."""
+    """Serve's own servers between replicas listen on all interfaces, but they need Ray's token."""
     pids = {process.pid for process in motet.session()}
     listening: list[Any] = [
         connection.laddr

@@ -1,4 +1,4 @@
-"""The example client against a server that breaks off, refuses and lies in every way that it must cope with."""
+"""The example client against a server that breaks off, refuses and sends wrong data in every way it must handle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class CutOff(httpx.SyncByteStream):
-    """A body of which the connection breaks after some bytes, in pieces of any size; None: it comes whole."""
+    """A body whose connection breaks after this number of bytes; None: it arrives complete. Pieces are of any size."""
 
     def __init__(self, body: bytes, num_bytes: int | None, piece: int, *, is_clean: bool = False) -> None:
         self._body, self._num_bytes, self._piece, self._is_clean = body, num_bytes, piece, is_clean
@@ -39,7 +39,7 @@ class CutOff(httpx.SyncByteStream):
 
 
 class Server:
-    """Answers with the events after the one that the client tells of. `ends` says how each answer breaks off."""
+    """Answers with the events after the client's Last-Event-ID. `ends` says how each answer breaks off."""
 
     def __init__(self, num_events: int, ends: Callable[[httpx.Request, bytes], httpx.Response]) -> None:
         self.requests: list[httpx.Request] = []
@@ -71,7 +71,7 @@ def numbers(chunks: Iterator[dict[str, Any]]) -> list[int]:
 @pytest.mark.parametrize("piece", [1, 7, 1000])
 @pytest.mark.parametrize("is_clean", [False, True])
 def test_cut_at_every_byte(piece: int, is_clean: bool) -> None:
-    """Each event comes once, whether the connection breaks or is closed in good order without a [DONE]."""
+    """Each event comes once, whether the connection breaks or is closed in order but without a [DONE]."""
     for num_bytes in range(0, 400, 3):
         cuts = itertools.chain([num_bytes], itertools.repeat(None))
         server = Server(
@@ -84,7 +84,7 @@ def test_cut_at_every_byte(piece: int, is_clean: bool) -> None:
 
 
 def test_nobody_there_for_a_while() -> None:
-    """Before the first event, and in the midst: the id is told only once there is one."""
+    """Before the first event, and in the middle: the client sends an id only once it has one."""
     turns = iter([502, None, 10, 503, 504, 1 << 20])
 
     def ends(request: httpx.Request, body: bytes) -> httpx.Response:

@@ -1,4 +1,4 @@
-"""New settings for a whole motet while everybody uses it: no request fails, and no stream notices."""
+"""New settings for a whole motet under load: no request fails, and no stream is disturbed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def motet(settings: Path) -> Iterator[RunningMotet]:
 
 
 class Load:
-    """Clients that ask one after the other until it is over. What failed is raised at the end."""
+    """Clients that send request after request until the load ends. Failures are raised at the end."""
 
     def __init__(self, motet: RunningMotet) -> None:
         self.num_answered: Counter[str] = Counter()
@@ -61,7 +61,7 @@ class Load:
         self._over = threading.Event()
 
     def run(self, undisturbed: list[Heard], change: Callable[[], None]) -> None:
-        """Calls `change` when everybody has been answered, and stops when all were answered once more after it."""
+        """Calls `change` when every client has had an answer, and stops when each has had another one after it."""
         clients: list[Callable[[str], None]] = [self._kept_alive(pause_s) for pause_s in (0.0, 0.1, 1.0)]
         clients += [self._new_each_time, self._upload, self._upload_kept_alive, self._stream(undisturbed)]
         with ThreadPoolExecutor(len(clients)) as pool:

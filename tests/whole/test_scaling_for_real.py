@@ -1,4 +1,4 @@
-"""Gangs that come and go with the load, in a whole motet: 0, 1, 2 and 0 again, and no request that fails."""
+"""Scaling by the load in a whole motet: 0, 1, 2 and again 0 gangs, and no request fails."""
 
 from __future__ import annotations
 

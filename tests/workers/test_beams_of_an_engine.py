@@ -1,4 +1,4 @@
-"""Beam search from request to answer over a real engine: what transformers finds, on pages that beams share."""
+"""Beam search from request to answer over a real engine, against transformers; beams share pages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 def found_by_transformers(
     bench: Bench, adapter: str | None, width: int, max_tokens: int, length_penalty: float, ends: list[int] | None
 ) -> list[tuple[list[int], float]]:
-    """Tokens after the prompt, and scores, the best first."""
+    """Tokens after the prompt, and scores, the best beam first."""
     arguments = {
         "input_ids": torch.tensor([PROMPT]),
         "num_beams": width,
@@ -74,7 +74,7 @@ def found_by_transformers(
 
 
 async def ask(bench: Bench, **fields: Any) -> tuple[Any, EngineDispatcher]:
-    """The answer, and what came to the engine for it."""
+    """The answer, and the sequences that the engine got for it."""
     with bench.stock.engine(num_pages=400) as rig:
         dispatcher = EngineDispatcher(rig)
         async with client_of(dispatcher, bench.stock, ADAPTER) as client:

@@ -1,4 +1,4 @@
-"""How many tokens of a prompt were not computed: from the engine's books to the answer's usage."""
+"""The number of cached prompt tokens: from the engine's counts to the usage of the answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def text() -> TextService:
 
 
 def told_by(stock: Stock, *submissions: dict[str, Any], **settings: Any) -> dict[int, list[int | None]]:
-    """What the updates of each sequence said, one sequence after the other."""
+    """The cached tokens in the updates of each sequence, one sequence after the other."""
     found: dict[int, list[int | None]] = {}
     with stock.engine(num_pages=40, **settings) as rig:
         for sequence_id, submission in enumerate(submissions):
@@ -79,7 +79,7 @@ async def test_the_usage_of_an_answer(stock: Stock) -> None:
 
 
 def scripted(rig: RouterRig, *num_cached: int | None) -> None:
-    """Each token's update says one of these."""
+    """A script: the update of each token reports one of these numbers."""
     updates = [
         SequenceUpdate(1, [5], None, "length" if number == len(num_cached) - 1 else None, None, told)
         for number, told in enumerate(num_cached)

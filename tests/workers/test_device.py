@@ -1,4 +1,4 @@
-"""The device as configuration, and what goes there."""
+"""The device as a setting, and which tensors are on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from motet.cluster import config
 from motet.cluster.config import MotetConfig
 from motet.cluster.replicas.application import _place_of_a_gang
 from motet.kernels import pages
@@ -16,7 +15,9 @@ from motet.kernels.attention import AttentionBatch
 from motet.kernels.gpu import flash_attention
 from motet.kernels.gpu.flash_attention import FlashAttention, FlashPackage, find_flash_attention
 from motet.kernels.plain.attention import paged_attention
+from motet.workers import device_probe
 from motet.workers.device import resolve_device
+from motet.workers.device_probe import DeviceFacts
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.plan import SequencePlan, StepPlan
 
@@ -29,7 +30,6 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "has_gpu_driver", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
@@ -55,9 +55,10 @@ def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("degree", [1, 2])
 def test_each_worker_takes_a_gpu_of_its_own(degree: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = MotetConfig(model_path=BASE, data_dir=tmp_path, tensor_parallel=degree)
-    without_gpu(monkeypatch)
+    monkeypatch.setattr(device_probe, "has_driver", lambda: False)
     assert "GPU" not in str(_place_of_a_gang(served)).upper().replace("NUM_CPUS", "")
-    with_gpu(monkeypatch)
+    monkeypatch.setattr(device_probe, "has_driver", lambda: True)
+    monkeypatch.setattr(device_probe, "ask_torch", lambda name: DeviceFacts("cuda", 1 << 30))
     place = _place_of_a_gang(served)
     if degree == 1:
         assert place["ray_actor_options"]["num_gpus"] == 1
@@ -112,7 +113,7 @@ def flash_stand_in(
     softcap: float,
     fa_version: int,
 ) -> torch.Tensor:
-    """vllm-flash-attn's interface, computed by its own words: from int32 lengths and tables, over strided pages."""
+    """The interface of vllm-flash-attn, computed as it is documented: int32 lengths and tables, strided pages."""
     assert causal and fa_version == 3
     assert {x.dtype for x in (cu_seqlens_q, seqused_k, block_table)} == {torch.int32}
     assert k.shape[1] % 16 == 0 and k.stride(-1) == 1 and q.is_contiguous()

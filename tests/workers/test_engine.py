@@ -1,4 +1,4 @@
-"""The engine beside its loader and its owners' changes of mind."""
+"""The engine, with a loader that runs meanwhile, and with sequences that are cancelled."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_an_adapter_cancelled_while_it_comes_is_there_for_the_next(stock: Stock)
 
 
 def test_what_an_overflowing_adapter_leaves_behind_reaches_nobody(stock: Stock, tmp_path: Path) -> None:
-    """Pages are handed on as they are: NaN in them must not be seen by those who get them next."""
+    """Pages are not cleared when they are freed: NaN in them must not change the next owner's results."""
     name = next(iter(stock.refs))
     with stock.engine(num_pages=60) as rig:
         rig.submit(0, [5, 6, 7], None, LONG)

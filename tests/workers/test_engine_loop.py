@@ -19,7 +19,7 @@ from motet.workers.wire.messages import (
 
 
 class CountingEngine:
-    """Gives each sequence one token a step, three in all; can be told to wait for a load or to fail."""
+    """Gives each sequence one token in each of three steps; a test can make it wait for a load, or fail."""
 
     def __init__(self) -> None:
         self.left: dict[int, int] = {}

@@ -36,7 +36,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Bench:
-    """One model with all adapters, on both sides, and what the oracle answers."""
+    """One model with all adapters, in motet and in the oracle, and the oracle's answers."""
 
     oracle: Oracle
     stock: Stock
@@ -59,7 +59,7 @@ def _bench(variant: str, folder: Path) -> Bench:
 def _questions(
     oracle: Oracle, generator: random.Random, adapters: Sequence[str | None], longest: int
 ) -> tuple[Question, ...]:
-    """Questions without a close call, which rounding could decide either way."""
+    """Questions whose best tokens lead clearly, so that rounding cannot change the answer."""
     found: dict[int, Question] = {}
     for _ in range(20):
         missing = [index for index in range(len(adapters)) if index not in found]
@@ -87,7 +87,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def _ask(rig: EngineRig, questions: Sequence[Question], sampling: SamplingParams = GREEDY) -> list[Told]:
-    """All questions at once, to the end."""
+    """Asks all questions at once, and runs to the end."""
     for sequence_id, question in enumerate(questions):
         rig.submit(sequence_id, question.prompt, question.adapter, sampling)
     rig.finish()
@@ -96,7 +96,7 @@ def _ask(rig: EngineRig, questions: Sequence[Question], sampling: SamplingParams
 
 
 def _tiny_pool(bench: Bench) -> int:
-    """Pages of the hungriest question alone, and three more."""
+    """The number of pages of the largest question, plus three."""
     return 3 + max(bench.stock.num_pages(len(q.prompt) + NUM_TOKENS, q.adapter) for q in bench.questions)
 
 
@@ -116,7 +116,7 @@ def _logprobs(told: Told) -> torch.Tensor:
 
 
 def test_oracle_is_sharp(bench: Bench) -> None:
-    """The comparison means something: each adapter, and the base, gives logits of its own, alone and in a batch."""
+    """The comparison can fail: base and adapters give different logits, alone and in a batch."""
     prompt = bench.questions[0].prompt
     rows = torch.stack([bench.oracle.logits(prompt, adapter)[-1] for adapter in (None, *bench.stock.refs)])
     apart = (rows[:, None] - rows[None]).abs().amax(dim=-1) + torch.eye(len(rows)) * 10
@@ -141,7 +141,7 @@ def test_mixed_batch(bench: Bench) -> None:
 
 
 def test_chunked_prompts(bench: Bench) -> None:
-    """Prompts cut at a budget that is no multiple of a page, beside running decodes, and shared by two at once."""
+    """Prompts in chunks that do not end with a page, beside decodes; two sequences share a prompt at the same time."""
     twice = [question for question in bench.questions for _ in range(2)]
     with bench.stock.engine(num_pages=400, max_tokens_per_step=13, max_num_sequences=6) as rig:
         _assert_same_tokens(twice, _ask(rig, twice))
@@ -200,7 +200,7 @@ def _sharable(num_tokens: int) -> int:
 
 
 def _rest(answer: Answer, num_tokens: int) -> Answer:
-    """All but the first so many tokens."""
+    """The answer without its first `num_tokens` tokens."""
     return Answer(answer.token_ids[num_tokens:], answer.logits[num_tokens:])
 
 
@@ -262,7 +262,7 @@ def test_seeded_draws_survive_preemption(bench: Bench) -> None:
 
 
 def test_bfloat16(bench: Bench, tmp_path: Path) -> None:
-    """Roughly right: the first token's log-probabilities, where the oracle computes in float32."""
+    """The log-probabilities of the first token are near those of the oracle, which computes in float32."""
     folders = {name: bench.stock.model_path.parent / "adapters" / name for name in bench.stock.refs}
     stock = Stock.make(bench.stock.model_path, folders, tmp_path / "store", dtype="bfloat16")
     with stock.engine(num_pages=400) as rig:

@@ -37,7 +37,7 @@ SIDES = {"q_proj": (HIDDEN, None), GATE: (HIDDEN, WIDTH), UP: (HIDDEN, WIDTH), D
 
 @dataclass(frozen=True)
 class Naming:
-    """A family's experts as its checkpoints and adapters name them."""
+    """The names of a family's experts in checkpoints and in adapters."""
 
     num_experts: int
     block: str
@@ -161,7 +161,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_merged_weights_are_what_peft_computes(case: Case) -> None:
-    """PEFT turns such an adapter into one of the fused weights that transformers 5 has."""
+    """PEFT gives the same result: it converts such an adapter to the fused weights of transformers 5."""
     base = AutoModelForCausalLM.from_pretrained(case.model_path, dtype=torch.float32)
     token_ids = torch.arange(9).unsqueeze(0)
     with torch.inference_mode():

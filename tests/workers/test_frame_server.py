@@ -1,4 +1,4 @@
-"""The leader's side alone, spoken to with a bare gRPC channel."""
+"""The frame server of a leader, through a bare gRPC channel."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_a_router_that_goes_takes_its_sequences_along(leader: Leader) -> N
 
 
 async def orphans_told(router: Router) -> tuple[set[str], set[str]]:
-    """Those that came and went with the next frame that tells of any."""
+    """The orphans that came and went, by the next frame that tells of any."""
     while True:
         message = await router.read()
         assert isinstance(message, Frame)
@@ -172,7 +172,7 @@ async def test_a_leader_that_leaves_loses_its_orphans(leader: Leader) -> None:
 
 
 async def test_what_has_arrived_is_told_at_once(leader: Leader) -> None:
-    """Before anything comes of it, so that a router knows whether the gang may have died of it."""
+    """Arrivals are reported before any token, so that a router knows which sequences may have killed a gang."""
     leader.engine.paused = True
     router = Router(leader.address)
     await router.read()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from motet.adapters.errors import AdapterCorrupt
-from motet.workers.memory.host_adapter_cache import HostAdapterCache
+from motet.adapters.format.tensor_file import BFLOAT16, Tensor
+from motet.workers.memory.host_adapter_cache import HostAdapterCache, as_torch
 
 
 class Disk:
@@ -15,11 +17,11 @@ class Disk:
     def __init__(self) -> None:
         self.reads: list[str] = []
 
-    def load_packed(self, digest: str, layout: object) -> torch.Tensor:
+    def load_packed(self, digest: str, layout: object) -> Tensor:
         self.reads.append(digest)
         if digest == "bad":
             raise AdapterCorrupt("its file is cut short")
-        return torch.zeros(100, dtype=torch.uint8)
+        return np.zeros(100, np.uint8)
 
 
 def cache_of(max_bytes: int) -> tuple[HostAdapterCache, Disk]:
@@ -49,3 +51,12 @@ def test_a_corrupt_adapter_is_not_kept() -> None:
         with pytest.raises(AdapterCorrupt, match="cut short"):
             cache.get("bad")
     assert disk.reads == ["bad", "bad"]
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16])
+def test_what_numpy_read_is_not_copied_for_torch(dtype: np.dtype[np.generic]) -> None:
+    pages = np.arange(24).reshape(2, 3, 4).astype(dtype)
+    seen = as_torch(pages)
+    assert seen.dtype == getattr(torch, dtype.name)
+    assert torch.equal(seen, torch.arange(24).reshape(2, 3, 4).to(seen.dtype))
+    assert seen.data_ptr() == pages.ctypes.data

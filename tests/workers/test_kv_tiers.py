@@ -1,4 +1,4 @@
-"""Real engines with KV in the pool, in host memory or on disk: what is read from there, and what goes wrong there."""
+"""Real engines with KV in the pool, in host memory or on disk: what they read there, and errors there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
 
 @pytest.fixture(scope="module")
 def alone(stock: Stock) -> dict[str | None, list[int]]:
-    """What an engine answers that keeps nothing."""
+    """The answer of an engine without a prefix cache."""
     with stock.engine(num_pages=200, prefix_cache=False) as rig:
         return {adapter: ask(rig, adapter) for adapter in (None, OLD, NEW)}
 
@@ -52,14 +52,14 @@ def ask(rig: EngineRig, adapter: str | None, prompt: list[int] = PROMPT) -> list
 
 
 def flood(rig: EngineRig, num_prompts: int) -> None:
-    """Prompts of other people, each of ten pages with its answer."""
+    """Runs other prompts, each of ten pages with its answer."""
     generator = random.Random(num_prompts)
     for _ in range(num_prompts):
         ask(rig, None, generator.choices(range(VOCAB_SIZE), k=72))
 
 
 def keys(rig: EngineRig, adapter: str) -> list[PageKey]:
-    """Of the prompt's full pages."""
+    """The keys of the prompt's full pages."""
     request = SequenceRequest(
         sequence_id=0, prompt_token_ids=PROMPT, sampling=GREEDY, tenant="acme", adapter=rig.refs[adapter]
     )

@@ -1,4 +1,4 @@
-"""What a leader refuses, and what it gives up because its time is over."""
+"""What a leader refuses, and which sequences it ends because their time is over."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def with_time(message: Submit, **fields: Any) -> Submit:
 
 
 async def end_of(router: Router, sequence_id: int) -> tuple[list[int], SequenceUpdate]:
-    """All tokens, and the last update."""
+    """All tokens of a sequence, and its last update."""
     tokens: list[int] = []
     async for update in router.updates():
         if update.sequence_id == sequence_id:

@@ -1,4 +1,4 @@
-"""What motet reads of a model folder, and what it refuses."""
+"""What motet reads from a model folder, and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages are free or in one hand."""
+"""Each page is free or has one holder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from motet.workers.memory.page_allocator import PageAllocator
 
 @given(st.lists(st.integers(-5, 8), max_size=60))
 def test_random_use_leaves_every_page_accounted_for(steps: list[int]) -> None:
-    """Positive: allocate so many. Negative or zero: release a holder."""
+    """A positive number allocates as many pages; any other number releases a holder."""
     allocator, held = PageAllocator(20), []
     for step in steps:
         if step > 0:

@@ -1,4 +1,4 @@
-"""Pages that a sequence goes along with for a part: found by how they begin, and copied before they are written."""
+"""Pages that a sequence shares in part: they are found by their first tokens, and copied before they are written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rig(num_pages: int = 60) -> tuple[Scheduler, Worker]:
 
 
 def ask(s: Scheduler, worker: Worker, sequence_id: int, prompt: list[int], tenant: str = "t") -> tuple[int, int]:
-    """Tokens computed, and pages copied, for a request that is alone."""
+    """Runs a request alone. Returns the tokens that were computed and the pages that were copied."""
     before = worker.num_computed, worker.num_copies
     assert s.add(asking(sequence_id, prompt, max_tokens=6, tenant=tenant), 0) is None
     run(s, worker)
@@ -47,7 +47,7 @@ def test_nothing_is_copied_across_tenants() -> None:
 
 
 def test_the_page_stays_until_the_copy_is_made() -> None:
-    """Who needed it leaves at once, and its room is wanted by another: it is held until the step is over."""
+    """The sequence is cancelled at once and another needs the page, but it is held until the step is over."""
     s, worker = rig(num_pages=12)
     ask(s, worker, 0, PROMPT)
     s.add(asking(1, [*PROMPT[:26], 90, 91, 92], max_tokens=1), 0)
@@ -65,7 +65,7 @@ def test_the_page_stays_until_the_copy_is_made() -> None:
 
 
 def test_random_beginnings_on_a_small_pool() -> None:
-    """The worker checks that every page holds what its sequence thinks, copied or not."""
+    """The worker checks that every page, copied or not, has the content that its sequence expects."""
     rng = random.Random(5)
     s, worker = rig(num_pages=14)
     for i in range(120):

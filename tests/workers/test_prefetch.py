@@ -1,4 +1,4 @@
-"""Adapters and pages of KV come while their sequences wait: the policy alone, and the scheduler that follows it."""
+"""Adapters and pages of KV are loaded while their sequences wait: the policy alone, and in the scheduler."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def loads_of(plan: StepPlan) -> list[str]:
 
 
 def never_ending() -> random.Random:
-    """Chance by which no load and no move ends."""
+    """A random generator with which no load and no move ever ends."""
     chance = random.Random(0)
     chance.random = lambda: 1.0  # type: ignore[method-assign]
     return chance
@@ -175,7 +175,7 @@ def test_what_an_older_one_needs_to_run_is_not_taken_for_a_newer_ones_adapter() 
 
 
 def test_what_is_wanted_soon_goes_after_all_else_that_is_idle() -> None:
-    """Though kept pages that were used often are worth more."""
+    """Even though idle pages that were used often are worth more."""
     of = limits(num_pages=16, budget=64, num_sequences=1)
     s, worker = scheduler(of), Worker(of)
     for _ in range(4):
@@ -347,7 +347,7 @@ def test_pages_of_kv_that_were_pushed_out_again_come_only_with_a_place() -> None
 
 
 def test_pages_of_kv_of_an_older_one_do_not_go_for_a_newer_ones_adapter() -> None:
-    """Though what else is idle was asked often, and is worth more."""
+    """Even though the other idle pages were used often and are worth more."""
     s, worker = told_before(num_pages=20, num_often=2)
     step(s, worker)
     assert s.load().counters.num_pages_in == 7
@@ -360,7 +360,7 @@ def test_pages_of_kv_of_an_older_one_do_not_go_for_a_newer_ones_adapter() -> Non
 
 @pytest.mark.parametrize(("num_pages", "enters"), [(9, True), (8, False)])
 def test_the_room_of_one_whose_pages_come_is_not_taken_by_a_newer_one(num_pages: int, enters: bool) -> None:
-    """Seven of its eight pages are under a copy, and the newer one needs a page."""
+    """Seven of the older sequence's eight pages are being copied, and the newer one needs a page."""
     of = limits(num_pages, 64, num_sequences=4)
     s, worker = scheduler(of, TierSizes(host=200)), Worker(of)
     assert s.add(asking(0, PROMPT, 1), 0) is None

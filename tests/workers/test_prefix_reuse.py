@@ -1,4 +1,4 @@
-"""What sequences that begin alike spare each other, and what they must never share."""
+"""What sequences with a common beginning share, and what they must never share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rig(
 
 
 def ask(s: Scheduler, worker: Worker, request: SequenceRequest) -> list[int]:
-    """The tokens of a request that is alone."""
+    """Runs a request alone, and returns its tokens."""
     assert s.add(request, 0) is None
     return [token_id for update in run(s, worker) for token_id in update.token_ids]
 
@@ -157,7 +157,7 @@ def test_without_the_cache_nothing_is_kept_or_waited_for() -> None:
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 2**32), num_pages=st.integers(12, 40))
 def test_just_what_is_not_resident_is_computed(seed: int, num_pages: int) -> None:
-    """A plain model: the pages that came and did not go, by their key. Each request runs alone."""
+    """Against a plain model: the set of keys of pages that are resident. Each request runs alone."""
     rng = random.Random(seed)
     s, worker = rig(num_pages)
     resident: set[int] = set()
@@ -184,7 +184,7 @@ def test_just_what_is_not_resident_is_computed(seed: int, num_pages: int) -> Non
 
 
 def flood(s: Scheduler, worker: Worker, num_prompts: int = 6, first: int = 50) -> None:
-    """Prompts of seven pages each that push out whatever is idle."""
+    """Runs prompts of seven pages each, which evict everything idle."""
     for i in range(first, first + num_prompts):
         ask(s, worker, asking(i, [i] * 30, max_tokens=1))
 

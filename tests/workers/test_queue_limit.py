@@ -1,4 +1,4 @@
-"""What may wait in one gang, and for how long its sequences have the time."""
+"""How many sequences may wait in one gang, and for how long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For how long sequences waited: from the scheduler's clock to the router's histogram."""
+"""How long sequences waited: from the scheduler's clock to the router's histogram."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_who_gave_way_began_before() -> None:
 
 
 async def updated(text: TextService, *updates: SequenceUpdate, num_seen: int = 0) -> Metrics:
-    """Of a router that a request came to long ago, whose updates come now."""
+    """The metrics of a router that got a request long ago and gets its updates now."""
     metrics, dispatcher = Metrics(), FakeDispatcher(script=lambda _: updates)
     asked = GenerationRequest(
         prompts=[Prompt([1, 2], SamplingParams())],

@@ -1,4 +1,4 @@
-"""The engine goes on with what another gang began, and says what that gang would have said."""
+"""The engine continues a sequence that another gang began, with the tokens that that gang would have given."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def undisturbed(stock: Stock, asked: list[Asked]) -> list[Told]:
 
 
 def resumed(rig: EngineRig, asked: list[Asked], whole: list[Told]) -> None:
-    """Asks for the rest after every cut, all at once, and compares."""
+    """Asks for the rest of the answer after every possible cut, all at once, and compares."""
     expected: dict[int, tuple[Told, int]] = {}
     for question, told in zip(asked, whole, strict=True):
         for cut in CUTS:
@@ -92,7 +92,7 @@ def resumed(rig: EngineRig, asked: list[Asked], whole: list[Told]) -> None:
 
 
 def test_greedy_and_seeded_text_goes_on_as_it_would_have(stock: Stock) -> None:
-    """In a pool that makes them give way to each other, and with prompts cut into chunks."""
+    """Also in a pool so small that sequences are preempted, and with prompts in chunks."""
     asked = questions()
     whole = undisturbed(stock, asked)
     assert all(len(told.token_ids) == NUM_TOKENS and told.finish_reason == "length" for told in whole)

@@ -7,7 +7,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from motet.workers.models.rotary import RotaryConfig, layer_rotaries, rotary_table, rotary_tables
+from motet.workers.models.rotary import rotary_table, rotary_tables
+from motet.workers.models.rotary_config import RotaryConfig, layer_rotaries
 
 PARAMETERS = [
     {"rope_type": "default", "rope_theta": 500000.0},

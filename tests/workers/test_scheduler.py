@@ -119,7 +119,7 @@ def test_random_workload_ends_with_every_page_accounted_for(
 
 @pytest.mark.parametrize("stop", [0, 2, 5])
 def test_no_token_after_the_last_one_is_shown_or_computed(stop: int) -> None:
-    """Its plan was made before it was known that the sequence ends."""
+    """The plan was made before the scheduler knew that the sequence ends."""
     of = limits(num_pages=40, num_sequences=2)
     s, worker = scheduler(of), Worker(of)
     engine = Engine(s, WorkerExecutor(worker), INFO, overlaps=True)

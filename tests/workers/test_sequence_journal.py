@@ -1,4 +1,4 @@
-"""What a leader keeps of sequences with keys: for whom, how long, and that nothing is computed for nobody."""
+"""What a leader keeps of sequences with keys: for which router, how long, and that it computes nothing in vain."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def request(key: str = "k", sequence_id: int = 7, tenant: str = "acme", **fields
 
 
 def begun(journal: SequenceJournal, engine_id: int = 1, num_tokens: int = 3, **fields: Any) -> SequenceRequest:
-    """Of the stream 10, with so many tokens: 100, 101, …"""
+    """A sequence of the stream 10 with this number of tokens: 100, 101, …"""
     asked = request(**fields)
     assert journal.begin(engine_id, asked, 10) == []
     for n in range(num_tokens):
@@ -127,7 +127,7 @@ def test_an_orphan_that_nobody_wants_is_cancelled() -> None:
 
 
 def test_log_probabilities_from_elsewhere_are_not_there() -> None:
-    """A sequence that was begun elsewhere is given only to who has those tokens."""
+    """A sequence that another gang began is given only to a router that has the tokens of that gang."""
     journal = SequenceJournal(CONFIG)
     sampling = SamplingParams(max_tokens=20, seed=1, num_logprobs=0)
     begun(journal, num_tokens=2, sampling=sampling, generated_token_ids=[98, 99])
@@ -154,7 +154,7 @@ def test_what_has_ended_is_bounded() -> None:
 
 @dataclass
 class Sequence:
-    """As the engine and its listener know it."""
+    """The state of a sequence in the engine and at its listener."""
 
     asked: SequenceRequest
     owner: int | None
@@ -162,7 +162,7 @@ class Sequence:
 
 
 class Machine(RuleBasedStateMachine):
-    """A frame server's calls in any order, and an engine that counts: no token is lost, nothing runs for nobody."""
+    """The calls of a frame server in random order, with an engine that counts: no token is lost or computed in vain."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Seconds of steps and of loads, by a clock that the test turns."""
+"""Seconds of steps and of loads, by a clock that the test sets."""
 
 from __future__ import annotations
 

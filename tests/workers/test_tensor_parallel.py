@@ -1,4 +1,4 @@
-"""Gangs of several workers against transformers + PEFT: the same tokens, whatever the degree."""
+"""Gangs of several workers against transformers + PEFT: the same tokens for every degree."""
 
 from __future__ import annotations
 

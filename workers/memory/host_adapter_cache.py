@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import numpy as np
 import torch
 
+from ...adapters.format.tensor_file import Tensor
 from ...adapters.packing.layout import AdapterLayout
 from ...adapters.store.store import AdapterStore
 
@@ -24,7 +26,7 @@ class HostAdapterCache:
         """The adapter as pages, `[num_pages, num_layers, slab]`. Raises AdapterCorrupt if the store's copy is bad."""
         packed = self._packed.get(digest)
         if packed is None:
-            packed = self._store.load_packed(digest, self._layout)
+            packed = as_torch(self._store.load_packed(digest, self._layout))
             self.num_reads += 1
             if self._pinned:
                 packed = packed.pin_memory()
@@ -41,3 +43,9 @@ class HostAdapterCache:
         while self.num_bytes > self._max_bytes:
             _, dropped = self._packed.popitem(last=False)
             self.num_bytes -= dropped.nbytes
+
+
+def as_torch(tensor: Tensor) -> torch.Tensor:
+    """The same memory for torch, which knows numpy's bfloat16 only by its bytes."""
+    raw = torch.from_numpy(tensor.reshape(-1).view(np.uint8))
+    return raw.view(getattr(torch, tensor.dtype.name)).view(tensor.shape)

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from ...adapters.adapter import EXPERT_MODULES, BaseShape, ExpertShape
 from .expert_config import ExpertConfig
 from .families import Family, family_of
-from .rotary import RotaryConfig, layer_rotaries
+from .rotary_config import RotaryConfig, layer_rotaries
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 

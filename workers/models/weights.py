@@ -1,13 +1,16 @@
-"""A base's tensors, read by name from safetensors files."""
+"""A base's tensors, read by name from safetensors files. Opening them needs no torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from safetensors import SafetensorError, safe_open
+
+if TYPE_CHECKING:
+    import torch
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 
@@ -18,10 +21,7 @@ class Checkpoint:
     def __init__(
         self, folder: Path, dtype: torch.dtype, device: torch.device, on_progress: Progress | None = None
     ) -> None:
-        self._files = {path: _open(path) for path in _shards(folder)}
-        self._where = {name: file for file in self._files.values() for name in file.keys()}  # type: ignore[no-untyped-call] # noqa: SIM118
-        if not self._where:
-            raise ValueError(f"{folder} has no *.safetensors file with tensors in it")
+        self._where = dict(open_checkpoint(folder, "pt"))
         self._folder, self._dtype, self._device, self._on_progress = folder, dtype, device, on_progress
         self._total = len(self._where)
 
@@ -67,9 +67,21 @@ class Checkpoint:
             self._on_progress("loading weights", self._total, self._total)
 
 
-def _open(path: Path) -> safe_open:
+def open_checkpoint(folder: Path, framework: Literal["numpy", "pt"]) -> Mapping[str, safe_open]:
+    """The opened file of each tensor, by its name; headers are read, and no more. `framework`: whose tensors they give.
+
+    Raises ValueError for a damaged file, and if there is no tensor.
+    """
+    files = [_open(path, framework) for path in _shards(folder)]
+    where = {name: file for file in files for name in file.keys()}  # type: ignore[no-untyped-call] # noqa: SIM118
+    if not where:
+        raise ValueError(f"{folder} has no *.safetensors file with tensors in it")
+    return where
+
+
+def _open(path: Path, framework: str) -> safe_open:
     try:
-        return safe_open(path, framework="pt", device="cpu")
+        return safe_open(path, framework=framework, device="cpu")
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
 

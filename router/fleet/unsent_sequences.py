@@ -1,4 +1,4 @@
-"""A router's own line of waiting sequences: those that are at no gang, and wait for one a bounded time."""
+"""Sequences that a router has not sent, or has to send again, and that wait a bounded time for a gang."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from .open_sequence import OpenSequence
 
 
-class WaitingLine:
-    """A `SequencePlace`. Iterates over its sequences in the order in which they came. Belongs to one event loop."""
+class UnsentSequences:
+    """A `SequencePlace`. Iterates over its sequences in the order of their coming. Belongs to one event loop."""
 
     def __init__(self, timeout_s: float, on_timeout: Callable[[OpenSequence], None]) -> None:
-        """`on_timeout` gets a sequence that has waited for so long; the line has let go of it by then."""
+        """`on_timeout` gets a sequence that has waited for `timeout_s`; it is nowhere by then."""
         self._timeout_s, self._on_timeout = timeout_s, on_timeout
         self._timers: dict[OpenSequence, asyncio.TimerHandle] = {}
 
@@ -23,7 +23,7 @@ class WaitingLine:
         return iter([*self._timers])
 
     def add(self, sequence: OpenSequence) -> None:
-        """Takes over a sequence that is nowhere."""
+        """Takes a sequence over that is nowhere."""
         sequence.move(None, self)
         self._timers[sequence] = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out, sequence)
 

@@ -1,0 +1,66 @@
+"""What somebody reads who waits for a start."""
+
+from __future__ import annotations
+
+import io
+import time
+
+import pytest
+from rich.console import Console
+
+from motet.cluster.commands.progress import ProgressDisplay
+from motet.cluster.progress_log import step
+
+LONG_S = 3600.0
+
+
+def lines_of(output: io.StringIO) -> list[str]:
+    return output.getvalue().splitlines()
+
+
+def display(output: io.StringIO, silence_s: float = LONG_S) -> ProgressDisplay:
+    return ProgressDisplay(Console(file=output), silence_s)
+
+
+def test_a_step_is_told_when_it_begins_and_the_rest_at_each_tenth() -> None:
+    output = io.StringIO()
+    with display(output) as progress:
+        with step(progress, "starting Ray"):
+            assert lines_of(output) == ["starting Ray"]
+        for done in range(101):
+            progress("loading weights", done, 100)
+        progress("nothing to load", 0, 0)
+    tenths = [f"loading weights: {10 * tenth}%" for tenth in range(11)]
+    assert lines_of(output) == ["starting Ray", *tenths, "nothing to load: 100%"]
+
+
+def test_nobody_waits_in_silence_or_without_a_reason() -> None:
+    output = io.StringIO()
+    with display(output, silence_s=0.01) as progress:
+        progress("starting Ray", 0, 1)
+        progress("starting Ray", 1, 1)
+        progress("loading weights", 1, 7)
+        progress("starting a router", 0, 1)
+        deadline = time.monotonic() + 60
+        while not any(line.startswith("still loading weights, starting a router, after ") for line in lines_of(output)):
+            assert time.monotonic() < deadline, lines_of(output)
+            time.sleep(0.01)
+    assert not any(line.startswith("still") and "Ray" in line for line in lines_of(output)[3:])
+
+
+def test_a_step_that_fails_is_not_told_to_be_done() -> None:
+    events: list[tuple[str, int, int]] = []
+    with pytest.raises(RuntimeError), step(lambda *event: events.append(event), "starting Ray"):
+        raise RuntimeError("Ray is ill")
+    assert events == [("starting Ray", 0, 1)]
+
+
+def test_a_terminal_shows_bars() -> None:
+    output = io.StringIO()
+    with ProgressDisplay(Console(file=output, force_terminal=True)) as progress:
+        with step(progress, "starting Ray"):
+            pass
+        progress("loading weights", 3, 4)
+    assert "starting Ray" in output.getvalue()
+    assert "75%" in output.getvalue()
+    assert "still" not in output.getvalue()

@@ -1,0 +1,49 @@
+"""A process without torch hears of torch's device what torch says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from motet.workers import device_probe
+from motet.workers.config import Device
+from motet.workers.device import resolve_device
+from motet.workers.device_probe import DeviceFacts, probe_device
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu", "cuda"])
+@pytest.mark.parametrize("has_driver", [True, False])
+def test_the_answer_is_torchs(name: Device, has_driver: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_driver and torch.cuda.is_available():
+        pytest.skip("there is a GPU, and with it a driver")
+    monkeypatch.setattr(device_probe, "has_driver", lambda: has_driver)
+    refusal = None
+    try:
+        device = resolve_device(name)
+    except ValueError as error:
+        refusal = str(error)
+    if refusal is not None:
+        with pytest.raises(ValueError) as caught:
+            probe_device(name)
+        assert str(caught.value) == refusal
+    else:
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        assert probe_device(name) == DeviceFacts(device.type, memory_bytes)  # type: ignore[arg-type]
+
+
+def test_torch_is_not_asked_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_probe, "_DRIVER", "libmotet-has-no-such.so")
+    monkeypatch.setattr(subprocess, "run", None)  # would be called
+    assert probe_device("auto") == probe_device("cpu") == DeviceFacts("cpu")
+
+
+def test_a_torch_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = [sys.executable, "-c", "raise ImportError('libtorch.so is missing')"]
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda _, **options: run(failing, **options))
+    device_probe.ask_torch.cache_clear()
+    with pytest.raises(ValueError, match=r"device = 'cuda': torch cannot be asked .*libtorch\.so is missing"):
+        probe_device("cuda")

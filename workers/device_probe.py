@@ -1,0 +1,74 @@
+"""Which device workers on this machine will compute on, asked by a process that does without torch."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Literal, get_args
+
+from .config import Device
+
+_DRIVER = "libcuda.so.1"  # NVIDIA's; torch sees no GPU without it
+_TIMEOUT_S = 120.0  # torch comes from a cold disk
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    kind: Literal["cpu", "cuda"]
+    memory_bytes: int | None = None  # of the first GPU
+
+
+def probe_device(name: Device) -> DeviceFacts:
+    """What `resolve_device` says of `name` here.
+
+    Where there is a GPU's driver, a process of its own imports torch and answers, once for all calls. Raises ValueError
+    as `resolve_device` does, and if that process fails.
+    """
+    if name == "cpu" or (name == "auto" and not has_driver()):
+        return DeviceFacts("cpu")
+    return ask_torch(name)
+
+
+def has_driver() -> bool:
+    try:
+        ctypes.CDLL(_DRIVER)
+    except OSError:
+        return False
+    return True
+
+
+@cache
+def ask_torch(name: Device) -> DeviceFacts:
+    asked = subprocess.run([sys.executable, "-m", __name__, name], capture_output=True, text=True, timeout=_TIMEOUT_S)
+    if asked.returncode:
+        reason = (asked.stderr.strip() or f"status {asked.returncode}").splitlines()[-1]
+        raise ValueError(f"device = {name!r}: torch cannot be asked for a GPU here: {reason}")
+    answer = json.loads(asked.stdout)
+    if "refusal" in answer:
+        raise ValueError(answer["refusal"])
+    return DeviceFacts(**answer)
+
+
+def _answer(name: Device) -> dict[str, object]:
+    """In the process that may import torch."""
+    import torch
+
+    from .device import resolve_device
+
+    try:
+        device = resolve_device(name)
+    except ValueError as error:
+        return {"refusal": str(error)}
+    if device.type == "cpu":
+        return asdict(DeviceFacts("cpu"))
+    return asdict(DeviceFacts("cuda", torch.cuda.get_device_properties(device).total_memory))
+
+
+if __name__ == "__main__":
+    asked_name = sys.argv[1]
+    assert asked_name in get_args(Device)
+    print(json.dumps(_answer(asked_name)))  # type: ignore[arg-type]  # which the line above has checked
