@@ -34,22 +34,28 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Tests are shared out file by file; a long one in the end would run alone.
-LONGEST_FIRST = (
-    "sanitizers",
-    "tensor_parallel",
-    "triton",
-    "exactness",
-    "native",
-    "native_lora",
-    "lora",
-    "native_linear",
+# Files that take long, the longest first: tests are shared out file by file, and a long one in the end would run alone.
+# scripts/test --quick leaves them out.
+SLOW_FILES = (
+    "kernels/test_sanitizers.py",
+    "workers/test_tensor_parallel.py",
+    "kernels/test_triton.py",
+    "workers/test_exactness.py",
+    "kernels/test_native.py",
+    "kernels/test_native_lora.py",
+    "kernels/test_lora.py",
+    "kernels/test_native_linear.py",
 )
+TESTS = Path(__file__).resolve().parent
+assert all((TESTS / name).exists() for name in SLOW_FILES), "a file of SLOW_FILES has another name"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {f"test_{name}.py": place for place, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    order = {TESTS / name: place for place, name in enumerate(SLOW_FILES)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
+    for item in items:
+        if item.path in order:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

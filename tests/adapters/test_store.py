@@ -252,6 +252,7 @@ def test_what_was_put_survives_kill_9(tmp_path: Path) -> None:
     writer.send_signal(signal.SIGKILL)
     acknowledged += writer.stdout.read().split()
     writer.wait()
+    writer.stdout.close()
     assert all(len(digest) == 64 for digest in acknowledged[:20])
     store = AdapterStore(tmp_path / "store")
     whole = [digest for digest in acknowledged if len(digest) == 64]  # the last line may be cut

@@ -178,6 +178,7 @@ class StandInRay:
         self.num_starts = self.num_shutdowns = 0
         self.num_left: list[int] = []  # processes that were there at each start
         self._error, self._num_failures = error, num_failures
+        self._processes: list[subprocess.Popen[bytes]] = []
         monkeypatch.setenv(SESSION_VARIABLE, secrets.token_hex(8))
         monkeypatch.setattr(constants, "RAY_SERVE_ENABLE_HA_PROXY", True)
         monkeypatch.setattr(constants, "RAY_SERVE_THROUGHPUT_OPTIMIZED", True)
@@ -187,7 +188,7 @@ class StandInRay:
 
     def _init(self, **options: object) -> None:
         self.num_left.append(len(find_processes(os.environ[SESSION_VARIABLE])))
-        self.process = subprocess.Popen(["sleep", "600"])
+        self._processes.append(subprocess.Popen(["sleep", "600"]))
 
     def _start(self, **options: object) -> None:
         self.num_starts += 1
@@ -196,6 +197,11 @@ class StandInRay:
 
     def _shutdown(self) -> None:
         self.num_shutdowns += 1
+
+    def close(self) -> None:
+        sweep(os.environ[SESSION_VARIABLE])
+        for process in self._processes:
+            process.wait()
 
 
 def test_a_start_of_ray_that_takes_too_long_is_tried_again(
@@ -206,7 +212,7 @@ def test_a_start_of_ray_that_takes_too_long_is_tried_again(
     assert (stand_in.num_starts, stand_in.num_shutdowns) == (3, 2)
     assert stand_in.num_left == [0, 0, 0]  # nothing of an attempt is left when the next one begins
     assert caplog.text.count("Ray did not start, and is started again: HTTP proxies not available after 60s.") == 2
-    sweep(os.environ[SESSION_VARIABLE])
+    stand_in.close()
 
 
 @pytest.mark.parametrize(
@@ -219,4 +225,4 @@ def test_a_start_of_ray_that_cannot_be_is_given_up(
     with pytest.raises(type(error), match=str(error)):
         start_serve(tmp_path, 18000, 1)
     assert stand_in.num_starts == num_starts
-    sweep(os.environ[SESSION_VARIABLE])
+    stand_in.close()

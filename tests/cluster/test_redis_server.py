@@ -148,6 +148,7 @@ def start_parent(folder: Path, then: str) -> tuple[subprocess.Popen[str], str, i
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     url, pid = parent.stdout.readline().split()
+    parent.stdout.close()
     return parent, url, int(pid)
 
 

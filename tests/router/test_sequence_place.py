@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.awaiting_reconnect import AwaitingReconnect, CutOffSequence
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.router.fleet.unsent_sequences import UnsentSequences
+from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.workers.wire.messages import SamplingParams, SequenceRequest, SequenceUpdate
 
 
@@ -68,9 +67,7 @@ async def test_unsent_sequences_let_go_of_a_sequence_that_has_waited_long_enough
     cancelled.cancel()
     unsent.remove(removed)
     assert len(unsent) == 2
-    async with asyncio.timeout(10):
-        while len(unsent):  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    await eventually(lambda: len(unsent) == 0)
     assert timed_out == [first, last]
     for waiting in (first, removed, last):
         waiting.move(None, Place())  # all are free to go anywhere
