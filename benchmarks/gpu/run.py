@@ -1,8 +1,9 @@
 """Every GPU kernel checked against float64 and timed against the machine's limits; then the whole engine.
 
 Needs an NVIDIA GPU, torch, Triton, ml_dtypes (which JAX and ONNX bring along) and this checkout, nothing else. PEFT and
-FlashAttention are compared with if they are installed. Prints a table, then one line of JSON. Inputs are random and new in each run. `--dry` runs everything on
-a CPU, interpreted, with tiny shapes and without times, so that the script itself can be tested anywhere.
+FlashAttention are compared with if they are installed. Prints a table, then one line of JSON. Inputs are random and new
+in each run. `--dry` runs everything on a CPU, interpreted, with tiny shapes and without times, so that the script
+itself can be tested anywhere.
 """
 
 from __future__ import annotations
