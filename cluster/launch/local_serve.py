@@ -165,7 +165,6 @@ def start_serve(session_path: Path, port: int, num_cpus: float, on_event: OnEven
             import ray
 
             _log.warning("Ray did not start, and is started again: %s", error)
-            import ray
 
             ray.shutdown()
             sweep(os.environ[SESSION_VARIABLE])
