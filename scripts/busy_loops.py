@@ -2,7 +2,7 @@
 
     python scripts/busy_loops.py PID
 
-On each core that this process may use runs one loop, which computes for a tenth of a second and rests for the next.
+On each core that this process may use runs one loop, which computes and rests in turn, a tenth of a second at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 import time
 
-BUSY_S = 0.1
+SLICE_S = 0.1
 
 
 def main(pid: int) -> None:
@@ -26,14 +26,17 @@ def main(pid: int) -> None:
 
 
 def take_half(core: int, pid: int) -> None:
-    """Of this core, or of any where processes cannot be bound to one."""
+    """Of this core, or of any where processes cannot be bound to one; of a core that is full, a fair share."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core})
+    began_at, taken_before_s = time.monotonic(), time.process_time()
     while is_alive(pid):
-        end = time.monotonic() + BUSY_S
-        while time.monotonic() < end:
+        owed_s = (time.monotonic() - began_at) / 2 - (time.process_time() - taken_before_s)
+        if owed_s <= 0:
+            time.sleep(SLICE_S)
+        end = time.process_time() + min(owed_s, SLICE_S)
+        while time.process_time() < end:
             pass
-        time.sleep(BUSY_S)
 
 
 def is_alive(pid: int) -> bool:

@@ -45,6 +45,11 @@ SLOW_FILES = (
     "kernels/test_native_lora.py",
     "kernels/test_lora.py",
     "kernels/test_native_linear.py",
+    "workers/test_expert_adapters.py",
+    "kernels/test_attention.py",
+    "kernels/test_native_experts.py",
+    "kernels/test_native_sampling.py",
+    "kernels/test_experts.py",
 )
 TESTS = Path(__file__).resolve().parent
 assert all((TESTS / name).exists() for name in SLOW_FILES), "a file of SLOW_FILES has another name"

@@ -109,6 +109,8 @@ def running_motet(data_dir: Path, port: int, *options: str, pool_bytes: str | No
         if server.poll() is None:
             server.kill()
             server.wait()
+        if server.stdout is not None:
+            server.stdout.close()
 
 
 def holds_nothing(load: dict[str, Any]) -> bool:

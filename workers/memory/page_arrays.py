@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -72,6 +73,7 @@ class DiskPages:
         folder.mkdir(parents=True, exist_ok=True)
         self._geometry = geometry
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # lives as long as this object
+        weakref.finalize(self, self._file.close)
         self._checksums: dict[int, int] = {}
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
