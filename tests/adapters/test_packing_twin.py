@@ -56,7 +56,8 @@ def any_finite(shape: tuple[int, int], dtype: np.dtype[np.generic], seed: int) -
     if dtype == np.float32:
         bits[rng.random(shape) < 0.3] &= 0xFFFF8000  # half of bfloat16's last place, or none
     signs = rng.integers(0, 2, shape, np.uint32) << (8 * dtype.itemsize - 1)
-    return (bits | signs).astype(f"uint{8 * dtype.itemsize}").view(dtype)
+    values: Tensor = (bits | signs).astype(f"uint{8 * dtype.itemsize}").view(dtype)
+    return values
 
 
 @st.composite
