@@ -43,7 +43,11 @@ def has_driver() -> bool:
 
 @cache
 def ask_torch(name: Device) -> DeviceFacts:
-    asked = subprocess.run([sys.executable, "-m", __name__, name], capture_output=True, text=True, timeout=_TIMEOUT_S)
+    command = [sys.executable, "-m", __name__, name]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"device = {name!r}: torch did not say within {_TIMEOUT_S:g} s what there is") from None
     if asked.returncode:
         reason = (asked.stderr.strip() or f"status {asked.returncode}").splitlines()[-1]
         raise ValueError(f"device = {name!r}: torch cannot be asked for a GPU here: {reason}")

@@ -47,3 +47,10 @@ def test_a_torch_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch
     device_probe.ask_torch.cache_clear()
     with pytest.raises(ValueError, match=r"device = 'cuda': torch cannot be asked .*libtorch\.so is missing"):
         probe_device("cuda")
+
+
+def test_a_torch_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_probe, "_TIMEOUT_S", 1e-6)
+    device_probe.ask_torch.cache_clear()
+    with pytest.raises(ValueError, match="torch did not say within"):
+        probe_device("cuda")
