@@ -93,7 +93,7 @@ class Cluster:
         return self.call("POST", "/v1/completions", json=fields)
 
     def streams(self, midway: Callable[[], None]) -> list[Heard]:
-        """Runs all streams at once; calls `midway` when the first of them has begun."""
+        """Runs all streams at once; calls `midway` when the last of them has begun."""
         num_begun = count(1)
 
         def begun() -> None:
