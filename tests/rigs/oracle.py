@@ -7,7 +7,9 @@ noise, norms and biases differ from their trivial values, and every adapter chan
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,6 +187,14 @@ def write_model(name: str, folder: Path) -> Path:
     return folder
 
 
+@contextmanager
+def patterns_may_match_nothing() -> Iterator[None]:
+    """PEFT warns of patterns for modules that a recipe leaves out, as in bases with experts; here that is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The following .*_pattern keys", RuntimeWarning)
+        yield
+
+
 def write_adapters(model_path: Path, folder: Path) -> dict[str, Path]:
     """Writes one PEFT folder for each recipe, by PEFT's own `save_pretrained`; returns them by name.
 
@@ -194,7 +204,8 @@ def write_adapters(model_path: Path, folder: Path) -> dict[str, Path]:
     for seed, recipe in enumerate(RECIPES):
         base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         targets = ATTENTION if hasattr(base.config, "num_experts_per_tok") else ALL_LINEAR
-        model = get_peft_model(base, recipe.config(targets))
+        with patterns_may_match_nothing():
+            model = get_peft_model(base, recipe.config(targets))
         generator = torch.Generator().manual_seed(1_000 + seed)
         for module in model.modules():
             if not hasattr(module, "lora_A") or "default" not in module.lora_A:
@@ -231,9 +242,10 @@ class Oracle:
     def __init__(self, model_path: Path, adapters: Mapping[str, Path]) -> None:
         base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
         first, *others = adapters
-        model = PeftModel.from_pretrained(base, adapters[first], adapter_name=first)
-        for name in others:
-            model.load_adapter(adapters[name], adapter_name=name)
+        with patterns_may_match_nothing():
+            model = PeftModel.from_pretrained(base, adapters[first], adapter_name=first)
+            for name in others:
+                model.load_adapter(adapters[name], adapter_name=name)
         self._model = model.eval()
 
     def answers(
