@@ -152,8 +152,7 @@ async def test_a_stream_goes_on_elsewhere(cluster: Cluster, end: str, num_spares
         await cluster.add()
     await ENDS[end](cluster, first)
     if num_spares == 0:
-        await eventually(lambda: cluster.dispatcher.gang() is None)
-        assert cluster.dispatcher.num_waiting == 1
+        await eventually(lambda: cluster.dispatcher.gang() is None and cluster.dispatcher.num_waiting == 1)
         assert not reader.task.done()
         await cluster.add()
     await reader.task
