@@ -23,6 +23,7 @@ import pytest
 from motet.cluster.commands.cli import main
 from motet.cluster.demo.run_demo import main as demo_command
 from motet.cluster.launch.local_serve import free_ports
+from motet.tests.rigs.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -195,9 +196,11 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
         processes = psutil.Process(server.pid).children(recursive=True)
         os.kill(server.pid, signal.SIGINT)
-        assert server.wait(timeout=60) == 130
-        assert not psutil.wait_procs(processes, timeout=20)[1], "Ctrl-C left processes behind"
+        assert server.wait(timeout=PATIENCE_S) == 130
+        assert not psutil.wait_procs(processes, timeout=PATIENCE_S)[1], "Ctrl-C left processes behind"
     finally:
+        if server.stdout is not None:
+            server.stdout.close()
         if server.poll() is None:
             server.kill()
             server.wait()
