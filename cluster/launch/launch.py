@@ -29,7 +29,7 @@ from .janitor import Janitor
 from .joined_cluster import SERVE_FLAGS, JoinedCluster
 from .local_serve import check_port_is_free, restore_environment, serve_environment, set_environment, start_serve
 from .registration import check_objectives, forget_launch_keys, register_launch
-from .rolling_update import updated
+from .update_check import updated
 
 POLL_S = 0.1
 CLUSTER_POLL_S = 2.0  # of a cluster that others run
@@ -92,7 +92,7 @@ class Deployment:
         except BaseException:
             try:
                 self.stop()
-            except Exception:  # what kept it from starting is what is to be told
+            except Exception:  # the caller must get the first error
                 _log.exception("not everything could be stopped")
             raise
 
@@ -225,8 +225,8 @@ class Deployment:
         self._parts.callback(_shut_ray_down)
         self._max_gangs = config.scaling.max_gangs
         num_cpus = config.scaling.max_gangs * config.num_cpus_of_a_gang
-        start_serve(self._session_path, config.port, num_cpus, on_event)
-        # Ray put a handler before Python's that aborts the process three seconds after a SIGTERM: too soon to stop.
+        # Ray puts a handler before Python's that aborts the process three seconds after a SIGTERM: too soon to stop.
+        start_serve(self._session_path, config.port, num_cpus, on_event, self._catch_signals)
         self._catch_signals()
         started = set(psutil.Process().children()) - children
         self._servers = [process for process in started if process.name() in ("gcs_server", "raylet")]
