@@ -33,7 +33,7 @@ class Janitor:
         )
 
     def finish(self) -> None:
-        """Lets it do its work, and waits for the end."""
+        """Has the janitor end what is left, and waits until it has."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(SWEEP_TIMEOUT_S + 5)

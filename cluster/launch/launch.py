@@ -53,14 +53,14 @@ class Deployment:
         self._config: MotetConfig | None = None  # of what runs
         self._url = ""
         self._token = secrets.token_hex(32)  # that routers and gangs share
-        self._max_gangs: int | None = None  # that there is room for; None: as many as the cluster can get
+        self._max_gangs: int | None = None  # so many have room; None: as many as the cluster can get
         self._on_hangup: Callable[[], None] | None = None
         self._has_hung_up = False
         self._parts = ExitStack()  # ends what was started, the last first, and all of it even if some of it fails
         self._session_path = Path()
         self._joined: JoinedCluster | None = None
         self._handlers: dict[int, Any] = {}
-        self._servers: list[psutil.Process] = []  # of Ray; motet is broken when one has gone
+        self._servers: list[psutil.Process] = []  # of Ray; motet is broken once one of them has died
 
     @property
     def url(self) -> str:
@@ -169,7 +169,7 @@ class Deployment:
             _run_application(config, self._token, progress_path)
 
     def _start_joined(self, config: MotetConfig, on_event: OnEvent, *, replace: bool, wait_for_nodes: bool) -> None:
-        """The same on a cluster that runs, and with nothing left there in the end but what was there before."""
+        """As `_start`, on a running cluster; `stop` leaves nothing there but what was there before."""
         assert config.address is not None
         self._parts.callback(restore_environment, set_environment(SERVE_FLAGS))
         from ..replicas.application import APP  # brings ray.serve, which reads its flags then
@@ -202,9 +202,9 @@ class Deployment:
             raise LaunchError(str(error)) from error
 
     def _start_registry(self, config: MotetConfig, host: str | None) -> MotetConfig:
-        """The config with the URL of a Redis server, ours or another, in which this launch is registered.
+        """Registers this launch in a Redis server, ours or another. Returns the config with that server's URL.
 
-        `host`: an address of this machine at which our own must be reached from other nodes.
+        `host`: an address of this machine at which other nodes reach a server of ours; None: no other node must.
         """
         config.data_dir.mkdir(parents=True, exist_ok=True)
         embedded_redis = config.redis_url is None
@@ -284,7 +284,7 @@ def _run_application(config: MotetConfig, token: str, progress_path: Path | None
 
 
 def _last_line(message: str) -> str:
-    """Of a replica's traceback: the error."""
+    """The last line of a replica's traceback, which is the error."""
     return next((line.strip() for line in reversed(message.splitlines()) if line.strip()), message)
 
 

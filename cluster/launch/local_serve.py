@@ -1,8 +1,8 @@
 """A private Ray cluster on this machine with Serve behind HAProxy, in a session folder of its own.
 
-What would clash with another Ray or HAProxy on the machine is made private: the folder, HAProxy's sockets, and its
-side ports. What would listen for strangers is bound to loopback: Ray itself, the routers' own HTTP ports, HAProxy's
-statistics. Only HAProxy's front listens where the user asked.
+The folder, HAProxy's sockets and its side ports are private, so that they do not clash with another Ray or HAProxy on
+the machine. Ray itself, the routers' own HTTP ports and HAProxy's statistics listen on loopback only, where strangers
+do not reach them. Only HAProxy's front listens where the user asked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEREGISTRATION_S = 5  # in which HAProxy, on a busy machine too, hears that a ro
 PORT_REST_S = 150  # before another router gets the port of one that is gone
 # Variables of Serve on which streams depend that outlast changes of routers.
 LASTING_STREAMS = {
-    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(LONGEST_STREAM_S),  # of a client that sends nothing
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(LONGEST_STREAM_S),  # how long a client may send nothing
     # Whenever routers come or go, another HAProxy takes over; the one before ends with its last stream, and must not be
     # ended sooner. Serve would do so after two minutes.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_STREAM_S),
@@ -45,8 +45,8 @@ PATIENT_STARTS = {
     "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120",
 }
 NUM_START_ATTEMPTS = 3  # Ray's other timeouts are fixed in its code, mostly at 30 s.
-# The C library asks for huge pages, from which weights that are read once a step come faster. Native linears see to it
-# themselves; this is for the others: experts', and those that oneDNN packs.
+# Makes the C library ask for huge pages, from which weights that are read once a step come faster. Native linears ask
+# by themselves; this is for other weights: experts', and those that oneDNN packs.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def check_port_is_free(host: str, port: int) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody uses at the moment."""
+    """Ports of loopback that are free at the moment."""
     probes = [socket.socket() for _ in range(count)]
     try:
         for probe in probes:
@@ -209,7 +209,7 @@ def _start_serve(session_path: Path, port: int, num_cpus: float, on_event: OnEve
 
 
 def set_environment(variables: dict[str, str]) -> dict[str, str | None]:
-    """Sets variables for this process and its children; what they were before, for `restore_environment`."""
+    """Sets variables for this process and its children. Returns their former values, for `restore_environment`."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     return before
