@@ -15,14 +15,16 @@ INTERVAL_S = 0.1
 
 @contextmanager
 def step(on_event: OnEvent, what: str) -> Iterator[None]:
-    """Tells of a step that it begins, and, if it goes well, that it is done."""
+    """Tells that a step begins and that it ends, also by an exception: nobody is at it any more then."""
     on_event(what, 0, 1)
-    yield
-    on_event(what, 1, 1)
+    try:
+        yield
+    finally:
+        on_event(what, 1, 1)
 
 
 def ignore_event(what: str, done: int, total: int) -> None:
-    """For whom nobody watches."""
+    """An `OnEvent` that does nothing."""
 
 
 class ProgressWriter:
@@ -37,8 +39,11 @@ class ProgressWriter:
         if done < total and now - self._written_at.get(name, -INTERVAL_S) < INTERVAL_S:
             return
         self._written_at[name] = now
-        with self._path.open("a") as file:  # one write of one line: writers in several processes do not mix
-            file.write(json.dumps([name, done, total]) + "\n")
+        try:
+            with self._path.open("a") as file:  # one write of one line: writers in several processes do not mix
+                file.write(json.dumps([name, done, total]) + "\n")
+        except OSError:
+            pass  # writing progress must never stop what it tells of
 
 
 class ProgressReader:

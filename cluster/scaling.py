@@ -1,8 +1,8 @@
-"""How many gangs there should be: a pure function of what the fleet tells, what is wanted, and what was needed.
+"""How many gangs there should be: a pure function of the fleet's load, the settings, and what was needed before.
 
-All that is measured is summed over the fleet, so the number of gangs that it calls for does not depend on how many
-there are: a gang that is starting is neither missing nor a reason to start another. More are asked for at once; fewer
-only after the load has been small enough for a while, which is what the history remembers.
+All measures are summed over the fleet, so the number of gangs that they call for does not depend on how many there are:
+a gang that is starting is neither missing nor a reason to start another. More gangs are asked for at once. Fewer are
+asked for only after the load has been small enough for a while; the history remembers for how long.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingConfig:
-    """Bounds, what one gang should carry, and how patient to be. Defaults stand with motet's settings."""
+    """Bounds, what one gang should carry, and how long to wait. The defaults are in `cluster/settings/scaling.py`."""
 
     min_gangs: int  # 0: none while nobody asks
     max_gangs: int
     queued_tokens_per_gang: int  # tokens of prompts that wait to be computed
     pool_pressure: float  # share of a gang's pages, or of its places for running sequences, that are taken
     adapter_loads_per_s: float  # loads into a full pool, which push another adapter out, for each gang
-    scale_down_share: float  # of the three above: what is left must fit into so much of fewer gangs
+    scale_down_share: float  # fewer gangs are enough if the load fits into this share of their three limits above
     scale_down_after_s: float  # fewer gangs must have been enough for so long
     scale_to_zero_after_s: float  # nobody must have asked for so long
-    start_grace_s: float  # a gang that starts is not given up for so long
+    start_grace_s: float  # for so long a starting gang is not given up
     window_s: float  # over which a load is averaged
 
     def __post_init__(self) -> None:
@@ -32,13 +32,13 @@ class ScalingConfig:
                 f"min_gangs = {self.min_gangs!r}: at most max_gangs, which is {self.max_gangs}, is accepted"
             )
         if not self.scale_to_zero_after_s >= 2 * self.window_s:
-            # Less, and what is remembered of the last request would bring the gang back.
+            # With less, the windows would still hold the last request and bring the gang back.
             least = f"at least two windows, which are {2 * self.window_s:g} s, are needed"
             raise ValueError(f"scale_to_zero_after_s = {self.scale_to_zero_after_s!r}: {least}")
 
     @property
     def is_fixed(self) -> bool:
-        """There is nothing to decide."""
+        """Whether the number of gangs never changes."""
         return self.min_gangs == self.max_gangs
 
 
@@ -60,15 +60,15 @@ class GangLoad:
 @dataclass(frozen=True, kw_only=True)
 class FleetState:
     now_s: float
-    target: int  # gangs that are asked for at present
-    num_running: int  # of them, those that serve
-    gangs: tuple[GangLoad, ...] = ()  # of those that serve, those that have told their load
+    target: int  # gangs that Serve is asked for at present
+    num_running: int  # gangs that serve
+    gangs: tuple[GangLoad, ...] = ()  # running gangs that have reported a load
     is_awaited: bool = False  # a request waits because no gang serves
 
 
 @dataclass(frozen=True)
 class Saturation:
-    """What one gang computed when it had more to do than it should have."""
+    """How many tokens a second one gang computed while its queue was too long."""
 
     tokens_per_s: float
     at_s: float
@@ -76,21 +76,21 @@ class Saturation:
 
 @dataclass(frozen=True)
 class ScalingHistory:
-    """What a decision must know of the past."""
+    """What a decision needs to know of the past."""
 
-    last_needed_s: tuple[float, ...]  # entry k - 1: when at least k gangs were needed last
+    last_needed_s: tuple[float, ...]  # entry k - 1: when at least k gangs were last needed
     target: int
-    raised_s: float  # when the target grew last
+    raised_s: float  # when the target last grew
     saturation: Saturation | None = None
 
     @classmethod
     def start(cls, state: FleetState, config: ScalingConfig) -> ScalingHistory:
-        """Nothing is known of the past: what there is counts as needed until now."""
+        """A history without a past: all gangs that are asked for count as needed now."""
         last_needed_s = _mark((-math.inf,) * config.max_gangs, state.target, state.now_s)
         return cls(last_needed_s, state.target, state.now_s)
 
     def observe(self, state: FleetState, config: ScalingConfig) -> ScalingHistory:
-        """The history with this state."""
+        """This history and the state that follows."""
         saturation = _observe_saturation(self.saturation, state, config)
         raised_s = state.now_s if state.target > self.target else self.raised_s
         needed = gangs_needed(state, config, config.scale_down_share)
@@ -100,11 +100,11 @@ class ScalingHistory:
             needed = max(needed, math.ceil(min(wanted, config.max_gangs)))
         is_starting = state.num_running < state.target and state.now_s - raised_s < config.start_grace_s
         if is_starting or not state.gangs or len(state.gangs) < state.num_running:
-            needed = max(needed, state.target)  # whoever has told nothing yet may be needed
+            needed = max(needed, state.target)  # a gang that has reported nothing yet may be needed
         return ScalingHistory(_mark(self.last_needed_s, needed, state.now_s), state.target, raised_s, saturation)
 
     def held(self, now_s: float, config: ScalingConfig) -> int:
-        """Gangs that were needed too lately to be let go."""
+        """The number of gangs that must stay because they were needed not long ago."""
         delays_s = (config.scale_to_zero_after_s, *(config.scale_down_after_s,) * (len(self.last_needed_s) - 1))
         held = 0
         for count, (at_s, delay_s) in enumerate(zip(self.last_needed_s, delays_s, strict=True), start=1):
@@ -114,9 +114,9 @@ class ScalingHistory:
 
 
 def gangs_needed(state: FleetState, config: ScalingConfig, share: float = 1.0) -> int:
-    """Gangs that the load calls for, if each takes so large a share of what it should carry; at most the maximum.
+    """How many gangs the load needs if each is filled to `share` of its limits, at most `max_gangs`.
 
-    0: nobody asks.
+    0: no sequences.
     """
     if not state.is_awaited and all(gang.is_idle for gang in state.gangs):
         return 0
@@ -131,16 +131,16 @@ def gangs_needed(state: FleetState, config: ScalingConfig, share: float = 1.0) -
 def decide(state: FleetState, config: ScalingConfig, history: ScalingHistory) -> int:
     """The number of gangs to ask for now. `history` has observed everything up to and including this state.
 
-    Never 0 while somebody asks, nor before a gang that was asked for has told its load.
+    Never 0 while somebody asks, nor before a gang that was asked for has reported its load.
     """
     kept = min(state.target, history.held(state.now_s, config))
     return min(max(gangs_needed(state, config), kept, config.min_gangs), config.max_gangs)
 
 
 def _observe_saturation(before: Saturation | None, state: FleetState, config: ScalingConfig) -> Saturation | None:
-    """A gang that has too long a queue shows what a gang can do; the best one lately is the truest.
+    """The highest rate of a gang with too long a queue in the last `scale_down_after_s`, which is what a gang can do.
 
-    The queue is gone once there are gangs enough, so it cannot say when there would be too few again: this can.
+    Once there are enough gangs, the queue is gone, so it cannot tell when there would be too few again. This rate can.
     """
     rates = [gang.computed_tokens_per_s for gang in state.gangs if gang.queued_tokens >= config.queued_tokens_per_gang]
     rate = max(rates, default=0.0)

@@ -123,10 +123,16 @@ class _Families(Collector):
 
 
 def _engine_families(load: EngineLoad) -> Iterator[Metric]:
-    for field, value in msgspec.structs.asdict(load.gauges).items():
-        yield GaugeMetricFamily(_name(field), f"Engine state {field}.", value)
-    for field, value in msgspec.structs.asdict(load.counters).items():
-        yield CounterMetricFamily(_name(field), f"Engine counter {field}.", value)
+    for field in msgspec.structs.fields(load.gauges):
+        yield GaugeMetricFamily(_name(field.name), _help_text(field), getattr(load.gauges, field.name))
+    for field in msgspec.structs.fields(load.counters):
+        yield CounterMetricFamily(_name(field.name), _help_text(field), getattr(load.counters, field.name))
+
+
+def _help_text(field: msgspec.structs.FieldInfo) -> str:
+    """The description of an EngineLoad's field, which each of them has."""
+    (meta,) = field.type.__metadata__
+    return str(meta.description)
 
 
 def _name(field: str) -> str:

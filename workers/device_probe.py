@@ -43,7 +43,7 @@ def has_driver() -> bool:
 
 @cache
 def ask_torch(name: Device) -> DeviceFacts:
-    command = [sys.executable, "-m", __name__, name]
+    command = [sys.executable, "-P", "-m", __name__, name]  # -P: a torch/ in the current folder is not torch
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -51,10 +51,16 @@ def ask_torch(name: Device) -> DeviceFacts:
     if asked.returncode:
         reason = (asked.stderr.strip() or f"status {asked.returncode}").splitlines()[-1]
         raise ValueError(f"device = {name!r}: torch cannot be asked for a GPU here: {reason}")
-    answer = json.loads(asked.stdout)
-    if "refusal" in answer:
-        raise ValueError(answer["refusal"])
-    return DeviceFacts(**answer)
+    last_line = (asked.stdout.splitlines() or [""])[-1]  # what comes with torch may print, too
+    try:
+        answer = json.loads(last_line)
+        refusal = answer.get("refusal")
+        facts = None if refusal is not None else DeviceFacts(**answer)
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError(f"device = {name!r}: torch was asked for a GPU, and this came back: {last_line!r}") from None
+    if facts is None:
+        raise ValueError(refusal)
+    return facts
 
 
 def _answer(name: Device) -> dict[str, object]:

@@ -41,7 +41,7 @@ def chat(client: MotetClient, model: str | None) -> None:
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="Measure what happens in a second over so long. 0: show counts since the start.",
+    help="Show rates per second, measured over this many seconds. 0: totals since the start.",
 )
 @with_client
 def status(client: MotetClient, seconds: float) -> None:

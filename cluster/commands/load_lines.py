@@ -32,33 +32,39 @@ def load_lines(load: Mapping[str, Any], before: Mapping[str, Any] | None, second
     yield f"sequences: {count('num_running'):,.0f} running, {waiting}"
     yield f"queued tokens: {count('num_queued_tokens'):,.0f}"
     yield (
-        f"pages: {count('num_pages'):,.0f}: {count('num_free_pages'):,.0f} free, "
-        f"{count('num_prefix_pages'):,.0f} of kept KV ({count('num_idle_prefix_pages'):,.0f} idle), "
-        f"{count('num_adapter_pages'):,.0f} of adapters ({count('num_idle_adapter_pages'):,.0f} idle)"
+        f"pages: {count('num_free_pages'):,.0f} of {count('num_pages'):,.0f} free; "
+        f"kept KV {count('num_prefix_pages'):,.0f} ({count('num_idle_prefix_pages'):,.0f} idle); "
+        f"adapters {count('num_adapter_pages'):,.0f} ({count('num_idle_adapter_pages'):,.0f} idle)"
     )
     behind = f"{count('num_host_pages'):,.0f} in host memory, {count('num_disk_pages'):,.0f} on disk"
     yield f"pages of KV behind them: {behind}"
     packed = format_byte_size(int(count("host_adapter_bytes")))
     there = f"{count('num_resident_adapters'):,.0f} there, {count('num_coming_adapters'):,.0f} coming"
     yield f"adapters: {there}; {packed} packed in host memory"
-    yield f"prompt tokens found: {_hit_rate(load)}"
+    yield f"prompt tokens not computed again (prefix cache): {_hit_rate(load)}"
     yield f"tokens{every}: {told('num_generated_tokens', 'generated')}, {told('num_computed_tokens', 'computed')}"
     yield (
-        f"copies{every}: {told('num_pages_out', 'pages of KV out')}, {told('num_pages_in', 'in')}, "
-        f"{told('num_loaded_pages', 'of adapters in')}; {told('num_move_failures', 'failed')}"
+        f"copies{every}: {told('num_pages_out', 'pages of KV to host memory')}, {told('num_pages_in', 'back')}; "
+        f"{told('num_move_failures', 'failed')}"
     )
     yield (
-        f"evictions{every}: {told('num_prefix_evictions', 'pages of KV')}, "
-        f"{told('num_adapter_evictions', 'adapters')}; {told('num_adapter_loads', 'adapters loaded')}, "
-        f"{told('num_adapter_reads', 'of them from the store')}"
+        f"adapter loads{every}: {told('num_adapter_loads', 'adapters')}, "
+        f"{told('num_adapter_reads', 'of them from the store')}; {told('num_loaded_pages', 'pages')}"
+    )
+    yield (
+        f"evictions{every}: {told('num_prefix_evictions', 'pages of KV')}, {told('num_adapter_evictions', 'adapters')}"
     )
     yield f"preemptions{every}: {told('num_preemptions', 'sequences')}"
 
 
 def _hit_rate(load: Mapping[str, Any]) -> str:
-    """Since the start. A decoding sequence computes the token that it generated last: what is beyond were prompts'."""
+    """The share of the tokens of prompts that came from the prefix cache.
+
+    A decoding sequence computes the token that it generated last, so the other computed tokens were those of prompts.
+    """
     num_cached = load.get("num_cached_tokens", 0)
     num_computed = max(0, load.get("num_computed_tokens", 0) - load.get("num_generated_tokens", 0))
     if not num_cached + num_computed:
         return "-"
-    return f"{num_cached / (num_cached + num_computed):.1%} of {num_cached + num_computed:,.0f}"
+    share = num_cached / (num_cached + num_computed)
+    return f"{share:.1%} of {num_cached + num_computed:,.0f} since the start"

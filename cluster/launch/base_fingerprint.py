@@ -1,4 +1,4 @@
-"""A base's identity, told from its files without reading them all."""
+"""A base's identity, from its files, without reading all of them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MAX_HEADER_BYTES = 100 << 20  # as the format has it
 def identify_base(folder: Path, name: str) -> BaseIdentity:
     """Equal fingerprints mean: the same shape, the same weight files by name and size, and the same weights.
 
-    Of the weights the headers are read and samples all over the file, which a model that was trained further or again
-    changes. Raises ValueError for a model that cannot be served.
+    Of each weight file the header is read, and samples all over the file: training the model further or again changes
+    these. Raises ValueError for a model that cannot be served.
     """
     config = ModelConfig.from_folder(folder)
     facts = {

@@ -13,7 +13,7 @@ from .base_fingerprint import identify_base
 from .feasibility import Demand, Node, can_host, why_no_place
 from .node_check import NodeExpectations, problems_of_this_node
 
-CHECK_TIMEOUT_S = 120.0  # of all nodes together; a node may have to start a process, and that to import torch
+CHECK_TIMEOUT_S = 120.0  # of all nodes together; a node may have to start a process first
 MARKER_TTL_S = 600
 
 
@@ -33,7 +33,7 @@ def check_room(config: MotetConfig) -> None:
 
 
 def room_taken(config: MotetConfig) -> list[str]:
-    """Warnings: what has room in the cluster, but not beside what others take of it at the moment."""
+    """A warning for each part of motet that does not fit into what others leave free at the moment."""
     nodes = free_nodes()
     found = [(demand, why_no_place(demand, wanted, nodes)) for demand, wanted in demands(config)]
     return [
@@ -44,7 +44,7 @@ def room_taken(config: MotetConfig) -> list[str]:
 
 
 def check_nodes(config: MotetConfig) -> None:
-    """Has every node that may get a part of motet look whether it can. Raises CannotJoin with all that is wrong."""
+    """Has every node that may get a part of motet check itself. Raises CannotJoin with all that is wrong."""
     assert config.redis_url is not None
     wanted = [demand for demand, _ in demands(config)]
     hosts = [node for node in alive_nodes() if any(can_host(demand, node) for demand in wanted)]
@@ -66,25 +66,25 @@ def check_nodes(config: MotetConfig) -> None:
 
 
 def demands(config: MotetConfig) -> list[tuple[Demand, int]]:
-    """What must have room at the start, and how often."""
+    """The gangs and the routers that must have room at the start: what one takes, and how many there are."""
     gang = Demand(what="gang", bundles=config.gang_bundles, labels=dict(config.gang_labels), placement=config.placement)
     router = Demand(what="router", bundles=(dict(config.router_resources),), labels={}, placement="strict-pack")
     return [(gang, max(1, config.scaling.min_gangs)), (router, config.num_routers)]
 
 
 def alive_nodes() -> list[Node]:
-    """With all that they have."""
+    """Living nodes with all their resources."""
     return [_node(node, node["Resources"]) for node in _ray_nodes()]
 
 
 def addresses_of_nodes() -> dict[str, str]:
-    """Of those that are alive, by node id."""
+    """Addresses of living nodes, by node id."""
     return {node["NodeID"]: node["NodeManagerAddress"] for node in _ray_nodes()}
 
 
 def free_nodes() -> list[Node]:
-    """With what nobody has taken."""
-    # There is no public call that says it by node.
+    """Living nodes with their free resources."""
+    # Ray has no public call for the free resources of each node.
     from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()
@@ -103,7 +103,7 @@ def _node(node: Mapping[str, Any], resources: Mapping[str, float]) -> Node:
 
 
 def _ask_nodes(nodes: Sequence[Node], expected: NodeExpectations) -> list[str]:
-    """What every node finds wrong with itself, after the node's name; a node that cannot be asked is wrong, too."""
+    """The problems of all nodes, each after its node's name. That a node cannot be asked is a problem, too."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -1,6 +1,6 @@
 """Whether gangs have room on a cluster's nodes: pure functions of what the nodes have and what is wanted.
 
-Ray waits without end for a place that no node has. This is asked first, so that a person reads what is missing.
+Ray waits without end for a place that no node has. So motet checks first, and tells what is missing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One that is alive, with what it has in all or what is free, whichever the question is about."""
+    """A living node, with all its resources or with its free ones: the caller decides."""
 
     name: str
     resources: Mapping[str, float]
@@ -26,7 +26,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """One gang, or one router, which is a demand of one bundle."""
+    """What one gang takes, or one router, which has one bundle."""
 
     what: str  # "gang"
     bundles: tuple[Mapping[str, float], ...]  # the leader's first, where it has one of its own, then the workers'
@@ -44,7 +44,7 @@ def places(demand: Demand, nodes: Sequence[Node], limit: int) -> int:
     if demand.placement == "strict-pack":
         return min(limit, sum(_times(demand.sum, node.resources) for node in eligible))
     for wanted in range(limit, 0, -1):
-        # Large bundles first: what they leave is enough for small ones, wherever it is left.
+        # Large bundles first: small ones still fit into what is left, on whichever nodes that is.
         bundles = sorted(demand.bundles * wanted, key=lambda bundle: (len(bundle), sum(bundle.values())), reverse=True)
         if _fit(bundles, [dict(node.resources) for node in eligible]):
             return wanted
@@ -52,7 +52,7 @@ def places(demand: Demand, nodes: Sequence[Node], limit: int) -> int:
 
 
 def why_no_place(demand: Demand, wanted: int, nodes: Sequence[Node]) -> str | None:
-    """What is missing for so many at once, in a sentence; None if nothing is."""
+    """A sentence that says what is missing for `wanted` of these at once; None: nothing."""
     found = places(demand, nodes, wanted)
     if found >= wanted:
         return None
@@ -66,7 +66,7 @@ def why_no_place(demand: Demand, wanted: int, nodes: Sequence[Node]) -> str | No
 
 
 def can_host(demand: Demand, node: Node) -> bool:
-    """Whether any part of it could ever be put there."""
+    """Whether the node could hold at least one bundle of the demand."""
     return has_labels(node, demand) and any(_times(bundle, node.resources) for bundle in demand.bundles)
 
 
@@ -75,7 +75,7 @@ def has_labels(node: Node, demand: Demand) -> bool:
 
 
 def describe(demand: Demand) -> str:
-    """What it takes, and where."""
+    """A sentence that says what the demand takes, and whether all on one node."""
     if len(demand.bundles) == 1 or demand.placement == "strict-pack":
         where = "" if len(demand.bundles) == 1 else " of one node"
         return f"a {demand.what} takes {_amounts(demand.sum)}{where}"

@@ -2,7 +2,8 @@
 
 Its standard input is a pipe whose other end the launcher holds. When the pipe closes, because the launcher stopped or
 died, every process of the session is killed and the session's folder removed. A process of the session is one whose
-environment carries the session's mark, which Ray, its workers, HAProxy and Redis all inherit.
+environment carries the session's mark, which Ray, its workers and HAProxy inherit. The Redis server is started before
+the mark is set: it ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ class Janitor:
 
     def __init__(self, session: str, session_path: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, session, str(session_path)],
+            [sys.executable, "-P", "-m", __name__, session, str(session_path)],
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in the terminal is not for it
         )
 
     def finish(self) -> None:
-        """Lets it do its work, and waits for the end."""
+        """Has the janitor end what is left, and waits until it has."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(SWEEP_TIMEOUT_S + 5)

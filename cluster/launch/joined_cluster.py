@@ -18,7 +18,7 @@ from .local_serve import HUGE_PAGES, LASTING_STREAMS
 
 SERVE_FLAGS = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 CALL_TIMEOUT_S = 30.0
-ENOUGH_MISSED = 3  # once may be Serve's controller that is just starting again
+ENOUGH_MISSED = 3  # fewer may mean that Serve's controller is just starting again
 
 _log = logging.getLogger(__name__)
 
@@ -66,10 +66,10 @@ class JoinedCluster:
         ray.shutdown()
 
     def start_serve(self, application: str, host: str, port: int, *, replace_application: bool) -> Front:
-        """Serve's front, with Serve started if none runs, and without such an application.
+        """Starts Serve if none runs, and deletes `application` there if it is to be replaced. Returns Serve's front.
 
-        Raises CannotJoin if the Serve that runs has other settings, or the application runs there and is not to be
-        replaced, or another one has all routes.
+        Raises CannotJoin if the Serve that runs has other settings, if the application runs there and is not to be
+        replaced, or if another application has the route /.
         """
         import ray
         from ray import serve
@@ -111,7 +111,7 @@ class JoinedCluster:
     def delete(self) -> None:
         """Ends what we started: the application, and Serve if nobody else has one there by now. Idempotent.
 
-        What is not ended because the cluster does not answer is told in the log.
+        If the cluster does not answer, the log tells what could not be ended.
         """
         import ray
         from ray import serve
@@ -128,7 +128,7 @@ class JoinedCluster:
             _log.error("the cluster did not let go of the application %s; --replace will: %s", application, error)
 
     def url(self, front: Front) -> str:
-        """Of a node with a proxy: this one if it can be, else the first by its address."""
+        """The URL of this node if it has a healthy proxy, else of the first node by address that has one."""
         from ray import serve
 
         by_id = addresses_of_nodes()
@@ -142,7 +142,7 @@ class JoinedCluster:
         return f"http://{f'[{host}]' if ':' in host else host}:{front.port}"
 
     def problem(self) -> str | None:
-        """Why the application does not run any more; None if it does, or Serve's controller does not say for now."""
+        """Why the application does not run any more; None: it runs, or Serve's controller does not answer for now."""
         import ray
         from ray import serve
         from ray.serve.exceptions import RayServeException

@@ -29,7 +29,7 @@ from .janitor import Janitor
 from .joined_cluster import SERVE_FLAGS, JoinedCluster
 from .local_serve import check_port_is_free, restore_environment, serve_environment, set_environment, start_serve
 from .registration import check_objectives, forget_launch_keys, register_launch
-from .rolling_update import updated
+from .update_check import updated
 
 POLL_S = 0.1
 CLUSTER_POLL_S = 2.0  # of a cluster that others run
@@ -53,14 +53,14 @@ class Deployment:
         self._config: MotetConfig | None = None  # of what runs
         self._url = ""
         self._token = secrets.token_hex(32)  # that routers and gangs share
-        self._max_gangs: int | None = None  # that there is room for; None: as many as the cluster can get
+        self._max_gangs: int | None = None  # so many have room; None: as many as the cluster can get
         self._on_hangup: Callable[[], None] | None = None
         self._has_hung_up = False
         self._parts = ExitStack()  # ends what was started, the last first, and all of it even if some of it fails
         self._session_path = Path()
         self._joined: JoinedCluster | None = None
         self._handlers: dict[int, Any] = {}
-        self._servers: list[psutil.Process] = []  # of Ray; motet is broken when one has gone
+        self._servers: list[psutil.Process] = []  # of Ray; motet is broken once one of them has died
 
     @property
     def url(self) -> str:
@@ -92,7 +92,7 @@ class Deployment:
         except BaseException:
             try:
                 self.stop()
-            except Exception:  # what kept it from starting is what is to be told
+            except Exception:  # the caller must get the first error
                 _log.exception("not everything could be stopped")
             raise
 
@@ -169,7 +169,7 @@ class Deployment:
             _run_application(config, self._token, progress_path)
 
     def _start_joined(self, config: MotetConfig, on_event: OnEvent, *, replace: bool, wait_for_nodes: bool) -> None:
-        """The same on a cluster that runs, and with nothing left there in the end but what was there before."""
+        """As `_start`, on a running cluster; `stop` leaves nothing there but what was there before."""
         assert config.address is not None
         self._parts.callback(restore_environment, set_environment(SERVE_FLAGS))
         from ..replicas.application import APP  # brings ray.serve, which reads its flags then
@@ -202,9 +202,9 @@ class Deployment:
             raise LaunchError(str(error)) from error
 
     def _start_registry(self, config: MotetConfig, host: str | None) -> MotetConfig:
-        """The config with the URL of a Redis server, ours or another, in which this launch is registered.
+        """Registers this launch in a Redis server, ours or another. Returns the config with that server's URL.
 
-        `host`: an address of this machine at which our own must be reached from other nodes.
+        `host`: an address of this machine at which other nodes reach a server of ours; None: no other node must.
         """
         config.data_dir.mkdir(parents=True, exist_ok=True)
         embedded_redis = config.redis_url is None
@@ -225,8 +225,8 @@ class Deployment:
         self._parts.callback(_shut_ray_down)
         self._max_gangs = config.scaling.max_gangs
         num_cpus = config.scaling.max_gangs * config.num_cpus_of_a_gang
-        start_serve(self._session_path, config.port, num_cpus, on_event)
-        # Ray put a handler before Python's that aborts the process three seconds after a SIGTERM: too soon to stop.
+        # Ray puts a handler before Python's that aborts the process three seconds after a SIGTERM: too soon to stop.
+        start_serve(self._session_path, config.port, num_cpus, on_event, self._catch_signals)
         self._catch_signals()
         started = set(psutil.Process().children()) - children
         self._servers = [process for process in started if process.name() in ("gcs_server", "raylet")]
@@ -284,7 +284,7 @@ def _run_application(config: MotetConfig, token: str, progress_path: Path | None
 
 
 def _last_line(message: str) -> str:
-    """Of a replica's traceback: the error."""
+    """The last line of a replica's traceback, which is the error."""
     return next((line.strip() for line in reversed(message.splitlines()) if line.strip()), message)
 
 

@@ -1,8 +1,8 @@
 """A private Ray cluster on this machine with Serve behind HAProxy, in a session folder of its own.
 
-What would clash with another Ray or HAProxy on the machine is made private: the folder, HAProxy's sockets, and its
-side ports. What would listen for strangers is bound to loopback: Ray itself, the routers' own HTTP ports, HAProxy's
-statistics. Only HAProxy's front listens where the user asked.
+The folder, HAProxy's sockets and its side ports are private, so that they do not clash with another Ray or HAProxy on
+the machine. Ray itself, the routers' own HTTP ports and HAProxy's statistics listen on loopback only, where strangers
+do not reach them. Only HAProxy's front listens where the user asked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import secrets
 import shlex
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..progress_log import OnEvent, ignore_event, step
@@ -27,7 +27,7 @@ DEREGISTRATION_S = 5  # in which HAProxy, on a busy machine too, hears that a ro
 PORT_REST_S = 150  # before another router gets the port of one that is gone
 # Variables of Serve on which streams depend that outlast changes of routers.
 LASTING_STREAMS = {
-    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(LONGEST_STREAM_S),  # of a client that sends nothing
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(LONGEST_STREAM_S),  # how long a client may send nothing
     # Whenever routers come or go, another HAProxy takes over; the one before ends with its last stream, and must not be
     # ended sooner. Serve would do so after two minutes.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_STREAM_S),
@@ -44,9 +44,9 @@ PATIENT_STARTS = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120",
 }
-NUM_START_ATTEMPTS = 3  # what Ray waits for besides, it waits for as long as it is written there, mostly 30 s
-# The C library asks for huge pages, from which weights that are read once a step come faster. Native linears see to it
-# themselves; this is for the others: experts', and those that oneDNN packs.
+NUM_START_ATTEMPTS = 3  # Ray's other timeouts are fixed in its code, mostly at 30 s.
+# Makes the C library ask for huge pages, from which weights that are read once a step come faster. Native linears ask
+# by themselves; this is for other weights: experts', and those that oneDNN packs.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def check_port_is_free(host: str, port: int) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody uses at the moment."""
+    """Ports of loopback that are free at the moment."""
     probes = [socket.socket() for _ in range(count)]
     try:
         for probe in probes:
@@ -113,11 +113,12 @@ def serve_environment(session: str, session_path: Path, host: str, port: int) ->
 
 
 def write_haproxy_wrapper(path: Path, host: str, port: int, private_ports: Sequence[int]) -> Path:
-    """A program that starts HAProxy with its front at the wanted host and what is mended in Serve's configuration.
+    """Writes a script that edits Serve's HAProxy configuration and then runs HAProxy.
 
-    The only place to change these is between Serve's writing of HAProxy's configuration and HAProxy's reading it:
+    Serve writes that configuration and offers no other place to change it. What is changed:
 
-    - Serve gives replicas and front one host, and always binds statistics to all interfaces.
+    - Serve gives replicas and front one host, and always binds statistics to all interfaces. The front gets `host`,
+      and statistics get loopback.
     - It splices requests, after which HAProxy 2.8 does not see a client leave before the answer begins, when body and
       headers came in two packets: a request that nobody waits for would be computed to its end. Splicing goes.
     - It sends a request over a router's idle connection, which the router may close at that moment, as it does with
@@ -148,11 +149,27 @@ def write_haproxy_wrapper(path: Path, host: str, port: int, private_ports: Seque
     return path
 
 
-def start_serve(session_path: Path, port: int, num_cpus: float, on_event: OnEvent = ignore_event) -> None:
+def start_serve(
+    session_path: Path,
+    port: int,
+    num_cpus: float,
+    on_event: OnEvent = ignore_event,
+    catch_signals: Callable[[], None] = lambda: None,
+) -> None:
     """Starts Ray and Serve; needs `serve_environment` in the environment. `num_cpus`: what all replicas take.
 
     A start that fails, as it does on a machine too busy for Ray's own timeouts, is tried again from the beginning.
+    `catch_signals` puts the caller's signal handlers back, in place of those that the failed start has left.
     """
+    with step(on_event, "loading Ray"):
+        import ray
+        from ray import serve  # noqa: F401  # what cannot be imported is no start that failed
+        from ray.serve._private import constants
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its stages are the launcher's to tell
+    if not (constants.RAY_SERVE_ENABLE_HA_PROXY and constants.RAY_SERVE_THROUGHPUT_OPTIMIZED):
+        raise RuntimeError("ray.serve was imported before serve_environment was set: it reads its flags only then")
+
     for attempt in range(1, NUM_START_ATTEMPTS + 1):
         try:
             _start_serve(session_path, port, num_cpus, on_event)
@@ -162,26 +179,18 @@ def start_serve(session_path: Path, port: int, num_cpus: float, on_event: OnEven
         except Exception as error:  # Ray has no class of its own for a start that took too long
             if attempt == NUM_START_ATTEMPTS:
                 raise
-            import ray
-
             _log.warning("Ray did not start, and is started again: %s", error)
-
             ray.shutdown()
+            catch_signals()
             sweep(os.environ[SESSION_VARIABLE])
 
 
 def _start_serve(session_path: Path, port: int, num_cpus: float, on_event: OnEvent) -> None:
+    import ray
+    from ray import serve
+    from ray.serve.config import HTTPOptions
+
     with step(on_event, "starting Ray"):
-        import ray
-        from ray import serve
-
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its stages are the launcher's to tell
-        from ray.serve._private import constants
-        from ray.serve.config import HTTPOptions
-
-        if not (constants.RAY_SERVE_ENABLE_HA_PROXY and constants.RAY_SERVE_THROUGHPUT_OPTIMIZED):
-            raise RuntimeError("ray.serve was imported before serve_environment was set: it reads its flags only then")
-
         ray.init(
             address="local",
             num_cpus=max(NUM_LOGICAL_CPUS, int(-(-num_cpus // 1))),
@@ -200,7 +209,7 @@ def _start_serve(session_path: Path, port: int, num_cpus: float, on_event: OnEve
 
 
 def set_environment(variables: dict[str, str]) -> dict[str, str | None]:
-    """Sets variables for this process and its children; what they were before, for `restore_environment`."""
+    """Sets variables for this process and its children. Returns their former values, for `restore_environment`."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     return before

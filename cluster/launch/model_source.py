@@ -1,4 +1,4 @@
-"""From what a person names a model by to a folder on this machine: a folder as it is, a hub id by downloading it."""
+"""Finds the folder of the model that a person names by a path or a hub id; downloads what a hub id names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OnProgress = Callable[[str, int, int], None]
 
 
 class ModelUnavailable(Exception):  # noqa: N818
-    """The model cannot be had; the message says why and what would do."""
+    """The model cannot be found or downloaded; the message says why, and what would be accepted."""
 
 
 def resolve_model(path_or_id: str, models_path: Path, on_progress: OnProgress) -> Path:
@@ -61,7 +61,7 @@ def resolve_model(path_or_id: str, models_path: Path, on_progress: OnProgress) -
 
 
 def check_model_folder(folder: Path) -> None:
-    """Nothing, or ModelUnavailable that names every missing file."""
+    """Raises ModelUnavailable, which names every missing file, unless the folder is complete."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         missing.append("tokenizer.json")
@@ -82,8 +82,8 @@ def check_model_folder(folder: Path) -> None:
 
 
 def _download(hub_id: str, folder: Path, on_progress: OnProgress) -> None:
-    """The wanted files of the hub's current revision, all of them, in `folder`; goes on where a call broke off."""
-    disable_progress_bars()  # ours tells the same, also where there is no terminal
+    """Downloads the wanted files of the hub's current revision into `folder`; goes on where a call broke off."""
+    disable_progress_bars()  # motet's own display tells the same, also where there is no terminal
     try:
         planned = huggingface_hub.snapshot_download(
             hub_id, local_dir=folder, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES, dry_run=True

@@ -22,7 +22,7 @@ REDIS_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class NodeExpectations:
-    """Plain data: it travels to the node."""
+    """What a node must find. Plain data, because it travels to the node."""
 
     version: str  # of motet
     model_path: Path
@@ -30,12 +30,12 @@ class NodeExpectations:
     marker_path: Path  # a file in the data folder, made for this check
     marker: str  # what it says
     redis_url: str
-    redis_key: str  # made for this check as well; it says the same
+    redis_key: str  # made for this check as well; its value is `marker`
     memory_bytes: int  # of one gang's worker
 
     @contextmanager
     def prepared(self, ttl_s: int) -> Iterator[None]:
-        """Makes what nodes look for, and removes it. A launch that is killed leaves the key for `ttl_s` only."""
+        """Makes what nodes look for, and removes it. A launch that is killed leaves the key for `ttl_s`."""
         client = _client(self.redis_url)
         try:
             self.marker_path.write_text(self.marker)
@@ -49,7 +49,7 @@ class NodeExpectations:
 
 
 def problems_of_this_node(expected: NodeExpectations) -> Sequence[str]:
-    """What must be put right here, a sentence each."""
+    """What is wrong on this node, a sentence for each problem."""
     found = []
     if __version__ != expected.version:
         found.append(f"motet {__version__} is installed, and {expected.version} is needed")

@@ -1,4 +1,4 @@
-"""What is told about the settings of `motet serve` before anything is started."""
+"""Checks of the settings of `motet serve` before anything is started."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def check_settings(config: MotetConfig) -> list[str]:
 
 
 def check_sizes(config: MotetConfig) -> list[str]:
-    """Warnings and errors likewise, of what may change while it runs."""
+    """Warnings and errors as of `check_settings`, of what an update may change while motet runs."""
     model = ModelConfig.from_folder(config.model_path)
     page_bytes = model.num_layers * model.slab(config.block_size) * PAGE_DTYPES[config.dtype].itemsize
     if config.pool_bytes < page_bytes:
         raise ConfigError("--pool-bytes", config.pool_bytes, f"one page of this model takes {page_bytes} bytes")
-    if config.address is None:  # nodes of a cluster look for themselves
+    if config.address is None:  # nodes of a cluster check this themselves
         device = probe_device(config.device)
         memory_bytes, num_pools = device.memory_bytes, 1  # a GPU for each worker
         if memory_bytes is None:

@@ -1,4 +1,4 @@
-"""What a launch writes into the registry before anything serves: whose it is, and the trial keys."""
+"""What a launch writes into the registry before anything serves: its base, and the config's keys."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ OTHER_REDIS = "set REDIS_URL to another server, or to another database of this o
 
 
 async def register_launch(config: MotetConfig, *, embedded_redis: bool) -> None:
-    """Makes store and registry this base's, and the config's keys the only ones that this data folder's launches gave.
+    """Claims store and registry for this base; the config's keys replace those of this folder's earlier launches.
 
     Raises OtherBase, KeyTaken, RegistryUnavailable, ConfigError if the base's name is an adapter's or a tenant with a
-    latency objective has no key; then nothing that belonged to somebody has changed.
+    latency objective has no key; then no data of another launch has changed.
     """
     base = identify_base(config.model_path, config.name)
     store = AdapterStore(config.store_path)
@@ -59,7 +59,7 @@ async def _registry(config: MotetConfig) -> AsyncIterator[Registry]:
 
 
 async def _check_name(registry: Registry, base: BaseIdentity) -> None:
-    """An adapter of the base's name could not be asked for any more."""
+    """Raises ConfigError if an adapter has the base's name: nobody could ask for that adapter any more."""
     tenants = sorted({one.tenant for one in (await registry.snapshot()).adapters if one.name == base.name})
     if tenants:
         raise ConfigError(
@@ -84,7 +84,7 @@ async def _check_objectives(registry: Registry, config: MotetConfig) -> None:
 
 
 def _owner(config: MotetConfig) -> str:
-    """Names this data folder's launches, among all that share a Redis; made at the first one."""
+    """An id of this data folder, made at its first launch, by which its keys are known in a Redis that others share."""
     path = config.data_dir / OWNER_FILE
     try:
         with path.open("x") as file:

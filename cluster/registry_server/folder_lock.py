@@ -1,4 +1,4 @@
-"""One process at a time in a folder."""
+"""A lock that lets one process at a time use a folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class FolderLock:
-    """An advisory lock, held until released or until all processes that share its handle are gone."""
+    """An advisory lock, held until it is released or all processes that share its handle have ended."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._path = folder / name
@@ -22,7 +22,7 @@ class FolderLock:
         return self._handle
 
     def acquire(self, timeout_s: float) -> None:
-        """Waits for the lock. Raises BlockingIOError, saying who has it."""
+        """Waits for the lock. Raises BlockingIOError after `timeout_s`; its message says which process has the lock."""
         deadline = time.monotonic() + timeout_s
         handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         while True:

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-_MIN_MAJOR_VERSION = 7  # older ones neither know all our commands nor would see the files of newer ones
+_MIN_MAJOR_VERSION = 7  # older ones lack some of our commands, and do not read the files of newer ones
 
 
 def find_redis_binary() -> Path:

@@ -65,7 +65,7 @@ class RedisServer:
         self._lock = FolderLock(self._folder, "redis.lock")
         self._stopping = threading.Event()
         self._spawning = threading.Lock()  # no server is spawned once `_stopping` is set under it
-        self._settled = threading.Event()  # the first start went well or not
+        self._settled = threading.Event()  # the first start has succeeded or failed
         self._failure: RedisServerError | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
@@ -175,7 +175,7 @@ class RedisServer:
             process.stdin.write(self._settings.encode())  # not as arguments: the password would show
             process.stdin.close()
         except BrokenPipeError:
-            pass  # it died at once, which the wait below tells
+            pass  # the server died at once; `_wait_until_ready` raises then
         self._wait_until_ready(process)
         return process
 
@@ -200,7 +200,7 @@ class RedisServer:
                 try:
                     client.ping()
                     return
-                except BusyLoadingError:  # it reads its file, however long that takes
+                except BusyLoadingError:  # the server reads its file, and may take any time for it
                     deadline = time.monotonic() + self._start_timeout_s
                 except RedisError as error:
                     if time.monotonic() > deadline:

@@ -24,9 +24,9 @@ def build_application(
 ) -> Any:
     """What `serve.run` takes. `token`: a secret that routers and gangs share.
 
-    `progress_path`: where these tell how far their start is. `is_update`: it replaces a running one, which must have
-    had the same token, and keeps its number of gangs where that goes with the load. Replicas whose version is the same
-    stay.
+    `progress_path`: where these tell how far their start is. `is_update`: the application replaces a running one, which
+    must have had the same token. Replicas whose version is the same stay, and so does a number of gangs that follows
+    the load.
     """
     gangs: Any = serve.deployment(
         GangReplica,
@@ -44,7 +44,7 @@ def build_application(
         name="router",
         max_surge_percent=100,  # an update starts new ones first, so that there is always one to connect to
         num_replicas=config.num_routers,
-        # No CPUs: it waits more than it works; the machine's share is the gangs'.
+        # No CPUs: a router waits more than it works, so the gangs get all of them.
         ray_actor_options=Resources(custom=config.router_resources).actor_options,
         max_ongoing_requests=100_000,  # admission is the router's own business
         health_check_period_s=5.0,
@@ -60,7 +60,7 @@ def build_application(
 
 
 def _settings_of_a_router(config: MotetConfig) -> tuple[object, ...]:
-    """All that a RouterReplica reads of the config."""
+    """All settings that a RouterReplica reads from the config."""
     packing = (config.tensor_parallel, config.block_size, config.dtype, config.expert_sharding)
     waiting = (config.sequence_wait_s, config.min_gangs == 0, config.admission)
     return (config.router, config.redis_url, config.model_path, config.store_path, config.name, packing, waiting)
@@ -76,14 +76,14 @@ def _with_version(deployment: Any, *settings: object) -> Any:
 
 
 def _number_of_gangs(scaling: ScalingConfig, is_update: bool) -> dict[str, Any]:
-    """Options of the gangs' deployment: a policy runs only where there is something to decide."""
+    """Options of the gangs' deployment: a fixed number, or a policy where there is something to decide."""
     if scaling.is_fixed:
         return {"num_replicas": scaling.max_gangs}
     return {"autoscaling_config": autoscaling_config(scaling, is_update=is_update)}
 
 
 def _place_of_a_gang(config: MotetConfig) -> dict[str, Any]:
-    """Options of the gangs' deployment: the replica itself, or with it a bundle for each worker."""
+    """Options of the gangs' deployment: what the replica takes, or a bundle for the leader and one for each worker."""
     labels = dict(config.gang_labels)
     if config.tensor_parallel == 1:
         options = config.worker_resources.actor_options

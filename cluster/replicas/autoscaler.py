@@ -1,8 +1,8 @@
 """The scaling policy as Ray Serve's controller runs it, ten times a second.
 
-Serve wraps a policy in delays, factors and averages of its own. They are set to do nothing here, since the policy has
-better knowledge. Two things of the wrapper stay and are welcome: bounds, and that a call which waits at a handle while
-no replica runs brings the first replica without asking the policy (`GangDemand` makes such calls).
+Serve wraps a policy in delays, factors and averages of its own. They are set to do nothing here, because the policy
+knows more. Two things of the wrapper stay, and help: it keeps the bounds, and while no replica runs, a call that waits
+at a handle brings the first replica without asking the policy (`GangDemand` makes such calls).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class GangAutoscaler:
     """Serve makes one and calls it with a context; what it must remember travels in the context."""
 
     def __init__(self, **config: Any) -> None:
-        """Fields of ScalingConfig, since Serve hands arguments over as JSON."""
+        """`config`: the fields of ScalingConfig, because Serve hands arguments over as JSON."""
         self._config = ScalingConfig(**config)
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
@@ -52,10 +52,10 @@ def fleet_state(context: AutoscalingContext, now_s: float) -> FleetState:
 
 
 def autoscaling_config(scaling: ScalingConfig, *, is_update: bool = False) -> AutoscalingConfig:
-    """What the gangs' deployment is given.
+    """Serve's options for scaling the gangs' deployment.
 
-    It starts with a gang in any case, so that a bad model is told at once. `is_update`: of a deployment that runs; it
-    keeps as many gangs as it has, where Serve would bring their number back to that of the start.
+    A new deployment starts with at least one gang, so that a bad model is told at once. `is_update`: the deployment
+    runs already and keeps its number of gangs; Serve would bring it back to that of the start.
     """
     with warnings.catch_warnings():
         # Ray 2.60 calls the interval deprecated in favour of variables that it does not read for replicas yet.

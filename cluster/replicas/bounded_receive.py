@@ -17,8 +17,8 @@ class BoundedReceive:
     that arrives faster than the disk takes it would fill the memory. This gives the queue a limit; a full queue makes
     the replica stop reading, and TCP then slows the client down.
 
-    A request that comes through Serve's fallback proxy, as some do while routers come and go, has another queue: what
-    fills that one does not wait, and would lose the rest of the body at a limit. It has none.
+    A request that comes through Serve's fallback proxy, as some do while routers come and go, has another queue, which
+    gets no limit: the code that fills it does not wait, and at a limit would lose the rest of the body.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -24,7 +24,7 @@ from .gang_stats import gang_stats
 from .gang_workers import RayWorkers
 from .replica_logging import configure_replica_logging
 
-if TYPE_CHECKING:  # the module brings torch: launchers name the class below, and do without
+if TYPE_CHECKING:  # the module imports torch, which launchers need not: they only name the class below
     from ...workers.loop import EngineLoop
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class GangReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: EngineConfig, leader: LeaderConfig, token: str, progress_path: Path | None
     ) -> None:
-        """`token`: the cluster's secret. `progress_path`: where to tell how far the engine's building is."""
+        """`token`: the cluster's secret. `progress_path`: the file for the progress of building the engine."""
         configure_replica_logging()
         self._drain_s = leader.drain_s
         self._max_num_sequences = config.max_num_sequences
@@ -51,15 +51,15 @@ class GangReplica:
         _log.info("gang %s serves %s at %s", info.gang_id, info.model, self._address)
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """What the directory of every router hears of this replica."""
+        """What this replica tells the directory of every router."""
         return {ADDRESS: self._address}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the autoscaler hears of this replica."""
+        """What this replica tells the autoscaler."""
         return gang_stats(self._server.load, self._max_num_sequences)
 
     async def wake(self) -> None:
-        """Nothing: a router calls this so that Serve sees that a gang is wanted."""
+        """Does nothing: a router calls it so that Serve sees that a gang is wanted."""
 
     async def check_health(self) -> None:
         """Raises when the replica must be replaced."""

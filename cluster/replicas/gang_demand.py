@@ -16,8 +16,8 @@ class GangDemand:
     """Keeps one call to the gangs waiting in Serve for as long as sequences of this router wait for a gang.
 
     Tokens do not pass through Serve, so it would not see that anybody asks. A call that finds no replica waits at the
-    handle, which tells the controller at once; that starts a gang, the call ends, and the sequences go their own way.
-    Belongs to one event loop.
+    handle, which tells the controller at once. The controller starts a gang, the call ends, and the sequences go to the
+    gang directly. Belongs to one event loop.
     """
 
     def __init__(self, gang: Any, num_waiting: Callable[[], int]) -> None:
@@ -27,7 +27,7 @@ class GangDemand:
         self._task: asyncio.Task[None] | None = None
 
     def show(self) -> None:
-        """A sequence begins to wait."""
+        """Call it when a sequence begins to wait."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._call_while_waiting(), name="gang demand")
 
@@ -52,5 +52,5 @@ class GangDemand:
 async def _answer(call: Any) -> None:
     try:
         await call
-    except Exception as error:  # whatever became of that gang: somebody still waits, and there is another call
+    except Exception as error:  # the gang may have died: while sequences wait, the next round calls again
         _log.warning("a call to the gangs failed: %r", error)

@@ -1,8 +1,8 @@
 """Which gangs there are, as Ray Serve knows it, pushed to a router.
 
 A gang's leader publishes its address as replica metadata, and the Serve controller pushes the set of running replicas
-to whoever listens: the same feed that Serve's own handles are built on, so a router learns of a gang that comes, goes
-or is replaced within a tenth of a second, for any number of gangs, and without asking. A custom `RequestRouter` would
+to whoever listens. Serve's own handles are built on the same feed. So a router learns within a tenth of a second of a
+gang that comes, goes or is replaced, for any number of gangs, and without asking. A custom `RequestRouter` would
 get the same set, but it exists only behind a handle's first request and cannot be handed a collaborator; asking through
 `handle.broadcast` would cost every router a call to every gang each second. The price is that `LongPollClient` is not
 Serve's public API: this file is the only one that knows it, and the end-to-end test goes through it.
@@ -56,7 +56,7 @@ class GangDirectory:
         )
 
     async def _keep_listening(self) -> None:
-        """A client stops for good when its controller dies; Serve starts the controller again."""
+        """Listens anew when the controller has died and Serve has started it again: a client stops for good then."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
             if not self._client.is_running:

@@ -1,6 +1,6 @@
 """What a gang's replica tells the autoscaler, and how the autoscaler reads it.
 
-Ray Serve asks each replica some times in a window for numbers by name, and hands them to the policy as time series.
+Ray Serve asks each replica a few times in a window for numbers with names. The policy gets them as time series.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ class Sample(Protocol):
 
 
 def gang_stats(load: EngineLoad, max_num_sequences: int) -> dict[str, float]:
-    """The numbers to tell. A full pool and too few places for sequences are one pressure, by the scarcer of them."""
+    """The numbers to tell. The pressure is that of pages or of places for sequences, whichever are scarcer."""
     now, counted = load.gauges, load.counters
     num_evictable_pages = now.num_idle_adapter_pages + now.num_idle_prefix_pages
     num_used_pages = now.num_pages - now.num_free_pages - num_evictable_pages
     return {
         NUM_SEQUENCES: now.num_running + now.num_waiting,
-        QUEUED_TOKENS: max(0, now.num_queued_tokens - now.num_running),  # each running one's next token is no queue
+        QUEUED_TOKENS: max(
+            0, now.num_queued_tokens - now.num_running
+        ),  # the next token of a running sequence does not wait
         POOL_PRESSURE: max(num_used_pages / max(now.num_pages, 1), now.num_running / max_num_sequences),
         ADAPTER_LOADS: counted.num_adapter_loads,
         ADAPTER_EVICTIONS: counted.num_adapter_evictions,
@@ -48,8 +50,8 @@ def gang_stats(load: EngineLoad, max_num_sequences: int) -> dict[str, float]:
 def gang_load(means: Mapping[str, float], series: Mapping[str, Sequence[Sample]]) -> GangLoad:
     """One gang's load from the means and the series of its numbers.
 
-    Of the adapters' loads only those count that pushed another one out: an empty pool fills without more gangs' help,
-    and more gangs would be more empty pools.
+    Only those loads of adapters count that pushed another adapter out. Loads into an empty pool end by themselves, and
+    more gangs would bring more empty pools.
     """
     loads_per_s = min(growth_per_s(series.get(ADAPTER_LOADS, ())), growth_per_s(series.get(ADAPTER_EVICTIONS, ())))
     return GangLoad(
@@ -62,7 +64,7 @@ def gang_load(means: Mapping[str, float], series: Mapping[str, Sequence[Sample]]
 
 
 def growth_per_s(series: Sequence[Sample]) -> float:
-    """Of a counter, from the first to the last sample; 0 if there are not two."""
+    """How fast a counter grew from the first to the last sample; 0 if there are not two."""
     if len(series) < 2 or series[-1].timestamp <= series[0].timestamp:
         return 0.0
     return max(0.0, series[-1].value - series[0].value) / (series[-1].timestamp - series[0].timestamp)

@@ -12,7 +12,7 @@ from ..resources import actor_options
 from .network_interface import interface_of
 from .replica_logging import configure_replica_logging
 
-if TYPE_CHECKING:  # the module brings torch, which launchers do without
+if TYPE_CHECKING:  # the module imports torch, which launchers need not
     from ...workers.worker import WorkerSettings
 
 
@@ -26,7 +26,7 @@ class WorkerActor:
 
         interface = interface_of(ray.util.get_node_ip_address())
         if interface is not None:
-            # By itself the library takes what the host's name resolves to, which other nodes may not reach.
+            # By default the library takes the address of the host's name, which other nodes may not reach.
             for library in ("GLOO", "NCCL"):
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
         run_worker(settings)

@@ -38,9 +38,9 @@ class RouterReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: MotetConfig, token: str, gang: Any, progress_path: Path | None
     ) -> None:
-        """`token`: the cluster's secret. `gang`: Serve's handle of the gangs, which names them.
+        """`token`: the cluster's secret. `gang`: Serve's handle of the gangs, from which their deployment's name comes.
 
-        `progress_path`: where to tell how far the start is.
+        `progress_path`: the file for the progress of the start.
         """
         configure_replica_logging()
         with step(ignore_event if progress_path is None else ProgressWriter(progress_path), "starting a router"):
@@ -102,7 +102,7 @@ class RouterReplica:
         self._text.close()
 
     def _show_demand(self) -> None:
-        """A sequence waits for a gang. Where there is always to be one, Serve sees to it without being told."""
+        """Called when a sequence waits for a gang. With `min_gangs` from 1 on Serve starts gangs without being told."""
         if self._demand is not None:
             self._demand.show()
 

@@ -6,7 +6,7 @@ import psutil
 
 
 def interface_of(ip_address: str) -> str | None:
-    """The interface that has the address; None if none has, as where addresses are translated."""
+    """The interface that has the address; None: no interface has it, for example because addresses are translated."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == ip_address for one in addresses):
             return name

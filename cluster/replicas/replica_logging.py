@@ -9,7 +9,7 @@ import sys
 def configure_replica_logging() -> None:
     """Sends motet's own log lines to the worker's stderr, which Ray keeps in a file of its session.
 
-    Past `sys.stderr`, which Serve replaces by a log of its own that leaves out what is less than a warning.
+    They do not go through `sys.stderr`: Serve replaces that by a log of its own, which has warnings and errors only.
     """
     logger = logging.getLogger("motet")
     if not logger.handlers:

@@ -63,7 +63,7 @@ class Dispatcher(Protocol):
 
     @property
     def num_gang_faults(self) -> Mapping[FaultKind, int]:
-        """How often a gang was lost that had not been told to go, by what was lost of it."""
+        """Number of gangs that were lost without having been told to stop, by kind of fault."""
 
     def submit(
         self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None
@@ -173,7 +173,7 @@ class FleetDispatcher:
             return
         has_begun = sequence.has_begun or sequence.is_resumed
         if len(self._awaiting_gang) >= MAX_AWAITING_GANG and not has_begun:
-            message = f"no gang is connected and {MAX_AWAITING_GANG} requests wait for one; try again later"
+            message = f"no gang is connected and {MAX_AWAITING_GANG} sequences wait for one; try again later"
             sequence.refuse(SequenceError("overloaded", message, reason="no_gang"))
         else:
             sequence.outlast_waits()

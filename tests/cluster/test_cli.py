@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -14,6 +15,8 @@ from motet.cluster.commands.status import status_lines
 from motet.cluster.launch.local_serve import free_ports
 from motet.tests.rigs.engine_loads import engine_load
 from motet.tests.rigs.fake_motet import BASE, KEY, FakeMotet, running_fake
+from motet.workers.wire.engine_load import summed
+from motet.workers.wire.messages import GangInfo
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +126,7 @@ def test_a_load_is_told_in_words_since_the_start_and_by_the_second() -> None:
         host_adapter_bytes=5 << 20,
         num_adapter_loads=8,
         num_adapter_reads=3,
+        num_loaded_pages=640,
         num_resident_adapters=9,
         num_computed_tokens=1500,
         num_generated_tokens=500,
@@ -142,20 +146,70 @@ def test_a_load_is_told_in_words_since_the_start_and_by_the_second() -> None:
         "  load",
         "    sequences: 12 running, 3 waiting, 1 of them for adapters, the oldest for 0.4 s",
         "    queued tokens: 2,048",
-        "    pages: 1,000: 210 free, 340 of kept KV (300 idle), 120 of adapters (20 idle)",
+        "    pages: 210 of 1,000 free; kept KV 340 (300 idle); adapters 120 (20 idle)",
         "    pages of KV behind them: 400 in host memory, 0 on disk",
         "    adapters: 9 there, 0 coming; 5 MiB packed in host memory",
-        "    prompt tokens found: 75.0% of 4,000",
+        "    prompt tokens not computed again (prefix cache): 75.0% of 4,000 since the start",
         "    tokens: 500 generated, 1,500 computed",
-        "    copies: 40 pages of KV out, 0 in, 0 of adapters in; 0 failed",
-        "    evictions: 7 pages of KV, 0 adapters; 8 adapters loaded, 3 of them from the store",
+        "    copies: 40 pages of KV to host memory, 0 back; 0 failed",
+        "    adapter loads: 8 adapters, 3 of them from the store; 640 pages",
+        "    evictions: 7 pages of KV, 0 adapters",
         "    preemptions: 2 sequences",
     ]
     by_the_second = list(status_lines(now, before=before, seconds=2.0))
     assert "    tokens a second: 5.0 generated, 0.0 computed" in by_the_second
-    assert "    copies a second: 15.0 pages of KV out, 0.0 in, 0.0 of adapters in; 0.0 failed" in by_the_second
+    assert "    copies a second: 15.0 pages of KV to host memory, 0.0 back; 0.0 failed" in by_the_second
     another = {"gangs": [{"gang_id": "b", "load": earlier.flat()}]}
     assert list(status_lines(now, before=another, seconds=2.0)) == since_the_start
+
+
+def test_a_gang_is_told_without_what_its_model_tells() -> None:
+    info = GangInfo(
+        gang_id="a",
+        model=BASE,
+        device="cpu",
+        dtype="float32",
+        kernels="native",
+        max_model_len=2048,
+        block_size=16,
+        num_pages=4096,
+        page_bytes=16 << 10,
+        num_threads=2,
+        vocab_size=512,
+        eos_token_ids=(2,),
+    )
+    assert list(status_lines({"gangs": [msgspec.to_builtins(info)]})) == [
+        "gangs 1 of 1",
+        "  gang id: a",
+        f"  model: {BASE}",
+        "  device: cpu",
+        "  dtype: float32",
+        "  kernels: native",
+        "  max model len: 2048",
+        "  page: 16 tokens, 16 KiB",
+        "  pages: 4,096",
+        "  threads: 2",
+    ]
+
+
+@pytest.mark.parametrize("num_gangs", [0, 1, 2])
+def test_loads_are_summed_only_over_several_gangs(num_gangs: int) -> None:
+    loads = [engine_load(num_running=number) for number in range(1, num_gangs + 1)]
+    gangs = [{"gang_id": str(number), "load": load.flat()} for number, load in enumerate(loads)]
+    total = summed(loads).flat() if loads else None
+    lines = list(status_lines({"version": "1", "gangs": gangs, "load": total, "open_generations": 3}))
+    running = [line.split(",")[0] for line in lines if "sequences: " in line and "running" in line]
+    one_by_one = [f"    sequences: {number} running" for number in range(1, num_gangs + 1)]
+    assert running == (one_by_one if num_gangs < 2 else [*one_by_one, "  sequences: 3 running"])
+    assert ("load of all gangs" in lines) == (num_gangs > 1)
+    assert "load" not in lines
+
+
+def test_the_sum_too_is_told_by_the_second() -> None:
+    loads = [engine_load(num_generated_tokens=count) for count in (10, 30)]
+    now = {"gangs": [{"gang_id": "a"}, {"gang_id": "b"}], "load": loads[1].flat()}
+    lines = list(status_lines(now, before={**now, "load": loads[0].flat()}, seconds=2.0))
+    assert "  tokens a second: 10.0 generated, 0.0 computed" in lines
 
 
 def test_chat_answers_line_by_line_and_remembers(fake: FakeMotet) -> None:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from motet.cluster.commands.config_file import RereadableCommand, reread_options, take_defaults
 from motet.cluster.commands.serve_command import serve
 from motet.cluster.config import MotetConfig
-from motet.cluster.launch.rolling_update import updated
+from motet.cluster.launch.update_check import updated
 from motet.cluster.settings.config_error import ConfigError
 from motet.tests.rigs.running_motet import DEMO
 

@@ -215,6 +215,37 @@ def test_a_start_of_ray_that_takes_too_long_is_tried_again(
     stand_in.close()
 
 
+def test_signals_are_caught_again_once_a_failed_start_is_shut_down(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in = StandInRay(monkeypatch, TimeoutError("HTTP proxies not available after 60s."), 2)
+    num_shutdowns: list[int] = []
+    start_serve(tmp_path, 18000, 1, catch_signals=lambda: num_shutdowns.append(stand_in.num_shutdowns))
+    assert num_shutdowns == [1, 2]
+    stand_in.close()
+
+
+def test_flags_that_were_read_too_early_are_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stand_in = StandInRay(monkeypatch, TimeoutError("never raised"), 0)
+    monkeypatch.setattr(constants, "RAY_SERVE_ENABLE_HA_PROXY", False)
+    with pytest.raises(RuntimeError, match=r"ray\.serve was imported before serve_environment was set"):
+        start_serve(tmp_path, 18000, 1)
+    assert (stand_in.num_left, stand_in.num_starts, stand_in.num_shutdowns) == ([], 0, 0)
+    assert "Ray did not start" not in caplog.text
+    stand_in.close()
+
+
+def test_a_failed_start_is_not_told_as_still_going_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stand_in = StandInRay(monkeypatch, TimeoutError("HTTP proxies not available after 60s."), 1)
+    events: list[tuple[str, int]] = []
+    start_serve(tmp_path, 18000, 1, lambda what, done, total: events.append((what, done)))
+    attempt = [("starting Ray", 0), ("starting Ray", 1), ("starting Ray Serve", 0), ("starting Ray Serve", 1)]
+    assert events == [("loading Ray", 0), ("loading Ray", 1), *attempt, *attempt]
+    stand_in.close()
+
+
 @pytest.mark.parametrize(
     ("error", "num_starts"), [(Exception("The current node timed out"), NUM_START_ATTEMPTS), (ValueError("bad"), 1)]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from contextlib import suppress
 
 import pytest
 from rich.console import Console
@@ -48,11 +49,26 @@ def test_nobody_waits_in_silence_or_without_a_reason() -> None:
     assert not any(line.startswith("still") and "Ray" in line for line in lines_of(output)[3:])
 
 
-def test_a_step_that_fails_is_not_told_to_be_done() -> None:
+def test_a_step_that_fails_is_told_to_have_ended() -> None:
     events: list[tuple[str, int, int]] = []
     with pytest.raises(RuntimeError), step(lambda *event: events.append(event), "starting Ray"):
         raise RuntimeError("Ray is ill")
-    assert events == [("starting Ray", 0, 1)]
+    assert events == [("starting Ray", 0, 1), ("starting Ray", 1, 1)]
+
+
+def test_what_has_failed_is_not_still_being_done() -> None:
+    output = io.StringIO()
+    with display(output, silence_s=0.01) as progress:
+        with suppress(TimeoutError), step(progress, "starting Ray Serve"):
+            raise TimeoutError
+        with step(progress, "starting Ray"):
+            num_before = len(lines_of(output))
+            deadline = time.monotonic() + 60
+            while not any(line.startswith("still ") for line in lines_of(output)[num_before:]):
+                assert time.monotonic() < deadline, lines_of(output)
+                time.sleep(0.01)
+            told = next(line for line in lines_of(output)[num_before:] if line.startswith("still "))
+    assert told.startswith("still starting Ray, after ")
 
 
 def test_a_terminal_shows_bars() -> None:

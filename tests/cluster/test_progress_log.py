@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from motet.cluster.progress_log import ProgressReader, ProgressWriter
+import pytest
+
+from motet.cluster.progress_log import ProgressReader, ProgressWriter, step
 
 
 def test_the_last_event_of_a_name_always_arrives(tmp_path: Path) -> None:
@@ -38,3 +40,12 @@ def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
         file.write('ghts", 2, 2]\n')
     read()
     assert events == [("weights", 1, 2), ("weights", 2, 2)]
+
+
+@pytest.mark.parametrize("path", [Path("/dev/full"), Path("/no-such-folder/progress")])
+def test_what_cannot_be_written_stops_nobody(path: Path) -> None:
+    assert path.exists() != path.parent.name.startswith("no-such")
+    has_run = False
+    with step(ProgressWriter(path), "loading torch"):
+        has_run = True
+    assert has_run

@@ -50,9 +50,14 @@ class RunningMotet:
         return found
 
     def hang_up(self) -> str:
-        """Has it read its file of settings again; what it says when that is done."""
+        """Has it read its file of settings again; what it says when that is done, or "" if it says nothing in time."""
         self.process.send_signal(signal.SIGHUP)
-        return self.stdout.readline().rstrip("\n")
+        watchdog = threading.Timer(PATIENCE_S, self.process.kill)  # which ends the line
+        watchdog.start()
+        try:
+            return self.stdout.readline().rstrip("\n")
+        finally:
+            watchdog.cancel()
 
     def gang_processes(self) -> list[psutil.Process]:
         """Processes of leaders; a gang of one worker has no others."""

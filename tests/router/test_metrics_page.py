@@ -26,3 +26,12 @@ def test_faults_are_told_before_there_are_any() -> None:
     text = Metrics().exposition(None, 0, {"engine": 2}, is_registry_connected=True).decode()
     assert 'motet_gang_faults_total{kind="engine"} 2.0' in text
     assert 'motet_gang_faults_total{kind="connection"} 0.0' in text
+
+
+def test_help_is_a_sentence_of_its_own() -> None:
+    text = Metrics().exposition(EngineLoad(), 0, {}, is_registry_connected=True).decode()
+    told = {family.name: family.documentation for family in text_string_to_metric_families(text)}
+    assert told["motet_engine_disk_pages"] == "Pages of KV on disk."
+    assert len(set(told.values())) == len(told)
+    for name, documentation in told.items():
+        assert re.fullmatch(r"[A-Z1].*\w\.", documentation), (name, documentation)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,3 +56,38 @@ def test_a_torch_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     device_probe.ask_torch.cache_clear()
     with pytest.raises(ValueError, match="torch did not say within"):
         probe_device("cuda")
+
+
+@pytest.fixture
+def _asked_anew() -> Iterator[None]:
+    device_probe.ask_torch.cache_clear()
+    yield
+    device_probe.ask_torch.cache_clear()
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, stdout: str) -> None:
+    run = subprocess.run
+    saying = [sys.executable, "-c", f"print({stdout!r})"]
+    monkeypatch.setattr(subprocess, "run", lambda _, **options: run(saying, **options))
+
+
+@pytest.mark.usefixtures("_asked_anew")
+def test_only_the_last_line_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, 'a plugin of torch says hello\n{"kind": "cuda", "memory_bytes": 1024}')
+    assert device_probe.ask_torch("cuda") == DeviceFacts("cuda", 1024)
+
+
+@pytest.mark.usefixtures("_asked_anew")
+@pytest.mark.parametrize("stdout", ["", "hello", "[1]", '{"colour": "red"}'])
+def test_what_is_no_answer_is_told(stdout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, stdout)
+    with pytest.raises(ValueError, match=r"device = 'cuda': torch was asked for a GPU, and this came back: "):
+        device_probe.ask_torch("cuda")
+
+
+@pytest.mark.usefixtures("_asked_anew")
+def test_modules_in_the_current_folder_are_not_taken_for_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch.py", "json.py"):
+        (tmp_path / name).write_text("raise SystemExit('this is not the module that was meant')")
+    monkeypatch.chdir(tmp_path)
+    assert device_probe.ask_torch("cpu") == DeviceFacts("cpu")

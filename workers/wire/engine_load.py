@@ -1,52 +1,82 @@
-"""The state of a gang after a step, as its frames tell it: what is now, and what was counted so far."""
+"""The state of a gang after a step, as its frames tell it: what is now, and what was counted so far.
+
+A field's description is its text in `/metrics`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 
 class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     """What is now."""
 
-    num_running: int = 0
-    num_waiting: int = 0
-    num_waiting_for_adapters: int = 0  # of those that wait: their adapter is not there yet
-    oldest_waiting_s: float = 0.0  # for how long the oldest sequence without a token has waited for its first one
-    num_queued_tokens: int = 0  # still to compute of all running and waiting sequences, as far as they have grown
-    num_pages: int = 0
-    num_free_pages: int = 0
-    num_adapter_pages: int = 0
-    num_idle_adapter_pages: int = 0  # of them, those of adapters that no running sequence uses
-    num_prefix_pages: int = 0  # full pages of KV that are kept for sequences that begin alike
-    num_idle_prefix_pages: int = 0  # of them, those that no running sequence holds
-    num_host_pages: int = 0  # of KV, in host memory
-    num_disk_pages: int = 0  # of KV, on disk
-    host_adapter_bytes: int = 0  # of packed adapters in host memory, of the gang's first worker
-    num_resident_adapters: int = 0
-    num_coming_adapters: int = 0  # being copied into the pool
+    num_running: Annotated[int, Meta(description="Sequences that run.")] = 0
+    num_waiting: Annotated[int, Meta(description="Sequences that wait for their turn.")] = 0
+    num_waiting_for_adapters: Annotated[
+        int, Meta(description="Of the sequences that wait, those whose adapter is not there yet.")
+    ] = 0
+    oldest_waiting_s: Annotated[
+        float, Meta(description="Seconds that the oldest sequence without a token has waited for its first one.")
+    ] = 0.0
+    num_queued_tokens: Annotated[
+        int,
+        Meta(description="Tokens still to compute of all running and waiting sequences, as far as they have grown."),
+    ] = 0
+    num_pages: Annotated[int, Meta(description="Pages of the pool.")] = 0
+    num_free_pages: Annotated[int, Meta(description="Pages of the pool that are free.")] = 0
+    num_adapter_pages: Annotated[int, Meta(description="Pages of the pool that adapters take.")] = 0
+    num_idle_adapter_pages: Annotated[
+        int, Meta(description="Of the pages of adapters, those of adapters that no running sequence uses.")
+    ] = 0
+    num_prefix_pages: Annotated[
+        int, Meta(description="Full pages of KV that are kept for sequences that begin alike.")
+    ] = 0
+    num_idle_prefix_pages: Annotated[
+        int, Meta(description="Of the kept pages of KV, those that no running sequence holds.")
+    ] = 0
+    num_host_pages: Annotated[int, Meta(description="Pages of KV in host memory.")] = 0
+    num_disk_pages: Annotated[int, Meta(description="Pages of KV on disk.")] = 0
+    host_adapter_bytes: Annotated[
+        int, Meta(description="Bytes of packed adapters in host memory, of each gang's first worker.")
+    ] = 0
+    num_resident_adapters: Annotated[int, Meta(description="Adapters that are in the pool.")] = 0
+    num_coming_adapters: Annotated[int, Meta(description="Adapters that are being copied into the pool.")] = 0
 
 
 class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
     """What was counted since the engine's start: none of these ever falls."""
 
-    num_steps: int = 0
-    num_computed_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_preemptions: int = 0
-    num_adapter_loads: int = 0
-    num_adapter_evictions: int = 0
-    num_cached_tokens: int = 0  # that were not computed, because their KV was there
-    num_prefix_evictions: int = 0  # pages
-    num_pages_out: int = 0  # of KV that were copied from the pool to the tier behind it
-    num_pages_in: int = 0  # of KV that were copied from a tier behind the pool into it
-    num_move_failures: int = 0  # copies between tiers that failed
-    num_adapter_reads: int = 0  # of loads, those from the store: the adapter was not in host memory
-    num_loaded_pages: int = 0  # of adapters whose load succeeded
-    busy_s: float = 0.0  # inside steps
-    loading_s: float = 0.0  # until adapters were there, summed over them
+    num_steps: Annotated[int, Meta(description="Steps that were computed.")] = 0
+    num_computed_tokens: Annotated[int, Meta(description="Tokens of prompts and answers that were computed.")] = 0
+    num_generated_tokens: Annotated[int, Meta(description="Tokens that the gangs generated.")] = 0
+    num_preemptions: Annotated[
+        int, Meta(description="Sequences that gave their pages to others and are computed again.")
+    ] = 0
+    num_adapter_loads: Annotated[int, Meta(description="Adapters that were loaded into the pool.")] = 0
+    num_adapter_evictions: Annotated[int, Meta(description="Adapters that were evicted from the pool.")] = 0
+    num_cached_tokens: Annotated[
+        int, Meta(description="Tokens that were not computed, because their KV was there.")
+    ] = 0
+    num_prefix_evictions: Annotated[int, Meta(description="Kept pages of KV that were evicted from the pool.")] = 0
+    num_pages_out: Annotated[
+        int, Meta(description="Pages of KV that were copied from the pool to the tier behind it.")
+    ] = 0
+    num_pages_in: Annotated[
+        int, Meta(description="Pages of KV that were copied from a tier behind the pool into it.")
+    ] = 0
+    num_move_failures: Annotated[int, Meta(description="Copies between tiers that failed.")] = 0
+    num_adapter_reads: Annotated[
+        int,
+        Meta(description="Of the adapters that were loaded, those read from the store: host memory did not have them."),
+    ] = 0
+    num_loaded_pages: Annotated[int, Meta(description="Pages of adapters whose load succeeded.")] = 0
+    busy_s: Annotated[float, Meta(description="Seconds spent in steps.")] = 0.0
+    loading_s: Annotated[float, Meta(description="Seconds until adapters were there, summed over adapters.")] = 0.0
 
 
 class EngineLoad(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What a running motet can change without a restart."""
+"""Checks that a running motet can change to a wanted config without a restart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..settings.update_rule import check_update
 
 
 def updated(running: MotetConfig, wanted: MotetConfig, max_gangs: int | None) -> MotetConfig:
-    """What is to run instead of `running`. `max_gangs`: so many there is room for until a restart; None: it grows.
+    """The config that is to run instead of `running`. `max_gangs`: so many have room until a restart; None: any number.
 
     Raises ConfigError for a setting that only a restart can change.
     """
