@@ -46,6 +46,8 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.host is None:  # on a running cluster it is there for other machines too
+            structs.force_setattr(self, "host", LOOPBACK if self.address is None else ALL_ADDRESSES)
         if not self.name:
             structs.force_setattr(self, "name", self.model_path.name)
             if not self.name:
@@ -95,8 +97,9 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def listen_host(self) -> str:
-        """Where it listens: on a running cluster for other machines too, unless told otherwise."""
-        return self.host or (LOOPBACK if self.address is None else ALL_ADDRESSES)
+        """Where it listens."""
+        assert self.host is not None
+        return self.host
 
     @property
     def url(self) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,11 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
+from motet.cluster.commands import foreground
 from motet.cluster.commands.config_file import RereadableCommand, reread_options, take_defaults
 from motet.cluster.commands.serve_command import serve
 from motet.cluster.config import MotetConfig
+from motet.cluster.launch.local_serve import free_ports
 from motet.cluster.launch.rolling_update import updated
 from motet.cluster.settings.config_error import ConfigError
 from motet.tests.rigs.running_motet import DEMO
@@ -90,10 +95,76 @@ def test_objectives_are_a_list_of_tenants_and_seconds(tmp_path: Path) -> None:
     file.write_text('latency-objective = ["acme=2.5", "zoo=10"]\n')
     assert read() == (("acme", 2.5), ("zoo", 10.0))
     assert read("--latency-objective", "acme=1") == (("acme", 1.0),)
+    for same in ('"acme=2.5"', "{acme = 2.5}", '{acme = "2.5"}', '[["acme", 2.5]]'):
+        file.write_text(f"latency-objective = {same}\n")
+        assert read() == (("acme", 2.5),)
     for bad in ('"acme"', '"=2"', '"acme=2s"', '"acme="', "3"):
-        file.write_text(f"latency-objective = [{bad}]\n")
-        with pytest.raises(click.BadParameter, match=r"TENANT=SECONDS \(for example acme=2\.5\) is accepted"):
+        file.write_text(f'latency-objective = ["zoo=.5", {bad}]\n')
+        shown = re.escape(repr(bad.strip('"') if '"' in bad else 3))
+        accepted = rf"^{shown}: TENANT=SECONDS \(for example acme=2\.5\) is accepted$"
+        with pytest.raises(click.BadParameter, match=accepted):
             read()
+
+
+@pytest.mark.parametrize(
+    ("line", "arguments", "is_on"),
+    [
+        ("", (), True),
+        ("prefix-cache = false", (), False),
+        ("prefix-cache = 0", (), False),
+        ("prefix-cache = false", ("--prefix-cache",), True),
+        ("prefix-cache = true", ("--no-prefix-cache",), False),
+    ],
+)
+def test_a_switch_of_the_file(tmp_path: Path, line: str, arguments: tuple[str, ...], is_on: bool) -> None:
+    option = next(one for one in serve.params if one.name == "prefix_cache")
+    command = RereadableCommand("serve", params=[config_option(), option], callback=lambda **_: None)
+    file = tmp_path / "options.toml"
+    file.write_text(f"{line}\n")
+    assert command.make_context("serve", ["--config", str(file), *arguments]).params["prefix_cache"] is is_on
+
+
+class StandInDeployment:
+    """Hangs up once for each line that it writes into the file."""
+
+    url = "http://127.0.0.1:1"
+
+    def __init__(self, file: Path, lines: tuple[str, ...]) -> None:
+        self.updates: list[MotetConfig] = []
+        self._file, self._lines, self._first = file, lines, file.read_text()
+
+    def update(self, wanted: MotetConfig) -> None:
+        self.updates.append(wanted)
+
+    def wait(self, on_hangup: Callable[[], None]) -> None:
+        for line in self._lines:
+            self._file.write_text(f"{self._first}{line}\n")
+            on_hangup()
+
+
+BAD_LINES = (
+    'prefix-cache = "perhaps"',
+    "prefix-cache = [true]",
+    "prefix-cache = 2",
+    "latency-objective = 5",
+    'cache-path = "~nosuchuser/x"',
+    "threads = [1]",
+    "max-queue-wait = 1979-05-27",
+    "key = 5",
+    "pool-bytes =",
+)
+
+
+def test_a_bad_value_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "motet.toml"
+    file.write_text(f"port = {free_ports(1)[0]}\ndevice = 'cpu'\n")
+    deployment = StandInDeployment(file, (*BAD_LINES, "prefix-cache = 0"))
+    monkeypatch.setattr(foreground, "deployed", lambda *_, **__: nullcontext(deployment))
+    result = CliRunner().invoke(serve, [str(DEMO / "base"), "--config", str(file), "--data-dir", str(tmp_path)])
+    assert (result.exit_code, result.exception) == (0, None)
+    said = result.stdout.splitlines()[-len(BAD_LINES) - 1 :]
+    assert [one.startswith("not updated: ") for one in said] == [*[True] * len(BAD_LINES), False], said
+    assert [one.prefix_cache for one in deployment.updates] == [False]
 
 
 def config_option() -> click.Option:
@@ -103,6 +174,11 @@ def config_option() -> click.Option:
 @pytest.fixture
 def running(tmp_path: Path) -> MotetConfig:
     return MotetConfig(model_path=DEMO / "base", data_dir=tmp_path, redis_url="unix:///embedded")
+
+
+def test_a_default_that_is_written_down_is_no_change(running: MotetConfig) -> None:
+    wanted = MotetConfig(model_path=DEMO / "base", data_dir=running.data_dir, host="127.0.0.1")
+    assert updated(running, wanted, max_gangs=1).listen_host == running.listen_host == "127.0.0.1"
 
 
 def test_what_may_change_changes_and_the_embedded_redis_stays(running: MotetConfig) -> None:

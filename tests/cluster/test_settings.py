@@ -134,6 +134,9 @@ def test_a_config_sets_every_field_of_every_part_and_every_setting_acts() -> Non
         ("placement", "anywhere", "strict-pack, pack or spread"),
         ("num_threads", "many", "auto or a whole number from 1"),
         ("data_dir", "", "a folder"),
+        ("data_dir", "~nosuchuser/x", "a folder"),
+        ("max_num_sequences", "1.5", "a whole number from 1"),
+        ("max_num_sequences", "9" * 5000, "a whole number from 1"),
         ("name", 5, "text"),
     ],
 )
@@ -144,8 +147,44 @@ def test_a_bad_value_is_named_with_what_is_accepted(name: str, value: Any, accep
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "number"),
+    [
+        ("max_queue_wait_s", ".5", 0.5),
+        ("max_queue_wait_s", "5.", 5.0),
+        ("max_queue_wait_s", "+5", 5.0),
+        ("port", " 5 ", 5),
+        ("port", "+5", 5),
+        ("port", "1e3", 1000),
+        ("port", "3.0", 3),
+        ("num_threads", " 2", 2),
+        ("latency_objectives_s", ("acme=.5", "zoo= 5."), (("acme", 0.5), ("zoo", 5.0))),
+    ],
+)
+def test_numbers_are_read_as_python_reads_them(name: str, text: Any, number: object) -> None:
+    made = getattr(Settings(**{name: text}), name)
+    assert (made, type(made)) == (number, type(number))
+
+
+def test_of_several_pairs_the_bad_one_is_shown() -> None:
+    with pytest.raises(ConfigError, match=r"^latency_objectives_s = 'zoo=x': TENANT=SECONDS"):
+        Settings(latency_objectives_s=("acme=1", "zoo=x"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
-    [("keys", ("acme my-secret",)), ("keys", "my-secret"), ("keys", (("acme", "my-secret "),)), ("redis_url", 5)],
+    [
+        ("keys", ("acme my-secret",)),
+        ("keys", "my-secret"),
+        ("keys", (("acme", "my-secret "),)),
+        ("redis_url", 5),
+        ("redis_url", "default:my-secret@h:6379"),
+        ("redis_url", "http://u:my-secret@h"),
+        ("redis_url", "http://u:my-se@my-secret/x@h"),
+        ("redis_url", "http://u:my-/my-secret@h"),
+        ("redis_url", "http://u:p?my-secret@h"),
+        ("redis_url", "x://h?password=my-secret"),
+        ("redis_url", "x://h?password=a@my-secret"),
+    ],
 )
 def test_a_secret_is_not_repeated(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{name} = ") as refused:
