@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 import pytest
@@ -20,7 +20,18 @@ from motet.cluster.config import MotetConfig
 from motet.cluster.launch.local_serve import free_ports
 from motet.cluster.launch.rolling_update import updated
 from motet.cluster.settings.config_error import ConfigError
+from motet.cluster.settings.flags import options_of
+from motet.cluster.settings.serving import SettingGroup
+from motet.cluster.settings.setting import Count, Pairs, Setting
 from motet.tests.rigs.running_motet import DEMO
+
+
+class Options(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A few."""
+
+    count: Annotated[Count, Setting("How many.", flags=("count", "number"))] = 1
+    keys: Annotated[tuple[tuple[str, str], ...], Pairs("A=B"), Setting("Which.", flags=("key",))] = ()
+    flag: Annotated[bool, Setting("Whether.")] = False
 
 
 def run(file: Path, *arguments: str, then: str | None = None) -> tuple[Any, list[dict[str, Any]]]:
@@ -28,10 +39,7 @@ def run(file: Path, *arguments: str, then: str | None = None) -> tuple[Any, list
     seen: list[dict[str, Any]] = []
 
     @click.command(cls=RereadableCommand)
-    @click.option("--config", type=click.Path(path_type=Path), is_eager=True, callback=take_defaults)
-    @click.option("--count", "--number", "count", default=1)
-    @click.option("--key", "keys", multiple=True)
-    @click.option("--flag", is_flag=True)
+    @click.option("--replace", is_flag=True)
     @click.pass_context
     def command(context: click.Context, /, **given: Any) -> None:
         seen.append(given)
@@ -42,32 +50,38 @@ def run(file: Path, *arguments: str, then: str | None = None) -> tuple[Any, list
             except click.ClickException as error:
                 click.echo(error.format_message())
 
+    command.params += [config_option(), *options_of(Options)]
     return CliRunner().invoke(command, ["--config", str(file), *arguments]), seen
 
 
 def test_the_file_is_before_the_defaults_and_after_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "options.toml"
-    file.write_text('number = 5\nkey = ["a", "b"]\nflag = true\n')
+    file.write_text('number = 5\nkey = ["a=1", "b=2"]\nflag = true\n')
     (options,) = run(file)[1]
-    assert (options["count"], options["keys"], options["flag"]) == (5, ("a", "b"), True)
-    (options,) = run(file, "--count", "7", "--key", "c")[1]
-    assert (options["count"], options["keys"], options["flag"]) == (7, ("c",), True)
+    assert (options["count"], options["keys"], options["flag"]) == (5, (("a", "1"), ("b", "2")), True)
+    (options,) = run(file, "--count", "7", "--key", "c=3")[1]
+    assert (options["count"], options["keys"], options["flag"]) == (7, (("c", "3"),), True)
 
 
 def test_it_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "options.toml"
     file.write_text("number = 5\nflag = true\n")
-    _, (_, again) = run(file, "--key", "c", then="count = 6\n")
-    assert (again["count"], again["keys"], again["flag"]) == (6, ("c",), False)
+    _, (_, again) = run(file, "--key", "c=3", then="count = 6\n")
+    assert (again["count"], again["keys"], again["flag"]) == (6, (("c", "3"),), False)
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("size = 5\n", "has size: known are count, flag, key, number"),
-        ("config = 'other'\n", "has config: known are"),
+        ("size = 5\n", "options.toml: there is no setting size. docs/settings.md lists all.\n"),
+        ("numbr = 5\n", "there is no setting numbr. Did you mean number? docs/settings.md lists all.\n"),
+        ("config = 'other'\n", "config is about one start and no setting: give --config on the command line"),
+        ("replace = true\n", "replace is about one start and no setting"),
+        ("no-flag = true\n", "there is no setting no-flag: write flag = false"),
+        ("[serve]\ncount = 5\n", "[serve] is a table: settings stand at the top of the file"),
+        ("count = 5\nnumber = 5\n", "count and number are the same setting: write one of them"),
         ("count =\n", "cannot be read"),
-        ("count = 'many'\n", "'many' is not a valid integer"),
+        ("count = 'many'\n", "'many': a whole number from 1 is accepted"),
     ],
 )
 def test_what_is_wrong_is_told_at_first_and_again(tmp_path: Path, text: str, problem: str) -> None:
