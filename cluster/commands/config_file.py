@@ -30,7 +30,7 @@ def reread_options(context: click.Context) -> dict[str, Any]:
 
 
 def take_defaults(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """A click callback of an eager option: the file's keys, settings' long options without dashes, are their defaults."""
+    """A click callback of an eager option: the file's keys, settings' options without dashes, are their defaults."""
     if path is None:
         return None
     try:

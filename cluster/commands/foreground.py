@@ -61,7 +61,8 @@ def _patience(console: Console) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is tell:  # the deployment puts back what it has changed
+                signal.signal(number, handler)
 
 
 def _start(deployment: Deployment, config: MotetConfig, console: Console, **options: bool) -> None:

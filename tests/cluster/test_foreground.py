@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import signal
 import subprocess
@@ -24,17 +25,19 @@ class SlowToStop:
         self.has_stopped = False
 
     def start(self, *_: object, **__: object) -> None:
-        pass
+        self._before = signal.signal(signal.SIGTERM, lambda *_: None)
 
     def stop(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
+        signal.signal(signal.SIGTERM, self._before)
         self.has_stopped = True
 
 
 def test_a_second_interrupt_does_not_keep_it_from_stopping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deployment = SlowToStop()
     monkeypatch.setattr(foreground, "Deployment", lambda: deployment)
+    monkeypatch.setattr(logging, "disable", lambda _: None)  # of this process, for good
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     said = io.StringIO()
     config = MotetConfig(model_path=DEMO / "base", data_dir=tmp_path)
