@@ -36,6 +36,11 @@ class SettingField:
         return (name.removesuffix("_s" if not name.endswith("_per_s") else "").replace("_", "-"),)
 
     @property
+    def option(self) -> str:
+        """As messages name it."""
+        return f"--{self.flags[0]}"
+
+    @property
     def unit(self) -> Unit | None:
         return next((part for part in _parts(self.type) if isinstance(part, Unit)), None)
 
@@ -92,6 +97,12 @@ class SettingField:
             return ", ".join("=".join(map(str, pair)) for pair in value) or "none"
         return "none" if value is None else str(value)
 
+    def shown(self, value: Any) -> object:
+        """A value as a message repeats it."""
+        if self.mark.secret:
+            return "…"
+        return self.written(value) if self.unit is BYTES or isinstance(value, Path) else value
+
     def converted(self, value: Any) -> Any:
         """The setting's value for what was given: text of a command line, plain values of TOML or JSON, or itself.
 
@@ -105,7 +116,7 @@ class SettingField:
             raise self._refused(value)
         if self.mark.check is not None and (refusal := self.mark.check(made)) is not None:
             shown, accepted = refusal
-            raise ConfigError(self.name, shown, accepted)
+            raise ConfigError(self.option, shown, accepted)
         return made
 
     def _from_text(self, value: Any) -> Any:
@@ -145,7 +156,7 @@ class SettingField:
             raise self._refused(shown) from None
 
     def _refused(self, value: object) -> ConfigError:
-        return ConfigError(self.name, "…" if self.mark.secret else value, f"{self.accepted} is accepted")
+        return ConfigError(self.option, "…" if self.mark.secret else value, f"{self.accepted} is accepted")
 
     def _accepted_number(self) -> str:
         kind = {int: "a whole number", float: "a number"}.get(_number(self.type))

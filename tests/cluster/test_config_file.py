@@ -24,6 +24,7 @@ from motet.cluster.settings.flags import options_of
 from motet.cluster.settings.serving import SettingGroup
 from motet.cluster.settings.setting import Count, Pairs, Setting
 from motet.tests.rigs.running_motet import DEMO
+from motet.tests.rigs.setting_options import OPTIONS
 
 
 class Options(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -215,7 +216,7 @@ def test_what_may_change_changes_and_the_embedded_redis_stays(running: MotetConf
 )
 def test_what_only_a_restart_changes_is_refused_by_its_name(running: MotetConfig, change: dict[str, Any]) -> None:
     (key,) = change
-    with pytest.raises(ConfigError, match=rf"^{key} = .*only a restart changes this") as refused:
+    with pytest.raises(ConfigError, match=rf"^{OPTIONS[key]} = .*only a restart changes this") as refused:
         updated(running, replace(running, **change), max_gangs=1)
     assert "secret" not in str(refused.value)
 
@@ -229,5 +230,5 @@ def test_another_number_of_gangs_replaces_none(running: MotetConfig) -> None:
 
 
 def test_there_is_no_room_for_more_gangs_than_at_the_start(running: MotetConfig) -> None:
-    with pytest.raises(ConfigError, match="max_gangs = 3: at most 2 is accepted until a restart"):
+    with pytest.raises(ConfigError, match="--max-gangs = 3: at most 2 is accepted until a restart"):
         updated(running, replace(running, max_gangs=3), max_gangs=2)

@@ -23,6 +23,7 @@ from motet.cluster.settings.setting_field import fields_of
 from motet.cluster.settings.settings import Settings
 from motet.cluster.settings.settings_page import settings_page
 from motet.cluster.settings.update_rule import check_update
+from motet.tests.rigs.setting_options import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "examples" / "demo" / "base"
@@ -66,12 +67,12 @@ def test_a_setting_that_is_added_in_one_place_is_everywhere(tmp_path: Path) -> N
     result, given = run(file, "--novelties", "0")  # the check
     assert (result.exit_code, given) == (2, {})
     assert "Invalid value for '--novelties': '0': a whole number from 1 is accepted" in result.stderr
-    with pytest.raises(ConfigError, match=r"^new_room_bytes = 0: a size .* from 1 is accepted$"):
+    with pytest.raises(ConfigError, match=r"^--new-room-bytes = 0: a size .* from 1 is accepted$"):
         Extended(new_room_bytes=0)
 
     running = Extended()  # the rule of updates
     check_update(running, Extended(new_room_bytes=1))
-    with pytest.raises(ConfigError, match="num_novelties = 3: only a restart changes this"):
+    with pytest.raises(ConfigError, match="--novelties = 3: only a restart changes this"):
         check_update(running, Extended(num_novelties=3))
 
     page = settings_page(Extended)  # the docs
@@ -146,7 +147,7 @@ def test_what_only_a_restart_changes_is_known_by_name() -> None:
 def test_a_bad_value_is_named_with_what_is_accepted(name: str, value: Any, accepted: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Settings(**{name: value})
-    assert str(refused.value) == f"{name} = {value!r}: {accepted} is accepted"
+    assert str(refused.value) == f"{OPTIONS[name]} = {value!r}: {accepted} is accepted"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_numbers_are_read_as_python_reads_them(name: str, text: Any, number: obj
 
 
 def test_of_several_pairs_the_bad_one_is_shown() -> None:
-    with pytest.raises(ConfigError, match=r"^latency_objectives_s = 'zoo=x': TENANT=SECONDS"):
+    with pytest.raises(ConfigError, match=r"^--latency-objective = 'zoo=x': TENANT=SECONDS"):
         Settings(latency_objectives_s=("acme=1", "zoo=x"))  # type: ignore[arg-type]
 
 
@@ -190,7 +191,7 @@ def test_of_several_pairs_the_bad_one_is_shown() -> None:
     ],
 )
 def test_a_secret_is_not_repeated(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"^{name} = ") as refused:
+    with pytest.raises(ConfigError, match=rf"^{OPTIONS[name]} = ") as refused:
         Settings(**{name: value})
     assert "my-secret" not in str(refused.value)
 
