@@ -9,6 +9,7 @@ two variables of their own (`commands/client_options.py`). Ray and other librari
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -46,20 +47,22 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.host is None:  # on a running cluster it is there for other machines too
+            structs.force_setattr(self, "host", LOOPBACK if self.address is None else ALL_ADDRESSES)
         if not self.name:
             structs.force_setattr(self, "name", self.model_path.name)
             if not self.name:
-                raise ConfigError("name", self.name, "the base needs a name, and its folder has none")
+                raise ConfigError("--name", self.name, "the base needs a name, and its folder has none")
             if (refusal := check_base_name(self.name)) is not None:
-                raise ConfigError("name", *refusal)
+                raise ConfigError("--name", *refusal)
         if not (self.model_path / "config.json").is_file():
             raise ConfigError("model_path", str(self.model_path), "a folder that holds a config.json is needed")
         if self.placement != "strict-pack" and self.tensor_parallel == 1:
-            raise ConfigError("placement", self.placement, "a gang of one worker is on one node: strict-pack is it")
-        _ = (
-            self.scaling,
-            part_config(EngineConfig, self, num_threads=1),
-        )  # these check what holds between their settings
+            raise ConfigError("--placement", self.placement, "a gang of one worker is on one node: strict-pack is it")
+        try:  # these check what holds between their settings
+            _ = self.scaling, part_config(EngineConfig, self, num_threads=1)
+        except ValueError as error:
+            raise ValueError(_with_options(str(error))) from error
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, **given: Any) -> MotetConfig:
@@ -95,8 +98,9 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def listen_host(self) -> str:
-        """Where it listens: on a running cluster for other machines too, unless told otherwise."""
-        return self.host or (LOOPBACK if self.address is None else ALL_ADDRESSES)
+        """Where it listens."""
+        assert self.host is not None
+        return self.host
 
     @property
     def url(self) -> str:
@@ -186,6 +190,14 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def with_redis_url(self, redis_url: str) -> MotetConfig:
         """The same, with the server that was started."""
         return structs.replace(self, redis_url=redis_url)
+
+
+def _with_options(message: str) -> str:
+    """A part's message with the options of its settings instead of the names of their fields."""
+    for field in fields_of(Settings):
+        if "_" in field.name:  # others are also plain words
+            message = re.sub(rf"\b{field.name}\b", field.option, message)
+    return message
 
 
 def part_config(kind: type[P], settings: Settings, **given: object) -> P:

@@ -33,7 +33,7 @@ class ScalingConfig:
             )
         if not self.scale_to_zero_after_s >= 2 * self.window_s:
             # With less, the windows would still hold the last request and bring the gang back.
-            least = f"at least two windows, which are {2 * self.window_s:g} s, are needed"
+            least = f"at least two scaling windows, which are {2 * self.window_s:g} s, are needed"
             raise ValueError(f"scale_to_zero_after_s = {self.scale_to_zero_after_s!r}: {least}")
 
     @property

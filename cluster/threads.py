@@ -11,7 +11,8 @@ CORES_KEPT = 1
 # Not kept where it would leave a gang alone with fewer than these: on two cores, two threads computed 1.9 times what
 # one did with everything beside them.
 FEWEST_CORES = 2
-CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+MEMBERSHIP = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def threads_of_a_worker(num_cores: int, num_gangs: int, workers_per_gang: int, cores_kept: int = CORES_KEPT) -> int:
@@ -20,12 +21,41 @@ def threads_of_a_worker(num_cores: int, num_gangs: int, workers_per_gang: int, c
     return max(1, cores_of_gangs // (num_gangs * workers_per_gang))
 
 
-def usable_cores(quota_path: Path = CGROUP_QUOTA) -> int:
-    """Cores that this process may use: of those that it was given, as many as its container may keep busy."""
+def usable_cores(membership: Path = MEMBERSHIP, mount: Path = CGROUPS) -> int:
+    """Cores that this process may use: of those that it was given, as many as its cgroups may keep busy; at least 1."""
     # Linux alone can tell which cores a process was given.
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota(membership, mount)
+    return num_cores if quota is None else max(1, min(num_cores, int(quota)))
+
+
+def cpu_quota(membership: Path, mount: Path) -> float | None:
+    """The least number of cores that a process's cgroup, one above it, or the one at the mount's root may keep busy.
+
+    `membership`: the process's /proc/PID/cgroup; `mount`: where cgroups are mounted, of version 2 or 1. None: no limit.
+    """
     try:
-        quota, period = quota_path.read_text().split()
-    except (OSError, ValueError):
-        return num_cores
-    return num_cores if quota == "max" else max(1, min(num_cores, int(quota) // int(period)))
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+    except OSError:
+        lines = []
+    roots = {mount: Path("/"), mount / "cpu": Path("/")}  # a container may see its own cgroup there and no other
+    for _, controllers, path in lines:
+        if not controllers:
+            roots[mount] = Path(path)
+        elif "cpu" in controllers.split(","):
+            roots[mount / "cpu"] = Path(path)
+    quotas = [
+        _quota_of(root / above.relative_to("/")) for root, path in roots.items() for above in (path, *path.parents)
+    ]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota_of(group: Path) -> float | None:
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):  # of version 2, and of version 1
+        try:
+            quota, period = " ".join((group / name).read_text() for name in names).split()
+        except (OSError, ValueError):
+            continue
+        if quota not in ("max", "-1"):
+            return int(quota) / int(period)
+    return None

@@ -39,7 +39,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.kv_disk_bytes and not self.kv_host_bytes:
-            raise ValueError(f"kv_disk_bytes = {self.kv_disk_bytes}: pages come to the disk by way of kv_host_bytes, 0")
+            raise ValueError("kv_disk_bytes needs kv_host_bytes above 0: pages reach the disk by way of host memory")
 
     def context_of(self, max_position_embeddings: int) -> int:
         """The longest sequence of a model of so many positions, in tokens."""

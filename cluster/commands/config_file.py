@@ -1,12 +1,15 @@
-"""Options of a command from a TOML file, where the command line and the environment do not give them."""
+"""Settings of a command from a TOML file, where the command line and the environment do not give them."""
 
 from __future__ import annotations
 
 import tomllib
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import click
+
+from ..settings.flags import SettingOption
 
 _ARGUMENTS = "motet.arguments"
 
@@ -27,7 +30,7 @@ def reread_options(context: click.Context) -> dict[str, Any]:
 
 
 def take_defaults(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """A click callback of an eager option: the file's keys, long options without dashes, are defaults of the others."""
+    """A click callback of an eager option: the file's keys, settings' options without dashes, are their defaults."""
     if path is None:
         return None
     try:
@@ -35,14 +38,41 @@ def take_defaults(context: click.Context, parameter: click.Parameter, path: Path
             found = tomllib.load(file)
     except (OSError, ValueError) as error:
         raise click.BadParameter(f"{path} cannot be read: {error}", context, parameter) from error
-    names = {
-        option.removeprefix("--"): one.name
-        for one in context.command.params
-        for option in one.opts
-        if option.startswith("--") and one is not parameter
-    }
-    if unknown := sorted(found.keys() - names.keys()):
-        message = f"{path} has {', '.join(unknown)}: known are {', '.join(sorted(names))}"
-        raise click.BadParameter(message, context, parameter)
-    context.default_map = {names[key]: value for key, value in found.items()}
+    try:
+        context.default_map = _defaults(found, context.command.params)
+    except ValueError as error:
+        raise click.BadParameter(f"{path}: {error}", context, parameter) from error
     return path
+
+
+def _defaults(found: dict[str, Any], parameters: list[click.Parameter]) -> dict[str, Any]:
+    """The file's values by the names of their settings. Raises ValueError for what is no setting."""
+    options = {flag: one for one in parameters if isinstance(one, SettingOption) for flag in _keys(one.opts)}
+    defaults: dict[str, Any] = {}
+    keys: dict[str, str] = {}
+    for key, value in found.items():
+        if key not in options:
+            raise ValueError(_why_no_setting(key, value, options, parameters))
+        name = options[key].name
+        assert name is not None
+        if name in keys:
+            raise ValueError(f"{keys[name]} and {key} are the same setting: write one of them")
+        keys[name], defaults[name] = key, value
+    return defaults
+
+
+def _why_no_setting(key: str, value: Any, options: dict[str, SettingOption], parameters: list[click.Parameter]) -> str:
+    if any(key in _keys(one.opts) for one in parameters):
+        return f"{key} is about one start and no setting: give --{key} on the command line"
+    for flag, option in options.items():
+        if key in _keys(option.secondary_opts):
+            return f"there is no setting {key}: write {flag} = false"
+    if isinstance(value, dict):
+        return f"[{key}] is a table: settings stand at the top of the file"
+    close = get_close_matches(key.replace("_", "-"), options, n=1)
+    meant = f"Did you mean {close[0]}? " if close else ""
+    return f"there is no setting {key}. {meant}docs/settings.md lists all."
+
+
+def _keys(flags: list[str]) -> list[str]:
+    return [flag.removeprefix("--") for flag in flags if flag.startswith("--")]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import click
 from rich.console import Console
@@ -39,7 +42,27 @@ def deployed(
         raise SystemExit(INTERRUPTED_EXIT_CODE) from None
     finally:
         console.print("stopping", highlight=False)
-        deployment.stop()
+        with _patience(console):
+            deployment.stop()
+
+
+@contextmanager
+def _patience(console: Console) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end nothing meanwhile: what is half stopped would be left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def tell(_number: int, _frame: FrameType | None) -> None:
+        console.print("still stopping", highlight=False)
+
+    before = {number: signal.signal(number, tell) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is tell:  # the deployment puts back what it has changed
+                signal.signal(number, handler)
 
 
 def _start(deployment: Deployment, config: MotetConfig, console: Console, **options: bool) -> None:

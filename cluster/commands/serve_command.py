@@ -47,6 +47,9 @@ def serve(
 ) -> None:
     """Serve a base and its tenants' adapters. PATH_OR_ID is a folder in Hugging Face format or a hub id.
 
+    A gang is a copy of the base on one or more workers, a router is the HTTP front of all gangs, and KV is what the
+    base keeps of each token that it has read.
+
     With --address it becomes an application of a running Ray cluster, and Ctrl-C deletes that again, and no more.
     Prints "ready URL" once it can serve a token, and runs until Ctrl-C. With --config, SIGHUP reads the file again and
     replaces routers and gangs whose settings have changed, while they serve; then it prints "updated", or why not.

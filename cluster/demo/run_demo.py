@@ -48,7 +48,12 @@ MIN_WIDTH = 150  # columns of the tables where there is no terminal
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--once", is_flag=True, help="End after the questions; status 0 only if every answer is right.")
 @click.option("--port", type=int, help=f"Default: {DEFAULT_PORT}; with --once: a free one.")
-@click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), default=ROOT / ".motet" / "demo")
+@click.option(
+    "--data-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=ROOT / ".motet" / "demo",
+    help="Holds the demo's adapters and its registry. Default: .motet/demo of this repository.",
+)
 def main(once: bool, port: int | None, data_dir: Path) -> None:
     """Serve the demo model and its adapters on this machine, and ask them all the same questions."""
     errors = Console(stderr=True)
@@ -147,4 +152,4 @@ def _one_of_each_kind() -> list[Question]:
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="scripts/demo")

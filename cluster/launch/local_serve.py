@@ -62,7 +62,7 @@ def check_port_is_free(host: str, port: int) -> None:
         except (OSError, OverflowError) as error:
             reason = error.strerror if isinstance(error, OSError) else "1 to 65535 is accepted"
             raise ConfigError(
-                "port", port, f"cannot listen at {host}:{port}: {reason}; choose another with --port"
+                "--port", port, f"cannot listen at {host}:{port}: {reason}; choose another with --port"
             ) from None
 
 

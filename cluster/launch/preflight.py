@@ -11,7 +11,7 @@ from ...adapters.packing.packing import PAGE_DTYPES
 from ...workers.device_probe import probe_device
 from ...workers.models.config import ModelConfig
 from ...workers.models.weights import open_checkpoint
-from ..byte_size import format_byte_size
+from ..byte_size import format_byte_size, shortest_byte_size
 from ..config import MotetConfig
 from ..settings.config_error import ConfigError
 from .local_serve import check_port_is_free
@@ -38,8 +38,9 @@ def check_sizes(config: MotetConfig) -> list[str]:
     """Warnings and errors as of `check_settings`, of what an update may change while motet runs."""
     model = ModelConfig.from_folder(config.model_path)
     page_bytes = model.num_layers * model.slab(config.block_size) * PAGE_DTYPES[config.dtype].itemsize
+    pool = shortest_byte_size(config.pool_bytes)
     if config.pool_bytes < page_bytes:
-        raise ConfigError("--pool-bytes", config.pool_bytes, f"one page of this model takes {page_bytes} bytes")
+        raise ConfigError("--pool-bytes", pool, f"one page of this model takes {page_bytes} bytes")
     if config.address is None:  # nodes of a cluster check this themselves
         device = probe_device(config.device)
         memory_bytes, num_pools = device.memory_bytes, 1  # a GPU for each worker
@@ -47,7 +48,7 @@ def check_sizes(config: MotetConfig) -> list[str]:
             memory_bytes, num_pools = psutil.virtual_memory().total, config.scaling.max_gangs * config.tensor_parallel
         if config.pool_bytes * num_pools > memory_bytes:
             has, what = format_byte_size(memory_bytes), "this machine" if device.kind == "cpu" else "a GPU here"
-            raise ConfigError("--pool-bytes", config.pool_bytes, f"{what} has {has} of memory: give less")
+            raise ConfigError("--pool-bytes", pool, f"{what} has {has} of memory: give less")
     open_checkpoint(config.model_path, "numpy")
     warnings = []
     length = min(config.max_model_len or model.max_model_len, model.max_model_len)

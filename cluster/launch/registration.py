@@ -63,7 +63,7 @@ async def _check_name(registry: Registry, base: BaseIdentity) -> None:
     tenants = sorted({one.tenant for one in (await registry.snapshot()).adapters if one.name == base.name})
     if tenants:
         raise ConfigError(
-            "name",
+            "--name",
             base.name,
             f"{', '.join(tenants)} has an adapter of this name; choose another with --name, or start with the former "
             "name and delete the adapter first",
@@ -80,7 +80,7 @@ async def _check_objectives(registry: Registry, config: MotetConfig) -> None:
         if tenant not in known:
             names = ", ".join(sorted(known)) or "none"
             accepted = f"there is no tenant {tenant}; those with a key are: {names}"
-            raise ConfigError("latency_objectives_s", f"{tenant}={seconds:g}", accepted)
+            raise ConfigError("--latency-objective", f"{tenant}={seconds:g}", accepted)
 
 
 def _owner(config: MotetConfig) -> str:
@@ -93,5 +93,5 @@ def _owner(config: MotetConfig) -> str:
         pass
     owner = path.read_text().strip()
     if not owner.isalnum():
-        raise ConfigError("data_dir", str(config.data_dir), f"its {OWNER_FILE} is damaged; delete that file")
+        raise ConfigError("--data-dir", str(config.data_dir), f"its {OWNER_FILE} is damaged; delete that file")
     return owner

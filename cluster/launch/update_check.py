@@ -21,5 +21,5 @@ def updated(running: MotetConfig, wanted: MotetConfig, max_gangs: int | None) ->
     check_update(replace(running, gangs_beside=wanted.gangs_beside), wanted)
     if max_gangs is not None and wanted.scaling.max_gangs > max_gangs:
         accepted = f"at most {max_gangs} is accepted until a restart, as Ray was started with room for so many"
-        raise ConfigError("max_gangs", wanted.scaling.max_gangs, accepted)
+        raise ConfigError("--max-gangs", wanted.scaling.max_gangs, accepted)
     return wanted

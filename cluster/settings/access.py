@@ -44,8 +44,15 @@ def check_redis_url(url: str | None) -> Refusal | None:
         scheme = ""
     if scheme in REDIS_SCHEMES:
         return None
-    without_password = re.sub(r"//[^@/]*@", "//…@", url)
-    return without_password, f"{', '.join(f'{scheme}://' for scheme in REDIS_SCHEMES)} are accepted"
+    return _without_password(url), f"{', '.join(f'{scheme}://' for scheme in REDIS_SCHEMES)} are accepted"
+
+
+def _without_password(url: str) -> str:
+    """What follows the last "@", up to a query, as passwords stand before the one and in the other."""
+    before, at, after = url.rpartition("@")
+    if "?" in before:
+        return "…"
+    return ("…@" if at else "") + re.split("[?#]", after)[0]
 
 
 class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -36,6 +36,10 @@ class SettingOption(click.Option):
         )
         self.group = field.group
 
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """As it was given, by the command line or a file: the schema converts it."""
+        return (() if self.multiple else None) if value is None else value
+
 
 class GroupedCommand(click.Command):
     """A command whose help shows the options of settings under the headings of their groups."""

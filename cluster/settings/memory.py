@@ -30,7 +30,7 @@ class Memory(Serving, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 1 << 30
     kv_disk_bytes: Annotated[
         BytesOrNone,
-        Setting("Disk of each worker, in the data folder, for KV that has no room there either. 0: none.", "live"),
+        Setting("Disk of each worker for KV that has no room in --kv-host-bytes, which it needs. 0: none.", "live"),
     ] = 0
     prefix_cache: Annotated[bool, Setting("Whether requests of a tenant that begin alike share their KV.", "live")] = (
         True

@@ -13,13 +13,14 @@ class Patience(Requests, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     gang_wait_s: Annotated[
         Seconds,
-        Setting("A sequence waits so long while no gang is connected: long enough for Serve to replace one.", "live"),
+        Setting(
+            "A sequence waits so long while no gang is connected: long enough for Ray Serve to replace one.", "live"
+        ),
     ] = 30.0
     cold_start_wait_s: Annotated[
         Seconds,
         Setting(
-            "With --min-gangs 0 it waits so long instead, and a gang that starts is not given up before: long enough "
-            "to start one on a new machine.",
+            "How long a sequence waits for a gang with --min-gangs 0; a gang that starts is not given up sooner.",
             "live",
         ),
     ] = 600.0
@@ -47,9 +48,9 @@ class Patience(Requests, frozen=True, kw_only=True, forbid_unknown_fields=True):
             flags=("finished-life",),
         ),
     ] = 10.0
-    max_finished: Annotated[CountOrNone, Setting("It keeps at most so many of them.", "live")] = 1024
+    max_finished: Annotated[CountOrNone, Setting("Ended sequences that a gang keeps at most.", "live")] = 1024
     max_finished_values: Annotated[
-        CountOrNone, Setting("It keeps at most so many of their tokens and log-probabilities together.", "live")
+        CountOrNone, Setting("Tokens and log-probabilities of ended sequences that a gang keeps at most.", "live")
     ] = 4 << 20
     step_deadline_s: Annotated[
         PositiveSeconds,
@@ -62,4 +63,4 @@ class Patience(Requests, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ready_interval_s: Annotated[
         PositiveSeconds, Setting("/ready believes for so long that a token can be served after one was.", "live")
     ] = 5.0
-    ready_timeout_s: Annotated[PositiveSeconds, Setting("/ready waits so long for that token.", "live")] = 10.0
+    ready_timeout_s: Annotated[PositiveSeconds, Setting("How long /ready waits for its test token.", "live")] = 10.0

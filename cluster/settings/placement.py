@@ -40,7 +40,7 @@ def check_address(address: str | None) -> Refusal | None:
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
-        return address, "auto, or HOST:PORT of the head of a running Ray cluster, is accepted"
+        return address, "auto or HOST:PORT of the head of a running Ray cluster is accepted"
     return None
 
 
@@ -49,9 +49,9 @@ class Placement(Scaling, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     address: Annotated[
         str | None,
-        Unit("HOST:PORT", "auto, or HOST:PORT of the head of a running Ray cluster,"),
+        Unit("HOST:PORT|auto", "auto or HOST:PORT of the head of a running Ray cluster"),
         Setting(
-            "Serve on the running Ray cluster at HOST:PORT, or auto, of which this machine is a node.",
+            "Serve on a running Ray cluster of which this machine is a node: its head's HOST:PORT, or auto to find it.",
             unset="a private cluster on this machine",
             check=check_address,
         ),
@@ -60,7 +60,7 @@ class Placement(Scaling, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tensor_parallel: Annotated[Count, Setting("Workers of a gang, which hold one copy of the base together.")] = 1
     expert_sharding: Annotated[
         ExpertSharding,
-        Setting("What they share of a mixture of experts: the features of each expert, or the experts."),
+        Setting("How the workers of a gang divide a mixture of experts: the features of each expert, or the experts."),
     ] = "tensor"
     gang_num_cpus: Annotated[Amount, Setting("Ray's CPUs that each worker of a gang takes.")] = 1.0
     gang_num_gpus: Annotated[

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from .load import Load
+from .batching import Batching
 from .setting import Count, CountOrNone, PositiveAmount, PositiveSeconds, Seconds, Setting, Share
 
 
-class Scaling(Load, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Scaling(Batching, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Scaling."""
 
     min_gangs: Annotated[
@@ -24,7 +24,11 @@ class Scaling(Load, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = None
     queued_tokens_per_gang: Annotated[
         Count | None,
-        Setting("More prompt tokens that wait call for more gangs.", "live", unset="16 times --max-tokens-per-step"),
+        Setting(
+            "Prompt tokens that may wait for each gang before another gang is started.",
+            "live",
+            unset="16 times --max-tokens-per-step",
+        ),
     ] = None
     pool_pressure: Annotated[
         Share,
@@ -42,10 +46,20 @@ class Scaling(Load, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 4.0
     scale_down_share: Annotated[
         Share,
-        Setting("There are fewer gangs only if these would carry at most this share of the three above.", "live"),
+        Setting(
+            "Gangs are taken away only if the rest would stay below this share of --queued-tokens-per-gang, "
+            "--pool-pressure and --adapter-loads-per-s.",
+            "live",
+        ),
     ] = 0.7
-    scale_down_after_s: Annotated[Seconds, Setting("Fewer gangs must have been enough for so long.", "live")] = 60.0
+    scale_down_after_s: Annotated[
+        Seconds, Setting("Gangs stop when fewer would have been enough for so long.", "live")
+    ] = 60.0
     scale_to_zero_after_s: Annotated[
-        Seconds, Setting("Nobody must have asked for so long. At least two scaling windows.", "live")
+        Seconds,
+        Setting(
+            "With --min-gangs 0: the last gang stops after so long without a request. At least two scaling windows.",
+            "live",
+        ),
     ] = 300.0
     scaling_window_s: Annotated[PositiveSeconds, Setting("The load is averaged over so long.", "live")] = 5.0

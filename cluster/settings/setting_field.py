@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,6 +34,11 @@ class SettingField:
             return self.mark.flags
         name = self.name.removeprefix("num_")
         return (name.removesuffix("_s" if not name.endswith("_per_s") else "").replace("_", "-"),)
+
+    @property
+    def option(self) -> str:
+        """As messages name it."""
+        return f"--{self.flags[0]}"
 
     @property
     def unit(self) -> Unit | None:
@@ -92,44 +97,66 @@ class SettingField:
             return ", ".join("=".join(map(str, pair)) for pair in value) or "none"
         return "none" if value is None else str(value)
 
+    def shown(self, value: Any) -> object:
+        """A value as a message repeats it."""
+        if self.mark.secret:
+            return "…"
+        return self.written(value) if self.unit is BYTES or isinstance(value, Path) else value
+
     def converted(self, value: Any) -> Any:
         """The setting's value for what was given: text of a command line, plain values of TOML or JSON, or itself.
 
         Raises ConfigError.
         """
-        given = self._from_text(value)
-        try:
-            made = msgspec.convert(given, self.type, strict=False, dec_hook=_make_path)
-        except (msgspec.ValidationError, OverflowError):
-            raise self._refused(value) from None
+        if isinstance(self.unit, Pairs):
+            made = self._pairs(value, self.unit)
+        else:
+            made = self._made(self._from_text(value), self.type, value)
         if isinstance(made, float) and not math.isfinite(made):
             raise self._refused(value)
         if self.mark.check is not None and (refusal := self.mark.check(made)) is not None:
             shown, accepted = refusal
-            raise ConfigError(self.name, shown, accepted)
+            raise ConfigError(self.option, shown, accepted)
         return made
 
     def _from_text(self, value: Any) -> Any:
-        unit = self.unit
-        if unit is BYTES and isinstance(value, str):
-            try:
-                return parse_byte_size(value)
-            except ValueError:
-                raise self._refused(value) from None
-        if isinstance(unit, Pairs) and isinstance(value, Mapping):
-            return tuple(value.items())
-        if isinstance(unit, Pairs) and isinstance(value, list | tuple):
-            return tuple(self._pair(one, unit) if isinstance(one, str) else one for one in value)
-        return value
+        number = _number(self.type)
+        if not isinstance(value, str) or number is None or value in self.choices:
+            return value
+        try:
+            return parse_byte_size(value) if self.unit is BYTES else _read_number(number, value)
+        except ValueError:
+            raise self._refused(value) from None
 
-    def _pair(self, text: str, unit: Pairs) -> tuple[str, str]:
-        name, _, value = text.rpartition("=") if unit.split_last else text.partition("=")
-        if not name or not value:
-            raise self._refused(text)
-        return name, value
+    def _pairs(self, value: Any, unit: Pairs) -> tuple[Any, ...]:
+        """A list of one may be given as what it holds."""
+        kind = get_args(_without_marks(self.type))[0]
+        given = value.items() if isinstance(value, Mapping) else (value,) if isinstance(value, str) else value
+        if not isinstance(given, Iterable):
+            raise self._refused(value)
+        return tuple(self._pair(one, kind, unit) for one in given)
+
+    def _pair(self, given: Any, kind: Any, unit: Pairs) -> Any:
+        pair = given
+        if isinstance(given, str):
+            name, _, value = given.rpartition("=") if unit.split_last else given.partition("=")
+            pair = (name, value) if name and value else None
+        match pair, get_args(kind):
+            case [name, str(text)], (_, number) if number is float:
+                try:
+                    pair = (name, _read_number(float, text))
+                except ValueError:
+                    raise self._refused(given) from None
+        return self._made(pair, kind, given)
+
+    def _made(self, given: Any, kind: Any, shown: Any) -> Any:
+        try:
+            return msgspec.convert(given, kind, strict=False, dec_hook=_make_path)
+        except (msgspec.ValidationError, OverflowError):
+            raise self._refused(shown) from None
 
     def _refused(self, value: object) -> ConfigError:
-        return ConfigError(self.name, "…" if self.mark.secret else value, f"{self.accepted} is accepted")
+        return ConfigError(self.option, "…" if self.mark.secret else value, f"{self.accepted} is accepted")
 
     def _accepted_number(self) -> str:
         kind = {int: "a whole number", float: "a number"}.get(_number(self.type))
@@ -181,6 +208,16 @@ def _number(annotation: Any) -> Any:
     return next((part for part in _parts(annotation) if part in (int, float)), None)
 
 
+def _read_number(kind: Any, text: str) -> float:
+    """As Python reads it; a whole number also as 1e3 or 3.0. Raises ValueError."""
+    if kind is float:
+        return float(text)
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)  # the schema refuses one that is not whole
+
+
 def _bound(annotation: Any, name: str) -> float | None:
     marks = [part for part in _parts(annotation) if isinstance(part, Meta)]
     return next((bound for mark in marks if (bound := getattr(mark, name)) is not None), None)
@@ -190,7 +227,10 @@ def _make_path(kind: type, value: Any) -> Any:
     """A folder: `~` is the user's home, and what is relative is below the working directory."""
     if kind is not Path or not isinstance(value, str | Path) or not str(value):
         raise msgspec.ValidationError("a path is needed")
-    path = Path(value).expanduser()
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError as error:
+        raise msgspec.ValidationError(str(error)) from error  # ~nobody: there is no such user
     return path if path.is_absolute() else path.resolve()
 
 

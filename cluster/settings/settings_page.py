@@ -1,6 +1,6 @@
 """The page of all settings, made of their schema.
 
-python -m motet.cluster.settings.settings_page docs/settings.md
+.venv/bin/python -m motet.cluster.settings.settings_page docs/settings.md
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INTRODUCTION = """\
 # Settings
 
 This page is made of the schema in `cluster/settings/`. To change it, change the schema, then run
-`python -m motet.cluster.settings.settings_page docs/settings.md`.
+`.venv/bin/python -m motet.cluster.settings.settings_page docs/settings.md`.
 
 Each setting is an option of `motet serve` (`--max-num-sequences 64`) and a key of its TOML file (`--config FILE`, with
 `max-num-sequences = 64`). The command line comes before an environment variable, that before the file, and the file

@@ -14,9 +14,9 @@ def check_update(running: msgspec.Struct, wanted: msgspec.Struct) -> None:
     Marked "restart" is what says where motet listens, whose it is, how its adapters are packed, or what Ray was started
     with. A field that is no setting is the same.
     """
-    settings = {field.name: field.mark for field in fields_of(type(wanted))}
+    settings = {field.name: field for field in fields_of(type(wanted))}
     for name in wanted.__struct_fields__:
-        mark = settings.get(name)
-        if (mark is None or mark.change == "restart") and getattr(wanted, name) != getattr(running, name):
-            shown = "…" if mark is not None and mark.secret else getattr(wanted, name)
-            raise ConfigError(name, shown, "only a restart changes this")
+        field, value = settings.get(name), getattr(wanted, name)
+        if (field is None or field.mark.change == "restart") and value != getattr(running, name):
+            key, shown = (name, value) if field is None else (field.option, field.shown(value))
+            raise ConfigError(key, shown, "only a restart changes this")

@@ -5,9 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from motet.cluster.config import MotetConfig
 from motet.cluster.replicas.application import build_application
+from motet.cluster.settings.setting_field import fields_of
+from motet.cluster.settings.settings import Settings
 
+LIVE = [field.name for field in fields_of(Settings) if field.mark.change == "live"]
+# What a setting becomes that one more does not suit.
+OTHERS = {
+    "max_model_len": 100,
+    "prefix_cache": False,
+    "latency_objectives_s": (("acme", 1.0),),
+    "num_threads": 2,
+    "queued_tokens_per_gang": 7777,
+    "pool_pressure": 0.5,
+    "scale_down_share": 0.5,
+}
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 MIG = "nvidia.com/mig-1g.10gb"
 
@@ -51,6 +66,21 @@ def test_a_gang_is_on_one_node_unless_asked() -> None:
     _, gangs = deployments(tensor_parallel=2)
     assert gangs._replica_config.placement_group_strategy == "STRICT_PACK"
     assert gangs._replica_config.placement_group_bundle_label_selector is None
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_an_update_of_a_live_setting_acts(name: str) -> None:
+    """On gangs or routers: another version replaces them, and other options are Serve's to take over."""
+    given = {"device": "cpu", "num_threads": 1, "max_gangs": 3, "kv_disk_bytes": 1 << 20}
+    running = MotetConfig(model_path=BASE, data_dir=BASE, **given)  # type: ignore[arg-type]
+    other = OTHERS[name] if name in OTHERS else getattr(running, name) + 1
+
+    def acting(**changed: Any) -> list[tuple[str, str]]:
+        both = deployments(**(given | changed))
+        return [(one.version, repr(one._deployment_config)) for one in both]
+
+    assert acting() == acting()
+    assert acting(**{name: other}) != acting()
 
 
 def test_a_new_bound_of_what_waits_replaces_gangs_and_no_router() -> None:

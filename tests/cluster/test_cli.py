@@ -287,7 +287,7 @@ def test_sizes_are_shown_short() -> None:
         (["model", "--key", "acme=two words"], 2, "a key is printable ASCII without spaces"),
         (["model", "--key", "acme"], 2, "TENANT=KEY (for example acme=a-long-secret) is accepted"),
         (["model", "--pool-bytes", "lots"], 2, "'--pool-bytes': 'lots': a size (bytes, or a number with KiB"),
-        (["model", "--dtype", "float16"], 2, "'float32', 'bfloat16'"),
+        (["model", "--dtype", "float16"], 2, "'float16': float32 or bfloat16 is accepted"),
     ],
 )
 def test_serve_says_what_it_cannot_serve(

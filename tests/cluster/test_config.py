@@ -9,6 +9,7 @@ import pytest
 
 from motet.cluster.config import MotetConfig
 from motet.cluster.settings.config_error import ConfigError
+from motet.tests.rigs.setting_options import OPTIONS
 
 
 @pytest.fixture
@@ -47,8 +48,17 @@ def test_the_number_of_gangs(paths: dict[str, Any]) -> None:
     assert (none.scaling.max_gangs, none.scaling.queued_tokens_per_gang) == (1, 160)
     assert none.sequence_wait_s == none.scaling.start_grace_s == none.cold_start_wait_s
     assert none.router.scales_from_zero
-    with pytest.raises(ValueError, match="min_gangs = 3: at most max_gangs, which is 2"):
+    with pytest.raises(ValueError, match="--min-gangs = 3: at most --max-gangs, which is 2"):
         MotetConfig(**paths, min_gangs=3, max_gangs=2)
+
+
+def test_what_does_not_hold_between_two_settings_is_told_of_their_options(paths: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^--kv-disk-bytes needs --kv-host-bytes above 0: pages reach the disk"):
+        MotetConfig(**paths, kv_disk_bytes=1 << 30, kv_host_bytes=0)
+    with pytest.raises(
+        ValueError, match=r"^--scale-to-zero-after = 5\.0: at least two scaling windows, which are 10 s"
+    ):
+        MotetConfig(**paths, scale_to_zero_after_s=5.0)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +106,7 @@ def test_url(paths: dict[str, Any], host: str, url: str) -> None:
         ("pool_pressure", 1.5, "a number above 0 and at most 1"),
         ("adapter_loads_per_s", 0.0, "a number above 0"),
         ("scale_down_after_s", -1.0, "a number of seconds from 0"),
-        ("scale_to_zero_after_s", 1.0, "at least two windows"),
+        ("scale_to_zero_after_s", 1.0, "at least two scaling windows"),
         ("cold_start_wait_s", float("nan"), "a number of seconds from 0"),
         ("num_routers", 1.5, "a whole number from 1"),
         ("gang_wait_s", -1.0, "a number of seconds from 0"),
@@ -112,7 +122,7 @@ def test_url(paths: dict[str, Any], host: str, url: str) -> None:
 def test_a_bad_value_is_named(paths: dict[str, Any], key: str, value: Any, accepted: str) -> None:
     with pytest.raises(ValueError) as caught:
         MotetConfig(**paths, **{key: value})
-    assert str(caught.value).startswith(f"{key} = {value!r}: ")
+    assert str(caught.value).startswith(f"{OPTIONS[key]} = {value!r}: ")
     assert accepted in str(caught.value)
 
 
@@ -125,7 +135,7 @@ def test_a_bad_value_is_named(paths: dict[str, Any], key: str, value: Any, accep
     ],
 )
 def test_a_bad_objective_is_named(paths: dict[str, Any], objectives_s: list[tuple[str, float]], problem: str) -> None:
-    with pytest.raises(ValueError, match=f"^latency_objectives_s = {problem}"):
+    with pytest.raises(ValueError, match=f"^--latency-objective = {problem}"):
         MotetConfig(**paths, latency_objectives_s=tuple(objectives_s))
 
 
@@ -147,7 +157,7 @@ def test_a_password_is_not_repeated(paths: dict[str, Any]) -> None:
 def test_bad_keys(paths: dict[str, Any], keys: tuple[tuple[str, str], ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         MotetConfig(**paths, keys=keys)
-    assert caught.value.key == "keys"
+    assert caught.value.key == "--key"
     assert "my secret" not in str(caught.value)
 
 

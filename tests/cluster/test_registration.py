@@ -80,7 +80,7 @@ async def test_an_objective_is_for_a_tenant_with_a_key(
     config: MotetConfig, registry: Registry, tmp_path: Path, redis_url: str
 ) -> None:
     hasty = replace(config, latency_objectives_s=(("acme", 2.0),))
-    problem = r"latency_objectives_s = 'acme=2': there is no tenant acme; those with a key are: zoo$"
+    problem = r"--latency-objective = 'acme=2': there is no tenant acme; those with a key are: zoo$"
     await launch(config, ("acme", "old"))
     with pytest.raises(ConfigError, match=problem):  # its key goes with the launch before
         await launch(hasty, ("zoo", "new"))

@@ -14,6 +14,7 @@ from motet.cluster.config import MotetConfig
 from motet.cluster.replicas.network_interface import interface_of
 from motet.cluster.resources import Resources, actor_options
 from motet.cluster.settings.config_error import ConfigError
+from motet.tests.rigs.setting_options import OPTIONS
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 MIG = "nvidia.com/mig-1g.10gb"
@@ -69,7 +70,7 @@ def test_a_leader_of_several_takes_none_of_the_devices() -> None:
 def test_a_bad_value_is_named(key: str, value: Any, accepted: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config(**{key: value})
-    assert str(caught.value).startswith(f"{key} = {value!r}: ")
+    assert str(caught.value).startswith(f"{OPTIONS[key]} = {value!r}: ")
     assert accepted in str(caught.value)
 
 

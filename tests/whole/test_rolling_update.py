@@ -179,11 +179,12 @@ def test_settings_that_cannot_change_are_refused_and_all_goes_on(motet: RunningM
     gangs = {gang["gang_id"] for gang in motet.status()["gangs"]}
     good = settings.read_text()
     for line, reason in (
-        ("tensor-parallel = 2", "tensor_parallel = 2: only a restart changes this"),
-        ("max-gangs = 3", "max_gangs = 3: at most 2 is accepted until a restart"),
-        ("gang = 3", "gang: known are"),
+        ("tensor-parallel = 2", "--tensor-parallel = 2: only a restart changes this"),
+        ("max-gangs = 3", "--max-gangs = 3: at most 2 is accepted until a restart"),
+        ("gang = 3", "there is no setting gang. Did you mean gangs?"),
         ('latency-objective = ["acme=2", "nobody=2"]', "'nobody=2': there is no tenant nobody"),
         ("max-gangs =", "cannot be read"),
+        ("prefix-cache = [0]", "true or false is accepted"),
         ("threads = 10000000000", "the application could not be started: gang: "),  # known only when a gang starts
     ):
         settings.write_text(f"{good}{line}\n")

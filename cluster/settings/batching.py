@@ -1,4 +1,4 @@
-"""Settings: load."""
+"""Settings: what a gang computes at once, and which requests it takes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def check_objectives(objectives_s: tuple[tuple[str, float], ...]) -> Refusal | N
     return None
 
 
-class Load(Memory, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Load."""
+class Batching(Memory, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Batching and admission."""
 
     max_num_sequences: Annotated[Count, Setting("Sequences of a gang that run at once.", "live")] = 128
     max_tokens_per_step: Annotated[Count, Setting("Tokens that a gang computes in one step.", "live")] = 512
@@ -38,14 +38,14 @@ class Load(Memory, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_waiting_tokens: Annotated[
         Count,
         Setting(
-            "Tokens of their prompts, some 50 bytes of the leader's memory each; more are refused. One sequence may "
-            "always wait, however long.",
+            "Prompt tokens of all sequences that wait in one gang for their first token; more are refused. A single "
+            "sequence may always wait.",
             "live",
         ),
     ] = 4 << 20
     max_queue_wait_s: Annotated[
         Seconds,
-        Setting("A request that would have to wait longer for its turn is refused at once. 0: none is.", "live"),
+        Setting("A request that would have to wait longer for its turn is refused at once. 0: no limit.", "live"),
     ] = 60.0
     latency_objectives_s: Annotated[
         tuple[tuple[str, float], ...],
