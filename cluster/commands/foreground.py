@@ -48,7 +48,10 @@ def deployed(
 
 @contextmanager
 def _patience(console: Console) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end nothing meanwhile: what is half stopped would be left behind."""
+    """Ctrl-C and SIGTERM end nothing meanwhile: what is half stopped would be left behind.
+
+    Ctrl-C is ignored from then on: what is left is to exit, with the code of what has ended the deployment.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -56,13 +59,14 @@ def _patience(console: Console) -> Iterator[None]:
     def tell(_number: int, _frame: FrameType | None) -> None:
         console.print("still stopping", highlight=False)
 
-    before = {number: signal.signal(number, tell) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, tell)
+    before = signal.signal(signal.SIGTERM, tell)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is tell:  # the deployment puts back what it has changed
-                signal.signal(number, handler)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if signal.getsignal(signal.SIGTERM) is tell:  # the deployment puts back what it has changed
+            signal.signal(signal.SIGTERM, before)
 
 
 def _start(deployment: Deployment, config: MotetConfig, console: Console, **options: bool) -> None:

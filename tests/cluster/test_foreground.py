@@ -41,12 +41,16 @@ def test_a_second_interrupt_does_not_keep_it_from_stopping(tmp_path: Path, monke
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     said = io.StringIO()
     config = MotetConfig(model_path=DEMO / "base", data_dir=tmp_path)
-    with pytest.raises(SystemExit) as ended, foreground.deployed(config, Console(file=said)):
-        raise KeyboardInterrupt
+    try:
+        with pytest.raises(SystemExit) as ended, foreground.deployed(config, Console(file=said)):
+            raise KeyboardInterrupt
+        after = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    finally:
+        signal.signal(signal.SIGINT, before[0])
     assert ended.value.code == foreground.INTERRUPTED_EXIT_CODE
     assert deployment.has_stopped
     assert said.getvalue().splitlines()[-3:] == ["stopping", "still stopping", "still stopping"]
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert after == [signal.SIG_IGN, before[1]]
 
 
 def test_the_demo_is_called_as_it_is_started() -> None:
