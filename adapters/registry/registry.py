@@ -215,6 +215,11 @@ class Registry:
         entries = answer[0][1] if answer else []
         return [NumberedEvent(event_id, int(fields["number"]), decode_event(fields)) for event_id, fields in entries]
 
+    async def num_events(self) -> int:
+        """The number of events so far, which is the number of the newest one."""
+        async with self._bounded():
+            return int(await self._command("GET", NUMBER) or 0)
+
     async def _change_key(self, key: str, tenant: str) -> None:
         async with self._bounded():
             owner = await self._set_key_script(

@@ -125,7 +125,13 @@ class RegistryView:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _read(self) -> None:
-        for entry in await self._registry.read_events(self._event_id, _WAIT_S):
+        entries = await self._registry.read_events(self._event_id, _WAIT_S)
+        if not entries and await self._registry.num_events() != self._event_number:
+            entries = await self._registry.read_events(self._event_id, 0.0)  # events of this very moment
+            if not entries:  # Redis lost its data, and the ids of its new events are not above the last known one
+                _LOG.info("the registry has other events than those that were read: loading anew")
+                await self._load()
+        for entry in entries:
             if entry.number != self._event_number + 1:  # Redis trimmed unread events, or it lost its data
                 _LOG.info("missed events %d to %d: loading anew", self._event_number + 1, entry.number - 1)
                 await self._load()

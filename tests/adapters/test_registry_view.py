@@ -166,6 +166,20 @@ async def test_a_registry_that_lost_everything_is_loaded_anew(
     assert view.tenant_of_key("k") is None
 
 
+async def test_events_with_ids_below_the_last_known_one_are_not_missed(
+    registry: GatedRegistry, view: RegistryView, redis_client: Redis
+) -> None:
+    """As of a server that has lost everything and whose clock is behind, or has not ticked since."""
+    await redis_client.xadd(PREFIX + "events", {"number": 1, "kind": "key", "field": "ab", "value": "acme"}, "9" * 15)
+    await redis_client.set(PREFIX + "event_number", 1)
+    await eventually(lambda: "ab" in view._key_tenants)
+    await redis_client.flushall()
+    await register(registry, "new")
+    await registry.set_key("acme", "k")
+    await eventually(lambda: view.resolve("acme", "new") is not None and view.tenant_of_key("k") == "acme")
+    assert "ab" not in view._key_tenants
+
+
 async def test_a_random_history_ends_in_the_same_state_and_versions_never_go_back(
     registry: GatedRegistry, view: RegistryView, redis_client: Redis
 ) -> None:
