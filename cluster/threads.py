@@ -8,8 +8,8 @@ from pathlib import Path
 # A router costs under a millisecond a request and HAProxy less, so together they need a part of one core, but soon: a
 # step in which one of the threads must wait for its core makes all others wait.
 CORES_KEPT = 1
-# Not kept where it would leave a gang alone with fewer than these: on two cores, two threads serve 1.2 to 1.4 times what
-# one does, with router, HAProxy and clients on the same cores (benchmarks/threads.py).
+# Not kept where it would leave a gang alone with fewer than these: on two cores, two threads serve 1.2 to 1.4 times
+# what one does, with router, HAProxy and clients on the same cores (benchmarks/threads.py).
 FEWEST_CORES = 2
 MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
