@@ -105,7 +105,7 @@ def _measure(way: Way, url: str, num_streams: int, pace: int, seconds: float) ->
 def _run_clients(url: str, num_streams: int, num_tokens: int, pace: int) -> dict[str, float]:
     """Runs the clients in a process of their own, so that the Ray threads of this process do not slow them."""
     options = ["--streams", str(num_streams), "--tokens", str(num_tokens), "--steps-per-s", str(pace)]
-    command = [sys.executable, str(ROOT / "sse_clients.py"), url, *options]
+    command = [sys.executable, str(ROOT / "rigs" / "sse_clients.py"), url, *options]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=600).stdout
     counts: dict[str, float] = json.loads(output)
     return counts
