@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_tenant
 from .memory import Memory
-from .setting import Count, Pairs, Refusal, Seconds, Setting
+from .setting import Count, Pairs, Refusal, Seconds, Setting, Share
 
 
 def check_objectives(objectives_s: tuple[tuple[str, float], ...]) -> Refusal | None:
@@ -43,6 +43,12 @@ class Batching(Memory, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "live",
         ),
     ] = 4 << 20
+    tenant_queue_share: Annotated[
+        Share,
+        Setting(
+            "Share of both, of a gang's queue, that one tenant may take; what it sends beyond that is refused.", "live"
+        ),
+    ] = 0.5
     max_queue_wait_s: Annotated[
         Seconds,
         Setting("A request that would have to wait longer for its turn is refused at once. 0: no limit.", "live"),

@@ -20,7 +20,7 @@ from motet.workers.wire.messages import Frame, SequenceUpdate, Submit
 async def narrow_leader() -> AsyncIterator[Leader]:
     """One place, and room for two without a token, the one in the place included."""
     engine = StandInEngine(num_places=1)
-    server = FrameServer(engine, INFO, TOKEN, leader_config(max_waiting_sequences=2))
+    server = FrameServer(engine, INFO, TOKEN, leader_config(max_waiting_sequences=2, tenant_queue_share=1.0))
     yield Leader(engine, server, await server.start("127.0.0.1"))
     await server.stop()
 

@@ -12,36 +12,44 @@ from motet.workers.leader.queue_limit import QueueLimit
 from motet.workers.leader.sequence_timers import SequenceTimers
 from motet.workers.wire.messages import SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
 
+tenants = st.sampled_from(["acme", "globex"])
 actions = st.one_of(
-    st.tuples(st.just("enter"), st.integers(1, 40)),
-    st.tuples(st.just("leave"), st.integers(0, 60)),
-    st.tuples(st.just("force"), st.integers(1, 40)),  # one that had begun elsewhere
+    st.tuples(st.just("enter"), st.integers(1, 40), tenants),
+    st.tuples(st.just("leave"), st.integers(0, 60), tenants),
+    st.tuples(st.just("force"), st.integers(1, 40), tenants),  # one that had begun elsewhere
 )
 
 
 @settings(deadline=None)
-@given(st.lists(actions, max_size=60), st.integers(1, 8), st.integers(1, 100))
-def test_never_more_than_the_bounds_say(todo: list[tuple[str, int]], max_sequences: int, max_tokens: int) -> None:
-    room = QueueLimit(leader_config(max_waiting_sequences=max_sequences, max_waiting_tokens=max_tokens))
-    model: dict[int, tuple[int, int]] = {}  # when it came, and its tokens
-    for now, (action, value) in enumerate(todo):
+@given(st.lists(actions, max_size=60), st.integers(1, 8), st.integers(1, 100), st.sampled_from([0.25, 0.5, 1.0]))
+def test_never_more_than_the_bounds_say(
+    todo: list[tuple[str, int, str]], max_sequences: int, max_tokens: int, share: float
+) -> None:
+    room = QueueLimit(
+        leader_config(max_waiting_sequences=max_sequences, max_waiting_tokens=max_tokens, tenant_queue_share=share)
+    )
+    model: dict[int, tuple[int, int, str]] = {}  # when it came, its tokens, its tenant
+    for now, (action, value, tenant) in enumerate(todo):
         if action == "leave":
             room.leave(value)
             model.pop(value, None)
         else:
-            refusal = room.refusal(value, now)
-            num_tokens = sum(tokens for _, tokens in model.values())
+            refusal = room.refusal(tenant, value, now)
+            num_tokens = sum(tokens for _, tokens, _ in model.values())
+            own = [tokens for _, tokens, whose in model.values() if whose == tenant]
             is_full = len(model) >= max_sequences or bool(model and num_tokens + value > max_tokens)
-            assert (refusal is not None) == is_full
+            has_its_share = len(own) >= max(1, int(share * max_sequences))
+            has_its_share |= bool(own and sum(own) + value > int(share * max_tokens))
+            assert (refusal is not None) == (is_full or has_its_share)
             if refusal is not None:
-                assert (refusal.kind, refusal.reason) == ("overloaded", "full")
-                assert refusal.retry_after_s == now - min(came for came, _ in model.values())
+                assert (refusal.kind, refusal.reason) == ("overloaded", "full" if is_full else "tenant_full")
+                assert refusal.retry_after_s == now - min(came for came, _, _ in model.values())
             if action == "force" or refusal is None:
-                room.enter(now, value, now)
-                model[now] = now, value
+                room.enter(now, tenant, value, now)
+                model[now] = now, value, tenant
         room.check_integrity()
-        assert (len(room), room.num_tokens) == (len(model), sum(tokens for _, tokens in model.values()))
-        assert room.oldest_s(now) == now - min((came for came, _ in model.values()), default=now)
+        assert (len(room), room.num_tokens) == (len(model), sum(tokens for _, tokens, _ in model.values()))
+        assert room.oldest_s(now) == now - min((came for came, _, _ in model.values()), default=now)
 
 
 def request(wait_s: float | None, timeout_s: float | None) -> SequenceRequest:
@@ -77,3 +85,16 @@ async def test_timers_ring_only_for_who_still_waits_or_runs() -> None:
     for engine_id in (1, 2, 3, 6, 99):
         timers.end(engine_id)
     assert (len(room), len(timers)) == (0, 0)
+
+
+def test_a_tenant_who_fills_the_queue_keeps_nobody_else_out() -> None:
+    room = QueueLimit(leader_config(max_waiting_sequences=8, tenant_queue_share=0.5))
+    for engine_id in range(4):
+        assert room.refusal("acme", 10, 0.0) is None
+        room.enter(engine_id, "acme", 10, 0.0)
+    refusal = room.refusal("acme", 10, 1.0)
+    assert refusal is not None
+    assert refusal.reason == "tenant_full"
+    assert room.refusal("globex", 10, 1.0) is None
+    room.leave(0)
+    assert room.refusal("acme", 10, 1.0) is None

@@ -11,6 +11,7 @@ class LeaderConfig:
 
     max_waiting_sequences: int  # that have no token yet; more are refused
     max_waiting_tokens: int  # of their prompts, some 50 bytes of the leader's memory each; one may always wait
+    tenant_queue_share: float  # of both, that one tenant may take; one of its sequences may always wait
     drain_s: float  # how long sequences may go on once the gang is told to stop
     orphan_s: float  # from the end of their router's stream: long enough to replace a router
     finished_s: float  # from their end, while their router's stream goes on

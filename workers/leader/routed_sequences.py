@@ -77,7 +77,7 @@ class RoutedSequences:
         if request.key and self._attach(stream, request):
             return
         if not (request.has_begun or request.generated_token_ids):
-            refusal = self._queue_limit.refusal(len(request.prompt_token_ids), _now())
+            refusal = self._queue_limit.refusal(request.tenant, len(request.prompt_token_ids), _now())
             if refusal is not None:
                 stream.tell(SequenceUpdate(sequence_id, error=refusal))
                 return

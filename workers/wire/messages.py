@@ -20,9 +20,9 @@ ErrorKind = Literal[
     "invalid_request", "adapter_failed", "overloaded", "timeout", "gang_lost", "handed_over", "taken_over", "internal"
 ]
 # Why a sequence is "overloaded": it was expected to wait too long ("wait"), to miss its timeout ("timeout"), or to get
-# its first token after its tenant's latency objective ("objective"); too many wait in its gang ("full"), or for any
-# gang ("no_gang"); or it did wait too long, unexpectedly ("waited").
-RefusalReason = Literal["wait", "timeout", "objective", "full", "no_gang", "waited"]
+# its first token after its tenant's latency objective ("objective"); too many wait in its gang ("full"), or too many of
+# its tenant ("tenant_full"), or for any gang ("no_gang"); or it did wait too long, unexpectedly ("waited").
+RefusalReason = Literal["wait", "timeout", "objective", "full", "tenant_full", "no_gang", "waited"]
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
