@@ -1,0 +1,118 @@
+"""What one step costs the leader: schedule, settle, commit and load, with a worker that takes no time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from motet.benchmarks.rigs.instant_executor import InstantExecutor
+from motet.workers.engine import Engine
+from motet.workers.scheduling.request_limits import GangLimits, pages_for
+from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.wire.messages import AdapterRef, GangInfo, SamplingParams, SequenceRequest
+
+BLOCK_SIZE = 16
+CONTEXT = 512  # tokens of a prompt, unless a case is about that
+MAX_CONTEXT = 1 << 18
+PAGES_OF_ADAPTER = 4
+VOCAB_SIZE = 1 << 18
+MEASURED_STEPS = 3 * BLOCK_SIZE  # a sequence takes a new page in one of BLOCK_SIZE steps
+_INFO = GangInfo(
+    gang_id="scale",
+    model="none",
+    device="none",
+    dtype="none",
+    kernels="none",
+    max_model_len=MAX_CONTEXT,
+    block_size=BLOCK_SIZE,
+    num_pages=1,
+    page_bytes=1,
+    num_threads=1,
+    vocab_size=VOCAB_SIZE,
+)
+
+
+class LeaderSteps:
+    """An engine over an `InstantExecutor`."""
+
+    def __init__(
+        self, num_pages: int, max_num_sequences: int, max_tokens_per_step: int = 8192, loads_end: bool = True
+    ) -> None:
+        limits = GangLimits(MAX_CONTEXT, VOCAB_SIZE, BLOCK_SIZE, num_pages, max_tokens_per_step, max_num_sequences)
+        self._executor = InstantExecutor(loads_end)
+        self.engine = Engine(Scheduler(limits, frozenset(), lambda _: PAGES_OF_ADAPTER), self._executor, _INFO)
+        self._next_id = 0
+
+    def submit(self, prompt_token_ids: list[int], adapter: str | None = None) -> None:
+        self._next_id += 1
+        self.engine.submit(
+            SequenceRequest(
+                sequence_id=self._next_id,
+                prompt_token_ids=prompt_token_ids,
+                sampling=SamplingParams(temperature=0.0, ignore_eos=True),
+                tenant="scale",
+                adapter=None if adapter is None else AdapterRef(adapter, {"q_proj": 8}),
+            )
+        )
+
+    def step_until(self, is_reached: Callable[[], bool]) -> None:
+        while not is_reached():
+            self.step()
+
+    def step_ms(self, num_steps: int = MEASURED_STEPS) -> float:
+        """CPU milliseconds of the leader's thread for each of the next steps, on average."""
+        began_s, others_s = time.thread_time(), self._executor.cpu_s
+        for _ in range(num_steps):
+            self.step()
+        return (time.thread_time() - began_s - (self._executor.cpu_s - others_s)) / num_steps * 1e3
+
+    def step(self) -> None:
+        self.engine.step()
+        self.engine.take_residency_changes()
+        self.engine.load()
+
+
+def own_prompt(number: int, num_tokens: int) -> list[int]:
+    """A prompt that begins like no other."""
+    return [number % VOCAB_SIZE, number // VOCAB_SIZE, *range(2, num_tokens)][:num_tokens]
+
+
+def step_with(num_running: int, num_waiting: int = 0) -> float:
+    """Milliseconds of a step in which so many decode; as many others wait, each for an adapter that does not come."""
+    pages_each = pages_for(CONTEXT + 2 * MEASURED_STEPS, BLOCK_SIZE) + 1
+    num_pages = num_running * pages_each + 64 * PAGES_OF_ADAPTER
+    steps = LeaderSteps(num_pages, num_running + 16, loads_end=False)
+    for number in range(num_running):
+        steps.submit(own_prompt(number, CONTEXT))
+    steps.step_until(lambda: steps.engine.load().gauges.num_running == num_running)
+    for number in range(num_waiting):
+        steps.submit(own_prompt(num_running + number, CONTEXT), adapter=f"adapter-{number}")
+    _pass(steps, 4)
+    return steps.step_ms()
+
+
+def documents_step(num_requests: int, num_tokens: int, is_shared: bool) -> float:
+    """Milliseconds of a step while the first of several requests' documents is computed; it is all theirs, or not."""
+    pages_each = pages_for(num_tokens + 256, BLOCK_SIZE)
+    steps = LeaderSteps(num_requests * pages_each, num_requests, max_tokens_per_step=512)
+    for number in range(num_requests):
+        document = own_prompt(0 if is_shared else number, num_tokens)
+        steps.submit([*document, *own_prompt(number, 8)])
+    _pass(steps, 4)
+    return steps.step_ms(num_tokens // 512 - 8)
+
+
+def long_decodes_step(num_requests: int, num_tokens: int) -> float:
+    """Milliseconds of a step in which so many sequences decode that all began with one document of this length."""
+    steps = LeaderSteps(pages_for(num_tokens, BLOCK_SIZE) + num_requests * 16, num_requests, 8192)
+    document = own_prompt(0, num_tokens)
+    for number in range(num_requests):
+        steps.submit([*document, *own_prompt(number, 8)])
+    steps.step_until(lambda: steps.engine.load().gauges.num_running == num_requests)
+    _pass(steps, 4)
+    return steps.step_ms()
+
+
+def _pass(steps: LeaderSteps, num_steps: int) -> None:
+    for _ in range(num_steps):
+        steps.step()
