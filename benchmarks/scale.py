@@ -64,17 +64,18 @@ def measure_leader(table: Table) -> dict[str, float]:
     waiting = table.measure(
         f"step_of_{most}_running_{NUM_WAITING}_waiting_ms", lambda: leader_steps.step_with(most, NUM_WAITING)
     )
-    documents = {
-        is_shared: table.measure(
-            f"step_of_{NUM_READERS}_on_{'one_document' if is_shared else 'documents_of_their_own'}_ms",
-            lambda is_shared=is_shared: leader_steps.documents_step(NUM_READERS, DOCUMENT, is_shared),
-        )
-        for is_shared in (False, True)
-    }
+    readers = f"step_of_{NUM_READERS}"
+    plain = table.measure(f"{readers}_decoding_ms", lambda: leader_steps.decoding_step(NUM_READERS, 64))
+    reading = table.measure(
+        f"{readers}_decoding_on_one_document_ms", lambda: leader_steps.decoding_step(NUM_READERS, DOCUMENT)
+    )
+    coming = table.measure(
+        f"{readers}_waiting_for_one_document_ms", lambda: leader_steps.coming_document_step(NUM_READERS, DOCUMENT)
+    )
     return {
         "step_4096_over_512": steps[most] / steps[NUM_RUNNING[0]],
         "waiting_10000_over_0": waiting / steps[most],
-        "shared_document_over_none": documents[True] / documents[False],
+        "shared_document_over_none": max(reading, coming) / plain,
     }
 
 

@@ -16,6 +16,7 @@ class InstantExecutor:
     def __init__(self, loads_end: bool = True) -> None:
         """`loads_end`: adapters are there with the step that asked for them; else they never come."""
         self._loads_end = loads_end
+        self.moves_end = True  # copies of KV between tiers are made in their step; else they go on and on
         self._plan: StepPlan | None = None
         self.cpu_s = 0.0
 
@@ -30,7 +31,7 @@ class InstantExecutor:
             s.sequence_id: SampledToken(TOKEN, None) for s in plan.sequences if s.sample is not None
         }
         loaded = tuple(load.residence.digest for load in plan.loads) if self._loads_end else ()
-        moved = tuple(MoveEnd(move.number, 0.0, None) for move in plan.moves)
+        moved = tuple(MoveEnd(move.number, 0.0, None) for move in plan.moves) if self.moves_end else ()
         result = StepResult(plan.step, tokens, loaded, (), moved)
         self.cpu_s += time.thread_time() - began_s
         return result

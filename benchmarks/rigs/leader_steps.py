@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 
@@ -9,12 +10,14 @@ from motet.benchmarks.rigs.instant_executor import InstantExecutor
 from motet.workers.engine import Engine
 from motet.workers.scheduling.request_limits import GangLimits, pages_for
 from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire.messages import AdapterRef, GangInfo, SamplingParams, SequenceRequest
 
 BLOCK_SIZE = 16
-CONTEXT = 512  # tokens of a prompt, unless a case is about that
+CONTEXT = 256  # tokens of a prompt, unless a case is about that
 MAX_CONTEXT = 1 << 18
 PAGES_OF_ADAPTER = 4
+MAX_TOKENS = 8192  # of a step
 VOCAB_SIZE = 1 << 18
 MEASURED_STEPS = 3 * BLOCK_SIZE  # a sequence takes a new page in one of BLOCK_SIZE steps
 _INFO = GangInfo(
@@ -35,21 +38,22 @@ _INFO = GangInfo(
 class LeaderSteps:
     """An engine over an `InstantExecutor`."""
 
-    def __init__(
-        self, num_pages: int, max_num_sequences: int, max_tokens_per_step: int = 8192, loads_end: bool = True
-    ) -> None:
-        limits = GangLimits(MAX_CONTEXT, VOCAB_SIZE, BLOCK_SIZE, num_pages, max_tokens_per_step, max_num_sequences)
-        self._executor = InstantExecutor(loads_end)
-        self.engine = Engine(Scheduler(limits, frozenset(), lambda _: PAGES_OF_ADAPTER), self._executor, _INFO)
+    def __init__(self, num_pages: int, max_num_sequences: int, loads_end: bool = True, host_pages: int = 0) -> None:
+        limits = GangLimits(MAX_CONTEXT, VOCAB_SIZE, BLOCK_SIZE, num_pages, MAX_TOKENS, max_num_sequences)
+        tiers = TierSizes(host_pages)
+        self.executor = InstantExecutor(loads_end)
+        scheduler = Scheduler(limits, frozenset(), lambda _: PAGES_OF_ADAPTER, tiers=tiers)
+        ticks = itertools.count()  # computing takes time, so that it is worth while to bring KV back
+        self.engine = Engine(scheduler, self.executor, _INFO, clock=lambda: float(next(ticks)))
         self._next_id = 0
 
-    def submit(self, prompt_token_ids: list[int], adapter: str | None = None) -> None:
+    def submit(self, prompt_token_ids: list[int], adapter: str | None = None, max_tokens: int | None = None) -> None:
         self._next_id += 1
         self.engine.submit(
             SequenceRequest(
                 sequence_id=self._next_id,
                 prompt_token_ids=prompt_token_ids,
-                sampling=SamplingParams(temperature=0.0, ignore_eos=True),
+                sampling=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens),
                 tenant="scale",
                 adapter=None if adapter is None else AdapterRef(adapter, {"q_proj": 8}),
             )
@@ -61,10 +65,10 @@ class LeaderSteps:
 
     def step_ms(self, num_steps: int = MEASURED_STEPS) -> float:
         """CPU milliseconds of the leader's thread for each of the next steps, on average."""
-        began_s, others_s = time.thread_time(), self._executor.cpu_s
+        began_s, others_s = time.thread_time(), self.executor.cpu_s
         for _ in range(num_steps):
             self.step()
-        return (time.thread_time() - began_s - (self._executor.cpu_s - others_s)) / num_steps * 1e3
+        return (time.thread_time() - began_s - (self.executor.cpu_s - others_s)) / num_steps * 1e3
 
     def step(self) -> None:
         self.engine.step()
@@ -91,25 +95,32 @@ def step_with(num_running: int, num_waiting: int = 0) -> float:
     return steps.step_ms()
 
 
-def documents_step(num_requests: int, num_tokens: int, is_shared: bool) -> float:
-    """Milliseconds of a step while the first of several requests' documents is computed; it is all theirs, or not."""
-    pages_each = pages_for(num_tokens + 256, BLOCK_SIZE)
-    steps = LeaderSteps(num_requests * pages_each, num_requests, max_tokens_per_step=512)
-    for number in range(num_requests):
-        document = own_prompt(0 if is_shared else number, num_tokens)
-        steps.submit([*document, *own_prompt(number, 8)])
-    _pass(steps, 4)
-    return steps.step_ms(num_tokens // 512 - 8)
-
-
-def long_decodes_step(num_requests: int, num_tokens: int) -> float:
-    """Milliseconds of a step in which so many sequences decode that all began with one document of this length."""
-    steps = LeaderSteps(pages_for(num_tokens, BLOCK_SIZE) + num_requests * 16, num_requests, 8192)
+def decoding_step(num_requests: int, num_tokens: int) -> float:
+    """Milliseconds of a step in which so many sequences decode that all begin with one document of this length."""
+    steps = LeaderSteps(pages_for(num_tokens, BLOCK_SIZE) + num_requests * 16, num_requests)
     document = own_prompt(0, num_tokens)
     for number in range(num_requests):
         steps.submit([*document, *own_prompt(number, 8)])
     steps.step_until(lambda: steps.engine.load().gauges.num_running == num_requests)
     _pass(steps, 4)
+    return steps.step_ms()
+
+
+def coming_document_step(num_requests: int, num_tokens: int) -> float:
+    """Milliseconds of a step in which so many sequences wait for one document, which comes from host memory."""
+    num_pages = pages_for(num_tokens, BLOCK_SIZE) + num_requests * 16
+    steps = LeaderSteps(num_pages, num_requests + 1, host_pages=4 * num_pages)
+    document = own_prompt(0, num_tokens)
+    for prompt in (document, own_prompt(1, num_pages * BLOCK_SIZE)):  # the second takes the whole pool
+        steps.submit(prompt, max_tokens=1)
+        steps.step_until(lambda: not steps.engine.has_work())
+    steps.executor.moves_end = False
+    steps.submit(own_prompt(3, 8))
+    for number in range(num_requests):
+        steps.submit([*document, *own_prompt(4 + number, 8)])
+    _pass(steps, 4)
+    gauges = steps.engine.load().gauges
+    assert (gauges.num_running, gauges.num_waiting) == (1, num_requests), "the document has come, or is computed"
     return steps.step_ms()
 
 
