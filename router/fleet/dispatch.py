@@ -105,7 +105,7 @@ class FleetDispatcher:
         `adapter_pages`: how many pages an adapter takes in a gang's pool.
         """
         self._fleet = Fleet(
-            token, RoutingConfig(), admission, adapter_pages, self._connected, self._lost, self._send_found
+            token, RoutingConfig(), admission, adapter_pages, self._connected, self._lost, self._send_found, self._send
         )
         self._gang_wait_s = gang_wait_s
         self._on_wait = on_wait

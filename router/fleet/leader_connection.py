@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import grpc
@@ -28,6 +29,7 @@ from ...workers.wire.messages import (
     Hello,
     SequenceError,
     Submit,
+    Withdraw,
 )
 from ...workers.wire.stream_options import (
     CONNECT_KEY,
@@ -54,6 +56,14 @@ _log = logging.getLogger(__name__)
 FaultKind = Literal["connection", "engine"]
 
 
+@dataclass(eq=False, slots=True)
+class Unbegun:
+    """A sequence that was sent to a gang and has had no token."""
+
+    num_cached_tokens: int  # of its prompt whose KV is kept there
+    target: str | None = None  # the key of the gang that it is asked back for
+
+
 class _HandedOverError(Exception):
     """The leader leaves and has given its sequences back, to go on elsewhere."""
 
@@ -77,12 +87,15 @@ class LeaderConnection:
         on_lost: Callable[[list[OpenSequence], str], None],
         on_orphans: Callable[[LeaderConnection, Collection[str]], None] = lambda connection, keys: None,
         on_fault: Callable[[FaultKind], None] = lambda kind: None,
+        on_load: Callable[[], None] = lambda: None,
+        on_withdrawn: Callable[[OpenSequence, str], None] = lambda sequence, target: None,
     ) -> None:
         """`on_lost` gets the unfinished sequences of a connection that ended, and the reason.
 
         `on_orphans` gets this connection and the keys of sequences that the leader keeps for any router that asks: all
         of them at the greeting, later those that it has begun to keep. `on_fault`: a connected gang was
-        lost that had not been told to go.
+        lost that had not been told to go. `on_load`: the gang has told how things are there. `on_withdrawn` gets a
+        sequence that has left the gang's queue, and the key of the gang that it is meant for.
         """
         self.address = address
         self.info: GangInfo | None = None  # None: not connected
@@ -96,11 +109,13 @@ class LeaderConnection:
         self._on_lost = on_lost
         self._on_orphans = on_orphans
         self._on_fault = on_fault
+        self._on_load, self._on_withdrawn = on_load, on_withdrawn
         self._awaiting_reconnect = AwaitingReconnect(self._lose)
         self._last_gang_id = ""
         self._last_arrived = 0  # id of the newest sequence that has reached the leader, as far as it has told
         self._sequences: dict[int, OpenSequence] = {}  # by the id that they have on this connection
         self._ids: dict[OpenSequence, int] = {}  # the same, the other way round
+        self._unbegun: dict[OpenSequence, Unbegun] = {}  # those that may move, in the order of their submission
         self._last_id = 0
         self._outbox = Outbox(self._refuse)
         self._decoder: msgspec.msgpack.Decoder[FromLeader] = msgspec.msgpack.Decoder(FromLeader)
@@ -146,12 +161,28 @@ class LeaderConnection:
         assert not self.retired
         self._start(sequence, request, page_keys)
 
+    @property
+    def num_unbegun(self) -> int:
+        """Sequences that may still move to another gang."""
+        return len(self._unbegun)
+
+    def newest_unbegun(self) -> Iterator[tuple[OpenSequence, Unbegun]]:
+        """Sequences that may still move to another gang, the newest first."""
+        return reversed(self._unbegun.items())
+
+    def withdraw(self, sequence: OpenSequence, target: str) -> None:
+        """Asks for an unbegun sequence to be given back if it still waits; `target`: the key of the gang it is for."""
+        self._unbegun[sequence].target = target
+        self._outbox.put(Withdraw(self._ids[sequence]))
+
     def _start(self, sequence: OpenSequence, request: RoutingRequest, page_keys: Sequence[int] = ()) -> None:
         self._last_id += 1
         sequence_id = self._last_id
         sequence.move(None, self)
         self._sequences[sequence_id] = sequence
         self._ids[sequence] = sequence_id
+        if sequence.may_move:
+            self._unbegun[sequence] = Unbegun(max(0, sequence.num_tokens - request.num_tokens))
         self.known.sent(request, page_keys)
         self._outbox.put(Submit(sequence.request_from_here(sequence_id)))
 
@@ -170,6 +201,7 @@ class LeaderConnection:
     def _forget(self, sequence: OpenSequence) -> None:
         """The sequence has ended."""
         del self._sequences[self._ids.pop(sequence)]
+        self._unbegun.pop(sequence, None)
         adapter = sequence.request.adapter
         self.known.ended(None if adapter is None else adapter.digest)
         if self.retired and not self._sequences and self._task is not None:
@@ -188,9 +220,7 @@ class LeaderConnection:
             fault_kind: FaultKind = "connection"
             try:
                 async with grpc.aio.insecure_channel(self.address, options=ROUTER_OPTIONS) as channel:
-                    call: Any = channel.stream_stream(f"/{STREAM_SERVICE}/{STREAM_METHOD}")(
-                        metadata=self._metadata()
-                    )
+                    call: Any = channel.stream_stream(f"/{STREAM_SERVICE}/{STREAM_METHOD}")(metadata=self._metadata())
                     await self._greet(call)
                     pause_s = FIRST_PAUSE_S
                     await self._exchange(call)
@@ -249,6 +279,7 @@ class LeaderConnection:
         for sequence in self._awaiting_reconnect.take(orphans):
             adapter = sequence.request.adapter
             self._start(sequence, RoutingRequest(None if adapter is None else adapter.digest, 0, 0))
+            self._unbegun.pop(sequence, None)
 
     async def _exchange(self, call: Any) -> None:
         """Reads frames and writes messages until the stream breaks or the leader gives sequences back."""
@@ -273,6 +304,11 @@ class LeaderConnection:
             if update.error is not None and update.error.kind in ("handed_over", "gang_lost"):
                 given_back = update.error
                 continue
+            if update.error is not None and update.error.kind == "withdrawn":
+                self._give_back(sequence)
+                continue
+            if self._unbegun and update.token_ids:
+                self._unbegun.pop(sequence, None)
             sequence.push(update)
             if sequence.closed:
                 self._forget(sequence)
@@ -281,6 +317,14 @@ class LeaderConnection:
             raise (_HandedOverError if is_farewell else _EngineFailedError)(given_back.message)
         if frame.orphans is not None and frame.orphans.came:
             self._on_orphans(self, frame.orphans.came)
+        self._on_load()
+
+    def _give_back(self, sequence: OpenSequence) -> None:
+        """The sequence has left the gang's queue, to go where it was asked back for."""
+        unbegun = self._unbegun.get(sequence)
+        self._forget(sequence)
+        sequence.move(self, None)
+        self._on_withdrawn(sequence, "" if unbegun is None or unbegun.target is None else unbegun.target)
 
     async def _write(self, call: Any) -> None:
         """Writes what the outbox holds. Ends quietly when the stream breaks: the reader learns why."""
@@ -308,7 +352,7 @@ class LeaderConnection:
         self.known = KnownGang(self._routing)
         self._outbox.clear()
         cut_off = [CutOffSequence(sequence, key <= self._last_arrived) for key, sequence in self._sequences.items()]
-        self._sequences, self._ids = {}, {}
+        self._sequences, self._ids, self._unbegun = {}, {}, {}
         for one in cut_off:
             one.sequence.move(self, None)
         if not is_fault:

@@ -21,7 +21,7 @@ import grpc
 import msgspec
 
 from ..wire.engine_load import EngineGauges, EngineLoad
-from ..wire.messages import Cancel, Disown, GangInfo, Hello, ResidencyChange, SequenceUpdate, ToLeader
+from ..wire.messages import Cancel, Disown, GangInfo, Hello, ResidencyChange, SequenceUpdate, ToLeader, Withdraw
 from ..wire.stream_options import (
     CONNECT_KEY,
     LEADER_OPTIONS,
@@ -217,6 +217,8 @@ class FrameServer:
                 for message in self._decoder.decode(data).messages:
                     if isinstance(message, Cancel):
                         self._sequences.cancel(stream, message.sequence_id)
+                    elif isinstance(message, Withdraw):
+                        self._sequences.withdraw(stream, message.sequence_id)
                     elif isinstance(message, Disown):
                         self._sequences.disown(stream, message.names)
                     else:

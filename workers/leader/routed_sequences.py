@@ -24,6 +24,7 @@ from .served_engine import ServedEngine
 _MAX_ID = (1 << 63) - 1
 _HANDED_OVER = SequenceError("handed_over", "the gang leaves")
 _TIMEOUT = SequenceError("timeout", "its timeout passed before it was complete")
+_WITHDRAWN = SequenceError("withdrawn", "its router sends it to another gang")
 _TAKEN_OVER = SequenceError("taken_over", "the stream was taken up on another connection")
 
 
@@ -76,7 +77,7 @@ class RoutedSequences:
         stream.refresh()  # a router that hears no more of this gang must know what had reached it
         if request.key and self._attach(stream, request):
             return
-        if not (request.has_begun or request.generated_token_ids):
+        if not (request.has_begun or request.was_admitted or request.generated_token_ids):
             refusal = self._queue_limit.refusal(len(request.prompt_token_ids), _now())
             if refusal is not None:
                 stream.tell(SequenceUpdate(sequence_id, error=refusal))
@@ -98,6 +99,12 @@ class RoutedSequences:
             del self._listeners[engine_id]
             self._journal.forget(engine_id)
             self._cancel_in_engine(engine_id)
+
+    def withdraw(self, stream: RouterStream, sequence_id: int) -> None:
+        """Gives the sequence back to its router, unless it runs or has ended. Unknown ids are ignored."""
+        engine_id = stream.live.get(sequence_id)
+        if engine_id is not None:
+            self._engine.give_up_waiting(engine_id, _WITHDRAWN)
 
     def deliver(self, updates: Sequence[SequenceUpdate]) -> None:
         """Sorts one step's updates by router."""
@@ -167,7 +174,10 @@ class RoutedSequences:
 
     def _tell(self, update: SequenceUpdate, now: float) -> None:
         """Hands an update under the engine's id on to the stream that hears of the sequence."""
-        self._journal.record(update, now)
+        if update.error is not None and update.error.kind == "withdrawn":
+            self._journal.forget(update.sequence_id)  # if it comes back it is to be computed, not to be withdrawn again
+        else:
+            self._journal.record(update, now)
         listener = self._listeners.get(update.sequence_id)
         if listener is None:
             return  # cancelled, or an orphan
