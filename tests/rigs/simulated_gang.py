@@ -142,13 +142,14 @@ class SimulatedEngine:
 class SimulatedGang:
     """A leader that listens at `address`."""
 
-    def __init__(self, address: str, limits: GangLimits, step_s: float, orphan_s: float) -> None:
+    def __init__(self, address: str, limits: GangLimits, step_s: float, orphan_s: float, **leader: int) -> None:
+        """`leader`: other settings of the leader than the default ones."""
         self.address = address
         self.engine = SimulatedEngine(limits, step_s)
         info = msgspec.structs.replace(
             INFO, gang_id=f"{address} {id(self)}", block_size=limits.block_size, num_pages=limits.num_pages
         )
-        self.server = FrameServer(self.engine, info, TOKEN, leader_config(orphan_s=orphan_s, finished_s=1.0))
+        self.server = FrameServer(self.engine, info, TOKEN, leader_config(orphan_s=orphan_s, finished_s=1.0, **leader))
 
     async def start(self) -> None:
         host, _, port = self.address.rpartition(":")

@@ -153,7 +153,14 @@ class RoutedSequences:
         return num_sequences
 
     def _attach(self, stream: RouterStream, request: SequenceRequest) -> bool:
-        """Goes on with the request's sequence if it is here already. The stream that had it so far is told."""
+        """Goes on with the request's sequence if it is here already. The stream that had it so far is told.
+
+        A sequence that somebody reads is only given to a client who has come back for it. One who asks for the first
+        time has asked before that one, and was overtaken on the way.
+        """
+        if not request.has_begun and self._journal.is_read(request):
+            stream.tell(SequenceUpdate(request.sequence_id, error=_TAKEN_OVER))
+            return True
         found = self._journal.attach(request, stream.number, _now())
         if found is None:
             return False

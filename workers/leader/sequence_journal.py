@@ -134,6 +134,11 @@ class SequenceJournal:
         entry.expires_at = now + self._config.finished_s if entry.is_finished else None
         return Attachment(entry.engine_id, entry.rest_for(request))
 
+    def is_read(self, request: SequenceRequest) -> bool:
+        """A stream has the request's sequence, which goes on."""
+        entry = self._by_name.get((request.tenant, request.key))
+        return entry is not None and entry.owner is not None and not entry.is_finished and entry.answers(request)
+
     def record(self, update: SequenceUpdate, now: float) -> None:
         """Adds what a step brought. Sequences without a key, and those that have ended, are ignored."""
         entry = self._entries.get(update.sequence_id)
