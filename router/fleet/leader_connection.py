@@ -301,12 +301,13 @@ class LeaderConnection:
             sequence = self._sequences.get(update.sequence_id)
             if sequence is None:
                 continue  # cancelled while the update was under way
-            if update.error is not None and update.error.kind in ("handed_over", "gang_lost"):
-                given_back = update.error
-                continue
-            if update.error is not None and update.error.kind == "withdrawn":
-                self._give_back(sequence)
-                continue
+            if update.error is not None:
+                if update.error.kind in ("handed_over", "gang_lost"):
+                    given_back = update.error
+                    continue
+                if update.error.kind == "withdrawn":
+                    self._give_back(sequence)
+                    continue
             if self._unbegun and update.token_ids:
                 self._unbegun.pop(sequence, None)
             sequence.push(update)

@@ -29,7 +29,7 @@ class RelocationConfig:
     least_gain_s: float = 0.25  # for the first move of a sequence
     max_sequences: int = 128  # that move in one round
     max_tokens: int = 1 << 16  # of their prompts; one sequence may always move
-    max_examined: int = 256  # sequences of one gang, the newest
+    max_examined: int = 512  # sequences of all gangs where some wait, the newest of each
     max_targets: int = 8  # gangs that are looked at, those with the shortest queues
 
 
@@ -78,7 +78,7 @@ class Relocation(NamedTuple):
 
 
 def relocations(queues: Sequence[GangQueue], config: RelocationConfig) -> list[Relocation]:
-    """The moves of one round, of the longest queue first. Its cost grows with gangs and with examined sequences only."""
+    """The moves of one round, of the longest queue first. The cost grows with gangs and with examined sequences."""
     num_queued = {queue.key: float(queue.num_queued_tokens) for queue in queues}  # as the moves change it
     moves: list[Relocation] = []
     num_moved_tokens = 0
@@ -92,7 +92,7 @@ def relocations(queues: Sequence[GangQueue], config: RelocationConfig) -> list[R
         targets = [target for target in shortest if target is not source]
         num_each = source.num_waiting / num_own_waiting  # sequences of all routers for each of this one's
         num_ahead = float(source.num_queued_tokens)
-        for place, sequence in enumerate(source.newest[: min(config.max_examined, num_own_waiting)]):
+        for place, sequence in enumerate(source.newest[:num_own_waiting]):
             if len(moves) >= config.max_sequences or num_moved_tokens >= config.max_tokens:
                 return moves
             num_tokens = sequence.num_tokens + sequence.num_cached_tokens

@@ -42,25 +42,30 @@ class Relocator:
         connected = {key: one for key, one in self._connections.items() if one.info is not None}
         if len(connected) < 2:
             return
-        candidates: dict[str, list[OpenSequence]] = {}
-        queues = [self._queue(key, connection, candidates) for key, connection in connected.items()]
+        num_sources = sum(connection.known.load.gauges.num_waiting > 0 for connection in connected.values())
+        if not num_sources:
+            return
+        num_examined = max(1, self._config.max_examined // num_sources)
+        candidates: dict[str, list[OpenSequence]] = {key: [] for key in connected}
+        queues = [self._queue(key, one, candidates[key], num_examined) for key, one in connected.items()]
         for source, place, target in relocations(queues, self._config):
             connected[source].withdraw(candidates[source][place], target)
             self._rests_until[target] = now + REST_S
 
-    def _queue(self, key: str, connection: LeaderConnection, candidates: dict[str, list[OpenSequence]]) -> GangQueue:
-        """What waits there without what is asked back already. Notes which sequences its `newest` are."""
+    def _queue(
+        self, key: str, connection: LeaderConnection, candidates: list[OpenSequence], num_examined: int
+    ) -> GangQueue:
+        """What waits there without what is asked back already. `candidates` gets the sequences of its `newest`."""
         view = connection.known.view(key, None)
         num_asked_back = num_tokens = 0
         newest: list[WaitingSequence] = []
-        candidates[key] = []
         if view.num_waiting:
-            for sequence, unbegun in islice(connection.newest_unbegun(), _MAX_ASKED_BACK + self._config.max_examined):
+            for sequence, unbegun in islice(connection.newest_unbegun(), _MAX_ASKED_BACK + num_examined):
                 if unbegun.target is not None:
                     num_asked_back += 1
                     num_tokens += sequence.num_tokens - unbegun.num_cached_tokens
-                elif len(newest) < self._config.max_examined:
-                    candidates[key].append(sequence)
+                elif len(newest) < num_examined:
+                    candidates.append(sequence)
                     newest.append(self._waiting(sequence, unbegun.num_cached_tokens))
         return GangQueue(
             key,

@@ -94,7 +94,10 @@ class Run:
         self.num_gangs_ever = 0
         self.num_events: Counter[str] = Counter()
         self.whole_at = float("inf")
-        self.clients = [self._client(seed * 1000 + number) for number in range(self.rng.choice([self.rng.randint(8, 24)] * 3 + [50]))]
+        self.clients = [
+            self._client(seed * 1000 + number)
+            for number in range(self.rng.choice([self.rng.randint(8, 24)] * 3 + [50]))
+        ]
         self._dispatchers: list[FleetDispatcher] = []
 
     async def run(self) -> None:

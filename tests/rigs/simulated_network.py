@@ -1,8 +1,8 @@
 """A network between routers and leaders that delays, stalls, cuts and goes silent, by a seed, in simulated time.
 
 It stands in for `grpc.aio`: both sides run their own code over it. A link is all that lies between one router and one
-leader. Messages of a stream arrive in order, each once, until the stream breaks; then those under way are lost, and each
-side hears of it at a time of its own. Connects overtake each other.
+leader. Messages of a stream arrive in order, each once, until the stream breaks; then those under way are lost, and
+each side hears of it at a time of its own. Connects overtake each other.
 
 A router reaches a leader that listens at `host:port` as `router@host:port`: so the network knows who connects.
 """
@@ -76,36 +76,40 @@ class _Pipe:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._under_way: deque[tuple[float, bytes]] = deque()
-        self._num_bytes = 0
+        self.num_bytes = 0
         self._arrived: deque[bytes] = deque()
         self._changed = asyncio.Event()
-        self._is_broken = False
+        self.is_over_for_reader = self._is_over_for_writer = False
         self._due_s = 0.0
         self._pump = asyncio.create_task(self._carry())
 
     async def write(self, data: bytes) -> None:
-        while self._num_bytes > WINDOW_BYTES and not self._is_broken:
+        while self.num_bytes > WINDOW_BYTES and not self._is_over_for_writer:
             await self._wait()
-        if self._is_broken:
+        if self._is_over_for_writer:
             raise _BrokenError
         link = self._connection.link
         now_s = asyncio.get_running_loop().time()
         self._due_s = max(self._due_s, now_s + link.drawn_delay_s()) + len(data) / link.bytes_per_s
         self._under_way.append((self._due_s, data))
-        self._num_bytes += len(data)
+        self.num_bytes += len(data)
         self._tell()
 
     async def read(self) -> bytes:
         while not self._arrived:
-            if self._is_broken:
+            if self.is_over_for_reader:
                 raise _BrokenError
             await self._wait()
         return self._arrived.popleft()
 
-    def end(self) -> None:
-        """What is under way is lost. What has arrived can be read."""
-        self._is_broken = True
+    def end_reading(self) -> None:
+        """What is under way is lost. What has arrived can be read. The writer does not hear of it by this."""
+        self.is_over_for_reader = True
         self._pump.cancel()
+        self._tell()
+
+    def end_writing(self) -> None:
+        self._is_over_for_writer = True
         self._tell()
 
     async def _carry(self) -> None:
@@ -117,7 +121,7 @@ class _Pipe:
             await self._connection.link.whole.wait()
             if self._connection.is_silent:
                 continue  # its bytes stay under way: the writer's window fills up
-            self._num_bytes -= len(data)
+            self.num_bytes -= len(data)
             self._arrived.append(data)
             self._tell()
 
@@ -150,7 +154,8 @@ class Connection:
 
     async def __aexit__(self, *error: object) -> None:
         self._has_left = True
-        self._down.end()
+        self._down.end_reading()
+        self._up.end_writing()
         if self._serving is not None and not self.is_silent:
             self._later(self._leave())
         self._forget_if_over()
@@ -197,12 +202,14 @@ class Connection:
         loop.call_later(leader_s, unless_whole, self.end_for_leader)
 
     def end_for_router(self) -> None:
-        self._down.end()
+        self._down.end_reading()
+        self._up.end_writing()
         self._forget_if_over()
 
     def end_for_leader(self) -> None:
         self._is_over_for_leader = True
-        self._up.end()
+        self._up.end_reading()
+        self._down.end_writing()
         if self._serving is not None:
             self._serving.cancel()
         self._forget_if_over()
@@ -218,7 +225,7 @@ class Connection:
             return
         if server is None or link.refuses:
             self._status = grpc.StatusCode.UNAVAILABLE, "connection refused"
-            self._down.end()
+            self.end_for_router()
             self.end_for_leader()
             return
         self._serving = self._later(self._serve(server))
@@ -243,7 +250,8 @@ class Connection:
         finally:
             server.connections.pop(self, None)
             self._is_over_for_leader = True
-            self._up.end()
+            self._up.end_reading()
+            self._down.end_writing()
             if not self.is_silent:
                 self._later(self._end_after_last_word())
             self._forget_if_over()
@@ -251,7 +259,7 @@ class Connection:
     async def _end_after_last_word(self) -> None:
         """The router reads what the leader has written, and then hears of the end."""
         for _ in range(1000):
-            if not self._down._num_bytes:
+            if not self._down.num_bytes:
                 break
             await asyncio.sleep(0.01)
         self.end_for_router()
@@ -267,7 +275,7 @@ class Connection:
         return self._network.keep(asyncio.create_task(what))
 
     def _forget_if_over(self) -> None:
-        if self._down._is_broken and self._is_over_for_leader:
+        if self._down.is_over_for_reader and self._is_over_for_leader:
             self.link.connections.pop(self, None)
 
 
@@ -336,7 +344,7 @@ class SimulatedNetwork:
     def in_place_of_grpc(self) -> Iterator[None]:
         with (
             mock.patch.object(grpc.aio, "insecure_channel", lambda address, options: self._channel(address)),
-            mock.patch.object(grpc.aio, "server", lambda options: SimulatedServer(self)),
+            mock.patch.object(grpc.aio, "server", self._server),
         ):
             yield
 
@@ -360,6 +368,9 @@ class SimulatedNetwork:
         for task in [*self._tasks]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _server(self, options: object) -> SimulatedServer:
+        return SimulatedServer(self)
 
     def _channel(self, address: str) -> Connection:
         return Connection(self, self.link(address), address.partition("@")[2])

@@ -98,7 +98,9 @@ def test_a_connect_that_was_overtaken_changes_nothing() -> None:
             with pytest.raises(grpc.aio.AioRpcError, match="connected again"):
                 await greeted(1)
             assert await newer.read()  # its first frame
-            assert [stream.num_connects for stream in gang.server._streams.values() if stream.router == "a router"] == [2]
+            assert [stream.num_connects for stream in gang.server._streams.values() if stream.router == "a router"] == [
+                2
+            ]
 
     run_simulated(main())
 
