@@ -115,9 +115,10 @@ class Run:
             tasks.append(asyncio.create_task(self._trouble()))
             tasks.append(asyncio.create_task(self._add_gang(self.rng.choice([0.0, self.rng.uniform(0, 4)]))))
             watch = asyncio.create_task(self._watch())
-            ended = asyncio.gather(*tasks)
+            ended: asyncio.Future[list[None]] = asyncio.gather(*tasks)
+            waited: list[asyncio.Future[None] | asyncio.Future[list[None]]] = [watch, ended]
             async with asyncio.timeout(200):
-                await asyncio.wait([watch, ended], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
                 if watch.done():
                     await watch
                 await ended
@@ -200,7 +201,7 @@ class Run:
         if how != "kill":
             await gang.stop()
         for number in range(len(self._dispatchers)):
-            del self.network.links[f"router{number}@{gang.address}"]
+            self.network.forget(f"router{number}@{gang.address}")
         await asyncio.sleep(self.rng.uniform(0, 1))
         await self._add_gang()
 

@@ -29,6 +29,9 @@ def token_of(seed: int, index: int) -> int:
     return int.from_bytes(blake2b(f"{seed} {index}".encode(), digest_size=4).digest()) % VOCAB_SIZE
 
 
+_Message = SequenceRequest | tuple[int, SequenceError | None]  # a new one; one to cancel, or to give up if it waits
+
+
 class _Executor:
     """Adapters come with the step after the one that asks for them."""
 
@@ -64,7 +67,7 @@ class SimulatedEngine:
         self.scheduler = Scheduler(limits, frozenset(), lambda ref: 2, clock=loop.time)
         self._engine = Engine(self.scheduler, _Executor(), INFO, clock=loop.time)
         self._times = StepTimes(loop.time)
-        self._inbox: list[SequenceRequest | tuple[int, SequenceError | None]] = []
+        self._inbox: list[_Message] = []
         self._on_step: OnStep = lambda updates, load, residency: None
         self._timer: asyncio.TimerHandle | None = None
         self.requests: dict[int, SequenceRequest] = {}  # unfinished ones
@@ -105,7 +108,7 @@ class SimulatedEngine:
             assert now.num_running == now.num_waiting == 0
             assert now.num_free_pages + now.num_prefix_pages + now.num_adapter_pages == now.num_pages, "a page leaked"
 
-    def _put(self, message: SequenceRequest | tuple[int, SequenceError | None]) -> None:
+    def _put(self, message: _Message) -> None:
         self._inbox.append(message)
         self._wake()
 
@@ -129,7 +132,7 @@ class SimulatedEngine:
             elif message[1] is None:
                 self._engine.cancel(message[0])
             else:
-                self._engine.give_up_waiting(*message)
+                self._engine.give_up_waiting(message[0], message[1])
         updates = self._engine.step()
         for update in updates:
             if update.finish_reason is not None or update.error is not None:

@@ -338,6 +338,7 @@ class SimulatedNetwork:
         self._rng = rng
         self.servers: dict[str, SimulatedServer] = {}
         self.links: dict[str, Link] = {}
+        self._past_links: list[Link] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     @contextmanager
@@ -353,6 +354,10 @@ class SimulatedNetwork:
             self.links[address] = Link(random.Random(self._rng.random()))
         return self.links[address]
 
+    def forget(self, address: str) -> None:
+        """Nobody listens there any more."""
+        self._past_links.append(self.links.pop(address))
+
     def keep(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
         """Holds the task until it has ended."""
         self._tasks.add(task)
@@ -361,7 +366,7 @@ class SimulatedNetwork:
 
     async def close(self) -> None:
         """Ends what is still under way."""
-        for link in self.links.values():
+        for link in (*self.links.values(), *self._past_links):
             for connection in [*link.connections]:
                 connection.end_for_router()
                 connection.end_for_leader()
