@@ -178,7 +178,7 @@ class FrameServer:
             await self._write(context, stream)
         finally:
             reader.cancel()
-            del self._streams[stream.number]
+            self._streams.pop(stream.number, None)  # it is not there if a later stream took its place
             self._sequences.close(stream)
         if stream.failure is not None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, stream.failure)
@@ -194,7 +194,9 @@ class FrameServer:
             return False
         for other in others:
             self._sequences.close(other)
+            other.pending.clear()  # its last write may go on for a while
             other.fail("its router has connected again")
+            del self._streams[other.number]
         return True
 
     async def _write(self, context: grpc.aio.ServicerContext[bytes, bytes], stream: RouterStream) -> None:
