@@ -49,12 +49,13 @@ class Metrics:
         self,
         load: EngineLoad | None,
         num_resumed: int,
+        num_moved: int,
         num_gang_faults: Mapping[FaultKind, int],
         is_registry_connected: bool,
     ) -> bytes:
         """Prometheus' text format. `load`: of the engine; None: no gang is connected. The others: see Dispatcher."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families(self, load, num_resumed, num_gang_faults, is_registry_connected))
+        registry.register(_Families(self, load, num_resumed, num_moved, num_gang_faults, is_registry_connected))
         return generate_latest(registry)
 
 
@@ -64,13 +65,14 @@ class _Families(Collector):
         metrics: Metrics,
         load: EngineLoad | None,
         num_resumed: int,
+        num_moved: int,
         num_gang_faults: Mapping[FaultKind, int],
         is_registry_connected: bool,
     ) -> None:
         self._metrics = metrics
         self._is_registry_connected = is_registry_connected
         self._load = load
-        self._num_resumed = num_resumed
+        self._num_resumed, self._num_moved = num_resumed, num_moved
         self._num_gang_faults = num_gang_faults
 
     def collect(self) -> Iterator[Metric]:
@@ -111,6 +113,8 @@ class _Families(Collector):
             yield HistogramMetricFamily(name, help_text, histogram.buckets(), histogram.sum)
         help_text = "Sequences that went on at another gang after theirs was lost."
         yield CounterMetricFamily("motet_resumed_sequences", help_text, self._num_resumed)
+        help_text = "Waiting sequences that moved to a gang that was to begin them sooner."
+        yield CounterMetricFamily("motet_moved_sequences", help_text, self._num_moved)
         faults = CounterMetricFamily(
             "motet_gang_faults", "Gangs that were lost without having been told to go.", labels=("kind",)
         )

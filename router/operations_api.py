@@ -46,6 +46,7 @@ class OperationsApi:
             self._metrics.exposition(
                 self._dispatcher.load(),
                 self._dispatcher.num_resumed,
+                self._dispatcher.num_moved,
                 self._dispatcher.num_gang_faults,
                 self._view.connected,
             ),

@@ -26,6 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("motet")
     group.addoption("--kill-rounds", type=int, default=1, help="Kills of each kind of process in test_kills.py.")
     group.addoption("--kill-seed", type=int, default=0, help="Draws the victims and the moments.")
+    group.addoption("--network-seeds", type=int, default=200, help="Runs of test_network_fuzz.py.")
+    group.addoption("--first-network-seed", type=int, default=0, help="The seed of the first of them.")
 
 
 def pytest_configure() -> None:

@@ -62,6 +62,10 @@ class Dispatcher(Protocol):
         """How often a sequence has gone on at another gang, or waited for one, because it lost its own."""
 
     @property
+    def num_moved(self) -> int:
+        """How often a sequence has left a gang's queue for another gang that was to begin it sooner."""
+
+    @property
     def num_gang_faults(self) -> Mapping[FaultKind, int]:
         """Number of gangs that were lost without having been told to stop, by kind of fault."""
 
@@ -105,7 +109,7 @@ class FleetDispatcher:
         `adapter_pages`: how many pages an adapter takes in a gang's pool.
         """
         self._fleet = Fleet(
-            token, RoutingConfig(), admission, adapter_pages, self._connected, self._lost, self._send_found
+            token, RoutingConfig(), admission, adapter_pages, self._connected, self._lost, self._send_found, self._send
         )
         self._gang_wait_s = gang_wait_s
         self._on_wait = on_wait
@@ -117,6 +121,10 @@ class FleetDispatcher:
     @property
     def num_resumed(self) -> int:
         return self._num_resumed
+
+    @property
+    def num_moved(self) -> int:
+        return self._fleet.num_moved
 
     @property
     def num_gang_faults(self) -> Mapping[FaultKind, int]:

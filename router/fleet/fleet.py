@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from ...workers.wire.messages import AdapterRef
@@ -14,6 +14,7 @@ from .admission import AdmissionConfig, Admitted, admit
 from .affinity import GangView, RoutingConfig, RoutingRequest, choose_gang
 from .leader_connection import FaultKind, LeaderConnection
 from .open_sequence import OpenSequence
+from .relocator import Relocator
 
 _MAX_ROUTED_PAGES = 2048  # of a prompt; the pages after them are not looked at
 
@@ -29,12 +30,14 @@ class Fleet:
         adapter_pages: Callable[[AdapterRef], int],
         on_connect: Callable[[], None],
         on_lost: Callable[[list[OpenSequence], str], None],
-        on_orphans: Callable[[], None] = lambda: None,
+        on_orphans: Callable[[], None],
+        on_unplaced: Callable[[OpenSequence], None],
     ) -> None:
         """`adapter_pages`: how many pages an adapter takes in a gang's pool. `on_connect`: one more gang can be chosen.
 
         `on_lost` gets the sequences of a gang that was lost, and the reason. `on_orphans`: a gang has begun to keep
-        sequences for any router that asks.
+        sequences for any router that asks. `on_unplaced` gets a sequence that has left a gang's queue for a gang that
+        is not there any more.
         """
         self._token = token
         self._routing = routing
@@ -43,26 +46,30 @@ class Fleet:
         self._objectives_s = dict(self._admission.latency_objectives_s)  # by tenant
         self._on_connect = on_connect
         self._on_lost = on_lost
-        self._on_orphans = on_orphans
+        self._on_orphans, self._on_unplaced = on_orphans, on_unplaced
+        self._num_moved = 0
         self.num_faults: Counter[FaultKind] = Counter()  # gangs that were lost without having been told to go
         self._connections: dict[str, LeaderConnection] = {}
+        self._relocator = Relocator(self._connections, adapter_pages)
 
     def update(self, addresses: Mapping[str, str]) -> None:
         """Makes these the gangs: connects to new ones, and lets gangs that are not named finish their sequences.
 
         The address of a key never changes: a gang that replaces another one has a new key.
         """
-        for key in self._connections.keys() - addresses.keys():
+        for key in [key for key in self._connections if key not in addresses]:
             self._connections.pop(key).retire()
-        for key in addresses.keys() - self._connections.keys():
+        for key in [key for key in addresses if key not in self._connections]:
             connection = LeaderConnection(
                 addresses[key],
                 self._token,
                 self._routing,
                 self._on_connect,
                 self._on_lost,
-                self._on_orphans,
+                self._found_orphans,
                 lambda kind: self.num_faults.update([kind]),
+                self._relocator.look,
+                self._withdrawn,
             )
             self._connections[key] = connection
             connection.start()
@@ -81,13 +88,7 @@ class Fleet:
 
         A new sequence ends with the error "overloaded" if no gang can serve it in time.
         """
-        adapter = sequence.request.adapter
-        request = RoutingRequest(
-            None if adapter is None else adapter.digest,
-            sequence.num_tokens,
-            0 if adapter is None else self._adapter_pages(adapter),
-            random.getrandbits(32),
-        )
+        request = self._request(sequence)
         connections = {key: c for key, c in self._connections.items() if c.info is not None}
         page_keys: dict[int, list[int]] = {}  # by block size, in which gangs may differ during a rolling update
         views: dict[str, GangView] = {}
@@ -109,6 +110,39 @@ class Fleet:
         connection.submit(sequence, left, page_keys.get(connection.block_size, ()))
         return True
 
+    @property
+    def num_moved(self) -> int:
+        """How often a sequence has left a gang's queue for another's."""
+        return self._num_moved
+
+    def _withdrawn(self, sequence: OpenSequence, target: str) -> None:
+        """A sequence has left a gang's queue for that of `target`, as long as this one is there."""
+        sequence.leave_queue()
+        self._num_moved += 1
+        connection = self._connections.get(target)
+        if connection is None or connection.info is None:
+            self._on_unplaced(sequence)
+        else:
+            connection.submit(sequence, self._request(sequence))
+
+    def _found_orphans(self, connection: LeaderConnection, keys: Collection[str]) -> None:
+        """A gang keeps sequences for any router that asks. Those that this router has elsewhere need not be kept."""
+        self._on_orphans()
+        others = [other for other in self._connections.values() if other is not connection]
+        wanted = frozenset(keys)
+        elsewhere = [sequence for other in others for sequence in other.living(wanted)] if wanted else []
+        if elsewhere:
+            connection.disown([(sequence.request.tenant, sequence.request.key) for sequence in elsewhere])
+
+    def _request(self, sequence: OpenSequence) -> RoutingRequest:
+        adapter = sequence.request.adapter
+        return RoutingRequest(
+            None if adapter is None else adapter.digest,
+            sequence.num_tokens,
+            0 if adapter is None else self._adapter_pages(adapter),
+            random.getrandbits(32),
+        )
+
     def _choose(self, sequence: OpenSequence, request: RoutingRequest, views: Mapping[str, GangView]) -> str | None:
         """The key of the gang to send the sequence to; None: it was refused, as only a new sequence may be."""
         gangs = [*views.values()]
@@ -127,8 +161,9 @@ class Fleet:
 
     async def close(self) -> None:
         """Ends all connections."""
-        connections, self._connections = self._connections, {}
-        await asyncio.gather(*(connection.close() for connection in connections.values()))
+        connections = [*self._connections.values()]
+        self._connections.clear()
+        await asyncio.gather(*(connection.close() for connection in connections))
 
 
 def _page_keys(sequence: OpenSequence, block_size: int) -> list[int]:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import grpc
@@ -20,14 +22,23 @@ import msgspec
 from ...workers.wire.engine_load import EngineLoad
 from ...workers.wire.messages import (
     Cancel,
+    Disown,
     Frame,
     FromLeader,
     GangInfo,
     Hello,
     SequenceError,
     Submit,
+    Withdraw,
 )
-from ...workers.wire.stream_options import ROUTER_OPTIONS, STREAM_METHOD, STREAM_SERVICE, TOKEN_KEY
+from ...workers.wire.stream_options import (
+    CONNECT_KEY,
+    ROUTER_KEY,
+    ROUTER_OPTIONS,
+    STREAM_METHOD,
+    STREAM_SERVICE,
+    TOKEN_KEY,
+)
 from .affinity import RoutingConfig, RoutingRequest
 from .awaiting_reconnect import AwaitingReconnect, CutOffSequence
 from .known_gang import KnownGang
@@ -35,7 +46,7 @@ from .open_sequence import OpenSequence
 from .outbox import Outbox
 
 FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 1.0  # while a gang cannot be reached, what it had may be computed twice
 HELLO_TIMEOUT_S = 10.0
 
 _log = logging.getLogger(__name__)
@@ -43,6 +54,14 @@ _log = logging.getLogger(__name__)
 
 # What of a gang was lost: its process or the way to it, or its engine.
 FaultKind = Literal["connection", "engine"]
+
+
+@dataclass(eq=False, slots=True)
+class Unbegun:
+    """A sequence that was sent to a gang and has had no token."""
+
+    num_cached_tokens: int  # of its prompt whose KV is kept there
+    target: str | None = None  # the key of the gang that it is asked back for
 
 
 class _HandedOverError(Exception):
@@ -66,29 +85,37 @@ class LeaderConnection:
         routing: RoutingConfig,
         on_connect: Callable[[], None],
         on_lost: Callable[[list[OpenSequence], str], None],
-        on_orphans: Callable[[], None] = lambda: None,
+        on_orphans: Callable[[LeaderConnection, Collection[str]], None] = lambda connection, keys: None,
         on_fault: Callable[[FaultKind], None] = lambda kind: None,
+        on_load: Callable[[], None] = lambda: None,
+        on_withdrawn: Callable[[OpenSequence, str], None] = lambda sequence, target: None,
     ) -> None:
         """`on_lost` gets the unfinished sequences of a connection that ended, and the reason.
 
-        `on_orphans`: the leader has begun to keep sequences for any router that asks. `on_fault`: a connected gang was
-        lost that had not been told to go.
+        `on_orphans` gets this connection and the keys of sequences that the leader keeps for any router that asks: all
+        of them at the greeting, later those that it has begun to keep. `on_fault`: a connected gang was
+        lost that had not been told to go. `on_load`: the gang has told how things are there. `on_withdrawn` gets a
+        sequence that has left the gang's queue, and the key of the gang that it is meant for.
         """
         self.address = address
         self.info: GangInfo | None = None  # None: not connected
         self.known = KnownGang(routing)
         self.retired = False
         self._token = token
+        self._name = secrets.token_hex(8)  # by which the leader knows its streams as those of one router
+        self._num_connects = 0
         self._routing = routing
         self._on_connect = on_connect
         self._on_lost = on_lost
         self._on_orphans = on_orphans
         self._on_fault = on_fault
+        self._on_load, self._on_withdrawn = on_load, on_withdrawn
         self._awaiting_reconnect = AwaitingReconnect(self._lose)
         self._last_gang_id = ""
         self._last_arrived = 0  # id of the newest sequence that has reached the leader, as far as it has told
         self._sequences: dict[int, OpenSequence] = {}  # by the id that they have on this connection
         self._ids: dict[OpenSequence, int] = {}  # the same, the other way round
+        self._unbegun: dict[OpenSequence, Unbegun] = {}  # those that may move, in the order of their submission
         self._last_id = 0
         self._outbox = Outbox(self._refuse)
         self._decoder: msgspec.msgpack.Decoder[FromLeader] = msgspec.msgpack.Decoder(FromLeader)
@@ -134,12 +161,28 @@ class LeaderConnection:
         assert not self.retired
         self._start(sequence, request, page_keys)
 
+    @property
+    def num_unbegun(self) -> int:
+        """Sequences that may still move to another gang."""
+        return len(self._unbegun)
+
+    def newest_unbegun(self) -> Iterator[tuple[OpenSequence, Unbegun]]:
+        """Sequences that may still move to another gang, the newest first."""
+        return reversed(self._unbegun.items())
+
+    def withdraw(self, sequence: OpenSequence, target: str) -> None:
+        """Asks for an unbegun sequence to be given back if it still waits; `target`: the key of the gang it is for."""
+        self._unbegun[sequence].target = target
+        self._outbox.put(Withdraw(self._ids[sequence]))
+
     def _start(self, sequence: OpenSequence, request: RoutingRequest, page_keys: Sequence[int] = ()) -> None:
         self._last_id += 1
         sequence_id = self._last_id
         sequence.move(None, self)
         self._sequences[sequence_id] = sequence
         self._ids[sequence] = sequence_id
+        if sequence.may_move:
+            self._unbegun[sequence] = Unbegun(max(0, sequence.num_tokens - request.num_tokens))
         self.known.sent(request, page_keys)
         self._outbox.put(Submit(sequence.request_from_here(sequence_id)))
 
@@ -147,9 +190,18 @@ class LeaderConnection:
         self._outbox.put(Cancel(self._ids[sequence]))
         self._forget(sequence)
 
+    def disown(self, names: Sequence[tuple[str, str]]) -> None:
+        """Has the leader forget those of these sequences (tenant and key) that it keeps for any router that asks."""
+        self._outbox.put(Disown([*names]))
+
+    def living(self, keys: Collection[str]) -> list[OpenSequence]:
+        """The sequences that are here and have one of these keys."""
+        return [sequence for sequence in self._ids if sequence.request.key in keys]
+
     def _forget(self, sequence: OpenSequence) -> None:
         """The sequence has ended."""
         del self._sequences[self._ids.pop(sequence)]
+        self._unbegun.pop(sequence, None)
         adapter = sequence.request.adapter
         self.known.ended(None if adapter is None else adapter.digest)
         if self.retired and not self._sequences and self._task is not None:
@@ -168,9 +220,7 @@ class LeaderConnection:
             fault_kind: FaultKind = "connection"
             try:
                 async with grpc.aio.insecure_channel(self.address, options=ROUTER_OPTIONS) as channel:
-                    call: Any = channel.stream_stream(f"/{STREAM_SERVICE}/{STREAM_METHOD}")(
-                        metadata=((TOKEN_KEY, self._token),)
-                    )
+                    call: Any = channel.stream_stream(f"/{STREAM_SERVICE}/{STREAM_METHOD}")(metadata=self._metadata())
                     await self._greet(call)
                     pause_s = FIRST_PAUSE_S
                     await self._exchange(call)
@@ -192,8 +242,17 @@ class LeaderConnection:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        """Of the next stream. The leader takes the one that was made last for this connection's only one."""
+        self._num_connects += 1
+        return (TOKEN_KEY, self._token), (ROUTER_KEY, self._name), (CONNECT_KEY, str(self._num_connects))
+
     async def _greet(self, call: Any) -> None:
-        """Waits for the leader's greeting. From then on the gang can be chosen."""
+        """Waits for the leader's greeting. From then on the gang can be chosen.
+
+        The leader has ended earlier streams before it greets, so the greeting names all that it has kept of them. What
+        is not taken up again now has gone elsewhere or was given up, and the leader may forget it.
+        """
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 data = await call.read()
@@ -207,17 +266,20 @@ class LeaderConnection:
         self.info = hello.info
         self.known = KnownGang(self._routing, hello.resident, hello.resident_pages, hello.orphans)
         _log.info("connected to gang %s at %s", hello.info.gang_id, self.address)
-        if hello.info.gang_id != self._last_gang_id:  # another gang at the same address
-            self._awaiting_reconnect.give_up()
+        if hello.info.gang_id == self._last_gang_id:  # else it is another gang at the same address
+            self._go_on(hello.orphans)
         self._last_gang_id = hello.info.gang_id
-        self._go_on(hello.orphans)
+        self._awaiting_reconnect.give_up()
         self._on_connect()
+        self._outbox.put(Disown())
+        self._on_orphans(self, hello.orphans)
 
-    def _go_on(self, orphans: list[str]) -> None:
+    def _go_on(self, orphans: Iterable[str]) -> None:
         """Submits the sequences again that the leader has kept of a connection that broke."""
         for sequence in self._awaiting_reconnect.take(orphans):
             adapter = sequence.request.adapter
             self._start(sequence, RoutingRequest(None if adapter is None else adapter.digest, 0, 0))
+            self._unbegun.pop(sequence, None)
 
     async def _exchange(self, call: Any) -> None:
         """Reads frames and writes messages until the stream breaks or the leader gives sequences back."""
@@ -239,9 +301,15 @@ class LeaderConnection:
             sequence = self._sequences.get(update.sequence_id)
             if sequence is None:
                 continue  # cancelled while the update was under way
-            if update.error is not None and update.error.kind in ("handed_over", "gang_lost"):
-                given_back = update.error
-                continue
+            if update.error is not None:
+                if update.error.kind in ("handed_over", "gang_lost"):
+                    given_back = update.error
+                    continue
+                if update.error.kind == "withdrawn":
+                    self._give_back(sequence)
+                    continue
+            if self._unbegun and update.token_ids:
+                self._unbegun.pop(sequence, None)
             sequence.push(update)
             if sequence.closed:
                 self._forget(sequence)
@@ -249,8 +317,15 @@ class LeaderConnection:
             is_farewell = given_back.kind == "handed_over"
             raise (_HandedOverError if is_farewell else _EngineFailedError)(given_back.message)
         if frame.orphans is not None and frame.orphans.came:
-            self._go_on(frame.orphans.came)
-            self._on_orphans()
+            self._on_orphans(self, frame.orphans.came)
+        self._on_load()
+
+    def _give_back(self, sequence: OpenSequence) -> None:
+        """The sequence has left the gang's queue, to go where it was asked back for."""
+        unbegun = self._unbegun.get(sequence)
+        self._forget(sequence)
+        sequence.move(self, None)
+        self._on_withdrawn(sequence, "" if unbegun is None or unbegun.target is None else unbegun.target)
 
     async def _write(self, call: Any) -> None:
         """Writes what the outbox holds. Ends quietly when the stream breaks: the reader learns why."""
@@ -278,7 +353,7 @@ class LeaderConnection:
         self.known = KnownGang(self._routing)
         self._outbox.clear()
         cut_off = [CutOffSequence(sequence, key <= self._last_arrived) for key, sequence in self._sequences.items()]
-        self._sequences, self._ids = {}, {}
+        self._sequences, self._ids, self._unbegun = {}, {}, {}
         for one in cut_off:
             one.sequence.move(self, None)
         if not is_fault:

@@ -36,7 +36,9 @@ class OpenSequence:
         self.is_resumed = is_resumed
         self.limit = limit or TimeLimit()
         self.is_new = not (is_resumed or self.limit.has_begun)  # not yet sent to a gang, nor waiting for one
+        self.num_moves = 0  # from a gang's queue to another's
         self._wait_s: float | None = None  # how long it may wait at its gang; None: as long as it takes
+        self._wait_from: float | None = None  # by the event loop's clock
         self._deadline: float | None = None  # by the event loop's clock
         self._alarm: asyncio.TimerHandle | None = None
         if self.limit.timeout_s is not None:
@@ -62,6 +64,11 @@ class OpenSequence:
         return bool(self._token_ids)
 
     @property
+    def may_move(self) -> bool:
+        """No client has had a token of it, nor of others of its request that it goes on from."""
+        return not (self._token_ids or self.is_resumed or self.limit.has_begun)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the prompt, and all tokens that came."""
         return len(self.request.prompt_token_ids) + len(self._token_ids)
@@ -82,6 +89,7 @@ class OpenSequence:
             sequence_id=sequence_id,
             generated_token_ids=[*self._token_ids],
             has_begun=self.is_resumed or self.has_begun or self.limit.has_begun,
+            was_admitted=self.num_moves > 0,
             wait_s=self._wait_s,
             timeout_s=left_s,
         )
@@ -90,6 +98,14 @@ class OpenSequence:
         """The sequence is sent to its first gang, which is to give it up if it still waits there after `wait_s`."""
         self.is_new = False
         self._wait_s = wait_s
+        self._wait_from = None if wait_s is None else asyncio.get_running_loop().time()
+
+    def leave_queue(self) -> None:
+        """The sequence has left a gang's queue for another's, where it may wait for as long as is left of its wait."""
+        self.num_moves += 1
+        if self._wait_s is not None and self._wait_from is not None:
+            now = asyncio.get_running_loop().time()
+            self._wait_s, self._wait_from = max(0.0, self._wait_s - (now - self._wait_from)), now
 
     def outlast_waits(self) -> None:
         """The sequence waits for a gang, or has lost one: from now on it waits at gangs as long as it takes."""

@@ -43,7 +43,7 @@ def client_of(dispatcher: EngineDispatcher, stock: Stock, *adapters: str) -> htt
 class EngineDispatcher:
     """Steps the engine in the event loop for as long as it has work. `requests`: all that came to it."""
 
-    num_resumed = 0
+    num_resumed = num_moved = 0
     num_gang_faults: Mapping[FaultKind, int] = {}
 
     def __init__(self, rig: EngineRig) -> None:

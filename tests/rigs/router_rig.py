@@ -144,6 +144,7 @@ class FakeDispatcher:
     hangs: bool = False  # after the script
     is_connected: bool = True
     num_resumed: int = 0
+    num_moved: int = 0
     num_gang_faults: Mapping[FaultKind, int] = field(default_factory=dict)
     num_gangs: int = 1
     submitted: list[SequenceRequest] = field(default_factory=list)

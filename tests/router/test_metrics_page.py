@@ -14,7 +14,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
 
 def test_the_page_names_every_metric_and_no_other() -> None:
-    text = Metrics().exposition(EngineLoad(), 0, {}, is_registry_connected=True).decode()
+    text = Metrics().exposition(EngineLoad(), 0, 0, {}, is_registry_connected=True).decode()
     told = {
         f"{family.name}_total" if family.type == "counter" else family.name
         for family in text_string_to_metric_families(text)
@@ -23,13 +23,13 @@ def test_the_page_names_every_metric_and_no_other() -> None:
 
 
 def test_faults_are_told_before_there_are_any() -> None:
-    text = Metrics().exposition(None, 0, {"engine": 2}, is_registry_connected=True).decode()
+    text = Metrics().exposition(None, 0, 0, {"engine": 2}, is_registry_connected=True).decode()
     assert 'motet_gang_faults_total{kind="engine"} 2.0' in text
     assert 'motet_gang_faults_total{kind="connection"} 0.0' in text
 
 
 def test_help_is_a_sentence_of_its_own() -> None:
-    text = Metrics().exposition(EngineLoad(), 0, {}, is_registry_connected=True).decode()
+    text = Metrics().exposition(EngineLoad(), 0, 0, {}, is_registry_connected=True).decode()
     told = {family.name: family.documentation for family in text_string_to_metric_families(text)}
     assert told["motet_engine_disk_pages"] == "Pages of KV on disk."
     assert len(set(told.values())) == len(told)

@@ -24,6 +24,7 @@ from .served_engine import ServedEngine
 _MAX_ID = (1 << 63) - 1
 _HANDED_OVER = SequenceError("handed_over", "the gang leaves")
 _TIMEOUT = SequenceError("timeout", "its timeout passed before it was complete")
+_WITHDRAWN = SequenceError("withdrawn", "its router sends it to another gang")
 _TAKEN_OVER = SequenceError("taken_over", "the stream was taken up on another connection")
 
 
@@ -76,7 +77,7 @@ class RoutedSequences:
         stream.refresh()  # a router that hears no more of this gang must know what had reached it
         if request.key and self._attach(stream, request):
             return
-        if not (request.has_begun or request.generated_token_ids):
+        if not (request.has_begun or request.was_admitted or request.generated_token_ids):
             refusal = self._queue_limit.refusal(request.tenant, len(request.prompt_token_ids), _now())
             if refusal is not None:
                 stream.tell(SequenceUpdate(sequence_id, error=refusal))
@@ -99,6 +100,12 @@ class RoutedSequences:
             self._journal.forget(engine_id)
             self._cancel_in_engine(engine_id)
 
+    def withdraw(self, stream: RouterStream, sequence_id: int) -> None:
+        """Gives the sequence back to its router, unless it runs or has ended. Unknown ids are ignored."""
+        engine_id = stream.live.get(sequence_id)
+        if engine_id is not None:
+            self._engine.give_up_waiting(engine_id, _WITHDRAWN)
+
     def deliver(self, updates: Sequence[SequenceUpdate]) -> None:
         """Sorts one step's updates by router."""
         now = _now()
@@ -108,13 +115,23 @@ class RoutedSequences:
         self._tell_orphans()
 
     def close(self, stream: RouterStream) -> None:
-        """The stream has ended: its sequences with keys go on as orphans, the others are cancelled."""
-        orphaned = self._journal.abandon(stream.number, _now())
+        """The stream has ended: its sequences with keys go on as orphans, the others are cancelled.
+
+        No-op when it was closed before.
+        """
+        orphaned = self._journal.abandon(stream.number, _now(), stream.router)
         for engine_id in stream.live.values():
             del self._listeners[engine_id]
             if engine_id not in orphaned:
                 self._cancel_in_engine(engine_id)
         stream.live.clear()
+        self._tell_orphans()
+
+    def disown(self, stream: RouterStream, names: Sequence[tuple[str, str]] | None) -> None:
+        """Forgets orphans with these names, None: those that earlier streams of the same connection have left."""
+        journal = self._journal
+        for engine_id in journal.disown(stream.router) if names is None else journal.disown_named(names):
+            self._cancel_in_engine(engine_id)
         self._tell_orphans()
 
     def expire(self) -> None:
@@ -136,7 +153,14 @@ class RoutedSequences:
         return num_sequences
 
     def _attach(self, stream: RouterStream, request: SequenceRequest) -> bool:
-        """Goes on with the request's sequence if it is here already. The stream that had it so far is told."""
+        """Goes on with the request's sequence if it is here already. The stream that had it so far is told.
+
+        A sequence that somebody reads is only given to a client who has come back for it. One who asks for the first
+        time has asked before that one, and was overtaken on the way.
+        """
+        if not request.has_begun and self._journal.is_read(request):
+            stream.tell(SequenceUpdate(request.sequence_id, error=_TAKEN_OVER))
+            return True
         found = self._journal.attach(request, stream.number, _now())
         if found is None:
             return False
@@ -157,7 +181,10 @@ class RoutedSequences:
 
     def _tell(self, update: SequenceUpdate, now: float) -> None:
         """Hands an update under the engine's id on to the stream that hears of the sequence."""
-        self._journal.record(update, now)
+        if update.error is not None and update.error.kind == "withdrawn":
+            self._journal.forget(update.sequence_id)  # if it comes back it is to be computed, not to be withdrawn again
+        else:
+            self._journal.record(update, now)
         listener = self._listeners.get(update.sequence_id)
         if listener is None:
             return  # cancelled, or an orphan

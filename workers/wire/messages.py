@@ -15,9 +15,18 @@ from .engine_load import EngineLoad
 FinishReason = Literal["stop", "length"]
 # A leader says "gang_lost" of a sequence when its engine has failed, and "handed_over" when it leaves before the
 # sequence has ended. A router continues both elsewhere; when that cannot be, its client hears "gang_lost". A sequence
-# is "taken_over" when it was submitted again, by another router or for another of the client's connections.
+# is "taken_over" when it was submitted again, by another router or for another of the client's connections. It is
+# "withdrawn" when its router has asked for that before it began: the router sends it elsewhere.
 ErrorKind = Literal[
-    "invalid_request", "adapter_failed", "overloaded", "timeout", "gang_lost", "handed_over", "taken_over", "internal"
+    "invalid_request",
+    "adapter_failed",
+    "overloaded",
+    "timeout",
+    "gang_lost",
+    "handed_over",
+    "taken_over",
+    "withdrawn",
+    "internal",
 ]
 # Why a sequence is "overloaded": it was expected to wait too long ("wait"), to miss its timeout ("timeout"), or to get
 # its first token after its tenant's latency objective ("objective"); too many wait in its gang ("full"), or too many of
@@ -75,6 +84,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""  # sequences of one tenant share KV only if this is the same
     key: str = ""  # names it among its tenant's sequences, on all gangs; empty: it cannot be asked for again
     has_begun: bool = False  # a client has had tokens of it: it is never refused for want of room
+    was_admitted: bool = False  # it waited in another gang's queue: it is not refused for want of room either
     wait_s: float | None = None  # it is given up if it still waits after so long; None: it waits as long as it takes
     timeout_s: float | None = None  # it is given up, waiting or running, after so long; None: never
 
@@ -85,14 +95,33 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     sequence_id: int
 
 
+class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
+    """Give the sequence back if it still waits: an update with the error "withdrawn" follows. One that runs goes on."""
+
+    sequence_id: int
+
+
+class Disown(msgspec.Struct, frozen=True, tag="disown"):
+    """Forget orphans that have not ended: nobody will ask for them, since they live elsewhere or were given up.
+
+    `names`: tenant and key of each. None: all that earlier streams of this router's connection have left, as it has
+    submitted those again that it goes on with.
+    """
+
+    names: list[tuple[str, str]] | None = None
+
+
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     request: SequenceRequest
+
+
+ToLeaderMessage = Submit | Cancel | Withdraw | Disown
 
 
 class ToLeader(msgspec.Struct, frozen=True):
     """What a router sends: all messages since the last time it sent any."""
 
-    messages: list[Submit | Cancel]
+    messages: list[ToLeaderMessage]
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,90 @@
+"""Asks gangs for waiting sequences back that another gang would begin sooner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from itertools import islice
+
+from ...workers.wire.messages import AdapterRef
+from .leader_connection import LeaderConnection
+from .open_sequence import OpenSequence
+from .relocation import GangQueue, RelocationConfig, WaitingSequence, relocations
+
+ROUND_S = 0.25  # from one look to the next
+REST_S = 1.0  # after sequences were moved to a gang: by then it tells of them
+_MAX_ASKED_BACK = 256  # of one gang and not given back yet: no more are asked for
+
+
+class Relocator:
+    """Looks when a gang has told how things are there, but not more often than each `ROUND_S`.
+
+    A sequence goes on where it is until its gang gives it back, which it does only if it still waits. So it is never
+    in two gangs, and one that begins just then stays.
+    """
+
+    def __init__(self, connections: Mapping[str, LeaderConnection], adapter_pages: Callable[[AdapterRef], int]) -> None:
+        """`connections`: the gangs by their keys, as they are at each look."""
+        self._connections, self._adapter_pages = connections, adapter_pages
+        self._config = RelocationConfig()
+        self._next_look = 0.0
+        self._rests_until: dict[str, float] = {}  # by key: gangs that sequences were moved to
+
+    def look(self) -> None:
+        """Makes a round of moves, if it is time for one."""
+        if len(self._connections) < 2:
+            return
+        now = asyncio.get_running_loop().time()
+        if now < self._next_look:
+            return
+        self._next_look = now + ROUND_S
+        self._rests_until = {key: until for key, until in self._rests_until.items() if until > now}
+        connected = {key: one for key, one in self._connections.items() if one.info is not None}
+        if len(connected) < 2:
+            return
+        num_sources = sum(connection.known.load.gauges.num_waiting > 0 for connection in connected.values())
+        if not num_sources:
+            return
+        num_examined = max(1, self._config.max_examined // num_sources)
+        candidates: dict[str, list[OpenSequence]] = {key: [] for key in connected}
+        queues = [self._queue(key, one, candidates[key], num_examined) for key, one in connected.items()]
+        for source, place, target in relocations(queues, self._config):
+            connected[source].withdraw(candidates[source][place], target)
+            self._rests_until[target] = now + REST_S
+
+    def _queue(
+        self, key: str, connection: LeaderConnection, candidates: list[OpenSequence], num_examined: int
+    ) -> GangQueue:
+        """What waits there without what is asked back already. `candidates` gets the sequences of its `newest`."""
+        view = connection.known.view(key, None)
+        num_asked_back = num_tokens = 0
+        newest: list[WaitingSequence] = []
+        if view.num_waiting:
+            for sequence, unbegun in islice(connection.newest_unbegun(), _MAX_ASKED_BACK + num_examined):
+                if unbegun.target is not None:
+                    num_asked_back += 1
+                    num_tokens += sequence.num_tokens - unbegun.num_cached_tokens
+                elif len(newest) < num_examined:
+                    candidates.append(sequence)
+                    newest.append(self._waiting(sequence, unbegun.num_cached_tokens))
+        return GangQueue(
+            key,
+            max(0, view.num_queued_tokens - num_tokens),
+            max(0, view.num_waiting - num_asked_back),
+            connection.known.load.gauges.oldest_waiting_s,
+            view.costs,
+            connection.num_unbegun - num_asked_back,
+            newest if num_asked_back < _MAX_ASKED_BACK else [],
+            connection.known.has,
+            takes=key not in self._rests_until,
+        )
+
+    def _waiting(self, sequence: OpenSequence, num_cached_tokens: int) -> WaitingSequence:
+        adapter = sequence.request.adapter
+        return WaitingSequence(
+            None if adapter is None else adapter.digest,
+            0 if adapter is None else self._adapter_pages(adapter),
+            sequence.num_tokens - num_cached_tokens,
+            num_cached_tokens,
+            sequence.num_moves,
+        )

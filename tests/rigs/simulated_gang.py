@@ -1,0 +1,172 @@
+"""A gang in simulated time: the real leader, engine and scheduler, over a worker that computes nothing.
+
+A token follows from its sequence's seed and its index, so everybody knows what a sequence must bring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from hashlib import blake2b
+
+import msgspec
+
+from motet.tests.rigs.part_configs import leader_config
+from motet.tests.rigs.stand_in_engine import INFO
+from motet.workers.engine import Engine
+from motet.workers.leader.frame_server import FrameServer
+from motet.workers.leader.served_engine import OnStep
+from motet.workers.plan import SampledToken, StepPlan, StepResult
+from motet.workers.scheduling.request_limits import GangLimits
+from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.step_times import StepTimes
+from motet.workers.wire.messages import SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
+
+TOKEN = "a secret"
+VOCAB_SIZE = 1000
+
+
+def token_of(seed: int, index: int) -> int:
+    return int.from_bytes(blake2b(f"{seed} {index}".encode(), digest_size=4).digest()) % VOCAB_SIZE
+
+
+_Message = SequenceRequest | tuple[int, SequenceError | None]  # a new one; one to cancel, or to give up if it waits
+
+
+class _Executor:
+    """Adapters come with the step after the one that asks for them."""
+
+    def __init__(self) -> None:
+        self._plan: StepPlan | None = None
+        self._coming: tuple[str, ...] = ()
+
+    def begin(self, plan: StepPlan) -> None:
+        self._plan = plan
+
+    def finish(self) -> StepResult:
+        plan, self._plan = self._plan, None
+        assert plan is not None
+        tokens: dict[int, SampledToken | None] = {}
+        for sequence in plan.sequences:
+            if (sample := sequence.sample) is not None:
+                logprobs = None if sample.params.num_logprobs is None else TokenLogprobs(-float(sample.index), [], [])
+                tokens[sequence.sequence_id] = SampledToken(token_of(sample.seed, sample.index), logprobs)
+        loaded, self._coming = self._coming, tuple(load.residence.digest for load in plan.loads)
+        return StepResult(plan.step, tokens, loaded, ())
+
+    def wake_on_copy_end(self, wake: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SimulatedEngine:
+    """A `ServedEngine` on the event loop: a step takes `step_s` of its time."""
+
+    def __init__(self, limits: GangLimits, step_s: float) -> None:
+        self._limits, self._step_s = limits, step_s
+        loop = asyncio.get_running_loop()
+        self.scheduler = Scheduler(limits, frozenset(), lambda ref: 2, clock=loop.time)
+        self._engine = Engine(self.scheduler, _Executor(), INFO, clock=loop.time)
+        self._times = StepTimes(loop.time)
+        self._inbox: list[_Message] = []
+        self._on_step: OnStep = lambda updates, load, residency: None
+        self._timer: asyncio.TimerHandle | None = None
+        self.requests: dict[int, SequenceRequest] = {}  # unfinished ones
+        self.alive = False
+
+    def start(self, on_step: OnStep) -> None:
+        self._on_step, self.alive = on_step, True
+
+    def submit(self, request: SequenceRequest) -> None:
+        self.requests[request.sequence_id] = request
+        self._put(request)
+
+    def cancel(self, sequence_id: int) -> None:
+        self.requests.pop(sequence_id, None)
+        self._put((sequence_id, None))
+
+    def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
+        self._put((sequence_id, error))
+
+    def stop(self) -> None:
+        self.alive = False
+        self.requests.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def fail(self) -> None:
+        """Ends all sequences, and those that still come, as an `EngineLoop` whose engine has raised."""
+        self.alive = False
+        self._put((0, None))
+
+    def check_idle(self) -> None:
+        """Raises AssertionError if a sequence or a page is left."""
+        assert not self.requests, f"{len(self.requests)} sequences are left in an engine"
+        assert not self._engine.has_work() or self._timer is not None, "the engine has stopped with work to do"
+        self._engine.check_integrity()
+        if self._timer is None:
+            now = self.scheduler.load().gauges
+            assert now.num_running == now.num_waiting == 0
+            assert now.num_free_pages + now.num_prefix_pages + now.num_adapter_pages == now.num_pages, "a page leaked"
+
+    def _put(self, message: _Message) -> None:
+        self._inbox.append(message)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._timer is None:
+            self._times.begin_step()
+            self._timer = asyncio.get_running_loop().call_later(self._step_s, self._step)
+
+    def _step(self) -> None:
+        self._timer = None
+        inbox, self._inbox = self._inbox, []
+        if not self.alive:
+            failure = SequenceError("gang_lost", "the engine failed: as told")
+            failed, self.requests = [*self.requests], {}
+            updates = [SequenceUpdate(sequence_id, error=failure) for sequence_id in failed]
+            self._on_step(updates, self._engine.load(), self._engine.take_residency_changes())
+            return
+        for message in inbox:
+            if isinstance(message, SequenceRequest):
+                self._engine.submit(message)
+            elif message[1] is None:
+                self._engine.cancel(message[0])
+            else:
+                self._engine.give_up_waiting(message[0], message[1])
+        updates = self._engine.step()
+        for update in updates:
+            if update.finish_reason is not None or update.error is not None:
+                self.requests.pop(update.sequence_id, None)
+        self._on_step(updates, self._times.end_step(self._engine.load()), self._engine.take_residency_changes())
+        if self._engine.has_work():
+            self._wake()
+
+
+class SimulatedGang:
+    """A leader that listens at `address`."""
+
+    def __init__(self, address: str, limits: GangLimits, step_s: float, orphan_s: float, **leader: int) -> None:
+        """`leader`: other settings of the leader than the default ones."""
+        self.address = address
+        self.engine = SimulatedEngine(limits, step_s)
+        info = msgspec.structs.replace(
+            INFO, gang_id=f"{address} {id(self)}", block_size=limits.block_size, num_pages=limits.num_pages
+        )
+        self.server = FrameServer(self.engine, info, TOKEN, leader_config(orphan_s=orphan_s, finished_s=1.0, **leader))
+
+    async def start(self) -> None:
+        host, _, port = self.address.rpartition(":")
+        await self.server.start(host, int(port))
+
+    async def stop(self) -> None:
+        await self.server.stop()
+
+    def check_idle(self) -> None:
+        """Raises AssertionError if anything of a sequence is left here, but what may be asked for again."""
+        self.engine.check_idle()
+        sequences = self.server._sequences
+        assert not sequences._listeners and not len(sequences._timers) and not len(sequences._queue_limit)
+        assert not any(stream.live or stream.pending for stream in self.server._streams.values())
+        assert all(entry.is_finished for entry in sequences._journal._entries.values())
+        sequences._journal.check_integrity()
+        sequences._queue_limit.check_integrity()
