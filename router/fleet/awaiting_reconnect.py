@@ -39,12 +39,7 @@ class AwaitingReconnect:
         self._timer = asyncio.get_running_loop().call_later(RECONNECT_WAIT_S, self.give_up)
 
     def take(self, orphans: Iterable[str]) -> list[OpenSequence]:
-        """Lets go of the sequences with these keys: the leader is back, and tells that it holds them.
-
-        The other sequences wait on, since the leader may not have noticed yet that their connection broke.
-        """
-        if not self._waiting:
-            return []
+        """Lets go of the sequences with these keys: the leader is back, and tells that it holds them."""
         keys = set(orphans)
         found = [sequence for sequence in self._waiting if sequence.request.key in keys]
         for sequence in found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from ...workers.wire.messages import AdapterRef
@@ -61,7 +61,7 @@ class Fleet:
                 self._routing,
                 self._on_connect,
                 self._on_lost,
-                self._on_orphans,
+                self._found_orphans,
                 lambda kind: self.num_faults.update([kind]),
             )
             self._connections[key] = connection
@@ -108,6 +108,15 @@ class Fleet:
         left = replace(request, num_tokens=request.num_tokens - views[chosen].num_cached_tokens)
         connection.submit(sequence, left, page_keys.get(connection.block_size, ()))
         return True
+
+    def _found_orphans(self, connection: LeaderConnection, keys: Collection[str]) -> None:
+        """A gang keeps sequences for any router that asks. Those that this router has elsewhere need not be kept."""
+        self._on_orphans()
+        others = [other for other in self._connections.values() if other is not connection]
+        wanted = frozenset(keys)
+        elsewhere = [sequence for other in others for sequence in other.living(wanted)] if wanted else []
+        if elsewhere:
+            connection.disown([(sequence.request.tenant, sequence.request.key) for sequence in elsewhere])
 
     def _choose(self, sequence: OpenSequence, request: RoutingRequest, views: Mapping[str, GangView]) -> str | None:
         """The key of the gang to send the sequence to; None: it was refused, as only a new sequence may be."""

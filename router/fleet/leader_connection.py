@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import grpc
@@ -20,6 +21,7 @@ import msgspec
 from ...workers.wire.engine_load import EngineLoad
 from ...workers.wire.messages import (
     Cancel,
+    Disown,
     Frame,
     FromLeader,
     GangInfo,
@@ -27,7 +29,14 @@ from ...workers.wire.messages import (
     SequenceError,
     Submit,
 )
-from ...workers.wire.stream_options import ROUTER_OPTIONS, STREAM_METHOD, STREAM_SERVICE, TOKEN_KEY
+from ...workers.wire.stream_options import (
+    CONNECT_KEY,
+    ROUTER_KEY,
+    ROUTER_OPTIONS,
+    STREAM_METHOD,
+    STREAM_SERVICE,
+    TOKEN_KEY,
+)
 from .affinity import RoutingConfig, RoutingRequest
 from .awaiting_reconnect import AwaitingReconnect, CutOffSequence
 from .known_gang import KnownGang
@@ -35,7 +44,7 @@ from .open_sequence import OpenSequence
 from .outbox import Outbox
 
 FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 1.0  # while a gang cannot be reached, what it had may be computed twice
 HELLO_TIMEOUT_S = 10.0
 
 _log = logging.getLogger(__name__)
@@ -66,12 +75,13 @@ class LeaderConnection:
         routing: RoutingConfig,
         on_connect: Callable[[], None],
         on_lost: Callable[[list[OpenSequence], str], None],
-        on_orphans: Callable[[], None] = lambda: None,
+        on_orphans: Callable[[LeaderConnection, Collection[str]], None] = lambda connection, keys: None,
         on_fault: Callable[[FaultKind], None] = lambda kind: None,
     ) -> None:
         """`on_lost` gets the unfinished sequences of a connection that ended, and the reason.
 
-        `on_orphans`: the leader has begun to keep sequences for any router that asks. `on_fault`: a connected gang was
+        `on_orphans` gets this connection and the keys of sequences that the leader keeps for any router that asks: all
+        of them at the greeting, later those that it has begun to keep. `on_fault`: a connected gang was
         lost that had not been told to go.
         """
         self.address = address
@@ -79,6 +89,8 @@ class LeaderConnection:
         self.known = KnownGang(routing)
         self.retired = False
         self._token = token
+        self._name = secrets.token_hex(8)  # by which the leader knows its streams as those of one router
+        self._num_connects = 0
         self._routing = routing
         self._on_connect = on_connect
         self._on_lost = on_lost
@@ -147,6 +159,14 @@ class LeaderConnection:
         self._outbox.put(Cancel(self._ids[sequence]))
         self._forget(sequence)
 
+    def disown(self, names: Sequence[tuple[str, str]]) -> None:
+        """Has the leader forget those of these sequences (tenant and key) that it keeps for any router that asks."""
+        self._outbox.put(Disown([*names]))
+
+    def living(self, keys: Collection[str]) -> list[OpenSequence]:
+        """The sequences that are here and have one of these keys."""
+        return [sequence for sequence in self._ids if sequence.request.key in keys]
+
     def _forget(self, sequence: OpenSequence) -> None:
         """The sequence has ended."""
         del self._sequences[self._ids.pop(sequence)]
@@ -169,7 +189,7 @@ class LeaderConnection:
             try:
                 async with grpc.aio.insecure_channel(self.address, options=ROUTER_OPTIONS) as channel:
                     call: Any = channel.stream_stream(f"/{STREAM_SERVICE}/{STREAM_METHOD}")(
-                        metadata=((TOKEN_KEY, self._token),)
+                        metadata=self._metadata()
                     )
                     await self._greet(call)
                     pause_s = FIRST_PAUSE_S
@@ -192,8 +212,17 @@ class LeaderConnection:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        """Of the next stream. The leader takes the one that was made last for this connection's only one."""
+        self._num_connects += 1
+        return (TOKEN_KEY, self._token), (ROUTER_KEY, self._name), (CONNECT_KEY, str(self._num_connects))
+
     async def _greet(self, call: Any) -> None:
-        """Waits for the leader's greeting. From then on the gang can be chosen."""
+        """Waits for the leader's greeting. From then on the gang can be chosen.
+
+        The leader has ended earlier streams before it greets, so the greeting names all that it has kept of them. What
+        is not taken up again now has gone elsewhere or was given up, and the leader may forget it.
+        """
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 data = await call.read()
@@ -207,13 +236,15 @@ class LeaderConnection:
         self.info = hello.info
         self.known = KnownGang(self._routing, hello.resident, hello.resident_pages, hello.orphans)
         _log.info("connected to gang %s at %s", hello.info.gang_id, self.address)
-        if hello.info.gang_id != self._last_gang_id:  # another gang at the same address
-            self._awaiting_reconnect.give_up()
+        if hello.info.gang_id == self._last_gang_id:  # else it is another gang at the same address
+            self._go_on(hello.orphans)
         self._last_gang_id = hello.info.gang_id
-        self._go_on(hello.orphans)
+        self._awaiting_reconnect.give_up()
         self._on_connect()
+        self._outbox.put(Disown())
+        self._on_orphans(self, hello.orphans)
 
-    def _go_on(self, orphans: list[str]) -> None:
+    def _go_on(self, orphans: Iterable[str]) -> None:
         """Submits the sequences again that the leader has kept of a connection that broke."""
         for sequence in self._awaiting_reconnect.take(orphans):
             adapter = sequence.request.adapter
@@ -249,8 +280,7 @@ class LeaderConnection:
             is_farewell = given_back.kind == "handed_over"
             raise (_HandedOverError if is_farewell else _EngineFailedError)(given_back.message)
         if frame.orphans is not None and frame.orphans.came:
-            self._go_on(frame.orphans.came)
-            self._on_orphans()
+            self._on_orphans(self, frame.orphans.came)
 
     async def _write(self, call: Any) -> None:
         """Writes what the outbox holds. Ends quietly when the stream breaks: the reader learns why."""

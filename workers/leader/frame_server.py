@@ -21,8 +21,15 @@ import grpc
 import msgspec
 
 from ..wire.engine_load import EngineGauges, EngineLoad
-from ..wire.messages import Cancel, GangInfo, Hello, ResidencyChange, SequenceUpdate, ToLeader
-from ..wire.stream_options import LEADER_OPTIONS, STREAM_METHOD, STREAM_SERVICE, TOKEN_KEY
+from ..wire.messages import Cancel, Disown, GangInfo, Hello, ResidencyChange, SequenceUpdate, ToLeader
+from ..wire.stream_options import (
+    CONNECT_KEY,
+    LEADER_OPTIONS,
+    ROUTER_KEY,
+    STREAM_METHOD,
+    STREAM_SERVICE,
+    TOKEN_KEY,
+)
 from .leader_config import LeaderConfig
 from .residency import Residency
 from .routed_sequences import RoutedSequences
@@ -149,13 +156,18 @@ class FrameServer:
                     stream.wake.set()
 
     async def _serve(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
-        sent = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
+        metadata = dict(context.invocation_metadata() or ())
+        sent = metadata.get(TOKEN_KEY, "")
         if not hmac.compare_digest(sent.encode() if isinstance(sent, str) else sent, self._token):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"metadata {TOKEN_KEY}: not this cluster's token")
         if self._leaving or not self._engine.alive:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this gang serves nobody any more")
         self._num_streams_ever += 1
-        stream = RouterStream(self._num_streams_ever)
+        stream = RouterStream(
+            self._num_streams_ever, str(metadata.get(ROUTER_KEY, "")), int(metadata.get(CONNECT_KEY, 0))
+        )
+        if not self._replace(stream):
+            await context.abort(grpc.StatusCode.ABORTED, "this router has connected again since")
         self._streams[stream.number] = stream
         reader = asyncio.create_task(self._read(requests, stream))
         try:
@@ -170,6 +182,20 @@ class FrameServer:
             self._sequences.close(stream)
         if stream.failure is not None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, stream.failure)
+
+    def _replace(self, stream: RouterStream) -> bool:
+        """Ends earlier streams of the same router's connection. False: the stream is itself an earlier one.
+
+        Their end may not have been noticed here, and may not be for a while. Their sequences are orphans from now on:
+        the greeting can tell all that the router may go on with.
+        """
+        others = [other for other in self._streams.values() if stream.router and other.router == stream.router]
+        if any(other.num_connects > stream.num_connects for other in others):
+            return False
+        for other in others:
+            self._sequences.close(other)
+            other.fail("its router has connected again")
+        return True
 
     async def _write(self, context: grpc.aio.ServicerContext[bytes, bytes], stream: RouterStream) -> None:
         """Writes frames until the stream fails, or ends and the last one is written."""
@@ -186,11 +212,13 @@ class FrameServer:
         failure = "the router ended the stream"
         try:
             async for data in requests:
-                if stream.is_ending:
-                    continue  # it crossed the farewell: the router sends it elsewhere
+                if stream.is_ending or stream.failure is not None:
+                    continue  # it crossed the farewell, or another stream's greeting: the router sends it again
                 for message in self._decoder.decode(data).messages:
                     if isinstance(message, Cancel):
                         self._sequences.cancel(stream, message.sequence_id)
+                    elif isinstance(message, Disown):
+                        self._sequences.disown(stream, message.names)
                     else:
                         self._sequences.submit(stream, message.request)
         except (msgspec.DecodeError, ValueError) as error:

@@ -109,13 +109,23 @@ class RoutedSequences:
         self._tell_orphans()
 
     def close(self, stream: RouterStream) -> None:
-        """The stream has ended: its sequences with keys go on as orphans, the others are cancelled."""
-        orphaned = self._journal.abandon(stream.number, _now())
+        """The stream has ended: its sequences with keys go on as orphans, the others are cancelled.
+
+        No-op when it was closed before.
+        """
+        orphaned = self._journal.abandon(stream.number, _now(), stream.router)
         for engine_id in stream.live.values():
             del self._listeners[engine_id]
             if engine_id not in orphaned:
                 self._cancel_in_engine(engine_id)
         stream.live.clear()
+        self._tell_orphans()
+
+    def disown(self, stream: RouterStream, names: Sequence[tuple[str, str]] | None) -> None:
+        """Forgets orphans with these names, None: those that earlier streams of the same connection have left."""
+        journal = self._journal
+        for engine_id in journal.disown(stream.router) if names is None else journal.disown_named(names):
+            self._cancel_in_engine(engine_id)
         self._tell_orphans()
 
     def expire(self) -> None:

@@ -16,6 +16,8 @@ class RouterStream:
     """What is to be written to one router. Owned by the frame server's event loop."""
 
     number: int
+    router: str = ""  # of which connection of a router; empty: it did not say
+    num_connects: int = 0  # of that connection, this one included
     live: dict[int, int] = field(default_factory=dict)  # unfinished sequences: the router's ids to the engine's
     pending: list[SequenceUpdate] = field(default_factory=list)  # not yet written
     moved: set[str] = field(default_factory=set)  # adapters that came or went; not yet written

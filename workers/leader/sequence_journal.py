@@ -40,6 +40,7 @@ class _Entry:
     error: SequenceError | None = None
     num_cached_tokens: int | None = None
     expires_at: float | None = None  # None: it has an owner and goes on
+    left_by: str = ""  # the router's connection whose stream it was an orphan of last
 
     @property
     def name(self) -> tuple[str, str]:
@@ -162,17 +163,28 @@ class SequenceJournal:
         if entry is not None:
             self._remove(entry)
 
-    def abandon(self, owner: int, now: float) -> set[int]:
-        """The owner's stream has ended. Returns ids of its unfinished sequences, which go on as orphans."""
+    def abandon(self, owner: int, now: float, router: str = "") -> set[int]:
+        """The owner's stream has ended. Returns ids of its unfinished sequences, which go on as orphans.
+
+        `router`: the connection that the stream belonged to, which may come back with another stream.
+        """
         kept = set()
         for entry in self._entries.values():
             if entry.owner == owner:
-                entry.owner = None
+                entry.owner, entry.left_by = None, router
                 entry.expires_at = now + self._config.orphan_s
                 self._changed.add(entry.request.key)
                 if not entry.is_finished:
                     kept.add(entry.engine_id)
         return kept
+
+    def disown(self, router: str) -> list[int]:
+        """Forgets the unfinished orphans that a router's connection has left. Returns their ids: to be cancelled."""
+        return self._drop_unfinished(entry for entry in self._entries.values() if router and entry.left_by == router)
+
+    def disown_named(self, names: Iterable[tuple[str, str]]) -> list[int]:
+        """Forgets those of these sequences that are unfinished orphans. Returns their ids: to be cancelled."""
+        return self._drop_unfinished(self._by_name[name] for name in names if name in self._by_name)
 
     def expire(self, now: float) -> list[int]:
         """Forgets sequences whose time is over. Returns ids of the unfinished ones: to be cancelled."""
@@ -198,6 +210,10 @@ class SequenceJournal:
         assert self._num_finished_values == sum(self._finished.values())
         assert len(self._finished) <= self._config.max_finished
         assert self._num_finished_values <= self._config.max_finished_values
+
+    def _drop_unfinished(self, entries: Iterable[_Entry]) -> list[int]:
+        """Orphans that have ended stay: they cost no time, and a client may still come for their last tokens."""
+        return self._drop([entry for entry in entries if entry.owner is None and not entry.is_finished])
 
     def _drop(self, entries: Iterable[_Entry]) -> list[int]:
         unfinished = []

@@ -85,6 +85,16 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     sequence_id: int
 
 
+class Disown(msgspec.Struct, frozen=True, tag="disown"):
+    """Forget orphans that have not ended: nobody will ask for them, since they live elsewhere or were given up.
+
+    `names`: tenant and key of each. None: all that earlier streams of this router's connection have left, as it has
+    submitted those again that it goes on with.
+    """
+
+    names: list[tuple[str, str]] | None = None
+
+
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     request: SequenceRequest
 
@@ -92,7 +102,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 class ToLeader(msgspec.Struct, frozen=True):
     """What a router sends: all messages since the last time it sent any."""
 
-    messages: list[Submit | Cancel]
+    messages: list[Submit | Cancel | Disown]
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -6,6 +6,8 @@ from __future__ import annotations
 STREAM_SERVICE = "motet.Leader"
 STREAM_METHOD = "Stream"
 TOKEN_KEY = "motet-token"
+ROUTER_KEY = "motet-router"  # names a router's connection; the same one when it connects again
+CONNECT_KEY = "motet-connect"  # how often it has connected so far: a later stream takes an earlier one's place
 MAX_MESSAGE_BYTES = 64 << 20
 
 _BOTH_SIDES: tuple[tuple[str, int], ...] = (
