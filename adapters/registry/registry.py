@@ -209,7 +209,7 @@ class Registry:
         )
 
     async def share_stream_key(self, key: bytes) -> bytes:
-        """The secret with which all routers seal what they tell clients of their streams: `key` if there was none yet."""
+        """The secret with which all routers seal event ids: `key`, if there was none yet."""
         async with self._bounded():
             client: Any = self._client
             held = await client.set(STREAM_KEY, key.hex(), nx=True, get=True)

@@ -31,7 +31,7 @@ class RegistryView:
         self._adapters: dict[tuple[str, str], AdapterVersion] = {}
         self._deleted: dict[tuple[str, str], int] = {}  # last version of names deleted since the snapshot
         self._key_tenants: dict[str, str] = {}  # by the key's hash
-        self._stream_keys = (secrets.token_bytes(_STREAM_KEY_BYTES),)
+        self._stream_keys: tuple[bytes, ...] = (secrets.token_bytes(_STREAM_KEY_BYTES),)
         self._event_id = "0-0"
         self._event_number = 0
         self._applied_meanwhile: list[RegistryEvent] | None = None  # a list while a snapshot is under way
@@ -70,10 +70,7 @@ class RegistryView:
 
     @property
     def stream_keys(self) -> tuple[bytes, ...]:
-        """Secrets with which routers seal what they tell clients of their streams: the one to seal with, then an older.
-
-        The older one is of before Redis lost its data, if it did.
-        """
+        """Secrets with which routers seal event ids: the one to seal with, then the one of before Redis lost its data."""
         return self._stream_keys
 
     def apply(self, event: RegistryEvent) -> None:

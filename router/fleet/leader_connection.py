@@ -188,9 +188,7 @@ class LeaderConnection:
             fault_kind: FaultKind = "connection"
             try:
                 async with grpc.aio.insecure_channel(self.address, options=ROUTER_OPTIONS) as channel:
-                    call: Any = channel.stream_stream(f"/{STREAM_SERVICE}/{STREAM_METHOD}")(
-                        metadata=self._metadata()
-                    )
+                    call: Any = channel.stream_stream(f"/{STREAM_SERVICE}/{STREAM_METHOD}")(metadata=self._metadata())
                     await self._greet(call)
                     pause_s = FIRST_PAUSE_S
                     await self._exchange(call)
@@ -270,17 +268,31 @@ class LeaderConnection:
             sequence = self._sequences.get(update.sequence_id)
             if sequence is None:
                 continue  # cancelled while the update was under way
-            if update.error is not None and update.error.kind in ("handed_over", "gang_lost"):
-                given_back = update.error
+            if update.error is not None and update.error.kind in ("handed_over", "gang_lost", "given_back"):
+                if update.token_ids:
+                    sequence.push(msgspec.structs.replace(update, error=None))
+                if update.error.kind == "given_back":
+                    self._give_back(sequence, update.error.message)
+                else:
+                    given_back = update.error
                 continue
             sequence.push(update)
             if sequence.closed:
                 self._forget(sequence)
+            elif sequence.is_overfull:
+                self._outbox.put(Cancel(update.sequence_id))
+                self._give_back(sequence, "its reader does not read")
         if given_back is not None:  # sequences that have not reached the leader must go elsewhere too
             is_farewell = given_back.kind == "handed_over"
             raise (_HandedOverError if is_farewell else _EngineFailedError)(given_back.message)
         if frame.orphans is not None and frame.orphans.came:
             self._on_orphans(self, frame.orphans.came)
+
+    def _give_back(self, sequence: OpenSequence, reason: str) -> None:
+        """The sequence is not here any more, and goes on when it can."""
+        self._forget(sequence)
+        sequence.move(self, None)
+        self._lose([CutOffSequence(sequence, had_arrived=True)], reason, is_fault=False)
 
     async def _write(self, call: Any) -> None:
         """Writes what the outbox holds. Ends quietly when the stream breaks: the reader learns why."""

@@ -236,7 +236,8 @@ class Generation:
         return TimeLimit(max(0.0, self._deadline - time.perf_counter()), num_new_tokens, has_begun)
 
     async def _merged(self) -> AsyncIterator[tuple[int, SequenceUpdate]]:
-        queue: asyncio.Queue[tuple[int, SequenceUpdate]] = asyncio.Queue()
+        # As long as one for each, so that a client that does not read holds the streams back.
+        queue: asyncio.Queue[tuple[int, SequenceUpdate]] = asyncio.Queue(len(self._streams))
         self._pumps = [asyncio.create_task(_pump(stream, index, queue)) for index, stream in enumerate(self._streams)]
         while True:
             yield await queue.get()
@@ -275,7 +276,9 @@ async def _pump(stream: SequenceStream, index: int, queue: asyncio.Queue[tuple[i
     try:
         async for update in stream:
             last = update
-            queue.put_nowait((index, update))
-    finally:
-        if last.finish_reason is None and last.error is None:
-            queue.put_nowait((index, SequenceUpdate(index, error=_LOST)))
+            await queue.put((index, update))
+    except Exception:
+        await queue.put((index, SequenceUpdate(index, error=_LOST)))
+        raise
+    if last.finish_reason is None and last.error is None:
+        await queue.put((index, SequenceUpdate(index, error=_LOST)))

@@ -91,7 +91,7 @@ def from_sequence_error(error: SequenceError) -> ApiError:
             return ApiError(429, error.message, code="overloaded", headers={"Retry-After": _retry_after(error)})
         case "timeout":
             return ApiError(408, error.message, code="timeout")
-        case "gang_lost" | "handed_over":  # "handed_over" is for routers, which resume the sequence at another gang
+        case "gang_lost" | "handed_over" | "given_back":  # the latter are for routers, which go on with the sequence
             return unavailable(error.message, "gang_lost")
         case "taken_over":
             return ApiError(409, error.message, code="taken_over")

@@ -34,4 +34,4 @@ class EventSealer:
 def is_sealed(seal: str, keys: Sequence[bytes], tenant: str, response_id: str, position: str) -> bool:
     """Whether a router with any of these keys made the seal."""
     own = [EventSealer(key, tenant, response_id).seal(position.encode()) for key in keys]
-    return any([hmac.compare_digest(one, seal.encode()) for one in own])
+    return any(hmac.compare_digest(one, seal.encode()) for one in own)

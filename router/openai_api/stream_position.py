@@ -2,8 +2,8 @@
 
 An id is `<response id>:<tokens of choice 0>.<tokens of choice 1>…:<seal>`: the numbers of tokens that a client has had
 after this event, and the proof that this is so (`event_seal.py`). Events without a token have a suffix behind the
-numbers that makes their ids unique: `/2` is the second of several events before the first token (the last of them has no
-suffix), `/end` the event with the usage.
+numbers that makes their ids unique: `/2` is the second of several events before the first token (the last of them has
+no suffix), `/end` the event with the usage.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def parse_position(text: str, tenant: str, keys: Sequence[bytes]) -> StreamPosit
     position, dotted, suffix, seal = match.groups()
     if not is_sealed(seal, keys, tenant, id_text, position):
         raise wrong_position(
-            "it was not sent to this tenant by this motet, or not in this form. Send the request anew, without this header."
+            "it was not sent to this tenant by this motet, or not in this form. Send the request anew without it."
         )
     counts = tuple(map(int, dotted.split(".")))
     if suffix is None or suffix == AT_USAGE:

@@ -29,9 +29,9 @@ class QueueLimit:
         return now - next(iter(self._waiting.values()))[0] if self._waiting else 0.0
 
     def refusal(self, num_tokens: int, now: float, times: int = 1) -> SequenceError | None:
-        """Why a sequence of so many tokens may not wait here; None: it may. `times`: the bounds are so many times as high.
+        """Why a sequence of so many tokens may not wait here; None: it may.
 
-        The error says to come back after as long as the oldest sequence has waited so far: as long as this one would.
+        `times`: the bounds are so many times as high. The error says to come back after as long as the oldest sequence has waited so far: as long as this one would.
         """
         config, num_waiting = self._config, len(self._waiting)
         if num_waiting >= times * config.max_waiting_sequences:

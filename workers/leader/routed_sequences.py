@@ -23,6 +23,7 @@ from .served_engine import ServedEngine
 
 _MAX_ID = (1 << 63) - 1
 _HANDED_OVER = SequenceError("handed_over", "the gang leaves")
+_GIVEN_BACK = SequenceError("given_back", "it brings more than its router reads")
 _TIMEOUT = SequenceError("timeout", "its timeout passed before it was complete")
 _TAKEN_OVER = SequenceError("taken_over", "the stream was taken up on another connection")
 
@@ -70,7 +71,7 @@ class RoutedSequences:
         sequence_id = request.sequence_id
         if not 0 <= sequence_id <= _MAX_ID:
             raise ValueError(f"sequence_id = {sequence_id}: 0 to {_MAX_ID} is accepted")
-        if sequence_id in stream.live:
+        if sequence_id in stream.live or sequence_id in stream.unsent:
             raise ValueError(f"sequence_id = {sequence_id}: still in use by an unfinished sequence")
         stream.last_submitted = sequence_id
         stream.refresh()  # a router that hears no more of this gang must know what had reached it
@@ -99,6 +100,8 @@ class RoutedSequences:
             del self._listeners[engine_id]
             self._journal.forget(engine_id)
             self._cancel_in_engine(engine_id)
+        stream.unsent.drop(sequence_id)
+        stream.parts.pop(sequence_id, None)
 
     def deliver(self, updates: Sequence[SequenceUpdate]) -> None:
         """Sorts one step's updates by router."""
@@ -134,6 +137,15 @@ class RoutedSequences:
             self._cancel_in_engine(engine_id)
         self._tell_orphans()
 
+    def give_back(self, stream: RouterStream) -> None:
+        """Ends the stream's sequences here: its router asks for them again once it has read what they have brought."""
+        for sequence_id, engine_id in stream.live.items():
+            del self._listeners[engine_id]
+            self._journal.forget(engine_id)
+            self._cancel_in_engine(engine_id)
+            stream.tell(SequenceUpdate(sequence_id, error=_GIVEN_BACK))
+        stream.live.clear()
+
     def hand_over(self) -> int:
         """Gives all sequences back to their routers, which go on with them elsewhere; how many. Orphans are lost."""
         num_sequences = len(self)
@@ -158,8 +170,8 @@ class RoutedSequences:
             before.stream.tell(SequenceUpdate(before.sequence_id, error=_TAKEN_OVER))
         if not found.is_finished:
             self._listen(found.engine_id, stream, request.sequence_id)
-        if found.update.token_ids or found.is_finished:
-            stream.tell(found.update)
+        if found.rest:
+            stream.tell_past(request.sequence_id, found.rest)
         return True
 
     def _listen(self, engine_id: int, stream: RouterStream, sequence_id: int) -> None:

@@ -15,9 +15,18 @@ from .engine_load import EngineLoad
 FinishReason = Literal["stop", "length"]
 # A leader says "gang_lost" of a sequence when its engine has failed, and "handed_over" when it leaves before the
 # sequence has ended. A router continues both elsewhere; when that cannot be, its client hears "gang_lost". A sequence
-# is "taken_over" when it was submitted again, by another router or for another of the client's connections.
+# is "taken_over" when it was submitted again, by another router or for another of the client's connections. It is
+# "given_back" when it brings more than its router reads: the router asks for it again when it has read all that came.
 ErrorKind = Literal[
-    "invalid_request", "adapter_failed", "overloaded", "timeout", "gang_lost", "handed_over", "taken_over", "internal"
+    "invalid_request",
+    "adapter_failed",
+    "overloaded",
+    "timeout",
+    "gang_lost",
+    "handed_over",
+    "taken_over",
+    "internal",
+    "given_back",
 ]
 # Why a sequence is "overloaded": it was expected to wait too long ("wait"), to miss its timeout ("timeout"), or to get
 # its first token after its tenant's latency objective ("objective"); too many wait in its gang ("full"), or for any
@@ -99,10 +108,18 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     request: SequenceRequest
 
 
+class SubmitPart(msgspec.Struct, frozen=True, tag="part"):
+    """A part of an encoded `Submit` that is too long for one message. The parts of a request follow one another."""
+
+    sequence_id: int
+    data: bytes
+    is_last: bool
+
+
 class ToLeader(msgspec.Struct, frozen=True):
     """What a router sends: all messages since the last time it sent any."""
 
-    messages: list[Submit | Cancel | Disown]
+    messages: list[Submit | SubmitPart | Cancel | Disown]
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
