@@ -70,7 +70,7 @@ class RegistryView:
 
     @property
     def stream_keys(self) -> tuple[bytes, ...]:
-        """Secrets with which routers seal event ids: the one to seal with, then the one of before Redis lost its data."""
+        """Secrets with which routers seal event ids: that of now, and that of before Redis lost its data if it did."""
         return self._stream_keys
 
     def apply(self, event: RegistryEvent) -> None:

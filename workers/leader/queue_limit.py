@@ -31,7 +31,8 @@ class QueueLimit:
     def refusal(self, num_tokens: int, now: float, times: int = 1) -> SequenceError | None:
         """Why a sequence of so many tokens may not wait here; None: it may.
 
-        `times`: the bounds are so many times as high. The error says to come back after as long as the oldest sequence has waited so far: as long as this one would.
+        `times`: the bounds are so many times as high. The error says to come back after as long as the oldest sequence
+        has waited so far: as long as this one would.
         """
         config, num_waiting = self._config, len(self._waiting)
         if num_waiting >= times * config.max_waiting_sequences:

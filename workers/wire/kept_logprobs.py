@@ -60,7 +60,7 @@ class KeptLogprobs:
         return copy
 
     def num_fitting(self, start: int, end: int, num_bytes: int, row_bytes: int, value_bytes: int) -> int:
-        """How many rows from `start` on, to before `end`, fit: each takes `row_bytes`, and `value_bytes` a likely token."""
+        """How many rows from `start` to before `end` fit: each takes `row_bytes`, each likely token `value_bytes`."""
         begin = self._ends[start - 1] if start else 0
         for index in range(start, end):
             if (index + 1 - start) * row_bytes + (self._ends[index] - begin) * value_bytes > num_bytes:
