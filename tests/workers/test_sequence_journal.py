@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from motet.tests.rigs.part_configs import leader_config
+from motet.workers.leader import sequence_journal
 from motet.workers.leader.sequence_journal import SequenceJournal
 from motet.workers.wire.messages import (
     AdapterRef,
@@ -135,6 +136,27 @@ def test_log_probabilities_from_elsewhere_are_not_there() -> None:
     found = journal.attach(request(sampling=sampling, generated_token_ids=[98, 99, 100]), 11, now=0.0)
     assert found is not None
     assert found.rest.take_all() == SequenceUpdate(7, [101], [TokenLogprobs(-1.0, [], [])])
+
+
+def test_log_probabilities_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has the most loses them; only a router that has the tokens without them can still ask for the sequence."""
+    monkeypatch.setattr(sequence_journal, "MAX_LOGPROB_VALUES", 10)
+    journal = SequenceJournal(CONFIG)
+    sampling = SamplingParams(max_tokens=20, seed=1, num_logprobs=0)
+    begun(journal, engine_id=1, num_tokens=3, key="short", sampling=sampling)
+    begun(journal, engine_id=2, num_tokens=8, key="long", sampling=sampling)
+    journal.check_integrity()
+    assert journal.attach(request("short", sampling=sampling), 11, now=0.0) is not None
+    assert journal.attach(request("long", sampling=sampling), 11, now=0.0) is None
+    journal.record(SequenceUpdate(2, [108], [TokenLogprobs(-8.0, [], [])]), 0.0)
+    had = [100 + n for n in range(8)]
+    found = journal.attach(request("long", sampling=sampling, generated_token_ids=had), 11, now=0.0)
+    assert found is not None
+    assert found.rest.take_all() == SequenceUpdate(7, [108], [TokenLogprobs(-8.0, [], [])])
+    journal.record(SequenceUpdate(2, [], [], "stop"), 0.0)
+    for number in range(20):
+        journal.record(SequenceUpdate(1, [103 + number], [TokenLogprobs(0.0, [], [])]), 0.0)
+        journal.check_integrity()
 
 
 def test_what_has_ended_is_bounded() -> None:

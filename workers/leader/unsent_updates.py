@@ -1,8 +1,8 @@
 """What one router has not been told yet of its sequences, and which part of it the next frame holds.
 
-A frame has about a megabyte at most, whatever there is to tell: short updates first, then a piece of each long one in
-turn. So a stream that is resumed with a long past, or a router that was slow for a moment, does not keep others' tokens
-from coming.
+A frame has about half a megabyte at most, whatever there is to tell: short updates first, then a piece of each long one
+in turn. So a stream that is resumed with a long past, or a router that was slow for a moment, does not keep others'
+tokens from coming.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 from ..wire.messages import SequenceUpdate
 from ..wire.unread_update import UnreadUpdate, update_bytes
 
-FRAME_BYTES: Final = 1 << 20  # of a frame's updates
+FRAME_BYTES: Final = 1 << 19  # of a frame's updates
 PIECE_BYTES: Final = FRAME_BYTES // 16  # of a sequence in a frame
 _LONG_BYTES: Final = FRAME_BYTES // 2  # of a frame, kept for pieces while there are any
 _MAX_PLAIN: Final = 4096  # updates of a token and nothing else: less than 64 bytes each
