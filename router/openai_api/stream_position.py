@@ -21,7 +21,7 @@ LAST_EVENT_ID: Final = "Last-Event-ID"
 AT_USAGE: Final = "end"
 _MAX_CHARS: Final = 2048  # longer than the id for 128 choices of millions of tokens
 _POSITION: Final = re.compile(
-    rf"(([0-9]{{1,9}}(?:\.[0-9]{{1,9}})*)(?:/([0-9]{{1,3}}|end))?):([A-Za-z0-9_-]{{{NUM_SEAL_CHARS}}})", re.ASCII
+    rf"(([0-9]{{1,9}}(?:\.[0-9]{{1,9}})*)(?:/([0-9]{{1,3}}|end))?):([0-9a-f]{{{NUM_SEAL_CHARS}}})", re.ASCII
 )
 
 
@@ -40,14 +40,15 @@ class EventIds:
 
     def __init__(self, response_id: str, tenant: str, key: bytes) -> None:
         """`key`: the newest that routers share."""
-        self._head = f"id: {response_id}:".encode()
+        self._head = f"id: {response_id}:"
         self._sealer = EventSealer(key, tenant, response_id)
 
     def line(self, num_tokens: Sequence[int], suffix: str | int = "") -> bytes:
         """The line of an event that tells the position after it."""
-        tail = f"/{suffix}" if suffix != "" else ""
-        position = f"{_dotted(num_tokens)}{tail}".encode()
-        return b"%b%b:%b\n" % (self._head, position, self._sealer.seal(position))
+        position = _dotted(num_tokens)
+        if suffix != "":
+            position += f"/{suffix}"
+        return f"{self._head}{position}:{self._sealer.seal(position)}\n".encode()
 
 
 def parse_position(text: str, tenant: str, keys: Sequence[bytes]) -> StreamPosition:
@@ -79,4 +80,4 @@ def wrong_position(message: str) -> ApiError:
 
 
 def _dotted(num_tokens: Sequence[int]) -> str:
-    return ".".join(map(str, num_tokens))
+    return str(num_tokens[0]) if len(num_tokens) == 1 else ".".join(map(str, num_tokens))

@@ -258,6 +258,8 @@ async def test_an_event_from_the_future_does_not_end_the_view(
 async def test_routers_share_the_key_of_event_ids(
     registry: GatedRegistry, view: RegistryView, redis_client: Redis
 ) -> None:
+    await registry.set_key("acme", "older")
+    await eventually(lambda: view.tenant_of_key("older") == "acme")
     other = RegistryView(Registry(redis_client))
     await other.start()
     shared = view.stream_keys[0]
@@ -277,6 +279,8 @@ async def test_a_router_knows_the_key_of_before_as_well(
     registry: GatedRegistry, view: RegistryView, redis_client: Redis
 ) -> None:
     before = view.stream_keys[0]
+    await registry.set_key("acme", "older")
+    await eventually(lambda: view.tenant_of_key("older") == "acme")
     await redis_client.flushdb()
     await registry.share_stream_key(b"x" * 32)  # another router was quicker
     await registry.set_key("acme", "key")

@@ -59,7 +59,7 @@ def test_pieces_are_what_came(history: list[SequenceUpdate], num_bytes: int, dat
         piece, is_all = unread.take(num_bytes)
         told.append(piece)
         size = len(msgspec.msgpack.encode(piece))
-        assert size <= update_bytes(piece) <= most
+        assert size <= min(update_bytes(piece), most)
         assert size <= num_bytes or len(piece.token_ids) <= 1
     assert joined(told) == joined(history)
     assert all(piece.finish_reason is None and piece.error is None for piece in told[:-1])

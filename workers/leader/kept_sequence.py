@@ -15,7 +15,7 @@ class KeptSequence:
     engine_id: int
     request: SequenceRequest
     owner: int | None  # number of the router stream that hears of it; None: an orphan
-    token_ids: array[int]  # all that were generated, those that it came with included
+    token_ids: list[int]  # all that were generated, those that it came with included
     num_without_logprobs: int  # of the first tokens: those it came with, or all whose log-probabilities were dropped
     logprobs: KeptLogprobs = field(default_factory=KeptLogprobs)  # of the other tokens, if asked for
     finish_reason: FinishReason | None = None
@@ -43,18 +43,9 @@ class KeptSequence:
             own.prompt_token_ids == request.prompt_token_ids
             and own.sampling == request.sampling
             and (own.adapter and own.adapter.digest) == (request.adapter and request.adapter.digest)
-            and self.token_ids[: len(so_far)].tolist() == so_far
+            and self.token_ids[: len(so_far)] == so_far
             and (own.sampling.num_logprobs is None or len(so_far) >= self.num_without_logprobs)
         )
-
-    def record(self, update: SequenceUpdate) -> None:
-        """Adds what a step brought."""
-        self.token_ids.extend(update.token_ids)
-        if update.logprobs is not None:
-            self.logprobs.extend(update.logprobs)
-        if update.num_cached_tokens is not None:
-            self.num_cached_tokens = update.num_cached_tokens
-        self.finish_reason, self.error = update.finish_reason, update.error
 
     def drop_logprobs(self) -> None:
         """Only a router that has all tokens so far can ask for it from now on."""
@@ -67,4 +58,4 @@ class KeptSequence:
         logprobs = None
         if self.request.sampling.num_logprobs is not None:
             logprobs = self.logprobs.copy_from(num_had - self.num_without_logprobs)
-        return UnreadUpdate(told, self.token_ids[num_had:], logprobs)
+        return UnreadUpdate(told, array("I", self.token_ids[num_had:]), logprobs)

@@ -187,7 +187,18 @@ class RoutedSequences:
         stream, sequence_id = listener
         if update.finish_reason is not None or update.error is not None:
             del self._listeners[update.sequence_id], stream.live[sequence_id]
-        stream.tell(msgspec.structs.replace(update, sequence_id=sequence_id))
+        stream.unsent.add(
+            SequenceUpdate(
+                sequence_id,
+                update.token_ids,
+                update.logprobs,
+                update.finish_reason,
+                update.error,
+                update.num_cached_tokens,
+                update.computing_s,
+            )
+        )
+        stream.wake.set()
 
     def _give_up_waiting(self, engine_id: int) -> None:
         """A sequence has waited as long as it may: the engine gives it up, unless it is computing its prompt."""

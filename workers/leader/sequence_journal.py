@@ -11,7 +11,6 @@ tokens whose log-probabilities are not here.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
@@ -20,7 +19,7 @@ from ..wire.unread_update import UnreadUpdate
 from .kept_sequence import KeptSequence
 from .leader_config import LeaderConfig
 
-# Of all sequences, finished or not; 4 bytes each. Over it, the sequences with the most lose theirs.
+# Of all sequences, finished or not; some 6 bytes each. Over it, the sequences with the most lose theirs.
 MAX_LOGPROB_VALUES: Final = 16 << 20
 
 
@@ -73,7 +72,7 @@ class SequenceJournal:
             self._remove(old)
             if old.owner is None and not old.is_finished:
                 unreachable.append(old.engine_id)
-        token_ids = array("I", request.generated_token_ids)
+        token_ids = [*request.generated_token_ids]
         entry = KeptSequence(engine_id, request, owner, token_ids, len(token_ids))
         self._entries[engine_id] = self._by_name[entry.name] = entry
         return unreachable
@@ -94,14 +93,18 @@ class SequenceJournal:
         entry = self._entries.get(update.sequence_id)
         if entry is None or entry.is_finished:  # it timed out while a step was computing it
             return
-        num_before = entry.logprobs.num_values
-        entry.record(update)
+        entry.token_ids += update.token_ids
         if update.logprobs is not None:
+            num_before = entry.logprobs.num_values
+            entry.logprobs.extend(update.logprobs)
             self._num_logprob_values += entry.logprobs.num_values - num_before
             while self._num_logprob_values > MAX_LOGPROB_VALUES:
                 self._drop_logprobs()
-        if not entry.is_finished:
+        if update.num_cached_tokens is not None:
+            entry.num_cached_tokens = update.num_cached_tokens
+        if update.finish_reason is None and update.error is None:
             return
+        entry.finish_reason, entry.error = update.finish_reason, update.error
         if entry.expires_at is None:
             entry.expires_at = now + self._config.finished_s
         self._finished[entry.engine_id] = entry.num_values

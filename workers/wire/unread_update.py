@@ -1,6 +1,6 @@
 """What has come for one sequence and was not read yet: one update that grows, and that is read in pieces.
 
-Adding an update costs what is added, however much is there, and log-probabilities are kept as arrays.
+Adding an update costs what is added, however much is there, and log-probabilities are kept as bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def update_bytes(update: SequenceUpdate) -> int:
     """At least as many bytes as the update takes in a frame."""
     num_bytes = _UPDATE_BYTES + _TOKEN_BYTES * len(update.token_ids)
     if update.logprobs is not None:
-        num_bytes += sum(_LOGPROB_BYTES + _TOP_BYTES * len(row.top_ids) for row in update.logprobs)
+        for row in update.logprobs:
+            num_bytes += _LOGPROB_BYTES + _TOP_BYTES * len(row.top_ids)
     if update.error is not None:
         num_bytes += _UPDATE_BYTES + _MAX_CHAR_BYTES * len(update.error.message)
     return num_bytes
@@ -54,7 +55,7 @@ class UnreadUpdate:
 
     @property
     def num_added_values(self) -> int:
-        """Tokens and log-probabilities, 4 bytes each, that were added since it was made."""
+        """Tokens and log-probabilities, some 6 bytes each, that were added since it was made."""
         num_values = len(self._token_ids) + (0 if self._logprobs is None else self._logprobs.num_values)
         return num_values - self._num_at_first
 
@@ -64,7 +65,7 @@ class UnreadUpdate:
         num_left = len(self._token_ids) - self._num_taken
         num_bytes = update_bytes(self._last) + num_left * _TOKEN_BYTES
         if self._logprobs is not None:
-            num_bytes += num_left * _LOGPROB_BYTES + _TOP_BYTES * self._logprobs.num_tops(self._num_taken)
+            num_bytes += self._logprobs.num_bytes(self._num_taken)
         return num_bytes
 
     def add(self, update: SequenceUpdate) -> None:
@@ -88,11 +89,11 @@ class UnreadUpdate:
         The end comes with the last of them.
         """
         start, num_left = self._num_taken, len(self._token_ids) - self._num_taken
-        count = max(1, (num_bytes - update_bytes(self._last)) // _TOKEN_BYTES)
-        if self._logprobs is not None:
-            row_bytes = _TOKEN_BYTES + _LOGPROB_BYTES
-            room = num_bytes - update_bytes(self._last)
-            count = self._logprobs.num_fitting(start, start + num_left, room, row_bytes, _TOP_BYTES)
+        room = num_bytes - update_bytes(self._last)
+        if self._logprobs is None:
+            count = room // _TOKEN_BYTES
+        else:
+            count = self._logprobs.num_fitting(start, room, _TOKEN_BYTES)
         end = start + min(max(1, count), num_left)
         is_all = end == len(self._token_ids)
         last, started = self._last, self._started
