@@ -257,7 +257,7 @@ async def test_what_is_not_sealed_is_refused(rig: RouterRig) -> None:
     forged = [
         f"{answer[:-1]}{'A' if answer[-1] != 'A' else 'B'}:{counts}:{seal}",  # another nonce
         f"{answer}:{counts.replace('.', '.1', 1)}:{seal}",
-        f"{answer}:{counts}:{'A' * len(seal)}",
+        f"{answer}:{counts}:{'a' * len(seal)}",
         f"{answer}:{counts}/end:{seal}",
         sealed(answer, counts, tenant="zenith"),
     ]

@@ -142,7 +142,7 @@ async def test_several_choices_are_held_back_as_one_is() -> None:
         n=3,
         tenant="acme",
         adapter=None,
-        stop=StopStrings([]),
+        stop=StopStrings(()),
         keep_token_ids=False,
         keep_logprobs=False,
     )
