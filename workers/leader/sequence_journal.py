@@ -19,7 +19,7 @@ from ..wire.unread_update import UnreadUpdate
 from .kept_sequence import KeptSequence
 from .leader_config import LeaderConfig
 
-# Of all sequences, finished or not; some 6 bytes each. Over it, the sequences with the most lose theirs.
+# Of all sequences, finished or not; some 9 bytes each. Over it, the sequences with the most lose theirs.
 MAX_LOGPROB_VALUES: Final = 16 << 20
 
 
