@@ -4,7 +4,7 @@ Request handlers know `Dispatcher` and `SequenceStream`; `FleetDispatcher` is th
 sequence outlives its gang: when the gang dies or is told to go, the sequence goes on at another one from its prompt and
 the tokens so far, and its reader notices a pause. While no gang is connected, sequences wait for one a bounded time. A
 sequence that its client comes back for after the loss of a router goes to the gang that has kept it; it waits a moment
-for the news of which gang that is.
+for the news of which gang that is. One whose client does not read goes on when it does.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from .affinity import RoutingConfig
 from .fleet import Fleet
 from .leader_connection import FaultKind
 from .open_sequence import OpenSequence
+from .unread_sequences import UnreadSequences
 from .unsent_sequences import UnsentSequences
 
 MAX_AWAITING_GANG = 1024  # new sequences that wait while no gang is connected; more are refused
@@ -76,7 +77,8 @@ class Dispatcher(Protocol):
 
         `request`: what its client asks for; the dispatcher gives it an id, and says how it goes on at another gang.
         Without a seed its draws follow from its key, without either they are random. One with a key can be asked for
-        again at any router (`is_resumed`), which gives out all its tokens from the first one on.
+        again at any router (`is_resumed`), which gives out all its tokens from the first one on. It is admitted as a
+        new one is, unless a gang holds it or `limit` says that it has begun.
 
         `limit`: a sequence that cannot be served in time gets "overloaded" at once; one that has not ended when its
         time is over gets "timeout".
@@ -115,6 +117,7 @@ class FleetDispatcher:
         self._on_wait = on_wait
         self._awaiting_gang = UnsentSequences(gang_wait_s, self._give_up)  # no gang is connected
         self._awaiting_news = UnsentSequences(NEWS_WAIT_S, self._send)  # of the gang that holds the sequence
+        self._unread = UnreadSequences(self._send)
         self._closed = False
         self._num_resumed = 0
 
@@ -170,18 +173,23 @@ class FleetDispatcher:
     async def close(self) -> None:
         """Ends all connections; open sequences end with "gang_lost"."""
         self._closed = True
-        for unsent in (self._awaiting_gang, self._awaiting_news):
+        for unsent in (self._awaiting_gang, self._awaiting_news, self._unread):
             for sequence in unsent:
                 unsent.remove(sequence)
                 sequence.fail("gang_lost", "this router is shutting down")
         await self._fleet.close()
 
     def _send(self, sequence: OpenSequence) -> None:
+        if sequence.is_overfull:
+            self._unread.add(sequence)
+            return
         if self._fleet.submit(sequence):
             return
-        has_begun = sequence.has_begun or sequence.is_resumed
-        if len(self._awaiting_gang) >= MAX_AWAITING_GANG and not has_begun:
-            message = f"no gang is connected and {MAX_AWAITING_GANG} sequences wait for one; try again later"
+        num_waiting = len(self._awaiting_gang)
+        # What its client comes back for after it had begun has as much room again, as clients may come back for much.
+        limit = (2 if sequence.limit.has_begun else 1) * MAX_AWAITING_GANG
+        if num_waiting >= limit and not sequence.has_begun:
+            message = f"no gang is connected and {num_waiting} sequences wait for one; try again later"
             sequence.refuse(SequenceError("overloaded", message, reason="no_gang"))
         else:
             sequence.outlast_waits()
@@ -201,7 +209,7 @@ class FleetDispatcher:
                 message = f"{MAX_VAIN_TRIES} gangs were lost as this request came to them, the last one to: {reason}"
                 sequence.fail("gang_lost", message)
             else:
-                self._num_resumed += 1
+                self._num_resumed += not sequence.is_overfull
                 self._send(sequence)
 
     def _give_up(self, sequence: OpenSequence) -> None:

@@ -183,7 +183,7 @@ class LeaderConnection:
         self._ids[sequence] = sequence_id
         if sequence.may_move:
             self._unbegun[sequence] = Unbegun(max(0, sequence.num_tokens - request.num_tokens))
-        self.known.sent(request, page_keys)
+        self.known.sent(request, page_keys, sequence.request.key)
         self._outbox.put(Submit(sequence.request_from_here(sequence_id)))
 
     def cancel(self, sequence: OpenSequence) -> None:
@@ -203,7 +203,7 @@ class LeaderConnection:
         del self._sequences[self._ids.pop(sequence)]
         self._unbegun.pop(sequence, None)
         adapter = sequence.request.adapter
-        self.known.ended(None if adapter is None else adapter.digest)
+        self.known.ended(None if adapter is None else adapter.digest, sequence.request.key)
         if self.retired and not self._sequences and self._task is not None:
             self._task.cancel()
 
@@ -301,18 +301,25 @@ class LeaderConnection:
             sequence = self._sequences.get(update.sequence_id)
             if sequence is None:
                 continue  # cancelled while the update was under way
-            if update.error is not None:
-                if update.error.kind in ("handed_over", "gang_lost"):
+            if update.error is not None and update.error.kind in ("handed_over", "gang_lost", "given_back"):
+                if update.token_ids:
+                    sequence.push(msgspec.structs.replace(update, error=None))
+                if update.error.kind == "given_back":
+                    self._give_back(sequence, update.error.message)
+                else:
                     given_back = update.error
-                    continue
-                if update.error.kind == "withdrawn":
-                    self._give_back(sequence)
-                    continue
+                continue
+            if update.error is not None and update.error.kind == "withdrawn":
+                self._withdraw(sequence)
+                continue
             if self._unbegun and update.token_ids:
                 self._unbegun.pop(sequence, None)
             sequence.push(update)
             if sequence.closed:
                 self._forget(sequence)
+            elif sequence.is_overfull:
+                self._outbox.put(Cancel(update.sequence_id))
+                self._give_back(sequence, "its reader does not read")
         if given_back is not None:  # sequences that have not reached the leader must go elsewhere too
             is_farewell = given_back.kind == "handed_over"
             raise (_HandedOverError if is_farewell else _EngineFailedError)(given_back.message)
@@ -320,12 +327,18 @@ class LeaderConnection:
             self._on_orphans(self, frame.orphans.came)
         self._on_load()
 
-    def _give_back(self, sequence: OpenSequence) -> None:
+    def _withdraw(self, sequence: OpenSequence) -> None:
         """The sequence has left the gang's queue, to go where it was asked back for."""
         unbegun = self._unbegun.get(sequence)
         self._forget(sequence)
         sequence.move(self, None)
         self._on_withdrawn(sequence, "" if unbegun is None or unbegun.target is None else unbegun.target)
+
+    def _give_back(self, sequence: OpenSequence, reason: str) -> None:
+        """The sequence is not here any more, and goes on when it can."""
+        self._forget(sequence)
+        sequence.move(self, None)
+        self._lose([CutOffSequence(sequence, had_arrived=True)], reason, is_fault=False)
 
     async def _write(self, call: Any) -> None:
         """Writes what the outbox holds. Ends quietly when the stream breaks: the reader learns why."""

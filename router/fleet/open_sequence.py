@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
 from ...workers.wire.messages import ErrorKind, SequenceError, SequenceRequest, SequenceUpdate
+from ...workers.wire.unread_update import UnreadUpdate
 from .admission import TimeLimit
+
+MAX_UNREAD_VALUES = 1 << 14  # tokens and log-probabilities that may come of a sequence while its reader is busy
 
 
 class SequencePlace(Protocol):
@@ -22,7 +26,8 @@ class OpenSequence:
     """An async iterator of updates that ends after one with `finish_reason` or `error`, or once cancelled.
 
     Updates that arrive while the reader is busy are merged into one: a slow reader costs fewer, larger updates, never
-    a growing queue. One reader at a time; everything belongs to one event loop.
+    a growing queue. For one that is far too slow (`is_overfull`) no more should be computed until it has read what is
+    there. One reader at a time; everything belongs to one event loop.
 
     It remembers all tokens that came, so that it can go on elsewhere when its gang is lost.
 
@@ -31,11 +36,11 @@ class OpenSequence:
     """
 
     def __init__(self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None) -> None:
-        """`is_resumed`: its client has had tokens of it, over another connection. `limit`: its time begins now."""
+        """`is_resumed`: a gang may hold it for another connection of its client. `limit`: its time begins now."""
         self.request = request
         self.is_resumed = is_resumed
         self.limit = limit or TimeLimit()
-        self.is_new = not (is_resumed or self.limit.has_begun)  # not yet sent to a gang, nor waiting for one
+        self.is_new = not self.limit.has_begun  # not yet sent to a gang, nor waiting for one
         self.num_moves = 0  # from a gang's queue to another's
         self._wait_s: float | None = None  # how long it may wait at its gang; None: as long as it takes
         self._wait_from: float | None = None  # by the event loop's clock
@@ -49,7 +54,8 @@ class OpenSequence:
         self.num_losses = 0  # gangs that died with it since its last token
         self.num_vain_tries = 0  # gangs that died before it had arrived there, since its last token
         self._token_ids: list[int] = []  # all that came, read or not
-        self._arrived: SequenceUpdate | None = None  # not yet read
+        self._arrived: SequenceUpdate | UnreadUpdate | None = None  # not yet read
+        self._on_read: Callable[[OpenSequence], None] | None = None
         self._reader: asyncio.Future[None] | None = None
         self._closed = False
 
@@ -57,6 +63,12 @@ class OpenSequence:
     def closed(self) -> bool:
         """No update will be added any more."""
         return self._closed
+
+    @property
+    def is_overfull(self) -> bool:
+        """Its reader has left so much unread that no more should come for now."""
+        arrived = self._arrived
+        return isinstance(arrived, UnreadUpdate) and arrived.num_added_values > MAX_UNREAD_VALUES
 
     @property
     def has_begun(self) -> bool:
@@ -88,7 +100,7 @@ class OpenSequence:
             self.request,
             sequence_id=sequence_id,
             generated_token_ids=[*self._token_ids],
-            has_begun=self.is_resumed or self.has_begun or self.limit.has_begun,
+            has_begun=self.has_begun or self.limit.has_begun,
             was_admitted=self.num_moves > 0,
             wait_s=self._wait_s,
             timeout_s=left_s,
@@ -124,8 +136,16 @@ class OpenSequence:
                 await self._reader
             finally:
                 self._reader = None
-        update, self._arrived = self._arrived, None
-        return update
+        arrived, self._arrived = self._arrived, None
+        if self._on_read is not None:
+            on_read, self._on_read = self._on_read, None
+            on_read(self)
+        return arrived if isinstance(arrived, SequenceUpdate) else arrived.take_all()
+
+    def when_read(self, on_read: Callable[[OpenSequence], None]) -> None:
+        """Calls `on_read` once, when its reader has taken what has come."""
+        assert self._arrived is not None
+        self._on_read = on_read
 
     def push(self, update: SequenceUpdate) -> None:
         """Adds an update. Ignored when the sequence has ended."""
@@ -136,7 +156,12 @@ class OpenSequence:
             self.num_losses = self.num_vain_tries = 0
         if update.finish_reason is not None or update.error is not None:
             self._close()
-        self._arrived = update if self._arrived is None else _merged(self._arrived, update)
+        if self._arrived is None:
+            self._arrived = update
+        else:
+            if not isinstance(self._arrived, UnreadUpdate):
+                self._arrived = UnreadUpdate(self._arrived)
+            self._arrived.add(update)
         self._wake()
 
     def lose_gang(self, *, is_fault: bool, had_arrived: bool) -> None:
@@ -176,26 +201,10 @@ class OpenSequence:
 
     def _close(self) -> None:
         self._closed = True
-        self._place = None
+        self._place = self._on_read = None
         if self._alarm is not None:
             self._alarm.cancel()
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
-
-
-def _merged(first: SequenceUpdate, second: SequenceUpdate) -> SequenceUpdate:
-    """Both updates of one sequence as one, in order."""
-    logprobs = first.logprobs
-    if second.logprobs is not None:
-        logprobs = [*(logprobs or ()), *second.logprobs]
-    return SequenceUpdate(
-        first.sequence_id,
-        [*first.token_ids, *second.token_ids],
-        logprobs,
-        second.finish_reason,
-        second.error,
-        second.num_cached_tokens if first.num_cached_tokens is None else first.num_cached_tokens,
-        second.computing_s if first.computing_s is None else first.computing_s,
-    )

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from ...workers.wire.messages import Submit, ToLeaderMessage
-from ...workers.wire.stream_options import MAX_MESSAGE_BYTES
+from ...workers.wire.messages import Submit, SubmitPart, ToLeaderMessage
+from ...workers.wire.stream_options import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 
-MAX_REQUEST_BYTES = 32 << 20  # encoded; a longer one would break the stream that all others share
-FULL_MESSAGE_BYTES = 4 << 20  # a message that has grown to this size takes no more requests
-assert FULL_MESSAGE_BYTES + MAX_REQUEST_BYTES < MAX_MESSAGE_BYTES
+FULL_MESSAGE_BYTES = 1 << 20  # a message that has grown to this size takes no more requests
+PART_BYTES = 1 << 20  # of a request that is longer, in a message
+assert FULL_MESSAGE_BYTES + 2 * PART_BYTES < MAX_MESSAGE_BYTES
 
 
 class _EncodedToLeader(msgspec.Struct, frozen=True):
@@ -29,6 +29,7 @@ class Outbox:
         """`on_too_large` gets a request that is left out, and why."""
         self._on_too_large = on_too_large
         self._messages: deque[ToLeaderMessage] = deque()
+        self._encoded_parts: deque[bytes] = deque()  # of the message that was the first
         self._is_filled = asyncio.Event()
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -38,6 +39,7 @@ class Outbox:
 
     def clear(self) -> None:
         self._messages.clear()
+        self._encoded_parts.clear()
         self._is_filled.clear()
 
     async def take(self) -> bytes:
@@ -52,16 +54,28 @@ class Outbox:
         """None: no message was left that may be sent."""
         entries: list[msgspec.Raw] = []
         num_bytes = 0
-        while self._messages and num_bytes < FULL_MESSAGE_BYTES:
-            message = self._messages.popleft()
-            entry = self._encoder.encode(message)
-            if len(entry) > MAX_REQUEST_BYTES:
-                assert isinstance(message, Submit)  # the others are a few bytes
-                problem = f"the request takes {len(entry)} bytes on its way to the workers"
-                self._on_too_large(message, f"{problem}: at most {MAX_REQUEST_BYTES} are accepted")
+        while num_bytes < FULL_MESSAGE_BYTES and (self._encoded_parts or self._messages):
+            if not self._encoded_parts:
+                self._encode(self._messages.popleft())
                 continue
+            entry = self._encoded_parts.popleft()
             entries.append(msgspec.Raw(entry))
             num_bytes += len(entry)
-        if not self._messages:
+        if not self._messages and not self._encoded_parts:
             self._is_filled.clear()
         return self._encoder.encode(_EncodedToLeader(entries)) if entries else None
+
+    def _encode(self, message: Submit | Cancel | Disown) -> None:
+        """Fills the parts, unless the message may not be sent."""
+        entry = self._encoder.encode(message)
+        if len(entry) <= PART_BYTES or not isinstance(message, Submit):
+            self._encoded_parts.append(entry)
+            return
+        if len(entry) > MAX_REQUEST_BYTES:
+            problem = f"the request takes {len(entry)} bytes on its way to the workers"
+            self._on_too_large(message, f"{problem}: at most {MAX_REQUEST_BYTES} are accepted")
+            return
+        for start in range(0, len(entry), PART_BYTES):
+            end = start + PART_BYTES
+            part = SubmitPart(message.request.sequence_id, entry[start:end], is_last=end >= len(entry))
+            self._encoded_parts.append(self._encoder.encode(part))

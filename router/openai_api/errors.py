@@ -91,7 +91,7 @@ def from_sequence_error(error: SequenceError) -> ApiError:
             return ApiError(429, error.message, code="overloaded", headers={"Retry-After": _retry_after(error)})
         case "timeout":
             return ApiError(408, error.message, code="timeout")
-        case "gang_lost" | "handed_over" | "withdrawn":  # the latter two are for routers, which send it to another gang
+        case "gang_lost" | "handed_over" | "given_back" | "withdrawn":  # the last three are for routers, which go on
             return unavailable(error.message, "gang_lost")
         case "taken_over":
             return ApiError(409, error.message, code="taken_over")

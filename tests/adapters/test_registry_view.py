@@ -253,3 +253,35 @@ async def test_an_event_from_the_future_does_not_end_the_view(
     await eventually(lambda: not view.connected or registry.num_snapshots > 1)
     adapter = await register(registry)
     await eventually(lambda: view.resolve("acme", "x") == adapter)
+
+
+async def test_routers_share_the_key_of_event_ids(
+    registry: GatedRegistry, view: RegistryView, redis_client: Redis
+) -> None:
+    await registry.set_key("acme", "older")
+    await eventually(lambda: view.tenant_of_key("older") == "acme")
+    other = RegistryView(Registry(redis_client))
+    await other.start()
+    shared = view.stream_keys[0]
+    assert other.stream_keys[0] == shared
+    assert len(shared) == 32
+    await other.stop()
+    await redis_client.flushdb()  # Redis lost its data: a router that had the key gives it back
+    await registry.set_key("acme", "key")
+    await eventually(lambda: view.tenant_of_key("key") == "acme")
+    late = RegistryView(Registry(redis_client))
+    await late.start()
+    assert late.stream_keys[0] == shared
+    await late.stop()
+
+
+async def test_a_router_knows_the_key_of_before_as_well(
+    registry: GatedRegistry, view: RegistryView, redis_client: Redis
+) -> None:
+    before = view.stream_keys[0]
+    await registry.set_key("acme", "older")
+    await eventually(lambda: view.tenant_of_key("older") == "acme")
+    await redis_client.flushdb()
+    await registry.share_stream_key(b"x" * 32)  # another router was quicker
+    await registry.set_key("acme", "key")
+    await eventually(lambda: view.stream_keys == (b"x" * 32, before))

@@ -40,7 +40,8 @@ class Router:
     """One stream to a leader."""
 
     def __init__(self, address: str, token: str = TOKEN) -> None:
-        self.channel = grpc.aio.insecure_channel(address)
+        self.num_bytes = 0  # of the message that was read last
+        self.channel = grpc.aio.insecure_channel(address, [("grpc.max_receive_message_length", -1)])
         self.call: Any = self.channel.stream_stream(f"/{STREAM_SERVICE}/{STREAM_METHOD}")(
             metadata=((TOKEN_KEY, token),)
         )
@@ -51,6 +52,7 @@ class Router:
     async def read(self) -> Hello | Frame:
         data = await asyncio.wait_for(self.call.read(), PATIENCE_S)
         assert data is not grpc.aio.EOF, self.call.done()
+        self.num_bytes = len(data)
         message: Hello | Frame = msgspec.msgpack.decode(data, type=FromLeader)
         return message
 

@@ -9,13 +9,13 @@ import pytest
 
 from motet.router.fleet.dispatch import FleetDispatcher, SequenceStream
 from motet.router.fleet.open_sequence import OpenSequence
-from motet.router.fleet.outbox import MAX_REQUEST_BYTES
 from motet.tests.rigs.part_configs import admission_config, leader_config
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.wire.messages import SamplingParams, SequenceRequest, SequenceUpdate, TokenLogprobs
+from motet.workers.wire.stream_options import MAX_REQUEST_BYTES
 
 TOKEN = "a secret"
 StartGang = Callable[[], Awaitable["Gang"]]

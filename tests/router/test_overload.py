@@ -225,7 +225,7 @@ async def test_a_resumed_stream_is_not_refused(rig: Rig) -> None:
     resumed = router.submit(
         SequenceRequest(prompt_token_ids=[1] * 10, sampling=SamplingParams(max_tokens=1), tenant="acme", key="lost"),
         is_resumed=True,
-        limit=TimeLimit(1e6),
+        limit=TimeLimit(1e6, has_begun=True),
     )
     reader = asyncio.create_task(follow(resumed))
     await eventually(lambda: len(rig.engine.submitted) == NUM_PLACES + 2)

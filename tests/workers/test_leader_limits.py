@@ -13,7 +13,7 @@ from motet.tests.rigs.part_configs import leader_config
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.wire.messages import Frame, SequenceUpdate, Submit
+from motet.workers.wire.messages import Cancel, Frame, SequenceUpdate, Submit
 
 
 @pytest.fixture
@@ -50,9 +50,16 @@ async def test_a_full_queue_refuses_all_but_what_has_begun(narrow_leader: Leader
     assert (refused.error.kind, refused.error.reason) == ("overloaded", "full")
     assert refused.error.message.startswith("the gang's queue is full: 2 sequences wait for their first token")
     assert refused.error.retry_after_s is not None
+    begun = [with_time(submit(number, 0, 1, key=str(number)), has_begun=True) for number in (7, 8, 9)]
+    await router.send(*begun)  # for what clients come back for there is as much room again
+    _, refused = await end_of(router, 9)
+    assert refused.error is not None
+    assert refused.error.reason == "full"
+    await router.send(Cancel(7), Cancel(8))
+    await eventually(lambda: len(narrow_leader.engine.cancelled) == 2)
     resumed = with_time(submit(4, 0, 2), generated_token_ids=[1])
     await router.send(resumed, with_time(submit(5, 0, 1), has_begun=True))
-    await eventually(lambda: len(narrow_leader.engine.submitted) == 4)
+    await eventually(lambda: len(narrow_leader.engine.submitted) == 6)
     narrow_leader.engine.paused = False
     assert (await end_of(router, 5))[1].finish_reason == "length"
     await router.send(submit(6, 10, 1))  # there is room again

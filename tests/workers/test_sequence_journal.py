@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from motet.tests.rigs.part_configs import leader_config
+from motet.workers.leader import sequence_journal
 from motet.workers.leader.sequence_journal import SequenceJournal
 from motet.workers.wire.messages import (
     AdapterRef,
@@ -49,7 +50,7 @@ def test_an_orphan_goes_on_with_who_asks() -> None:
     journal.record(SequenceUpdate(1, [103]), 1.0)
     found = journal.attach(request(sequence_id=3, generated_token_ids=[100, 101]), 11, now=2.0)
     assert found is not None
-    assert (found.engine_id, found.update, found.is_finished) == (1, SequenceUpdate(3, [102, 103]), False)
+    assert (found.engine_id, found.rest.take_all(), found.is_finished) == (1, SequenceUpdate(3, [102, 103]), False)
     assert (journal.take_changed(), journal.orphans) == ({"k"}, [])
     assert journal.expire(1000.0) == []  # it has an owner again
     journal.check_integrity()
@@ -97,7 +98,7 @@ def test_the_end_is_kept_for_a_while() -> None:
     found = journal.attach(request(), 11, now=74.8)
     assert found is not None
     assert found.is_finished
-    assert found.update == SequenceUpdate(7, [100, 101, 102, 103], None, "length")
+    assert found.rest.take_all() == SequenceUpdate(7, [100, 101, 102, 103], None, "length")
     assert journal.expire(84.9) == []
     assert journal.attach(request(), 12, now=85.0) is None
 
@@ -110,7 +111,7 @@ def test_errors_are_told_as_well() -> None:
     found = journal.attach(request(), 11, now=2.0)
     assert found is not None
     assert found.is_finished
-    assert found.update.error == SequenceError("adapter_failed", "bad")
+    assert found.rest.take_all().error == SequenceError("adapter_failed", "bad")
 
 
 def test_an_orphan_that_nobody_wants_is_cancelled() -> None:
@@ -134,7 +135,28 @@ def test_log_probabilities_from_elsewhere_are_not_there() -> None:
     assert journal.attach(request(sampling=sampling, generated_token_ids=[98]), 11, now=0.0) is None
     found = journal.attach(request(sampling=sampling, generated_token_ids=[98, 99, 100]), 11, now=0.0)
     assert found is not None
-    assert found.update == SequenceUpdate(7, [101], [TokenLogprobs(-1.0, [], [])])
+    assert found.rest.take_all() == SequenceUpdate(7, [101], [TokenLogprobs(-1.0, [], [])])
+
+
+def test_log_probabilities_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has the most loses them; only a router that has the tokens without them can still ask for the sequence."""
+    monkeypatch.setattr(sequence_journal, "MAX_LOGPROB_VALUES", 10)
+    journal = SequenceJournal(CONFIG)
+    sampling = SamplingParams(max_tokens=20, seed=1, num_logprobs=0)
+    begun(journal, engine_id=1, num_tokens=3, key="short", sampling=sampling)
+    begun(journal, engine_id=2, num_tokens=8, key="long", sampling=sampling)
+    journal.check_integrity()
+    assert journal.attach(request("short", sampling=sampling), 11, now=0.0) is not None
+    assert journal.attach(request("long", sampling=sampling), 11, now=0.0) is None
+    journal.record(SequenceUpdate(2, [108], [TokenLogprobs(-8.0, [], [])]), 0.0)
+    had = [100 + n for n in range(8)]
+    found = journal.attach(request("long", sampling=sampling, generated_token_ids=had), 11, now=0.0)
+    assert found is not None
+    assert found.rest.take_all() == SequenceUpdate(7, [108], [TokenLogprobs(-8.0, [], [])])
+    journal.record(SequenceUpdate(2, [], [], "stop"), 0.0)
+    for number in range(20):
+        journal.record(SequenceUpdate(1, [103 + number], [TokenLogprobs(0.0, [], [])]), 0.0)
+        journal.check_integrity()
 
 
 def test_what_has_ended_is_bounded() -> None:
@@ -180,12 +202,13 @@ class Machine(RuleBasedStateMachine):
         asked = request(key, prompt_token_ids=[prompt], generated_token_ids=had, sampling=sampling)
         found = self.journal.attach(asked, owner, self.now)
         if found is not None:
-            assert found.update.token_ids == [1000 * prompt + num_had + n for n in range(len(found.update.token_ids))]
-            assert found.update.logprobs is not None
-            assert [-one.chosen for one in found.update.logprobs] == found.update.token_ids
+            rest = found.rest.take_all()
+            assert rest.token_ids == [1000 * prompt + num_had + n for n in range(len(rest.token_ids))]
+            assert rest.logprobs is not None
+            assert [-one.chosen for one in rest.logprobs] == rest.token_ids
             if not found.is_finished:
                 one = self.running[found.engine_id]
-                assert found.update.token_ids == one.tokens[num_had:]
+                assert rest.token_ids == one.tokens[num_had:]
                 one.owner = owner
             return
         self.num_begun += 1

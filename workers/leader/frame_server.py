@@ -2,8 +2,9 @@
 
 A token costs microseconds here because nothing is done per token but a list append: the engine's thread hands a whole
 step over with one `call_soon_threadsafe`, the event loop sorts it by router, and a router that is slower than the
-engine gets the steps that piled up merged into one frame. Each stream has one reader and one writer, since concurrent
-writes to a gRPC stream may hang.
+engine gets the steps that piled up merged into one frame, or into several if there is much (`unsent_updates.py`). One
+that reads far too slowly is given its sequences back, so that nothing grows without end. Each stream has one reader and
+one writer, since concurrent writes to a gRPC stream may hang.
 
 A router must present the cluster's secret token, so that a stranger on the network cannot spend the gang's time. What
 becomes of a router's sequences when its stream ends: `routed_sequences.py`.
@@ -21,10 +22,21 @@ import grpc
 import msgspec
 
 from ..wire.engine_load import EngineGauges, EngineLoad
-from ..wire.messages import Cancel, Disown, GangInfo, Hello, ResidencyChange, SequenceUpdate, ToLeader, Withdraw
+from ..wire.messages import (
+    Cancel,
+    Disown,
+    GangInfo,
+    ResidencyChange,
+    SequenceUpdate,
+    Submit,
+    SubmitPart,
+    ToLeader,
+    Withdraw,
+)
 from ..wire.stream_options import (
     CONNECT_KEY,
     LEADER_OPTIONS,
+    MAX_REQUEST_BYTES,
     ROUTER_KEY,
     STREAM_METHOD,
     STREAM_SERVICE,
@@ -69,6 +81,8 @@ class FrameServer:
         self._beat: asyncio.Task[None] | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToLeader)
+        self._submit_decoder = msgspec.msgpack.Decoder(Submit)
+        self.largest_frame_bytes = 0  # of all that were sent
 
     @property
     def num_sequences(self) -> int:
@@ -136,6 +150,8 @@ class FrameServer:
         self._residency.apply(residency)
         for stream in self._streams.values():
             stream.tell_moved(residency)
+            if stream.unsent.is_overfull:
+                self._sequences.give_back(stream)
 
     def _tell_orphans(self, keys: set[str]) -> None:
         for stream in self._streams.values():
@@ -171,8 +187,7 @@ class FrameServer:
         self._streams[stream.number] = stream
         reader = asyncio.create_task(self._read(requests, stream))
         try:
-            residency = self._residency
-            hello = Hello(self._info, sorted(residency.adapters), [*residency.pages], self._sequences.orphans)
+            hello = stream.greeting(self._info, self._residency, self._sequences.orphans)
             await context.write(self._encoder.encode(hello))
             stream.refresh()  # a new router learns the load at once
             await self._write(context, stream)
@@ -201,13 +216,15 @@ class FrameServer:
 
     async def _write(self, context: grpc.aio.ServicerContext[bytes, bytes], stream: RouterStream) -> None:
         """Writes frames until the stream fails, or ends and the last one is written."""
-        while stream.failure is None and (stream.pending or not stream.is_ending):
+        while stream.failure is None and (stream.unsent or not stream.is_ending):
             await stream.wake.wait()
             stream.wake.clear()
             if not stream.has_news:
                 continue
             frame = stream.take_frame(self._load, self._residency, lambda: self._sequences.orphans)
-            await context.write(self._encoder.encode(frame))
+            data = self._encoder.encode(frame)
+            self.largest_frame_bytes = max(self.largest_frame_bytes, len(data))
+            await context.write(data)
 
     async def _read(self, requests: AsyncIterator[bytes], stream: RouterStream) -> None:
         """Obeys the router until it ends the stream or says something that cannot be understood."""
@@ -223,13 +240,25 @@ class FrameServer:
                         self._sequences.withdraw(stream, message.sequence_id)
                     elif isinstance(message, Disown):
                         self._sequences.disown(stream, message.names)
-                    else:
+                    elif isinstance(message, Submit):
                         self._sequences.submit(stream, message.request)
+                    else:
+                        self._take_part(stream, message)
         except (msgspec.DecodeError, ValueError) as error:
             failure = f"a router's message is not understood: {error}"
             _log.error("%s", failure)
         finally:
             stream.fail(failure)
+
+    def _take_part(self, stream: RouterStream, part: SubmitPart) -> None:
+        """Submits the request once all of it is here. Raises ValueError if it grows too long."""
+        data = stream.parts.setdefault(part.sequence_id, bytearray())
+        data += part.data
+        if len(data) > MAX_REQUEST_BYTES:
+            raise ValueError(f"a request of more than {MAX_REQUEST_BYTES} bytes")
+        if part.is_last:
+            del stream.parts[part.sequence_id]
+            self._sequences.submit(stream, self._submit_decoder.decode(data).request)
 
 
 async def _until(condition: Callable[[], bool], timeout_s: float) -> None:

@@ -48,24 +48,25 @@ class QueueLimit:
         """For how long the oldest sequence has waited; 0: none waits."""
         return now - next(iter(self._waiting.values())).arrived_at if self._waiting else 0.0
 
-    def refusal(self, tenant: str, num_tokens: int, now: float) -> SequenceError | None:
+    def refusal(self, tenant: str, num_tokens: int, now: float, times: int = 1) -> SequenceError | None:
         """Why a tenant's sequence of so many tokens may not wait here; None: it may.
 
-        The error says to come back after as long as the oldest sequence has waited so far: as long as this one would.
+        `times`: the bounds are so many times as high. The error says to come back after as long as the oldest sequence
+        has waited so far: as long as this one would.
         """
         config, num_waiting, own = self._config, len(self._waiting), self._tenants.get(tenant, _Count())
         reason: RefusalReason = "full"
-        if num_waiting >= config.max_waiting_sequences:
+        if num_waiting >= times * config.max_waiting_sequences:
             problem = f"{num_waiting} sequences wait for their first token, and no more may"
-        elif num_waiting and self._num_tokens + num_tokens > config.max_waiting_tokens:
+        elif num_waiting and self._num_tokens + num_tokens > times * config.max_waiting_tokens:
             problem = (
                 f"sequences of {self._num_tokens} tokens wait for their first token: {num_tokens} more would be over "
-                f"{config.max_waiting_tokens}"
+                f"{times * config.max_waiting_tokens}"
             )
-        elif own.num_sequences >= self._tenant_sequences:
+        elif own.num_sequences >= times * self._tenant_sequences:
             reason = "tenant_full"
             problem = f"{own.num_sequences} sequences of this tenant wait for their first token, and no more may"
-        elif own.num_sequences and own.num_tokens + num_tokens > self._tenant_tokens:
+        elif own.num_sequences and own.num_tokens + num_tokens > times * self._tenant_tokens:
             reason = "tenant_full"
             problem = (
                 f"sequences of {own.num_tokens} tokens of this tenant wait for their first token: {num_tokens} more "

@@ -23,6 +23,7 @@ from .served_engine import ServedEngine
 
 _MAX_ID = (1 << 63) - 1
 _HANDED_OVER = SequenceError("handed_over", "the gang leaves")
+_GIVEN_BACK = SequenceError("given_back", "it brings more than its router reads")
 _TIMEOUT = SequenceError("timeout", "its timeout passed before it was complete")
 _WITHDRAWN = SequenceError("withdrawn", "its router sends it to another gang")
 _TAKEN_OVER = SequenceError("taken_over", "the stream was taken up on another connection")
@@ -71,14 +72,16 @@ class RoutedSequences:
         sequence_id = request.sequence_id
         if not 0 <= sequence_id <= _MAX_ID:
             raise ValueError(f"sequence_id = {sequence_id}: 0 to {_MAX_ID} is accepted")
-        if sequence_id in stream.live:
+        if sequence_id in stream.live or sequence_id in stream.unsent:
             raise ValueError(f"sequence_id = {sequence_id}: still in use by an unfinished sequence")
         stream.last_submitted = sequence_id
         stream.refresh()  # a router that hears no more of this gang must know what had reached it
         if request.key and self._attach(stream, request):
             return
-        if not (request.has_begun or request.was_admitted or request.generated_token_ids):
-            refusal = self._queue_limit.refusal(request.tenant, len(request.prompt_token_ids), _now())
+        is_proved = request.was_admitted or request.generated_token_ids
+        if not is_proved and (request.key or not request.has_begun):
+            times = 2 if request.has_begun else 1
+            refusal = self._queue_limit.refusal(request.tenant, len(request.prompt_token_ids), _now(), times)
             if refusal is not None:
                 stream.tell(SequenceUpdate(sequence_id, error=refusal))
                 return
@@ -99,6 +102,8 @@ class RoutedSequences:
             del self._listeners[engine_id]
             self._journal.forget(engine_id)
             self._cancel_in_engine(engine_id)
+        stream.unsent.drop(sequence_id)
+        stream.parts.pop(sequence_id, None)
 
     def withdraw(self, stream: RouterStream, sequence_id: int) -> None:
         """Gives the sequence back to its router, unless it runs or has ended. Unknown ids are ignored."""
@@ -140,6 +145,15 @@ class RoutedSequences:
             self._cancel_in_engine(engine_id)
         self._tell_orphans()
 
+    def give_back(self, stream: RouterStream) -> None:
+        """Ends the stream's sequences here: its router asks for them again once it has read what they have brought."""
+        for sequence_id, engine_id in stream.live.items():
+            del self._listeners[engine_id]
+            self._journal.forget(engine_id)
+            self._cancel_in_engine(engine_id)
+            stream.tell(SequenceUpdate(sequence_id, error=_GIVEN_BACK))
+        stream.live.clear()
+
     def hand_over(self) -> int:
         """Gives all sequences back to their routers, which go on with them elsewhere; how many. Orphans are lost."""
         num_sequences = len(self)
@@ -171,8 +185,8 @@ class RoutedSequences:
             before.stream.tell(SequenceUpdate(before.sequence_id, error=_TAKEN_OVER))
         if not found.is_finished:
             self._listen(found.engine_id, stream, request.sequence_id)
-        if found.update.token_ids or found.is_finished:
-            stream.tell(found.update)
+        if found.rest:
+            stream.tell_past(request.sequence_id, found.rest)
         return True
 
     def _listen(self, engine_id: int, stream: RouterStream, sequence_id: int) -> None:
@@ -191,7 +205,18 @@ class RoutedSequences:
         stream, sequence_id = listener
         if update.finish_reason is not None or update.error is not None:
             del self._listeners[update.sequence_id], stream.live[sequence_id]
-        stream.tell(msgspec.structs.replace(update, sequence_id=sequence_id))
+        stream.unsent.add(
+            SequenceUpdate(
+                sequence_id,
+                update.token_ids,
+                update.logprobs,
+                update.finish_reason,
+                update.error,
+                update.num_cached_tokens,
+                update.computing_s,
+            )
+        )
+        stream.wake.set()
 
     def _give_up_waiting(self, engine_id: int) -> None:
         """A sequence has waited as long as it may: the engine gives it up, unless it is computing its prompt."""

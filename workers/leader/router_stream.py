@@ -5,10 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Final, TypeVar
 
 from ..wire.engine_load import EngineLoad
-from ..wire.messages import Frame, OrphanChange, ResidencyChange, SequenceUpdate
+from ..wire.messages import Frame, GangInfo, Hello, OrphanChange, ResidencyChange, SequenceUpdate
+from ..wire.unread_update import UnreadUpdate
 from .residency import Residency
+from .unsent_updates import UnsentUpdates
+
+_MAX_ADAPTERS: Final = 4096  # that a message tells of, some 66 bytes each
+_MAX_PAGES: Final = 1 << 16  # 9 bytes each
+_MAX_ORPHANS: Final = 1 << 14  # that a frame tells of, some 50 bytes each
 
 
 @dataclass(eq=False)
@@ -19,7 +26,8 @@ class RouterStream:
     router: str = ""  # of which connection of a router; empty: it did not say
     num_connects: int = 0  # of that connection, this one included
     live: dict[int, int] = field(default_factory=dict)  # unfinished sequences: the router's ids to the engine's
-    pending: list[SequenceUpdate] = field(default_factory=list)  # not yet written
+    unsent: UnsentUpdates = field(default_factory=UnsentUpdates)
+    parts: dict[int, bytearray] = field(default_factory=dict)  # of requests that have come in part
     moved: set[str] = field(default_factory=set)  # adapters that came or went; not yet written
     moved_pages: set[int] = field(default_factory=set)  # full pages of KV that came or went; not yet written
     moved_orphans: set[str] = field(default_factory=set)  # keys of orphans that came or went; not yet written
@@ -31,10 +39,15 @@ class RouterStream:
 
     @property
     def has_news(self) -> bool:
-        return bool(self.pending or self.load_is_stale)
+        return bool(self.unsent or self.load_is_stale)
 
     def tell(self, update: SequenceUpdate) -> None:
-        self.pending.append(update)
+        self.unsent.add(update)
+        self.wake.set()
+
+    def tell_past(self, sequence_id: int, past: UnreadUpdate) -> None:
+        """Tells what a sequence that begins on this stream has brought on another one."""
+        self.unsent.begin(sequence_id, past)
         self.wake.set()
 
     def tell_moved(self, residency: ResidencyChange) -> None:
@@ -59,15 +72,32 @@ class RouterStream:
         self.failure = self.failure or message
         self.wake.set()
 
+    def greeting(self, info: GangInfo, residency: Residency, orphans: list[str]) -> Hello:
+        """The first message; what is resident and does not fit comes with frames."""
+        adapters, pages = sorted(residency.adapters), [*residency.pages]
+        self.moved.update(adapters[_MAX_ADAPTERS:])
+        self.moved_pages.update(pages[_MAX_PAGES:])
+        return Hello(info, adapters[:_MAX_ADAPTERS], pages[:_MAX_PAGES], orphans)
+
     def take_frame(self, load: EngineLoad, residency: Residency, orphans: Callable[[], Iterable[str]]) -> Frame:
-        """All that happened since the last frame. `load`, `residency` and `orphans`: the gang's of now."""
-        updates, self.pending = self.pending, []
-        moved, self.moved = self.moved, set()
-        pages, self.moved_pages = self.moved_pages, set()
-        moved_orphans, self.moved_orphans = self.moved_orphans, set()
-        self.load_is_stale = False
+        """What happened since the last frame, if it fits. `load`, `residency` and `orphans`: the gang's of now."""
+        updates = self.unsent.take()
+        moved = _taken(self.moved, _MAX_ADAPTERS)
+        pages = _taken(self.moved_pages, _MAX_PAGES)
+        moved_orphans = _taken(self.moved_orphans, _MAX_ORPHANS)
+        self.load_is_stale = bool(self.moved or self.moved_pages or self.moved_orphans)
+        if self.has_news:
+            self.wake.set()
         orphan_change = None
         if moved_orphans:
             came = moved_orphans.intersection(orphans())
             orphan_change = OrphanChange(sorted(came), sorted(moved_orphans - came))
         return Frame(updates, load, residency.change_of(moved, pages), orphan_change, self.last_submitted)
+
+
+_Moved = TypeVar("_Moved", str, int)
+
+
+def _taken(moved: set[_Moved], count: int) -> set[_Moved]:
+    """Removes that many of them, or all if there are no more."""
+    return {moved.pop() for _ in range(min(count, len(moved)))}

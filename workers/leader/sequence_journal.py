@@ -4,94 +4,47 @@ A sequence with a key belongs to the router stream that it was submitted on. Whe
 orphans: they go on for a while, and those that ended a moment before are kept, as their last frame may not have reached
 the router. A router that then submits the same request under the same key gets what is there and what is still to come.
 
-A sequence that was begun at another gang came here with its tokens, but without their log-probabilities. If it is asked
-for with log-probabilities, it is given only to a router that has these tokens already.
+A sequence that was begun at another gang came here with its tokens, but without their log-probabilities; and there is
+a bound on log-probabilities. If a sequence is asked for with them, it is given only to a router that already has the
+tokens whose log-probabilities are not here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from ..wire.messages import FinishReason, SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
+from ..wire.messages import SequenceRequest, SequenceUpdate
+from ..wire.unread_update import UnreadUpdate
+from .kept_sequence import KeptSequence
 from .leader_config import LeaderConfig
+
+# Of all sequences, finished or not; some 9 bytes each. Over it, the sequences with the most lose theirs.
+MAX_LOGPROB_VALUES: Final = 16 << 20
 
 
 class Attachment(NamedTuple):
-    """A sequence that is here already. `update`: what it has beyond the request's tokens, under the request's id."""
+    """A sequence that is here already. `rest`: what it has beyond the request's tokens, under the request's id."""
 
     engine_id: int
-    update: SequenceUpdate
-
-    @property
-    def is_finished(self) -> bool:
-        return self.update.finish_reason is not None or self.update.error is not None
-
-
-@dataclass(eq=False, slots=True)
-class _Entry:
-    engine_id: int
-    request: SequenceRequest
-    owner: int | None  # number of the router stream that hears of it; None: an orphan
-    token_ids: list[int]  # all that were generated, those that it came with included
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the tokens that were generated here
-    finish_reason: FinishReason | None = None
-    error: SequenceError | None = None
-    num_cached_tokens: int | None = None
-    expires_at: float | None = None  # None: it has an owner and goes on
-    left_by: str = ""  # the router's connection whose stream it was an orphan of last
-
-    @property
-    def name(self) -> tuple[str, str]:
-        return self.request.tenant, self.request.key
-
-    @property
-    def is_finished(self) -> bool:
-        return self.finish_reason is not None or self.error is not None
-
-    @property
-    def num_values(self) -> int:
-        return len(self.token_ids) + sum(1 + 2 * len(logprobs.top_ids) for logprobs in self.logprobs)
-
-    def answers(self, request: SequenceRequest) -> bool:
-        """Whether this sequence is what a request with its name asks for."""
-        own, so_far = self.request, request.generated_token_ids
-        return (
-            own.prompt_token_ids == request.prompt_token_ids
-            and own.sampling == request.sampling
-            and (own.adapter and own.adapter.digest) == (request.adapter and request.adapter.digest)
-            and self.token_ids[: len(so_far)] == so_far
-            and (own.sampling.num_logprobs is None or len(so_far) >= len(own.generated_token_ids))
-        )
-
-    def rest_for(self, request: SequenceRequest) -> SequenceUpdate:
-        """What the sequence has beyond the tokens that come with the request."""
-        num_given, num_had = len(self.request.generated_token_ids), len(request.generated_token_ids)
-        logprobs = None if self.request.sampling.num_logprobs is None else self.logprobs[num_had - num_given :]
-        return SequenceUpdate(
-            request.sequence_id,
-            self.token_ids[num_had:],
-            logprobs,
-            self.finish_reason,
-            self.error,
-            self.num_cached_tokens,
-        )
+    rest: UnreadUpdate
+    is_finished: bool
 
 
 class SequenceJournal:
     """Sequences with keys, by the engine's id. It decides which stream may have them; the caller tells the engine.
 
-    `now`: seconds of any clock that never goes back. It holds what unfinished sequences have generated, as the engine
-    does too, and of finished ones as much as the config says.
+    `now`: seconds of any clock that never goes back. It holds the tokens of unfinished sequences, as the engine does
+    too, and of finished ones as much as the config says.
     """
 
     def __init__(self, config: LeaderConfig) -> None:
         self._config = config
-        self._entries: dict[int, _Entry] = {}
-        self._by_name: dict[tuple[str, str], _Entry] = {}
+        self._entries: dict[int, KeptSequence] = {}
+        self._by_name: dict[tuple[str, str], KeptSequence] = {}
         self._finished: dict[int, int] = {}  # number of values of each finished sequence; the oldest end first
         self._num_finished_values = 0
+        self._num_logprob_values = 0
         self._changed: set[str] = set()  # keys of orphans that came or went; not yet taken
 
     @property
@@ -119,7 +72,8 @@ class SequenceJournal:
             self._remove(old)
             if old.owner is None and not old.is_finished:
                 unreachable.append(old.engine_id)
-        entry = _Entry(engine_id, request, owner, [*request.generated_token_ids])
+        token_ids = [*request.generated_token_ids]
+        entry = KeptSequence(engine_id, request, owner, token_ids, len(token_ids))
         self._entries[engine_id] = self._by_name[entry.name] = entry
         return unreachable
 
@@ -132,7 +86,7 @@ class SequenceJournal:
             self._changed.add(request.key)
         entry.owner = owner
         entry.expires_at = now + self._config.finished_s if entry.is_finished else None
-        return Attachment(entry.engine_id, entry.rest_for(request))
+        return Attachment(entry.engine_id, entry.rest_for(request), entry.is_finished)
 
     def is_read(self, request: SequenceRequest) -> bool:
         """A stream has the request's sequence, which goes on."""
@@ -146,7 +100,11 @@ class SequenceJournal:
             return
         entry.token_ids += update.token_ids
         if update.logprobs is not None:
-            entry.logprobs += update.logprobs
+            num_before = entry.logprobs.num_values
+            entry.logprobs.extend(update.logprobs)
+            self._num_logprob_values += entry.logprobs.num_values - num_before
+            while self._num_logprob_values > MAX_LOGPROB_VALUES:
+                self._drop_logprobs()
         if update.num_cached_tokens is not None:
             entry.num_cached_tokens = update.num_cached_tokens
         if update.finish_reason is None and update.error is None:
@@ -208,19 +166,31 @@ class SequenceJournal:
             assert self._by_name[entry.name] is entry, "a sequence that cannot be asked for"
             assert (entry.expires_at is None) == (entry.owner is not None and not entry.is_finished)
             assert (engine_id in self._finished) == entry.is_finished
-            num_logprobs = len(entry.token_ids) - len(entry.request.generated_token_ids)
+            num_logprobs = len(entry.token_ids) - entry.num_without_logprobs
             assert len(entry.logprobs) == (0 if entry.request.sampling.num_logprobs is None else num_logprobs)
+        num_values = sum(entry.logprobs.num_values for entry in self._entries.values())
+        assert num_values == self._num_logprob_values <= MAX_LOGPROB_VALUES
         assert len(self._by_name) == len(self._entries)
         assert self._finished.keys() <= self._entries.keys()
         assert self._num_finished_values == sum(self._finished.values())
         assert len(self._finished) <= self._config.max_finished
         assert self._num_finished_values <= self._config.max_finished_values
 
-    def _drop_unfinished(self, entries: Iterable[_Entry]) -> list[int]:
+    def _drop_logprobs(self) -> None:
+        """Drops those of the sequence that has the most."""
+        most = max(self._entries.values(), key=lambda entry: entry.logprobs.num_values)
+        num_values = most.logprobs.num_values
+        self._num_logprob_values -= num_values
+        if most.engine_id in self._finished:
+            self._finished[most.engine_id] -= num_values
+            self._num_finished_values -= num_values
+        most.drop_logprobs()
+
+    def _drop_unfinished(self, entries: Iterable[KeptSequence]) -> list[int]:
         """Orphans that have ended stay: they cost no time, and a client may still come for their last tokens."""
         return self._drop([entry for entry in entries if entry.owner is None and not entry.is_finished])
 
-    def _drop(self, entries: Iterable[_Entry]) -> list[int]:
+    def _drop(self, entries: Iterable[KeptSequence]) -> list[int]:
         unfinished = []
         for entry in entries:
             self._remove(entry)
@@ -228,9 +198,10 @@ class SequenceJournal:
                 unfinished.append(entry.engine_id)
         return unfinished
 
-    def _remove(self, entry: _Entry) -> None:
+    def _remove(self, entry: KeptSequence) -> None:
         del self._entries[entry.engine_id]
         del self._by_name[entry.name]
         self._num_finished_values -= self._finished.pop(entry.engine_id, 0)
+        self._num_logprob_values -= entry.logprobs.num_values
         if entry.owner is None:
             self._changed.add(entry.request.key)

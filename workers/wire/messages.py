@@ -16,7 +16,8 @@ FinishReason = Literal["stop", "length"]
 # A leader says "gang_lost" of a sequence when its engine has failed, and "handed_over" when it leaves before the
 # sequence has ended. A router continues both elsewhere; when that cannot be, its client hears "gang_lost". A sequence
 # is "taken_over" when it was submitted again, by another router or for another of the client's connections. It is
-# "withdrawn" when its router has asked for that before it began: the router sends it elsewhere.
+# "given_back" when it brings more than its router reads: the router asks for it again when it has read all that came.
+# It is "withdrawn" when its router has asked for that before it began: the router sends it elsewhere.
 ErrorKind = Literal[
     "invalid_request",
     "adapter_failed",
@@ -25,6 +26,7 @@ ErrorKind = Literal[
     "gang_lost",
     "handed_over",
     "taken_over",
+    "given_back",
     "withdrawn",
     "internal",
 ]
@@ -115,13 +117,21 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     request: SequenceRequest
 
 
+class SubmitPart(msgspec.Struct, frozen=True, tag="part"):
+    """A part of an encoded `Submit` that is too long for one message. The parts of a request follow one another."""
+
+    sequence_id: int
+    data: bytes
+    is_last: bool
+
+
 ToLeaderMessage = Submit | Cancel | Withdraw | Disown
 
 
 class ToLeader(msgspec.Struct, frozen=True):
     """What a router sends: all messages since the last time it sent any."""
 
-    messages: list[ToLeaderMessage]
+    messages: list[ToLeaderMessage | SubmitPart]
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -8,7 +8,8 @@ STREAM_METHOD = "Stream"
 TOKEN_KEY = "motet-token"
 ROUTER_KEY = "motet-router"  # names a router's connection; the same one when it connects again
 CONNECT_KEY = "motet-connect"  # how often it has connected so far: a later stream takes an earlier one's place
-MAX_MESSAGE_BYTES = 64 << 20
+MAX_MESSAGE_BYTES = 4 << 20  # none is near it: both sides cut what they have to say into pieces
+MAX_REQUEST_BYTES = 32 << 20  # of an encoded request, whose parts are put together again
 
 _BOTH_SIDES: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

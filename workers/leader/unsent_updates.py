@@ -1,0 +1,111 @@
+"""What one router has not been told yet of its sequences, and which part of it the next frame holds.
+
+A frame has about half a megabyte at most, whatever there is to tell: short updates first, then a piece of each long one
+in turn. So a stream that is resumed with a long past, or a router that was slow for a moment, does not keep others'
+tokens from coming.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..wire.messages import SequenceUpdate
+from ..wire.unread_update import UnreadUpdate, update_bytes
+
+FRAME_BYTES: Final = 1 << 19  # of a frame's updates
+PIECE_BYTES: Final = FRAME_BYTES // 16  # of a sequence in a frame
+_LONG_BYTES: Final = FRAME_BYTES // 2  # of a frame, kept for pieces while there are any
+_MAX_PLAIN: Final = 4096  # updates of a token and nothing else: less than 64 bytes each
+MAX_UNREAD_VALUES: Final = 4 << 20  # tokens and log-probabilities that came while earlier ones were not yet sent
+
+
+class UnsentUpdates:
+    """By the router's id of the sequence. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, SequenceUpdate | UnreadUpdate] = {}
+        self._is_plain = True  # each is a token and nothing else
+        self._num_unread_values = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._by_id)
+
+    def __contains__(self, sequence_id: int) -> bool:
+        return sequence_id in self._by_id
+
+    @property
+    def is_overfull(self) -> bool:
+        """So much came while nothing was sent that no more should come for now."""
+        return self._num_unread_values > MAX_UNREAD_VALUES
+
+    def add(self, update: SequenceUpdate) -> None:
+        sequence_id = update.sequence_id
+        before = self._by_id.get(sequence_id)
+        if before is None:
+            self._by_id[sequence_id] = update
+            if update.logprobs is not None or update.error is not None or len(update.token_ids) > 1:
+                self._is_plain = False
+        else:
+            self._merge(before, update)
+
+    def begin(self, sequence_id: int, unread: UnreadUpdate) -> None:
+        """Adds what a sequence that has not been told of yet brings from before."""
+        assert sequence_id not in self._by_id
+        self._by_id[sequence_id] = unread
+        self._is_plain = False
+
+    def drop(self, sequence_id: int) -> None:
+        """The router does not want to hear of the sequence any more."""
+        self._by_id.pop(sequence_id, None)
+
+    def take(self) -> list[SequenceUpdate]:
+        """The updates of the next frame. Nothing is left behind of them."""
+        if self._is_plain and len(self._by_id) <= _MAX_PLAIN:
+            plain, self._by_id = self._by_id, {}
+            return [*plain.values()]  # type: ignore[list-item]  # what is unread is not plain
+        taken = self._take_parts()
+        self._is_plain = not self._by_id
+        unread = [one for one in self._by_id.values() if isinstance(one, UnreadUpdate)]
+        self._num_unread_values = sum(one.num_added_values for one in unread)
+        return taken
+
+    def _merge(self, before: SequenceUpdate | UnreadUpdate, update: SequenceUpdate) -> None:
+        if not isinstance(before, UnreadUpdate):
+            before = self._by_id[update.sequence_id] = UnreadUpdate(before)
+            self._is_plain = False
+        num_values = before.num_added_values
+        before.add(update)
+        self._num_unread_values += before.num_added_values - num_values
+
+    def _take_parts(self) -> list[SequenceUpdate]:
+        taken: list[SequenceUpdate] = []
+        long: list[int] = []
+        num_bytes = 0
+        for sequence_id, unsent in [*self._by_id.items()]:
+            if isinstance(unsent, UnreadUpdate):
+                if unsent.max_bytes > PIECE_BYTES:
+                    long.append(sequence_id)
+                    continue
+                update, _ = unsent.take(PIECE_BYTES)
+            elif update_bytes(unsent) > PIECE_BYTES and len(unsent.token_ids) > 1:
+                self._by_id[sequence_id] = UnreadUpdate(unsent)
+                long.append(sequence_id)
+                continue
+            else:
+                update = unsent
+            num_bytes += update_bytes(update)
+            taken.append(update)
+            del self._by_id[sequence_id]
+            if num_bytes > FRAME_BYTES - _LONG_BYTES:
+                break
+        for sequence_id in long:
+            if num_bytes > FRAME_BYTES - PIECE_BYTES:
+                break
+            unsent = self._by_id.pop(sequence_id)
+            assert isinstance(unsent, UnreadUpdate)
+            piece, is_all = unsent.take(PIECE_BYTES)
+            num_bytes += update_bytes(piece)
+            taken.append(piece)
+            if not is_all:
+                self._by_id[sequence_id] = unsent  # behind the others: its turn comes again after theirs
+        return taken

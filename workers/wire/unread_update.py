@@ -1,0 +1,110 @@
+"""What has come for one sequence and was not read yet: one update that grows, and that is read in pieces.
+
+Adding an update costs what is added, however much is there, and log-probabilities are kept as bytes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Final
+
+from .kept_logprobs import KeptLogprobs
+from .messages import SequenceUpdate
+
+# The most that msgpack makes of an update without tokens, of a token, of its log-probability, and of a likely token.
+_UPDATE_BYTES: Final = 64
+_TOKEN_BYTES: Final = 5
+_LOGPROB_BYTES: Final = 20
+_TOP_BYTES: Final = 14
+_MAX_CHAR_BYTES: Final = 4
+
+
+def update_bytes(update: SequenceUpdate) -> int:
+    """At least as many bytes as the update takes in a frame."""
+    num_bytes = _UPDATE_BYTES + _TOKEN_BYTES * len(update.token_ids)
+    if update.logprobs is not None:
+        for row in update.logprobs:
+            num_bytes += _LOGPROB_BYTES + _TOP_BYTES * len(row.top_ids)
+    if update.error is not None:
+        num_bytes += _UPDATE_BYTES + _MAX_CHAR_BYTES * len(update.error.message)
+    return num_bytes
+
+
+class UnreadUpdate:
+    """Updates of one sequence, in order, as one."""
+
+    __slots__ = ("_last", "_logprobs", "_num_at_first", "_num_taken", "_started", "_token_ids")
+
+    def __init__(
+        self, first: SequenceUpdate, token_ids: array[int] | None = None, logprobs: KeptLogprobs | None = None
+    ) -> None:
+        """`token_ids`, `logprobs`: what comes before the first update; they are the object's own from now on."""
+        self._token_ids = array("I") if token_ids is None else token_ids
+        self._logprobs = logprobs
+        self._num_taken = 0  # tokens that were read
+        self._last = SequenceUpdate(first.sequence_id)  # its end, if that has come
+        self._started = SequenceUpdate(first.sequence_id)  # what comes with the first token
+        self._num_at_first = 0
+        self.add(first)
+        self._num_at_first = self.num_added_values
+
+    def __bool__(self) -> bool:
+        """There is something to tell."""
+        has_ended = self._last.finish_reason is not None or self._last.error is not None
+        return has_ended or self._num_taken < len(self._token_ids)
+
+    @property
+    def num_added_values(self) -> int:
+        """Tokens and log-probabilities, some 6 bytes each, that were added since it was made."""
+        num_values = len(self._token_ids) + (0 if self._logprobs is None else self._logprobs.num_values)
+        return num_values - self._num_at_first
+
+    @property
+    def max_bytes(self) -> int:
+        """At least as many bytes as all that is left of it takes in a frame."""
+        num_left = len(self._token_ids) - self._num_taken
+        num_bytes = update_bytes(self._last) + num_left * _TOKEN_BYTES
+        if self._logprobs is not None:
+            num_bytes += self._logprobs.num_bytes(self._num_taken)
+        return num_bytes
+
+    def add(self, update: SequenceUpdate) -> None:
+        self._token_ids.extend(update.token_ids)
+        if update.logprobs is not None:
+            if self._logprobs is None:
+                self._logprobs = KeptLogprobs()
+            self._logprobs.extend(update.logprobs)
+        if update.finish_reason is not None or update.error is not None:
+            self._last = update
+        if self._started.num_cached_tokens is None and self._started.computing_s is None:
+            self._started = update
+
+    def take_all(self) -> SequenceUpdate:
+        """All that is left of it."""
+        return self.take(self.max_bytes)[0]
+
+    def take(self, num_bytes: int) -> tuple[SequenceUpdate, bool]:
+        """Its next tokens, no more than fit into so many bytes of a frame, but one at least; and whether that is all.
+
+        The end comes with the last of them.
+        """
+        start, num_left = self._num_taken, len(self._token_ids) - self._num_taken
+        room = num_bytes - update_bytes(self._last)
+        if self._logprobs is None:
+            count = room // _TOKEN_BYTES
+        else:
+            count = self._logprobs.num_fitting(start, room, _TOKEN_BYTES)
+        end = start + min(max(1, count), num_left)
+        is_all = end == len(self._token_ids)
+        last, started = self._last, self._started
+        piece = SequenceUpdate(
+            last.sequence_id,
+            self._token_ids[start:end].tolist(),
+            None if self._logprobs is None else self._logprobs.rows(start, end),
+            last.finish_reason if is_all else None,
+            last.error if is_all else None,
+            started.num_cached_tokens,
+            started.computing_s,
+        )
+        self._num_taken, self._started = end, SequenceUpdate(last.sequence_id)
+        return piece, is_all
