@@ -68,11 +68,15 @@ class LeaderConnection:
         on_lost: Callable[[list[OpenSequence], str], None],
         on_orphans: Callable[[], None] = lambda: None,
         on_fault: Callable[[FaultKind], None] = lambda kind: None,
+        on_store_failure: Callable[[OpenSequence, SequenceError], None] = lambda sequence, error: sequence.refuse(
+            error
+        ),
     ) -> None:
         """`on_lost` gets the unfinished sequences of a connection that ended, and the reason.
 
         `on_orphans`: the leader has begun to keep sequences for any router that asks. `on_fault`: a connected gang was
-        lost that had not been told to go.
+        lost that had not been told to go. `on_store_failure` gets a sequence that the gang has given back because it
+        cannot read its adapter, and its error.
         """
         self.address = address
         self.info: GangInfo | None = None  # None: not connected
@@ -84,6 +88,7 @@ class LeaderConnection:
         self._on_lost = on_lost
         self._on_orphans = on_orphans
         self._on_fault = on_fault
+        self._on_store_failure = on_store_failure
         self._awaiting_reconnect = AwaitingReconnect(self._lose)
         self._last_gang_id = ""
         self._last_arrived = 0  # id of the newest sequence that has reached the leader, as far as it has told
@@ -148,7 +153,7 @@ class LeaderConnection:
         self._forget(sequence)
 
     def _forget(self, sequence: OpenSequence) -> None:
-        """The sequence has ended."""
+        """The sequence has ended here."""
         del self._sequences[self._ids.pop(sequence)]
         adapter = sequence.request.adapter
         self.known.ended(None if adapter is None else adapter.digest)
@@ -241,6 +246,11 @@ class LeaderConnection:
                 continue  # cancelled while the update was under way
             if update.error is not None and update.error.kind in ("handed_over", "gang_lost"):
                 given_back = update.error
+                continue
+            if update.error is not None and update.error.kind == "store_unavailable":
+                sequence.move(self, None)
+                self._forget(sequence)
+                self._on_store_failure(sequence, update.error)
                 continue
             sequence.push(update)
             if sequence.closed:

@@ -47,7 +47,8 @@ def adapter_pages(adapter: AdapterRef) -> int:
 class StandInEngine:
     """Satisfies `ServedEngine`. `cancelled` and `submitted` tell what reached it. While `paused`, no step is made.
 
-    Once it `fails`, the next step loses all sequences and is the last.
+    Once it `fails`, the next step loses all sequences and is the last. While `cannot_read`, its sequences with adapters
+    end because the store is unavailable.
     """
 
     def __init__(self, step_s: float = 0.001, num_places: int | None = None) -> None:
@@ -62,7 +63,7 @@ class StandInEngine:
         self.submitted: list[SequenceRequest] = []
         self.cancelled: list[int] = []
         self.paused = False
-        self.fails = False
+        self.fails = self.cannot_read = False
         self.num_turns = 0  # of its loop, in which it may have had nothing to do
         self._residency = ResidencyChange()  # not yet told
         self._step_s = step_s
@@ -138,7 +139,7 @@ class StandInEngine:
                 num_queued_tokens = sum(len(r.prompt_token_ids) for r, _ in waiting)
                 given_up, self._given_up = self._given_up, []
                 for update in updates:
-                    if update.finish_reason is not None:
+                    if update.finish_reason is not None or update.error is not None:
                         del self._running[update.sequence_id]
                     else:
                         request, count = self._running[update.sequence_id]
@@ -167,8 +168,9 @@ class StandInEngine:
             taken, self._residency = self._residency, ResidencyChange()
             return taken
 
-    @staticmethod
-    def _next(request: SequenceRequest, count: int) -> SequenceUpdate:
+    def _next(self, request: SequenceRequest, count: int) -> SequenceUpdate:
+        if self.cannot_read and request.adapter is not None:
+            return SequenceUpdate(request.sequence_id, error=SequenceError("store_unavailable", "Stale file handle"))
         token = (request.prompt_token_ids[-1] + count + 1) % INFO.vocab_size
         limit = request.sampling.max_tokens
         is_last = limit is not None and count + 1 >= limit

@@ -14,7 +14,7 @@ import msgspec
 
 from ..memory.adapter_cache import AdapterState
 from ..memory.paged_memory import PagedMemory
-from ..plan import AdapterLoad, HostAdapterStats, SampledToken, StepPlan, StepResult
+from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats, SampledToken, StepPlan, StepResult
 from ..wire.engine_load import EngineCounters, EngineGauges, EngineLoad
 from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 from ..wire.page_keys import PageKey
@@ -146,7 +146,7 @@ class Scheduler:
             self._adapters.finish_load(digest)
         for failure in result.failed:
             self._adapters.fail_load(failure.digest)
-            updates.extend(self._fail_waiting(failure.digest, failure.message))
+            updates.extend(self._fail_waiting(failure))
         tokens = self._uncommitted.pop(plan.step)
         for part in plan.sequences:
             self._num_computed += len(part.token_ids)
@@ -182,6 +182,7 @@ class Scheduler:
             host_adapter_bytes=self._host_adapter_stats.num_bytes,
             num_resident_adapters=self._adapters.num_resident,
             num_coming_adapters=self._adapters.num_loading,
+            num_hung_reads=self._host_adapter_stats.num_hung_reads,
         )
         counters = EngineCounters(
             num_steps=self._step,
@@ -197,6 +198,7 @@ class Scheduler:
             num_move_failures=self._tiers.num_failures,
             num_adapter_reads=self._host_adapter_stats.num_reads,
             num_loaded_pages=self._adapters.num_loaded_pages,
+            num_failed_reads=self._host_adapter_stats.num_failed_reads,
         )
         return EngineLoad(gauges, counters)
 
@@ -338,10 +340,11 @@ class Scheduler:
             update, num_cached_tokens=sequence.num_cached_tokens, computing_s=self._clock() - sequence.began_at
         )
 
-    def _fail_waiting(self, digest: str, message: str) -> Iterator[SequenceUpdate]:
-        for sequence in [waiting for waiting in self._waiting if waiting.adapter_digest == digest]:
+    def _fail_waiting(self, failure: AdapterFailure) -> Iterator[SequenceUpdate]:
+        error = SequenceError("store_unavailable" if failure.is_unavailable else "adapter_failed", failure.message)
+        for sequence in [waiting for waiting in self._waiting if waiting.adapter_digest == failure.digest]:
             self._waiting.remove(sequence)
-            yield SequenceUpdate(sequence.sequence_id, error=SequenceError("adapter_failed", message))
+            yield SequenceUpdate(sequence.sequence_id, error=error)
 
     def _prefix_page_s(self, key: PageKey) -> float:
         costs = self._costs.costs("host")

@@ -16,8 +16,18 @@ FinishReason = Literal["stop", "length"]
 # A leader says "gang_lost" of a sequence when its engine has failed, and "handed_over" when it leaves before the
 # sequence has ended. A router continues both elsewhere; when that cannot be, its client hears "gang_lost". A sequence
 # is "taken_over" when it was submitted again, by another router or for another of the client's connections.
+# "store_unavailable": its adapter is not in the gang and cannot be read there now; a router goes on with it at another
+# gang, or at the same one after a pause, and its client hears of it if that was of no use.
 ErrorKind = Literal[
-    "invalid_request", "adapter_failed", "overloaded", "timeout", "gang_lost", "handed_over", "taken_over", "internal"
+    "invalid_request",
+    "adapter_failed",
+    "store_unavailable",
+    "overloaded",
+    "timeout",
+    "gang_lost",
+    "handed_over",
+    "taken_over",
+    "internal",
 ]
 # Why a sequence is "overloaded": it was expected to wait too long ("wait"), to miss its timeout ("timeout"), or to get
 # its first token after its tenant's latency objective ("objective"); too many wait in its gang ("full"), or for any
