@@ -55,8 +55,8 @@ class Patience(Requests, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step_deadline_s: Annotated[
         PositiveSeconds,
         Setting(
-            "A worker that takes longer for a step hangs, and its gang is replaced. Where one worker is the gang, 30 "
-            "seconds are enough if no step before took a twentieth of that.",
+            "A worker that takes longer for a step hangs, and its gang is replaced. It hangs earlier if it takes 20 "
+            "times as long as for any step before, and 30 seconds.",
             "live",
         ),
     ] = 120.0

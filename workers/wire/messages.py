@@ -171,6 +171,7 @@ class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int  # that each worker computes with
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    max_num_sequences: int = 0  # that can run at once: no more than a step has tokens for
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
