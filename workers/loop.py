@@ -13,7 +13,16 @@ from .engine import Engine
 from .leader.served_engine import OnStep
 from .step_deadline import StepDeadline
 from .step_times import StepTimes
-from .wire.messages import Cancel, GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate, Submit
+from .wire.messages import (
+    Cancel,
+    GangInfo,
+    Outdated,
+    ResidencyChange,
+    SequenceError,
+    SequenceRequest,
+    SequenceUpdate,
+    Submit,
+)
 
 _log = logging.getLogger(__name__)
 _HEARTBEAT_S = 5.0  # between steps while there is nothing to compute
@@ -26,7 +35,7 @@ class GiveUpWaiting(msgspec.Struct, frozen=True):
     error: SequenceError
 
 
-_Message = Submit | Cancel | GiveUpWaiting  # what the loop's thread is told by others
+_Message = Submit | Cancel | GiveUpWaiting | Outdated  # what the loop's thread is told by others
 
 
 class EngineLoop:
@@ -75,6 +84,9 @@ class EngineLoop:
     def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
         """An update with this error, unless the sequence runs when it comes to that, or has ended."""
         self._put(GiveUpWaiting(sequence_id, error))
+
+    def outdate(self, digest: str) -> None:
+        self._put(Outdated(digest))
 
     def stop(self) -> None:
         """Ends the thread after its current step; unfinished sequences get no more updates."""
@@ -145,6 +157,8 @@ class EngineLoop:
             case Cancel(sequence_id):
                 self._engine.cancel(sequence_id)
                 self._submitted.discard(sequence_id)
+            case Outdated(digest):
+                self._engine.outdate(digest)
             case GiveUpWaiting(sequence_id, error):
                 self._engine.give_up_waiting(sequence_id, error)
 

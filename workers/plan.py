@@ -75,6 +75,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     loads: tuple[AdapterLoad, ...]
     moves: tuple[PageMove, ...] = ()
     copies: tuple[PageCopy, ...] = ()
+    outdated: tuple[str, ...] = ()  # digests that no name points to any more: host memory need not keep them
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):

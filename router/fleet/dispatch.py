@@ -150,6 +150,10 @@ class FleetDispatcher:
             self._send(sequence)
         return sequence
 
+    def outdate(self, digest: str) -> None:
+        """Tells the gangs that no name points to the adapter any more, so that they need not keep it."""
+        self._fleet.outdate(digest)
+
     def gang(self) -> GangInfo | None:
         for leader in self._fleet.connected:
             return leader.info

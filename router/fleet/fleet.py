@@ -144,6 +144,11 @@ class Fleet:
         sequence.lose_store(key)
         self._on_store_failure(sequence, error)
 
+    def outdate(self, digest: str) -> None:
+        """Tells the gangs that no name points to the adapter any more."""
+        for connection in self._connections.values():
+            connection.outdate(digest)
+
     def _choose(self, sequence: OpenSequence, request: RoutingRequest, views: Mapping[str, GangView]) -> str | None:
         """The key of the gang to send the sequence to; None: it was refused, as only a new sequence may be."""
         gangs = [*views.values()]

@@ -24,6 +24,7 @@ from ...workers.wire.messages import (
     FromLeader,
     GangInfo,
     Hello,
+    Outdated,
     SequenceError,
     Submit,
 )
@@ -138,6 +139,11 @@ class LeaderConnection:
         assert self.info is not None
         assert not self.retired
         self._start(sequence, request, page_keys)
+
+    def outdate(self, digest: str) -> None:
+        """Tells the leader that no name points to the adapter any more. Not while the connection is broken."""
+        if self.info is not None:
+            self._outbox.put(Outdated(digest))
 
     def _start(self, sequence: OpenSequence, request: RoutingRequest, page_keys: Sequence[int] = ()) -> None:
         self._last_id += 1

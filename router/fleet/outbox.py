@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ...workers.wire.messages import Cancel, Submit
+from ...workers.wire.messages import Cancel, Outdated, Submit
 from ...workers.wire.stream_options import MAX_MESSAGE_BYTES
 
 MAX_REQUEST_BYTES = 32 << 20  # encoded; a longer one would break the stream that all others share
@@ -28,11 +28,11 @@ class Outbox:
     def __init__(self, on_too_large: Callable[[Submit, str], None]) -> None:
         """`on_too_large` gets a request that is left out, and why."""
         self._on_too_large = on_too_large
-        self._messages: deque[Submit | Cancel] = deque()
+        self._messages: deque[Submit | Cancel | Outdated] = deque()
         self._is_filled = asyncio.Event()
         self._encoder = msgspec.msgpack.Encoder()
 
-    def put(self, message: Submit | Cancel) -> None:
+    def put(self, message: Submit | Cancel | Outdated) -> None:
         self._messages.append(message)
         self._is_filled.set()
 

@@ -45,8 +45,9 @@ def adapter_pages(adapter: AdapterRef) -> int:
 
 
 class StandInEngine:
-    """Satisfies `ServedEngine`. `cancelled` and `submitted` tell what reached it. While `paused`, no step is made.
+    """Satisfies `ServedEngine`. `cancelled`, `submitted` and `outdated` tell what reached it.
 
+    While `paused`, no step is made.
     Once it `fails`, the next step loses all sequences and is the last. While `cannot_read`, its sequences with adapters
     end because the store is unavailable.
     """
@@ -62,6 +63,7 @@ class StandInEngine:
         self._given_up: list[SequenceUpdate] = []  # not yet told
         self.submitted: list[SequenceRequest] = []
         self.cancelled: list[int] = []
+        self.outdated: list[str] = []
         self.paused = False
         self.fails = self.cannot_read = False
         self.num_turns = 0  # of its loop, in which it may have had nothing to do
@@ -102,6 +104,9 @@ class StandInEngine:
             if sequence_id in [*self._running][self._num_places or len(self._running) :]:
                 del self._running[sequence_id]
                 self._given_up.append(SequenceUpdate(sequence_id, error=error))
+
+    def outdate(self, digest: str) -> None:
+        self.outdated.append(digest)
 
     def stop(self) -> None:
         self._stopping.set()

@@ -228,3 +228,9 @@ async def test_the_only_gang_is_asked_again_and_then_its_answer_is_told(
     assert gangs.num_submitted() - num_before == MAX_STORE_FAILURES
     await finish(submit(router, None))  # the base needs no store
     assert gangs.where(None) == ["a"]
+
+
+async def test_all_gangs_hear_which_adapters_no_name_points_to_any_more(gangs: Gangs) -> None:
+    router = await gangs.add_router()
+    router.outdate("digest-7")
+    await eventually(lambda: all(engine.outdated == ["digest-7"] for engine in gangs.engines.values()))

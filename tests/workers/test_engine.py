@@ -175,3 +175,20 @@ def test_what_an_overflowing_adapter_leaves_behind_reaches_nobody(stock: Stock, 
         rig.finish()
         assert rig.told[0].token_ids == expected
         assert rig.told[1].error is None
+
+
+def test_host_memory_does_not_keep_what_no_name_points_to(stock: Stock) -> None:
+    old, new, *_ = stock.refs
+    short = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    with stock.engine(num_pages=200, host_bytes=1 << 30) as rig:
+        for sequence_id, name in enumerate((old, new)):
+            rig.submit(sequence_id, [1, 2, 3], name, short)
+            rig.finish()
+        both = rig.engine.load().gauges.host_adapter_bytes
+        rig.engine.outdate(stock.refs[old].digest)
+        rig.submit(2, [1, 2, 3], new, short)
+        rig.finish()
+        assert 0 < rig.engine.load().gauges.host_adapter_bytes < both
+        rig.submit(3, [1, 2, 3], old, short)  # one that began with the old version goes on with it
+        rig.finish()
+        assert rig.told[3].token_ids == rig.told[0].token_ids

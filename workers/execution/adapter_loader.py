@@ -46,6 +46,10 @@ class AdapterLoader:
         else:
             self._readers.begin(digest, partial(self._copy_later, load, mark))
 
+    def forget(self, digest: str) -> None:
+        """Host memory need not keep the adapter any more."""
+        self._cache.forget(digest)
+
     def take_ended(self) -> tuple[tuple[str, ...], tuple[AdapterFailure, ...]]:
         """Digests of the loads that succeeded since the last call, and the loads that failed."""
         ended: list[str | AdapterFailure] = []

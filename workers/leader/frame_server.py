@@ -21,7 +21,7 @@ import grpc
 import msgspec
 
 from ..wire.engine_load import EngineGauges, EngineLoad
-from ..wire.messages import Cancel, GangInfo, Hello, ResidencyChange, SequenceUpdate, ToLeader
+from ..wire.messages import Cancel, GangInfo, Hello, Outdated, ResidencyChange, SequenceUpdate, ToLeader
 from ..wire.stream_options import LEADER_OPTIONS, STREAM_METHOD, STREAM_SERVICE, TOKEN_KEY
 from .leader_config import LeaderConfig
 from .residency import Residency
@@ -191,6 +191,8 @@ class FrameServer:
                 for message in self._decoder.decode(data).messages:
                     if isinstance(message, Cancel):
                         self._sequences.cancel(stream, message.sequence_id)
+                    elif isinstance(message, Outdated):
+                        self._engine.outdate(message.digest)
                     else:
                         self._sequences.submit(stream, message.request)
         except (msgspec.DecodeError, ValueError) as error:

@@ -44,6 +44,13 @@ class HostAdapterCache:
                 self._keep(digest, packed)
         return packed
 
+    def forget(self, digest: str) -> None:
+        """Drops the adapter, if it is here."""
+        with self._lock:
+            dropped = self._packed.pop(digest, None)
+            if dropped is not None:
+                self.num_bytes -= dropped.nbytes
+
     def _keep(self, digest: str, packed: torch.Tensor) -> None:
         if packed.nbytes > self._max_bytes or digest in self._packed:  # another thread may have read it meanwhile
             return

@@ -40,6 +40,7 @@ class IdleOrder:
         self._floor = 0.0  # worth of the item that went last
         self._number = 0
         self.num_pages = 0  # of all idle items
+        self.num_rounds = 0.0  # grows by one while as many pages go as are idle
 
     def __contains__(self, item: Item) -> bool:
         return item in self._idle
@@ -96,6 +97,7 @@ class IdleOrder:
             return None
         going: list[Item] = []
         passed = []
+        num_idle = self.num_pages
         while num_pages > 0:
             entry = heappop(self._heap)
             worth, _, number, item = entry
@@ -114,6 +116,8 @@ class IdleOrder:
             self.remove(item)
         for entry in passed:
             heappush(self._heap, entry)
+        if going:
+            self.num_rounds += (num_idle - self.num_pages) / num_idle
         return going
 
     def check_integrity(self) -> None:

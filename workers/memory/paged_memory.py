@@ -42,6 +42,11 @@ class PagedMemory:
         """Adapters that will be used soon, the most urgent first: they are evicted last, the least urgent first."""
         self._idle.want_soon(digests)
 
+    def outdate(self, digest: str) -> None:
+        """No name points to the adapter any more: it and the pages computed with it go first, once they are idle."""
+        self.adapters.outdate(digest)
+        self.prefixes.outdate(digest)
+
     def has_room(self, num_pages: int, keep: AbstractSet[Item], found: Sequence[int] = ()) -> bool:
         """Whether `make_room` would succeed if the pages `found`, of which some are idle, were held."""
         num_kept = self._idle.num_pages_of(keep) + sum(page in self._idle and page not in keep for page in found)

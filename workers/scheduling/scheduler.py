@@ -32,6 +32,8 @@ from .waiting_queue import WaitingQueue
 
 _HEAD_START = 1 << 62  # a sequence that another gang began is older than all that began here
 
+_MAX_OUTDATED = 1024  # digests that wait for a step to tell the workers; of more the oldest are forgotten
+
 
 class Scheduler:
     """Owns all sequences and pages of a gang. Makes plans, and commits their results."""
@@ -61,6 +63,7 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}
         self._uncommitted: dict[int, dict[int, PlannedTokens]] = {}  # of each plan: by step, then by sequence id
         self._host_adapter_stats = HostAdapterStats()
+        self._outdated: list[str] = []  # digests that the workers have not heard of
         self._step = self._arrivals = self._num_computed = self._num_generated = self._num_preemptions = 0
 
     def add(self, request: SequenceRequest, seed: int) -> SequenceError | None:
@@ -86,6 +89,11 @@ class Scheduler:
             return False
         self._waiting.remove(sequence)
         return True
+
+    def outdate(self, digest: str) -> None:
+        """No name points to the adapter any more: what there is of it goes first. Sequences that need it go on."""
+        self._memory.outdate(digest)
+        self._outdated = [*self._outdated[-_MAX_OUTDATED:], digest]
 
     def has_work(self) -> bool:
         return bool(self._running or self._waiting or self._adapters.num_loading or self._tiers.has_work())
@@ -114,7 +122,8 @@ class Scheduler:
         used = dict.fromkeys(sequence.adapter for sequence in sequences if sequence.adapter is not None)
         residences = tuple(self._adapters.residence(digest) for digest in used)
         moves, copies = self._tiers.plan_moves(), self._prefixes.take_copies()
-        return StepPlan(self._step, sequences, residences, loads, moves, copies)
+        outdated, self._outdated = (tuple(self._outdated), []) if sequences else ((), self._outdated)
+        return StepPlan(self._step, sequences, residences, loads, moves, copies, outdated)
 
     def settle(self, plan: StepPlan, result: StepResult) -> StepPlan:
         """Completes a plan that was made while the plan before it ran. `result`: of that one; it is committed later.

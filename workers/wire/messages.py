@@ -99,10 +99,19 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     request: SequenceRequest
 
 
+class Outdated(msgspec.Struct, frozen=True, tag="outdated"):
+    """As far as the router knows no name points to the adapter any more: it need not be kept. A hint, and no promise.
+
+    A sequence with it makes it an adapter like others.
+    """
+
+    digest: str
+
+
 class ToLeader(msgspec.Struct, frozen=True):
     """What a router sends: all messages since the last time it sent any."""
 
-    messages: list[Submit | Cancel]
+    messages: list[Submit | Cancel | Outdated]
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
