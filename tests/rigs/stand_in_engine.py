@@ -68,6 +68,7 @@ class StandInEngine:
         self.fails = self.cannot_read = False
         self.num_turns = 0  # of its loop, in which it may have had nothing to do
         self._residency = ResidencyChange()  # not yet told
+        self._pages: list[int] = []  # short keys of those that came
         self._step_s = step_s
         self._running: dict[int, tuple[SequenceRequest, int]] = {}
         self._lock = threading.Lock()
@@ -87,12 +88,20 @@ class StandInEngine:
                 self._residency.came.append(request.adapter.digest)
             num_full = len(request.prompt_token_ids) // INFO.block_size
             keys = next_keys(first_link(request), request.prompt_token_ids, 0, INFO.block_size, num_full)
-            self._residency.pages_came.extend(map(short_key, keys))
+            pages = [*map(short_key, keys)]
+            self._pages += pages
+            self._residency.pages_came.extend(pages)
 
     def evict(self, digest: str) -> None:
         """Reports with the next step that the adapter was evicted."""
         with self._lock:
             self._residency.went.append(digest)
+
+    def forget_pages(self) -> None:
+        """Reports with the next step that all full pages were evicted."""
+        with self._lock:
+            self._residency.pages_went.extend(self._pages)
+            self._pages.clear()
 
     def cancel(self, sequence_id: int) -> None:
         with self._lock:
