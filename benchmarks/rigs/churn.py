@@ -34,7 +34,7 @@ class Churn:
         by_rank, version = [*range(NUM_ADAPTERS)], [0] * NUM_ADAPTERS
 
         def popular() -> int:
-            return by_rank[bisect(weights, rng.random() * weights[-1])]
+            return int(by_rank[bisect(weights, rng.random() * weights[-1])])
 
         for number in range(num_requests):
             outdated = None
