@@ -5,6 +5,7 @@ AdapterError
 ├── AdapterInvalid        the upload is wrong; the message says what, and what is accepted (HTTP 400)
 ├── UploadTooLarge        the upload is over a size limit (HTTP 413)
 ├── RegistryUnavailable   Redis does not answer; the same call may be repeated later (HTTP 503)
+├── StoreUnavailable      the store cannot be read now: it may be later, or from another machine (HTTP 503)
 ├── AdapterCorrupt        the store has an adapter no longer, or damaged; requests for this adapter fail, others do not
 ├── KeyTaken              an API key belongs to another tenant already (a launch is refused)
 └── OtherBase             a store or registry holds adapters of another base (a launch is refused)
@@ -27,6 +28,10 @@ class UploadTooLarge(AdapterError):  # noqa: N818
 
 
 class RegistryUnavailable(AdapterError):  # noqa: N818
+    pass
+
+
+class StoreUnavailable(AdapterError):  # noqa: N818
     pass
 
 

@@ -34,7 +34,8 @@ class EngineConfig:
     cache_path: Path | None  # keeps what was compiled for this machine; None: .cache/motet in the user's home
     tensor_parallel: int  # workers of the gang
     expert_sharding: ExpertSharding  # workers share each expert's features, or ("expert") the experts
-    step_deadline_s: float  # a worker of several that takes longer over a step hangs
+    step_deadline_s: float  # a worker that takes longer over a step hangs
+    store_deadline_s: float  # a read of an adapter from the store that takes longer has failed
     start_deadline_s: float  # for all workers to come up, before they load the model
 
     def __post_init__(self) -> None:

@@ -50,6 +50,10 @@ class Engine:
         if self._scheduler.forget_waiting(sequence_id):
             self._refused.append(SequenceUpdate(sequence_id, error=error))
 
+    def outdate(self, digest: str) -> None:
+        """No name points to the adapter any more: what there is of it goes first. Sequences that need it go on."""
+        self._scheduler.outdate(digest)
+
     def has_work(self) -> bool:
         return bool(self._refused) or self._ahead.has_plan or self._scheduler.has_work()
 

@@ -30,6 +30,7 @@ from .wire.messages import GangInfo
 from .worker import WorkerSettings
 from .worker_builder import build_executor, tier_sizes
 
+_SLACK_S = 10.0
 Spawn = Callable[[WorkerSettings], None]  # starts `run_worker` in a process of its own and returns at once
 
 
@@ -37,7 +38,9 @@ def build_engine_loop(
     config: EngineConfig, on_progress: Progress | None = None, spawn: Spawn | None = None, host: str = "127.0.0.1"
 ) -> EngineLoop:
     """An engine with a thread of its own, not yet started. See `build_engine`."""
-    return EngineLoop(build_engine(config, on_progress, spawn, host))
+    # Of several workers their leader hears first which one hangs.
+    slack_s = 0.0 if config.tensor_parallel == 1 else _SLACK_S
+    return EngineLoop(build_engine(config, on_progress, spawn, host), config.step_deadline_s + slack_s)
 
 
 def build_engine(
@@ -162,6 +165,7 @@ def _info(config: EngineConfig, geometry: PoolGeometry, kernels: str, device: st
         num_pages=geometry.num_pages,
         page_bytes=geometry.page_bytes,
         num_threads=config.num_threads,
+        max_num_sequences=min(config.max_num_sequences, config.max_tokens_per_step),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
     )

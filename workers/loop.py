@@ -11,11 +11,20 @@ import msgspec
 
 from .engine import Engine
 from .leader.served_engine import OnStep
+from .step_deadline import StepDeadline
 from .step_times import StepTimes
-from .wire.messages import Cancel, GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate, Submit
+from .wire.messages import (
+    Cancel,
+    GangInfo,
+    Outdated,
+    ResidencyChange,
+    SequenceError,
+    SequenceRequest,
+    SequenceUpdate,
+    Submit,
+)
 
 _log = logging.getLogger(__name__)
-_STEP_DEADLINE_S = 300.0  # a step that takes longer hangs
 _HEARTBEAT_S = 5.0  # between steps while there is nothing to compute
 
 
@@ -26,14 +35,16 @@ class GiveUpWaiting(msgspec.Struct, frozen=True):
     error: SequenceError
 
 
-_Message = Submit | Cancel | GiveUpWaiting  # what the loop's thread is told by others
+_Message = Submit | Cancel | GiveUpWaiting | Outdated  # what the loop's thread is told by others
 
 
 class EngineLoop:
     """Steps the engine while there is work, and sleeps while there is none."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, step_deadline_s: float) -> None:
+        """`step_deadline_s`: a step that takes longer hangs, and often one that takes less (`step_deadline.py`)."""
         self._engine = engine
+        self._deadline = StepDeadline(step_deadline_s)
         self._wake = threading.Condition()
         self._inbox: deque[_Message] = deque()
         self._copies_ended = 0
@@ -56,7 +67,7 @@ class EngineLoop:
         return (
             self._thread.is_alive()
             and self._failure is None
-            and time.monotonic() - self._progress_at < _STEP_DEADLINE_S
+            and time.monotonic() - self._progress_at < self._deadline.seconds
         )
 
     def start(self, on_step: OnStep) -> None:
@@ -73,6 +84,9 @@ class EngineLoop:
     def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
         """An update with this error, unless the sequence runs when it comes to that, or has ended."""
         self._put(GiveUpWaiting(sequence_id, error))
+
+    def outdate(self, digest: str) -> None:
+        self._put(Outdated(digest))
 
     def stop(self) -> None:
         """Ends the thread after its current step; unfinished sequences get no more updates."""
@@ -106,6 +120,7 @@ class EngineLoop:
         self._times.begin_step()
         updates = self._engine.step()
         self._submitted.difference_update(u.sequence_id for u in updates if u.finish_reason or u.error)
+        self._deadline.observe(time.monotonic() - self._progress_at)
         self._on_step(updates, self._times.end_step(self._engine.load()), self._engine.take_residency_changes())
 
     def _refuse_all(self, failure: SequenceError) -> None:
@@ -142,6 +157,8 @@ class EngineLoop:
             case Cancel(sequence_id):
                 self._engine.cancel(sequence_id)
                 self._submitted.discard(sequence_id)
+            case Outdated(digest):
+                self._engine.outdate(digest)
             case GiveUpWaiting(sequence_id, error):
                 self._engine.give_up_waiting(sequence_id, error)
 

@@ -75,6 +75,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     loads: tuple[AdapterLoad, ...]
     moves: tuple[PageMove, ...] = ()
     copies: tuple[PageCopy, ...] = ()
+    outdated: tuple[str, ...] = ()  # digests that no name points to any more: host memory need not keep them
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
@@ -85,6 +86,7 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
 class AdapterFailure(msgspec.Struct, frozen=True, array_like=True):
     digest: str
     message: str
+    is_unavailable: bool = False  # the store could not be read here and now; nothing is known of the adapter
 
 
 class MoveEnd(msgspec.Struct, frozen=True, array_like=True):
@@ -94,10 +96,15 @@ class MoveEnd(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HostAdapterStats(msgspec.Struct, frozen=True, array_like=True):
-    """The packed adapters in host memory, of the gang's first worker."""
+    """The packed adapters in host memory, and the reads of the store behind it, of the gang's first worker.
+
+    Of reads that hang: of the worker that has most of them.
+    """
 
     num_bytes: int = 0
     num_reads: int = 0  # since the start, of adapters that were not in host memory but in the store
+    num_failed_reads: int = 0  # since the start, those included that were tried again
+    num_hung_reads: int = 0  # that have been given up, and have not come back yet
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -99,7 +99,7 @@ def _build(settings: WorkerSettings, leader: _Leader) -> LocalExecutor:
         for digest in loaded:
             leader.tell(LoadEnded(digest, None))
         for failure in failed:
-            leader.tell(LoadEnded(failure.digest, failure.message))
+            leader.tell(LoadEnded(failure.digest, failure))
         for end in executor.mover.take_ended():
             leader.tell(MoveEnded(end))
 

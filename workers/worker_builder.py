@@ -60,7 +60,8 @@ def build_executor(
         runner.warm_up()
         runner.record_decodes(config.max_num_sequences, config.context_of(model.max_model_len), CudaRecorder())
         on_progress("recording the GPU's work", 1, 1)
-    return LocalExecutor(runner, AdapterLoader(cache, pool, kernels), mover, kernels.choice, device, thread)
+    loader = AdapterLoader(cache, pool, kernels, config.store_deadline_s)
+    return LocalExecutor(runner, loader, mover, kernels.choice, device, thread)
 
 
 def _ignore(what: str, done: int, total: int) -> None:

@@ -1,7 +1,7 @@
 """Reads and writes tensors in the safetensors format, and checks every byte of the header.
 
-The file is mapped into memory, so that a large upload takes no memory before its tensors are read. The format: 8 bytes
-with the header's length, a JSON header, then the tensors without gaps (https://github.com/huggingface/safetensors).
+A file that is mapped takes no memory before its tensors are read, however large an upload is. The format: 8 bytes with
+the header's length, a JSON header, then the tensors without gaps (https://github.com/huggingface/safetensors).
 """
 
 from __future__ import annotations
@@ -43,17 +43,24 @@ class TensorEntry:
 class TensorFile:
     """A file whose header holds: known dtypes, shapes that fit their bytes, no gaps, no overlaps, nothing left over.
 
-    Tensors are views of the mapped file, not to be written, and keep it mapped. Raises AdapterInvalid, naming `what`.
+    Tensors are views of the file's bytes, not to be written, and keep them. Raises AdapterInvalid, naming `what`.
     """
 
-    def __init__(self, path: Path, what: str) -> None:
+    def __init__(self, path: Path, what: str, mapped: bool = True) -> None:
+        """`mapped`: else the file is read at once, and a disk that fails raises OSError; under a map it kills."""
         with path.open("rb") as file:
             num_bytes = path.stat().st_size
             header_bytes = _header_length(file.read(8), num_bytes, what)
             header = parse_object(file.read(header_bytes), f"the header of {what}")
             self._start = 8 + header_bytes
             self.entries: Mapping[str, TensorEntry] = _entries(header, num_bytes - self._start, what)
-            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if mapped:
+                self._bytes: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            else:
+                file.seek(0)
+                self._bytes = file.read()
+                if len(self._bytes) != num_bytes:
+                    raise AdapterInvalid(f"{what} is truncated: it has {len(self._bytes)} bytes, and had {num_bytes}")
 
     def tensor(self, name: str) -> Tensor:
         entry = self.entries[name]

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 
 from ..adapter import AdapterVersion
@@ -36,6 +37,7 @@ class RegistryView:
         self._event_number = 0
         self._applied_meanwhile: list[RegistryEvent] | None = None  # a list while a snapshot is under way
         self._connected = False
+        self.on_outdated: Callable[[str], None] = lambda digest: None  # gets digests that a name has ceased to point to
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -83,12 +85,15 @@ class RegistryView:
                 known = self._adapters.get(key)
                 if adapter.version > self._deleted.get(key, 0) and (known is None or adapter.version >= known.version):
                     self._adapters[key] = adapter
+                    if known is not None and known.digest != adapter.digest:
+                        self.on_outdated(known.digest)
             case AdapterDeleted(tenant, name, version):
                 key = (tenant, name)
                 self._deleted[key] = max(version, self._deleted.get(key, 0))
                 known = self._adapters.get(key)
                 if known is not None and known.version <= version:
                     del self._adapters[key]
+                    self.on_outdated(known.digest)
             case KeySet(key_hash, None):
                 self._key_tenants.pop(key_hash, None)
             case KeySet(key_hash, str() as owner):

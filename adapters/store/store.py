@@ -16,6 +16,7 @@ Writers need no lock against each other: files of equal digests are equal, and e
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base_identity import BaseIdentity
-from ..errors import AdapterCorrupt, AdapterInvalid
+from ..errors import AdapterCorrupt, AdapterInvalid, StoreUnavailable
 from ..format.content import AdapterContent, LoraMatrices
 from ..format.peft import TENSORS_FILE, parse_tensor_name, tensor_name
 from ..format.strict_json import parse_object
@@ -93,14 +94,19 @@ class AdapterStore:
     def load_packed(self, digest: str, layout: AdapterLayout) -> Tensor:
         """The adapter's pages `[num_pages, num_layers, slab]`, verified.
 
-        Packs the adapter again if its packed file is missing or damaged. Raises AdapterCorrupt if that fails, too.
+        Packs the adapter again if its packed file is missing or damaged. Raises AdapterCorrupt if that fails, too, and
+        StoreUnavailable if that cannot be told now, because the disk or the way to it fails.
         """
         path = self._packed_path(digest, layout)
         try:
             return read_packed(path, digest, layout)
         except FileNotFoundError:
             problem = "it is missing"
-        except (PackedFileDamaged, OSError) as error:
+        except (PackedFileDamaged, IsADirectoryError, NotADirectoryError) as error:
+            problem = str(error)
+        except OSError as error:
+            if error.errno != errno.EIO:  # a bad sector gives EIO too, and the source lies on others
+                raise _unavailable(error) from error
             problem = str(error)
         _LOG.warning("packing adapter %s again, because of its packed file %s: %s", digest, path.name, problem)
         try:
@@ -115,15 +121,19 @@ class AdapterStore:
         return pages
 
     def load_content(self, digest: str) -> AdapterContent:
-        """The adapter as uploaded, verified by its digest. Raises AdapterCorrupt."""
+        """The adapter as uploaded, verified by its digest. Raises AdapterCorrupt, or StoreUnavailable as above."""
         folder = self._folder(digest)
         try:
             manifest = parse_object((folder / _MANIFEST_FILE).read_bytes(), _MANIFEST_FILE)
-            content = _content(TensorFile(folder / TENSORS_FILE, TENSORS_FILE), manifest)
+            content = _content(TensorFile(folder / TENSORS_FILE, TENSORS_FILE, mapped=False), manifest)
             found = content.digest
         except FileNotFoundError as error:
+            if not self._is_there():
+                raise StoreUnavailable("the store of adapters is not there; try again later") from error
             raise AdapterCorrupt(f"adapter {digest} is not in the store: upload it again") from error
-        except (AdapterInvalid, OSError, KeyError, TypeError, ValueError) as error:
+        except OSError as error:
+            raise _unavailable(error) from error
+        except (AdapterInvalid, KeyError, TypeError, ValueError) as error:
             raise AdapterCorrupt(f"adapter {digest} is damaged in the store: {error}; upload it again") from error
         if found != digest:
             raise AdapterCorrupt(f"adapter {digest} is damaged in the store: its digest is {found}; upload it again")
@@ -158,6 +168,13 @@ class AdapterStore:
                 path.unlink()
         return removed
 
+    def _is_there(self) -> bool:
+        """Whether this is the store, and not an empty folder where its file system is not mounted now."""
+        try:
+            return self._temporary.is_dir()
+        except OSError as error:
+            raise _unavailable(error) from error
+
     def _folder(self, digest: str) -> Path:
         if not _DIGEST.fullmatch(digest):
             raise AdapterCorrupt(f"{digest!r} is no digest: 64 hexadecimal digits are needed")
@@ -174,6 +191,11 @@ class AdapterStore:
             yield
         finally:
             os.close(handle)
+
+
+def _unavailable(error: OSError) -> StoreUnavailable:
+    """Names the problem and no path, since clients may read it."""
+    return StoreUnavailable(f"the store of adapters cannot be read: {error.strerror or 'I/O error'}; try again later")
 
 
 def _content(file: TensorFile, manifest: dict[str, Any]) -> AdapterContent:

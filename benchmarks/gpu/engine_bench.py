@@ -140,7 +140,7 @@ class Bench:
             self.runner.warm_up()
             self.runner.record_decodes(size.num_sequences, model.max_model_len, CudaRecorder())
         host = HostAdapterCache(RandomStore(layout), layout, 1 << 40, pinned=not machine.is_dry)
-        loader = AdapterLoader(host, pool, kernels)
+        loader = AdapterLoader(host, pool, kernels, store_deadline_s=60.0)
         mover = PageMover({}, machine.device)  # KV stays where it is
         executor = LocalExecutor(self.runner, loader, mover, kernels.choice, machine.device)
         limits = GangLimits(model.max_model_len, model.vocab_size, BLOCK, geometry.num_pages, 2048, size.num_sequences)

@@ -55,6 +55,9 @@ class ReadyEngine:
     def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
         """Nothing: none ever waits."""
 
+    def outdate(self, digest: str) -> None:
+        """Nothing: it has no adapters."""
+
     def stop(self) -> None:
         with self._changed:
             self._stopping = True

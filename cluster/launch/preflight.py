@@ -54,6 +54,11 @@ def check_sizes(config: MotetConfig) -> list[str]:
     length = min(config.max_model_len or model.max_model_len, model.max_model_len)
     if config.max_model_len is not None and config.max_model_len > length:
         warnings.append(f"--max-model-len {config.max_model_len} is more than the model's {length}: {length} is served")
+    if config.max_num_sequences > config.max_tokens_per_step:
+        warnings.append(
+            f"--max-num-sequences {config.max_num_sequences} is more than the tokens of a step: "
+            f"{config.max_tokens_per_step} run at once; --max-tokens-per-step {config.max_num_sequences} serves all"
+        )
     num_tokens = config.pool_bytes // page_bytes * config.block_size
     if num_tokens < length:
         needed = -(-length // config.block_size) * page_bytes

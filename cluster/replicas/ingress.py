@@ -72,6 +72,7 @@ class RouterReplica:
             adapter_pages=lambda adapter: layouts[0].num_pages(adapter.module_ranks),  # the same on every worker
             admission=config.admission,
         )
+        self._view.on_outdated = self._dispatcher.outdate
         self._demand = GangDemand(gang, lambda: self._dispatcher.num_waiting) if config.min_gangs == 0 else None
         self._directory = GangDirectory(gang.app_name, gang.deployment_name, self._dispatcher.update)
         self._directory.start()

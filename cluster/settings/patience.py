@@ -54,8 +54,20 @@ class Patience(Requests, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 4 << 20
     step_deadline_s: Annotated[
         PositiveSeconds,
-        Setting("A worker of several that takes longer for a step hangs, and its gang is replaced.", "live"),
+        Setting(
+            "A worker that takes longer for a step hangs, and its gang is replaced. It hangs earlier if it takes 20 "
+            "times as long as for any step before, and 30 seconds.",
+            "live",
+        ),
     ] = 120.0
+    store_deadline_s: Annotated[
+        PositiveSeconds,
+        Setting(
+            "Reading an adapter from the data folder may take so long. Then its sequences go on at another gang, or "
+            "wait and try again a few times.",
+            "live",
+        ),
+    ] = 15.0
     start_deadline_s: Annotated[
         PositiveSeconds,
         Setting("The workers of a gang must come up within so long, before they load the model.", "live"),

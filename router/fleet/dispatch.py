@@ -27,7 +27,7 @@ from ...workers.wire.messages import (
 )
 from .admission import AdmissionConfig, TimeLimit
 from .affinity import RoutingConfig
-from .fleet import Fleet
+from .fleet import STORE_PAUSE_S, Fleet
 from .leader_connection import FaultKind
 from .open_sequence import OpenSequence
 from .unread_sequences import UnreadSequences
@@ -41,6 +41,7 @@ MAX_LOSSES = 3
 # A gang that died before it told that the sequence had arrived does not count above. But a sequence that kills gangs
 # faster than they can tell must come to an end as well.
 MAX_VAIN_TRIES = 10
+MAX_STORE_FAILURES = 6  # after so many reads of its adapter that failed, at all gangs together, a sequence is given up
 NEWS_WAIT_S = 0.5  # how long a resumed sequence waits until the gang that holds it says so
 
 _log = logging.getLogger(__name__)
@@ -111,13 +112,22 @@ class FleetDispatcher:
         `adapter_pages`: how many pages an adapter takes in a gang's pool.
         """
         self._fleet = Fleet(
-            token, RoutingConfig(), admission, adapter_pages, self._connected, self._lost, self._send_found, self._send
+            token,
+            RoutingConfig(),
+            admission,
+            adapter_pages,
+            on_connect=self._connected,
+            on_lost=self._lost,
+            on_orphans=self._send_found,
+            on_unplaced=self._send,
+            on_store_failure=self._lost_store,
         )
         self._gang_wait_s = gang_wait_s
         self._on_wait = on_wait
         self._awaiting_gang = UnsentSequences(gang_wait_s, self._give_up)  # no gang is connected
         self._awaiting_news = UnsentSequences(NEWS_WAIT_S, self._send)  # of the gang that holds the sequence
         self._unread = UnreadSequences(self._send)
+        self._awaiting_store = UnsentSequences(STORE_PAUSE_S, self._send)  # no gang could read the adapter
         self._closed = False
         self._num_resumed = 0
 
@@ -152,6 +162,10 @@ class FleetDispatcher:
             self._send(sequence)
         return sequence
 
+    def outdate(self, digest: str) -> None:
+        """Tells the gangs that no name points to the adapter any more, so that they need not keep it."""
+        self._fleet.outdate(digest)
+
     def gang(self) -> GangInfo | None:
         for leader in self._fleet.connected:
             return leader.info
@@ -173,7 +187,7 @@ class FleetDispatcher:
     async def close(self) -> None:
         """Ends all connections; open sequences end with "gang_lost"."""
         self._closed = True
-        for unsent in (self._awaiting_gang, self._awaiting_news, self._unread):
+        for unsent in (self._awaiting_gang, self._awaiting_news, self._awaiting_store, self._unread):
             for sequence in unsent:
                 unsent.remove(sequence)
                 sequence.fail("gang_lost", "this router is shutting down")
@@ -211,6 +225,17 @@ class FleetDispatcher:
             else:
                 self._num_resumed += not sequence.is_overfull
                 self._send(sequence)
+
+    def _lost_store(self, sequence: OpenSequence, error: SequenceError) -> None:
+        """Goes on with a sequence whose gang cannot read its adapter: at another gang, or after a pause."""
+        if self._closed or sequence.num_store_failures.total() >= MAX_STORE_FAILURES:
+            sequence.refuse(error)
+            return
+        self._num_resumed += 1
+        if self._fleet.has_untried(sequence):
+            self._send(sequence)
+        else:
+            self._awaiting_store.add(sequence)
 
     def _give_up(self, sequence: OpenSequence) -> None:
         sequence.fail("gang_lost", f"no gang was connected within {self._gang_wait_s:g} s; try again later")

@@ -7,8 +7,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 
-from ...workers.wire.messages import AdapterRef
+from ...workers.wire.messages import AdapterRef, SequenceError
 from ...workers.wire.page_keys import first_link, next_keys, short_key
 from .admission import AdmissionConfig, Admitted, admit
 from .affinity import GangView, RoutingConfig, RoutingRequest, choose_gang
@@ -17,6 +18,7 @@ from .open_sequence import OpenSequence
 from .relocator import Relocator
 
 _MAX_ROUTED_PAGES = 2048  # of a prompt; the pages after them are not looked at
+STORE_PAUSE_S = 2.0  # for so long after a gang could not read an adapter, it gets none to read if another gang can
 
 
 class Fleet:
@@ -30,14 +32,18 @@ class Fleet:
         adapter_pages: Callable[[AdapterRef], int],
         on_connect: Callable[[], None],
         on_lost: Callable[[list[OpenSequence], str], None],
-        on_orphans: Callable[[], None],
-        on_unplaced: Callable[[OpenSequence], None],
+        on_orphans: Callable[[], None] = lambda: None,
+        on_unplaced: Callable[[OpenSequence], None] = lambda sequence: None,
+        on_store_failure: Callable[[OpenSequence, SequenceError], None] = lambda sequence, error: sequence.refuse(
+            error
+        ),
     ) -> None:
         """`adapter_pages`: how many pages an adapter takes in a gang's pool. `on_connect`: one more gang can be chosen.
 
         `on_lost` gets the sequences of a gang that was lost, and the reason. `on_orphans`: a gang has begun to keep
         sequences for any router that asks. `on_unplaced` gets a sequence that has left a gang's queue for a gang that
-        is not there any more.
+        is not there any more. `on_store_failure` gets a sequence whose gang cannot read its adapter, and its error;
+        the gang is not chosen for it again before the others have tried as often.
         """
         self._token = token
         self._routing = routing
@@ -48,6 +54,8 @@ class Fleet:
         self._on_lost = on_lost
         self._on_orphans, self._on_unplaced = on_orphans, on_unplaced
         self._num_moved = 0
+        self._on_store_failure = on_store_failure
+        self._store_failed_at: dict[str, float] = {}  # by gang: when it could not read an adapter, for the last time
         self.num_faults: Counter[FaultKind] = Counter()  # gangs that were lost without having been told to go
         self._connections: dict[str, LeaderConnection] = {}
         self._relocator = Relocator(self._connections, adapter_pages)
@@ -59,6 +67,7 @@ class Fleet:
         """
         for key in [key for key in self._connections if key not in addresses]:
             self._connections.pop(key).retire()
+            self._store_failed_at.pop(key, None)
         for key in [key for key in addresses if key not in self._connections]:
             connection = LeaderConnection(
                 addresses[key],
@@ -68,8 +77,9 @@ class Fleet:
                 self._on_lost,
                 self._found_orphans,
                 lambda kind: self.num_faults.update([kind]),
-                self._relocator.look,
-                self._withdrawn,
+                on_load=self._relocator.look,
+                on_withdrawn=self._withdrawn,
+                on_store_failure=partial(self._lose_store, key),
             )
             self._connections[key] = connection
             connection.start()
@@ -83,13 +93,17 @@ class Fleet:
         """A connected gang keeps the sequence with this key for any router that asks, or computes it for this one."""
         return any(connection.known.holds(sequence_key) for connection in self.connected)
 
+    def has_untried(self, sequence: OpenSequence) -> bool:
+        """A connected gang has not failed to read the sequence's adapter."""
+        return any(not sequence.num_store_failures[key] for key, c in self._connections.items() if c.info is not None)
+
     def submit(self, sequence: OpenSequence) -> bool:
         """Sends the sequence to the gang that suits it best. False, and nothing done, if no gang is connected.
 
         A new sequence ends with the error "overloaded" if no gang can serve it in time.
         """
         request = self._request(sequence)
-        connections = {key: c for key, c in self._connections.items() if c.info is not None}
+        connections = self._able(sequence)
         page_keys: dict[int, list[int]] = {}  # by block size, in which gangs may differ during a rolling update
         views: dict[str, GangView] = {}
         for key, connection in connections.items():
@@ -142,6 +156,31 @@ class Fleet:
             0 if adapter is None else self._adapter_pages(adapter),
             random.getrandbits(32),
         )
+    def _able(self, sequence: OpenSequence) -> dict[str, LeaderConnection]:
+        """The connected gangs, without those that are less likely than others to get at the sequence's adapter."""
+        connected = {key: c for key, c in self._connections.items() if c.info is not None}
+        if sequence.request.adapter is None or not (sequence.num_store_failures or self._store_failed_at):
+            return connected
+        fewest = min((sequence.num_store_failures[key] for key in connected), default=0)
+        least_tried = {key: c for key, c in connected.items() if sequence.num_store_failures[key] == fewest}
+        digest, since = sequence.request.adapter.digest, asyncio.get_running_loop().time() - STORE_PAUSE_S
+        can_read = {
+            key: c
+            for key, c in least_tried.items()
+            if c.known.has(digest) or self._store_failed_at.get(key, since) <= since
+        }
+        return can_read or least_tried
+
+    def _lose_store(self, key: str, sequence: OpenSequence, error: SequenceError) -> None:
+        if key in self._connections:
+            self._store_failed_at[key] = asyncio.get_running_loop().time()
+        sequence.lose_store(key)
+        self._on_store_failure(sequence, error)
+
+    def outdate(self, digest: str) -> None:
+        """Tells the gangs that no name points to the adapter any more."""
+        for connection in self._connections.values():
+            connection.outdate(digest)
 
     def _choose(self, sequence: OpenSequence, request: RoutingRequest, views: Mapping[str, GangView]) -> str | None:
         """The key of the gang to send the sequence to; None: it was refused, as only a new sequence may be."""

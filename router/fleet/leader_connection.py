@@ -27,6 +27,7 @@ from ...workers.wire.messages import (
     FromLeader,
     GangInfo,
     Hello,
+    Outdated,
     SequenceError,
     Submit,
     Withdraw,
@@ -89,13 +90,17 @@ class LeaderConnection:
         on_fault: Callable[[FaultKind], None] = lambda kind: None,
         on_load: Callable[[], None] = lambda: None,
         on_withdrawn: Callable[[OpenSequence, str], None] = lambda sequence, target: None,
+        on_store_failure: Callable[[OpenSequence, SequenceError], None] = lambda sequence, error: sequence.refuse(
+            error
+        ),
     ) -> None:
         """`on_lost` gets the unfinished sequences of a connection that ended, and the reason.
 
         `on_orphans` gets this connection and the keys of sequences that the leader keeps for any router that asks: all
         of them at the greeting, later those that it has begun to keep. `on_fault`: a connected gang was
         lost that had not been told to go. `on_load`: the gang has told how things are there. `on_withdrawn` gets a
-        sequence that has left the gang's queue, and the key of the gang that it is meant for.
+        sequence that has left the gang's queue, and the key of the gang that it is meant for. `on_store_failure` gets
+        a sequence that the gang has given back because it cannot read its adapter, and its error.
         """
         self.address = address
         self.info: GangInfo | None = None  # None: not connected
@@ -110,6 +115,7 @@ class LeaderConnection:
         self._on_orphans = on_orphans
         self._on_fault = on_fault
         self._on_load, self._on_withdrawn = on_load, on_withdrawn
+        self._on_store_failure = on_store_failure
         self._awaiting_reconnect = AwaitingReconnect(self._lose)
         self._last_gang_id = ""
         self._last_arrived = 0  # id of the newest sequence that has reached the leader, as far as it has told
@@ -174,6 +180,10 @@ class LeaderConnection:
         """Asks for an unbegun sequence to be given back if it still waits; `target`: the key of the gang it is for."""
         self._unbegun[sequence].target = target
         self._outbox.put(Withdraw(self._ids[sequence]))
+    def outdate(self, digest: str) -> None:
+        """Tells the leader that no name points to the adapter any more. Not while the connection is broken."""
+        if self.info is not None:
+            self._outbox.put(Outdated(digest))
 
     def _start(self, sequence: OpenSequence, request: RoutingRequest, page_keys: Sequence[int] = ()) -> None:
         self._last_id += 1
@@ -199,7 +209,7 @@ class LeaderConnection:
         return [sequence for sequence in self._ids if sequence.request.key in keys]
 
     def _forget(self, sequence: OpenSequence) -> None:
-        """The sequence has ended."""
+        """The sequence has ended here."""
         del self._sequences[self._ids.pop(sequence)]
         self._unbegun.pop(sequence, None)
         adapter = sequence.request.adapter
@@ -311,6 +321,11 @@ class LeaderConnection:
                 continue
             if update.error is not None and update.error.kind == "withdrawn":
                 self._withdraw(sequence)
+                continue
+            if update.error is not None and update.error.kind == "store_unavailable":
+                sequence.move(self, None)
+                self._forget(sequence)
+                self._on_store_failure(sequence, update.error)
                 continue
             if self._unbegun and update.token_ids:
                 self._unbegun.pop(sequence, None)

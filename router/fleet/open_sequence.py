@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
@@ -53,6 +54,7 @@ class OpenSequence:
         self._place: SequencePlace | None = None
         self.num_losses = 0  # gangs that died with it since its last token
         self.num_vain_tries = 0  # gangs that died before it had arrived there, since its last token
+        self.num_store_failures: Counter[str] = Counter()  # by gang: how often it could not read the adapter
         self._token_ids: list[int] = []  # all that came, read or not
         self._arrived: SequenceUpdate | UnreadUpdate | None = None  # not yet read
         self._on_read: Callable[[OpenSequence], None] | None = None
@@ -154,6 +156,7 @@ class OpenSequence:
         if update.token_ids:
             self._token_ids += update.token_ids
             self.num_losses = self.num_vain_tries = 0
+            self.num_store_failures.clear()
         if update.finish_reason is not None or update.error is not None:
             self._close()
         if self._arrived is None:
@@ -172,6 +175,11 @@ class OpenSequence:
         self.outlast_waits()
         self.num_losses += is_fault and had_arrived
         self.num_vain_tries += is_fault and not had_arrived
+
+    def lose_store(self, gang_key: str) -> None:
+        """Counts that its gang could not read its adapter, and has given it back."""
+        self.outlast_waits()
+        self.num_store_failures[gang_key] += 1
 
     def fail(self, kind: ErrorKind, message: str) -> None:
         """Ends the sequence with an error update, unless it has ended."""

@@ -65,7 +65,7 @@ class Outbox:
             self._is_filled.clear()
         return self._encoder.encode(_EncodedToLeader(entries)) if entries else None
 
-    def _encode(self, message: Submit | Cancel | Disown) -> None:
+    def _encode(self, message: ToLeaderMessage) -> None:
         """Fills the parts, unless the message may not be sent."""
         entry = self._encoder.encode(message)
         if len(entry) <= PART_BYTES or not isinstance(message, Submit):

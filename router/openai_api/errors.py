@@ -87,6 +87,8 @@ def from_sequence_error(error: SequenceError) -> ApiError:
             return ApiError(400, error.message, code="invalid_request")
         case "adapter_failed":
             return ApiError(500, error.message, code="adapter_failed")
+        case "store_unavailable":
+            return unavailable(error.message, "store_unavailable")
         case "overloaded":
             return ApiError(429, error.message, code="overloaded", headers={"Retry-After": _retry_after(error)})
         case "timeout":

@@ -92,6 +92,8 @@ async def test_starts_with_what_is_there_and_follows(registry: GatedRegistry) ->
 async def test_own_changes_are_seen_at_once_and_not_undone_by_the_stream(
     registry: GatedRegistry, view: RegistryView
 ) -> None:
+    outdated: list[str] = []
+    view.on_outdated = outdated.append
     registry.gate.clear()
     first = await register(registry, digest="a")
     view.apply(AdapterSet(first))
@@ -108,6 +110,7 @@ async def test_own_changes_are_seen_at_once_and_not_undone_by_the_stream(
     view.apply(AdapterSet(third))
     view.apply(AdapterDeleted("acme", "x", version))  # late
     assert view.resolve("acme", "x") == third
+    assert outdated == ["a" * 64, "b" * 64]
     view.apply(KeySet(hash_key("k"), "acme"))
     assert view.tenant_of_key("k") == "acme"
 
@@ -119,6 +122,7 @@ async def test_own_changes_are_seen_at_once_and_not_undone_by_the_stream(
         await asyncio.sleep(0)
     assert all(adapter == third for adapter in seen)
     assert view.resolve("acme", "x") == third
+    assert outdated == ["a" * 64, "b" * 64], "an event that comes again outdates nothing"
 
 
 async def test_changes_made_while_a_snapshot_is_under_way_are_kept(registry: GatedRegistry) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -15,10 +16,11 @@ import pytest
 import torch
 
 from motet.adapters.base_identity import BaseIdentity
-from motet.adapters.errors import AdapterCorrupt, AdapterInvalid, OtherBase
+from motet.adapters.errors import AdapterCorrupt, AdapterInvalid, OtherBase, StoreUnavailable
 from motet.adapters.format.content import AdapterContent
 from motet.adapters.format.validation import validate
 from motet.adapters.packing.packing import pack
+from motet.adapters.store import store as store_module
 from motet.adapters.store.store import AdapterStore
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, lora_files, name_of
 from motet.tests.rigs.tensor_twins import identical
@@ -163,6 +165,38 @@ def test_a_source_with_other_scalings_is_not_that_adapter(
         store.load_content(content.digest)
 
 
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EACCES])
+def test_a_disk_that_fails_is_no_damage(
+    store: AdapterStore, content: AdapterContent, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(*args: object, **_: object) -> None:
+        raise OSError(number, os.strerror(number), "/a/secret/place")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(store_module, "read_packed", fail)
+        broken.setattr(Path, "read_bytes", fail)
+        with pytest.raises(StoreUnavailable, match=os.strerror(number)) as caught:
+            store.load_packed(content.digest, LAYOUT)
+        assert "secret" not in str(caught.value)
+    assert identical(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT))
+    with monkeypatch.context() as broken:  # a bad sector under the packed file only
+        broken.setattr(store_module, "read_packed", fail)
+        if number == errno.EIO:
+            assert identical(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT))
+
+
+def test_a_store_that_is_not_mounted_is_no_absence(
+    store: AdapterStore, content: AdapterContent, tmp_path: Path
+) -> None:
+    (tmp_path / "deep").rename(tmp_path / "away")
+    (tmp_path / "deep" / "store").mkdir(parents=True)
+    with pytest.raises(StoreUnavailable, match="not there"):
+        store.load_packed(content.digest, LAYOUT)
+    (tmp_path / "deep" / "store" / "tmp").mkdir()
+    with pytest.raises(AdapterCorrupt, match="upload it again"):
+        store.load_packed(content.digest, LAYOUT)
+
+
 def test_unknown_and_impossible_digests(store: AdapterStore) -> None:
     with pytest.raises(AdapterCorrupt, match="not in the store"):
         store.load_packed("0" * 64, LAYOUT)
@@ -233,6 +267,7 @@ _WRITER = """
 import sys
 from pathlib import Path
 from motet.adapters.format.validation import validate
+from motet.adapters.store import store as store_module
 from motet.adapters.store.store import AdapterStore
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, lora_files
 folder = Path(sys.argv[1])

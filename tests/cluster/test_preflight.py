@@ -55,6 +55,8 @@ def test_what_is_served_otherwise_than_asked_is_said(tmp_path: Path) -> None:
     assert "--pool-bytes" in short
     (long,) = check_settings(config(tmp_path, max_model_len=1 << 30))
     assert long.startswith("--max-model-len 1073741824 is more than")
+    (many,) = check_settings(config(tmp_path, max_num_sequences=1000))
+    assert many.startswith("--max-num-sequences 1000 is more than the tokens of a step: 512 run at once")
 
 
 def test_damaged_weights_are_named(tmp_path: Path) -> None:

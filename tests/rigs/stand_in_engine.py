@@ -45,9 +45,11 @@ def adapter_pages(adapter: AdapterRef) -> int:
 
 
 class StandInEngine:
-    """Satisfies `ServedEngine`. `cancelled` and `submitted` tell what reached it. While `paused`, no step is made.
+    """Satisfies `ServedEngine`. `cancelled`, `submitted` and `outdated` tell what reached it.
 
-    Once it `fails`, the next step loses all sequences and is the last.
+    While `paused`, no step is made.
+    Once it `fails`, the next step loses all sequences and is the last. While `cannot_read`, its sequences with adapters
+    end because the store is unavailable.
     """
 
     def __init__(self, step_s: float = 0.001, num_places: int | None = None) -> None:
@@ -61,10 +63,12 @@ class StandInEngine:
         self._given_up: list[SequenceUpdate] = []  # not yet told
         self.submitted: list[SequenceRequest] = []
         self.cancelled: list[int] = []
+        self.outdated: list[str] = []
         self.paused = False
-        self.fails = False
+        self.fails = self.cannot_read = False
         self.num_turns = 0  # of its loop, in which it may have had nothing to do
         self._residency = ResidencyChange()  # not yet told
+        self._pages: list[int] = []  # short keys of those that came
         self._step_s = step_s
         self._running: dict[int, tuple[SequenceRequest, int]] = {}
         self._lock = threading.Lock()
@@ -84,12 +88,20 @@ class StandInEngine:
                 self._residency.came.append(request.adapter.digest)
             num_full = len(request.prompt_token_ids) // INFO.block_size
             keys = next_keys(first_link(request), request.prompt_token_ids, 0, INFO.block_size, num_full)
-            self._residency.pages_came.extend(map(short_key, keys))
+            pages = [*map(short_key, keys)]
+            self._pages += pages
+            self._residency.pages_came.extend(pages)
 
     def evict(self, digest: str) -> None:
         """Reports with the next step that the adapter was evicted."""
         with self._lock:
             self._residency.went.append(digest)
+
+    def forget_pages(self) -> None:
+        """Reports with the next step that all full pages were evicted."""
+        with self._lock:
+            self._residency.pages_went.extend(self._pages)
+            self._pages.clear()
 
     def cancel(self, sequence_id: int) -> None:
         with self._lock:
@@ -101,6 +113,9 @@ class StandInEngine:
             if sequence_id in [*self._running][self._num_places or len(self._running) :]:
                 del self._running[sequence_id]
                 self._given_up.append(SequenceUpdate(sequence_id, error=error))
+
+    def outdate(self, digest: str) -> None:
+        self.outdated.append(digest)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -138,7 +153,7 @@ class StandInEngine:
                 num_queued_tokens = sum(len(r.prompt_token_ids) for r, _ in waiting)
                 given_up, self._given_up = self._given_up, []
                 for update in updates:
-                    if update.finish_reason is not None:
+                    if update.finish_reason is not None or update.error is not None:
                         del self._running[update.sequence_id]
                     else:
                         request, count = self._running[update.sequence_id]
@@ -167,8 +182,9 @@ class StandInEngine:
             taken, self._residency = self._residency, ResidencyChange()
             return taken
 
-    @staticmethod
-    def _next(request: SequenceRequest, count: int) -> SequenceUpdate:
+    def _next(self, request: SequenceRequest, count: int) -> SequenceUpdate:
+        if self.cannot_read and request.adapter is not None:
+            return SequenceUpdate(request.sequence_id, error=SequenceError("store_unavailable", "Stale file handle"))
         token = (request.prompt_token_ids[-1] + count + 1) % INFO.vocab_size
         limit = request.sampling.max_tokens
         is_last = limit is not None and count + 1 >= limit

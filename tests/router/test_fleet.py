@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from motet.router.fleet.dispatch import FleetDispatcher
+from motet.router.fleet.dispatch import MAX_STORE_FAILURES, FleetDispatcher
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.tests.rigs.part_configs import admission_config, leader_config
 from motet.tests.rigs.patience import PATIENCE_S
@@ -187,3 +187,50 @@ async def test_samples_of_one_prompt_that_come_together_stay_together(gangs: Gan
     assert set(gangs.where(None)) == set("abc")
     for sequence in (*sequences, *others):
         sequence.cancel()
+
+
+async def test_a_stream_whose_adapter_cannot_be_read_goes_on_at_another_gang(gangs: Gangs) -> None:
+    router = await gangs.add_router("ab")
+    sequence = submit(router, ADAPTERS[0], max_tokens=400)
+    async with asyncio.timeout(PATIENCE_S):
+        tokens = list((await anext(sequence)).token_ids)
+        (first,) = gangs.where(ADAPTERS[0])
+        (other,) = {"a", "b"} - {first}
+        gangs.engines[first].cannot_read = True
+        async for update in sequence:
+            assert update.error is None
+            tokens += update.token_ids
+    assert tokens == [token % INFO.vocab_size for token in range(3, 403)], "each token once"
+    assert gangs.where(ADAPTERS[0]) == [key for key in "ab" if key in (first, other)]
+    assert router.num_resumed == 1
+    for adapter in ADAPTERS[1:]:  # while it is known that the gang cannot read, it is asked to read nothing
+        await finish(submit(router, adapter))
+        assert gangs.where(adapter) == [other]
+
+
+async def test_the_only_gang_is_asked_again_and_then_its_answer_is_told(
+    gangs: Gangs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("motet.router.fleet.dispatch.STORE_PAUSE_S", 0.05)
+    router = await gangs.add_router("a")
+    gangs.engines["a"].cannot_read = True
+    sequence = submit(router, ADAPTERS[0], max_tokens=3)
+    await eventually(lambda: gangs.num_submitted() >= 2)
+    gangs.engines["a"].cannot_read = False
+    async with asyncio.timeout(PATIENCE_S):
+        tokens = [token async for update in sequence for token in update.token_ids]
+    assert tokens == [3, 4, 5]
+    gangs.engines["a"].cannot_read = True
+    num_before = gangs.num_submitted()
+    async with asyncio.timeout(PATIENCE_S):
+        updates = [update async for update in submit(router, ADAPTERS[1], max_tokens=3)]
+    assert [update.error and update.error.kind for update in updates] == ["store_unavailable"]
+    assert gangs.num_submitted() - num_before == MAX_STORE_FAILURES
+    await finish(submit(router, None))  # the base needs no store
+    assert gangs.where(None) == ["a"]
+
+
+async def test_all_gangs_hear_which_adapters_no_name_points_to_any_more(gangs: Gangs) -> None:
+    router = await gangs.add_router()
+    router.outdate("digest-7")
+    await eventually(lambda: all(engine.outdated == ["digest-7"] for engine in gangs.engines.values()))

@@ -163,6 +163,7 @@ async def test_keys(rig: RouterRig, authorization: str) -> None:
         ("overloaded", 429, "overloaded"),
         ("timeout", 408, "timeout"),
         ("gang_lost", 503, "gang_lost"),
+        ("store_unavailable", 503, "store_unavailable"),
         ("internal", 500, "internal_error"),
     ],
 )

@@ -40,7 +40,7 @@ class ReadingEngine(StandInEngine):
         super().__init__(step_s=0.002)
         self._passage = token_ids
 
-    def _next(self, request: SequenceRequest, count: int) -> SequenceUpdate:  # type: ignore[override]
+    def _next(self, request: SequenceRequest, count: int) -> SequenceUpdate:
         seed = request.sampling.seed
         assert seed is not None
         token = self._passage[(seed + count) % len(self._passage)]

@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from motet.adapters.errors import StoreUnavailable
+from motet.adapters.format.tensor_file import Tensor
+from motet.adapters.packing.layout import AdapterLayout
+from motet.adapters.store.store import AdapterStore
 from motet.tests.rigs.engine_rig import Stock
 from motet.tests.rigs.oracle import write_adapters, write_model
+from motet.tests.rigs.patience import PATIENCE_S, eventually
+from motet.workers.execution import store_readers
 from motet.workers.memory.host_adapter_cache import HostAdapterCache
 from motet.workers.wire.messages import SamplingParams, SequenceError
 
@@ -77,6 +83,70 @@ def test_steps_go_on_while_an_adapter_is_coming(stock: Stock, monkeypatch: pytes
         assert len(rig.told[1].token_ids) == 100
 
 
+def test_a_store_that_fails_is_asked_again_and_then_named(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_failures, load_packed = 2, AdapterStore.load_packed
+
+    def flaky(store: AdapterStore, digest: str, layout: AdapterLayout) -> Tensor:
+        nonlocal num_failures
+        if num_failures:
+            num_failures -= 1
+            raise StoreUnavailable("Stale file handle")
+        return load_packed(store, digest, layout)
+
+    monkeypatch.setattr(AdapterStore, "load_packed", flaky)
+    monkeypatch.setattr(store_readers, "_PAUSES_S", (0.01, 0.01, 0.01))
+    name, short = next(iter(stock.refs)), SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    with stock.engine(num_pages=200) as rig:
+        rig.submit(0, [1, 2, 3], name, short)
+        rig.finish()
+        assert (len(rig.told[0].token_ids), rig.told[0].error) == (3, None)
+        assert rig.engine.load().counters.num_failed_reads == 2
+    num_failures = 1000
+    with stock.engine(num_pages=200) as rig:
+        rig.submit(0, [1, 2, 3], name, short, generated=[4, 5])
+        rig.finish()
+        assert rig.told[0].error == SequenceError("store_unavailable", "Stale file handle")
+        assert rig.engine.load().counters.num_failed_reads == 4
+        rig.assert_idle()
+        num_failures = 0
+        rig.submit(1, [1, 2, 3], name, short, generated=[4, 5])
+        rig.finish()
+        assert len(rig.told[1].token_ids) == 1
+
+
+def test_a_read_that_hangs_holds_up_nobody_else(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, *_ = stock.refs
+    let_go, load_packed = threading.Event(), AdapterStore.load_packed
+
+    def hang(store: AdapterStore, digest: str, layout: AdapterLayout) -> Tensor:
+        if digest == stock.refs[first].digest:
+            assert let_go.wait(PATIENCE_S)
+        return load_packed(store, digest, layout)
+
+    monkeypatch.setattr(AdapterStore, "load_packed", hang)
+    short = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    with stock.engine(num_pages=200, store_deadline_s=3.0) as rig:
+        rig.submit(0, [1, 2, 3], first, short)
+        rig.step()
+        rig.submit(1, [1, 2, 3], second, short)
+        while not rig.told[1].ended:
+            rig.step()
+        assert (len(rig.told[1].token_ids), rig.told[0].ended) == (3, False)
+        rig.finish()
+        assert rig.told[0].error is not None
+        assert rig.told[0].error.kind == "store_unavailable"
+        assert rig.engine.load().gauges.num_hung_reads == 1
+        pool = rig.engine.executor.runner._pool  # type: ignore[attr-defined]
+        before = pool.clone()
+        let_go.set()
+        eventually(lambda: rig.engine.executor.loader.host_adapter_stats().num_hung_reads == 0)  # type: ignore[attr-defined]
+        assert torch.equal(pool, before), "a load that was given up was copied to pages that it has no more"
+        rig.submit(2, [1, 2, 3], first, short)
+        rig.finish()
+        assert len(rig.told[2].token_ids) == 3
+        assert rig.engine.load().gauges.num_hung_reads == 0
+
+
 def test_an_adapter_cancelled_while_it_comes_is_there_for_the_next(stock: Stock) -> None:
     name = next(iter(stock.refs))
     with stock.engine(num_pages=200) as rig:
@@ -105,3 +175,20 @@ def test_what_an_overflowing_adapter_leaves_behind_reaches_nobody(stock: Stock, 
         rig.finish()
         assert rig.told[0].token_ids == expected
         assert rig.told[1].error is None
+
+
+def test_host_memory_does_not_keep_what_no_name_points_to(stock: Stock) -> None:
+    old, new, *_ = stock.refs
+    short = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    with stock.engine(num_pages=200, host_bytes=1 << 30) as rig:
+        for sequence_id, name in enumerate((old, new)):
+            rig.submit(sequence_id, [1, 2, 3], name, short)
+            rig.finish()
+        both = rig.engine.load().gauges.host_adapter_bytes
+        rig.engine.outdate(stock.refs[old].digest)
+        rig.submit(2, [1, 2, 3], new, short)
+        rig.finish()
+        assert 0 < rig.engine.load().gauges.host_adapter_bytes < both
+        rig.submit(3, [1, 2, 3], old, short)  # one that began with the old version goes on with it
+        rig.finish()
+        assert rig.told[3].token_ids == rig.told[0].token_ids

@@ -5,9 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from motet.tests.rigs.engine_loads import engine_load
-from motet.tests.rigs.patience import PATIENCE_S
+from motet.tests.rigs.patience import PATIENCE_S, eventually
+from motet.workers import step_deadline
 from motet.workers.loop import EngineLoop
+from motet.workers.step_deadline import StepDeadline
 from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import (
     ResidencyChange,
@@ -27,6 +33,7 @@ class CountingEngine:
         self.info = None
         self.waits = False
         self.fails = False
+        self.hangs_until: threading.Event | None = None
         self.num_steps = 0
         self.wake: Callable[[], None] = lambda: None
         self.stepped = threading.Event()
@@ -55,6 +62,8 @@ class CountingEngine:
     def step(self) -> list[SequenceUpdate]:
         self.num_steps += 1
         self.stepped.set()
+        if self.hangs_until is not None:
+            assert self.hangs_until.wait(PATIENCE_S)
         if self.fails:
             raise RuntimeError("boom")
         if self.waits:
@@ -98,7 +107,7 @@ def request(sequence_id: int) -> SequenceRequest:
 
 def started() -> tuple[CountingEngine, EngineLoop, Listener]:
     engine, listener = CountingEngine(), Listener()
-    loop = EngineLoop(engine)  # type: ignore[arg-type]
+    loop = EngineLoop(engine, PATIENCE_S)  # type: ignore[arg-type]
     loop.start(listener)
     return engine, loop, listener
 
@@ -167,3 +176,30 @@ def test_a_failing_engine_fails_its_sequences_and_counts_as_dead() -> None:
     loop.submit(request(8))
     assert listener.wait_for(8).error == error
     loop.stop()
+
+
+def test_an_engine_that_hangs_counts_as_dead_long_before_the_longest_step_that_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_deadline, "LEAST_S", 0.5)
+    monkeypatch.setattr(step_deadline, "FACTOR", 0.0)  # steps of this busy machine may be long
+    engine, loop, listener = started()
+    loop.submit(request(1))
+    listener.wait_for(1)
+    assert loop.alive
+    engine.hangs_until = threading.Event()
+    loop.submit(request(2))
+    eventually(lambda: not loop.alive)
+    engine.hangs_until.set()
+    listener.wait_for(2)
+    loop.stop()
+
+
+@given(st.lists(st.floats(0, 1000), min_size=1))
+def test_a_deadline_is_above_what_steps_took(steps_s: list[float]) -> None:
+    deadline = StepDeadline(120.0)
+    assert deadline.seconds == 120.0
+    for step_s in steps_s:
+        deadline.observe(step_s)
+        assert step_deadline.LEAST_S <= deadline.seconds <= 120.0
+    assert deadline.seconds == 120.0 or deadline.seconds >= step_deadline.FACTOR * max(steps_s)

@@ -60,3 +60,14 @@ def test_what_numpy_read_is_not_copied_for_torch(dtype: np.dtype[np.generic]) ->
     assert seen.dtype == getattr(torch, dtype.name)
     assert torch.equal(seen, torch.arange(24).reshape(2, 3, 4).to(seen.dtype))
     assert seen.data_ptr() == pages.ctypes.data
+
+
+def test_what_is_forgotten_takes_no_room() -> None:
+    cache, disk = cache_of(250)
+    cache.get("a")
+    cache.get("b")
+    for digest in ("a", "a", "unheard of"):
+        cache.forget(digest)
+    assert (cache.num_bytes, cache.find("a")) == (100, None)
+    cache.get("b")
+    assert disk.reads == ["a", "b"]

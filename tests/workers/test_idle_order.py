@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.workers.memory.idle_order import IdleOrder, Item
+from motet.workers.memory.paged_memory import PagedMemory
+from motet.workers.wire.messages import AdapterRef
 
 
 @given(st.integers(0, 2**32))
@@ -15,8 +18,12 @@ def test_the_least_worth_goes_first(seed: int) -> None:
     rng = random.Random(seed)
     order = IdleOrder()
     model: dict[Item, tuple[float, int, int, int]] = {}  # worth, -depth, number, pages
+    soon: list[str] = []  # the most urgent first
     floor, number = 0.0, 0
     for _ in range(200):
+        if rng.random() < 0.1:
+            soon = [f"digest {i}" for i in rng.sample(range(6), rng.randrange(7))]
+            order.want_soon(soon)
         choices: list[Item] = [rng.randrange(12), f"digest {rng.randrange(6)}"]
         item = rng.choice(choices)
         if item in model:
@@ -31,8 +38,11 @@ def test_the_least_worth_goes_first(seed: int) -> None:
         else:
             keep = {f"digest {i}" for i in range(6) if rng.random() < 0.3}
             wanted = rng.randint(1, 8)
+            spared = [*soon]
+            while spared and sum(entry[3] for i, entry in model.items() if i not in {*keep, *spared}) < wanted:
+                spared.pop()
             going: list[Item] = []
-            for candidate in sorted((i for i in model if i not in keep), key=model.__getitem__):
+            for candidate in sorted((i for i in model if i not in {*keep, *spared}), key=model.__getitem__):
                 if sum(model[i][3] for i in going) >= wanted:
                     break
                 going.append(candidate)
@@ -43,6 +53,7 @@ def test_the_least_worth_goes_first(seed: int) -> None:
                 floor = max(floor, model[going[-1]][0])
                 for gone in going:
                     del model[gone]
+        order.check_integrity()
         assert order.num_pages == sum(entry[3] for entry in model.values())
         assert all((item in order) == (item in model) for item in [*range(12), *(f"digest {i}" for i in range(6))])
 
@@ -88,3 +99,30 @@ def test_neither_prompts_asked_once_nor_adapters_asked_once_push_out_what_is_use
     for number in range(30):  # adapters one after the other, each once: three times what the pool holds
         gone = add(f"swept {number}", 10, 1, copy_s)
         assert not gone & {*range(2000, 2010)}
+
+
+def test_what_making_room_costs_grows_with_what_goes_and_no_faster() -> None:
+    def cpu_s(num_wanted: int) -> float:
+        """For the room of all adapters at once, and for as many rooms of one page, with all of them wanted soon."""
+        times = []
+        for _ in range(5):
+            at_once, one_by_one = _full_of_adapters(num_wanted), _full_of_adapters(num_wanted)
+            began_at = time.process_time()
+            assert at_once.make_room(num_wanted, frozenset())
+            for num_pages in range(1, num_wanted + 1):
+                assert one_by_one.make_room(num_pages, frozenset())
+            times.append(time.process_time() - began_at)
+        return min(times)
+
+    assert cpu_s(1024) < 20 * cpu_s(128)  # linear: 8; quadratic: 64
+
+
+def _full_of_adapters(num_wanted: int) -> PagedMemory:
+    """As many idle adapters of one page as there are pages, all wanted soon."""
+    memory = PagedMemory(num_wanted, lambda: 0.001, lambda key: 0.001)
+    digests = [f"{number:064x}" for number in range(num_wanted)]
+    for digest in digests:
+        assert memory.begin_load(AdapterRef(digest, {}), 1, frozenset()) is not None
+        memory.adapters.finish_load(digest)
+    memory.want_soon(digests)
+    return memory

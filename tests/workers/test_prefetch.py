@@ -240,7 +240,9 @@ def test_older_ones_first_within_bounds_and_none_again_for_nothing(
         assert s._adapters.num_loading <= MAX_LOADS_UNDER_WAY
         assert not before.intersection(loads_of(plan)), "pushed out and loaded again at once"
         num_events += not running.issuperset(s._running)
-        went = before.intersection(s._memory._soon) - set(s._adapters._entries)  # though somebody looks forward to it
+        went = before.intersection(s._memory._idle._soon) - set(
+            s._adapters._entries
+        )  # though somebody looks forward to it
         went_at |= dict.fromkeys(went, num_events)
         # a sequence gives way when all that is idle has gone
         num_events += s.load().counters.num_preemptions > num_preemptions

@@ -114,6 +114,15 @@ def test_errors_are_told_as_well() -> None:
     assert found.rest.take_all().error == SequenceError("adapter_failed", "bad")
 
 
+def test_a_store_that_could_not_be_read_is_not_remembered() -> None:
+    """The router sends the sequence again, maybe to this very gang, under the same key."""
+    journal = SequenceJournal(CONFIG)
+    begun(journal)
+    journal.record(SequenceUpdate(1, error=SequenceError("store_unavailable", "Stale file handle")), 1.0)
+    assert journal.attach(request(), 11, now=2.0) is None
+    journal.check_integrity()
+
+
 def test_an_orphan_that_nobody_wants_is_cancelled() -> None:
     journal = SequenceJournal(CONFIG)
     begun(journal)

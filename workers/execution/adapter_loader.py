@@ -1,19 +1,21 @@
-"""Copies adapters from host memory into pages of the pool, beside the steps."""
+"""Copies adapters from host memory into pages of the pool, beside the steps; other threads bring them there."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import Empty, SimpleQueue
 
 import torch
 
-from ...adapters.errors import AdapterError
+from ...adapters.errors import AdapterError, StoreUnavailable
 from ...kernels.backend import Kernels
 from ..memory.host_adapter_cache import HostAdapterCache
 from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats
 from .side_stream import Mark, SideStream
+from .store_readers import StoreReaders
 
 _log = logging.getLogger(__name__)
 
@@ -21,18 +23,32 @@ _log = logging.getLogger(__name__)
 class AdapterLoader:
     """One thread that copies. No step uses the pages of a load until it has ended.
 
+    What is in host memory never waits for the store. What comes from there after its load was given up is not copied,
+    since others may have the pages by then; it stays in host memory.
+
     On a GPU it copies on a stream of its own, beside the kernels of the steps.
     """
 
-    def __init__(self, cache: HostAdapterCache, pool: torch.Tensor, kernels: Kernels) -> None:
+    def __init__(self, cache: HostAdapterCache, pool: torch.Tensor, kernels: Kernels, store_deadline_s: float) -> None:
+        """`store_deadline_s`: a load whose read of the store takes longer fails."""
         self._cache, self._pool, self._kernels = cache, pool, kernels
         self._beside = SideStream(pool.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-loader")
+        self._readers: StoreReaders[torch.Tensor] = StoreReaders(cache.get, store_deadline_s)
         self._ended: SimpleQueue[str | AdapterFailure] = SimpleQueue()
-        self.on_end: Callable[[], None] = lambda: None  # called from the loader's thread after each load
+        self.on_end: Callable[[], None] = lambda: None  # called from a thread of the loader's after each load
 
     def begin(self, load: AdapterLoad) -> None:
-        self._thread.submit(self._load, load, self._beside.mark())
+        mark, digest = self._beside.mark(), load.residence.digest
+        packed = self._cache.find(digest)
+        if packed is not None:
+            self._copy_later(load, mark, packed)
+        else:
+            self._readers.begin(digest, partial(self._copy_later, load, mark))
+
+    def forget(self, digest: str) -> None:
+        """Host memory need not keep the adapter any more."""
+        self._cache.forget(digest)
 
     def take_ended(self) -> tuple[tuple[str, ...], tuple[AdapterFailure, ...]]:
         """Digests of the loads that succeeded since the last call, and the loads that failed."""
@@ -48,23 +64,34 @@ class AdapterLoader:
         )
 
     def host_adapter_stats(self) -> HostAdapterStats:
-        """What the cache in host memory holds at this moment."""
-        return HostAdapterStats(self._cache.num_bytes, self._cache.num_reads)
+        """What the cache in host memory holds at this moment, and how its reads of the store went."""
+        readers = self._readers
+        return HostAdapterStats(self._cache.num_bytes, self._cache.num_reads, readers.num_failed, readers.num_hung)
 
     def close(self) -> None:
+        self._readers.close()
         self._thread.shutdown(cancel_futures=True)
 
-    def _load(self, load: AdapterLoad, mark: Mark) -> None:
+    def _copy_later(self, load: AdapterLoad, mark: Mark, packed: torch.Tensor | Exception) -> None:
+        try:
+            self._thread.submit(self._copy, load, mark, packed)
+        except RuntimeError:
+            pass  # the loader was closed while the store was read
+
+    def _copy(self, load: AdapterLoad, mark: Mark, packed: torch.Tensor | Exception) -> None:
+        """Ends a load. `packed`: the adapter, or why it could not be read."""
         residence = load.residence
         try:
-            packed = self._cache.get(residence.digest)
+            if isinstance(packed, Exception):
+                raise packed
             if len(packed) != len(residence.pages):
                 raise ValueError(f"{len(packed)} pages are packed, and {len(residence.pages)} follow from its ranks")
             with self._beside.after(mark):
                 self._kernels.write_pages(self._pool, residence.pages, packed)
             self._ended.put(residence.digest)
         except AdapterError as error:
-            self._ended.put(AdapterFailure(residence.digest, str(error)))
+            is_unavailable = isinstance(error, StoreUnavailable)
+            self._ended.put(AdapterFailure(residence.digest, str(error), is_unavailable))
         except Exception as error:
             _log.exception("adapter %s could not be loaded", residence.digest)
             message = f"adapter {residence.digest} could not be loaded: {type(error).__name__}: {error}"

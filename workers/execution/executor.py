@@ -83,6 +83,8 @@ class LocalExecutor:
 
     def begin_copies(self, plan: StepPlan) -> None:
         """Begins the plan's copies of adapters into the pool, and of KV between the tiers."""
+        for digest in plan.outdated:
+            self.loader.forget(digest)
         for move in plan.moves:
             self.mover.begin(move)
         for load in plan.loads:

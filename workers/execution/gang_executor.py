@@ -24,7 +24,8 @@ class GangExecutor:
         """
         self._connections, self._rendezvous, self._step_deadline_s = connections, rendezvous, step_deadline_s
         self._done: list[SimpleQueue[Done | WorkerLostError]] = [SimpleQueue() for _ in connections]
-        self._loads: dict[str, list[str | None]] = {}  # by digest: the problem, or None, of each worker that has told
+        # By digest: the failure, or None, of each worker that has told.
+        self._loads: dict[str, list[AdapterFailure | None]] = {}
         self._ended: SimpleQueue[str | AdapterFailure] = SimpleQueue()
         self._moves: dict[int, list[MoveEnd]] = {}  # by number: the end on each worker that has told
         self._moved: SimpleQueue[MoveEnd] = SimpleQueue()
@@ -54,7 +55,9 @@ class GangExecutor:
         for each in done:
             tokens |= each.tokens
         loaded, failed = self._take_ended()
-        return StepResult(self._step, tokens, loaded, failed, self._take_moved(), done[0].host_adapter_stats)
+        num_hung_reads = max(each.host_adapter_stats.num_hung_reads for each in done)
+        stats = msgspec.structs.replace(done[0].host_adapter_stats, num_hung_reads=num_hung_reads)
+        return StepResult(self._step, tokens, loaded, failed, self._take_moved(), stats)
 
     def wake_on_copy_end(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -114,12 +117,14 @@ class GangExecutor:
     def _load_ended(self, message: LoadEnded) -> None:
         with self._lock:
             told = self._loads.setdefault(message.digest, [])
-            told.append(message.problem)
+            told.append(message.failure)
             if len(told) < len(self._connections):
                 return
             del self._loads[message.digest]
-        problem = next((problem for problem in told if problem is not None), None)
-        self._ended.put(message.digest if problem is None else AdapterFailure(message.digest, problem))
+        failures = [failure for failure in told if failure is not None]
+        # What is wrong with the adapter itself is wrong everywhere, whatever else went wrong.
+        failures.sort(key=lambda failure: failure.is_unavailable)
+        self._ended.put(failures[0] if failures else message.digest)
         self._wake()
 
     def _move_ended(self, end: MoveEnd) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..plan import HostAdapterStats, MoveEnd, SampledToken, StepPlan
+from ..plan import AdapterFailure, HostAdapterStats, MoveEnd, SampledToken, StepPlan
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -37,7 +37,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 class LoadEnded(msgspec.Struct, frozen=True, tag="load_ended"):
     digest: str
-    problem: str | None
+    failure: AdapterFailure | None
 
 
 class MoveEnded(msgspec.Struct, frozen=True, tag="move_ended"):

@@ -26,6 +26,7 @@ from ..wire.messages import (
     Cancel,
     Disown,
     GangInfo,
+    Outdated,
     ResidencyChange,
     SequenceUpdate,
     Submit,
@@ -240,6 +241,8 @@ class FrameServer:
                         self._sequences.withdraw(stream, message.sequence_id)
                     elif isinstance(message, Disown):
                         self._sequences.disown(stream, message.names)
+                    elif isinstance(message, Outdated):
+                        self._engine.outdate(message.digest)
                     elif isinstance(message, Submit):
                         self._sequences.submit(stream, message.request)
                     else:

@@ -98,6 +98,9 @@ class SequenceJournal:
         entry = self._entries.get(update.sequence_id)
         if entry is None or entry.is_finished:  # it timed out while a step was computing it
             return
+        if update.error is not None and update.error.kind == "store_unavailable":
+            self._remove(entry)  # its router sends it again, here or elsewhere, and would meet this error for ever
+            return
         entry.token_ids += update.token_ids
         if update.logprobs is not None:
             num_before = entry.logprobs.num_values

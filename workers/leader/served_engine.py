@@ -29,4 +29,7 @@ class ServedEngine(Protocol):
     def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
         """Ends the sequence with this error, unless it runs or has ended."""
 
+    def outdate(self, digest: str) -> None:
+        """No name points to the adapter any more, so it need not be kept."""
+
     def stop(self) -> None: ...

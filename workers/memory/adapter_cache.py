@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from ..plan import AdapterLoad, Residence
 from ..wire.messages import AdapterRef
 from .idle_order import IdleOrder
 from .page_allocator import PageAllocator
+from .use_count import UseCount
 
 
 class AdapterState(Enum):
@@ -18,12 +19,13 @@ class AdapterState(Enum):
     RESIDENT = "resident"
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
     residence: Residence
     state: AdapterState
     num_users: int = 0  # running sequences
-    num_uses: int = 0  # sequences that began to use it
+    uses: UseCount = field(default_factory=UseCount)  # by sequences that began to use it
+    is_outdated: bool = False  # no name points to it: it goes first, unless a sequence uses it again
 
 
 class AdapterCache:
@@ -76,13 +78,27 @@ class AdapterCache:
         if not entry.num_users:
             self._idle.remove(digest)
         entry.num_users += 1
-        entry.num_uses += 1
+        entry.uses.add(self._idle.num_rounds)
+        entry.is_outdated = False
 
     def release(self, digest: str) -> None:
         entry = self._entries[digest]
         assert entry.num_users > 0, f"adapter {digest} is released more often than acquired"
         entry.num_users -= 1
         if not entry.num_users:
+            self._rest(digest)
+
+    def outdate(self, digest: str) -> None:
+        """No name points to the adapter any more: once idle it goes first, until a sequence uses it. It may be absent.
+
+        Sequences that run on it go on.
+        """
+        entry = self._entries.get(digest)
+        if entry is None:
+            return
+        entry.is_outdated = True
+        if digest in self._idle:
+            self._idle.remove(digest)
             self._rest(digest)
 
     def evict(self, digest: str) -> None:
@@ -122,7 +138,8 @@ class AdapterCache:
 
     def _rest(self, digest: str) -> None:
         entry = self._entries[digest]
-        self._idle.add(digest, len(entry.residence.pages), max(entry.num_uses, 1), self._page_cost_s())
+        num_uses = 0.0 if entry.is_outdated else entry.uses.value
+        self._idle.add(digest, len(entry.residence.pages), num_uses, self._page_cost_s())
 
     def _drop(self, digest: str) -> None:
         self._allocator.release(self._entries.pop(digest).residence.pages)

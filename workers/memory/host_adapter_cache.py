@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 
 import numpy as np
@@ -13,30 +14,45 @@ from ...adapters.store.store import AdapterStore
 
 
 class HostAdapterCache:
-    """Keeps at most `max_bytes` of them; the least recently used one goes first. Used by one loader thread only."""
+    """Keeps at most `max_bytes` of them; the least recently used one goes first. For several threads."""
 
     def __init__(self, store: AdapterStore, layout: AdapterLayout, max_bytes: int, pinned: bool) -> None:
         """`pinned`: in page-locked memory, from which a GPU copies faster."""
         self._store, self._layout, self._max_bytes, self._pinned = store, layout, max_bytes, pinned
         self._packed: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._lock = threading.Lock()
         self.num_bytes = 0
         self.num_reads = 0  # from the store
 
+    def find(self, digest: str) -> torch.Tensor | None:
+        """The adapter as pages, `[num_pages, num_layers, slab]`; None: it is not in host memory."""
+        with self._lock:
+            packed = self._packed.get(digest)
+            if packed is not None:
+                self._packed.move_to_end(digest)
+            return packed
+
     def get(self, digest: str) -> torch.Tensor:
-        """The adapter as pages, `[num_pages, num_layers, slab]`. Raises AdapterCorrupt if the store's copy is bad."""
-        packed = self._packed.get(digest)
+        """The same, if need be read from the store. Raises AdapterCorrupt if its copy is bad, StoreUnavailable."""
+        packed = self.find(digest)
         if packed is None:
             packed = as_torch(self._store.load_packed(digest, self._layout))
-            self.num_reads += 1
             if self._pinned:
                 packed = packed.pin_memory()
-            self._keep(digest, packed)
-        else:
-            self._packed.move_to_end(digest)
+            with self._lock:
+                self.num_reads += 1
+                self._keep(digest, packed)
         return packed
 
+    def forget(self, digest: str) -> None:
+        """Drops the adapter, if it is here."""
+        with self._lock:
+            dropped = self._packed.pop(digest, None)
+            if dropped is not None:
+                self.num_bytes -= dropped.nbytes
+
     def _keep(self, digest: str, packed: torch.Tensor) -> None:
-        if packed.nbytes > self._max_bytes:
+        if packed.nbytes > self._max_bytes or digest in self._packed:  # another thread may have read it meanwhile
             return
         self._packed[digest] = packed
         self.num_bytes += packed.nbytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -22,14 +24,23 @@ class IdleOrder:
 
     The worth of an item is its uses times its cost of return per page, on top of the worth of the item that went last.
     So an item that is used often or costs much to bring back stays longer, and after long enough every idle item goes.
+
+    Items that are wanted soon go last, and those that `take` passes over for it stay out of its way until they are not
+    wanted any more. So a call costs what it takes away, however many are wanted.
     """
 
     def __init__(self) -> None:
         self._idle: dict[Item, _Idle] = {}
+        self._soon: dict[Item, int] = {}  # rank of what is wanted soon, idle or not; 0: the most urgent
+        self._soon_items: tuple[Item, ...] = ()  # the same by rank
+        self._soon_ranks: list[int] = []  # of those that are idle, in order
+        self._num_soon_pages = 0  # of these
+        self._aside: dict[Item, tuple[float, int, int, Item]] = {}  # of items wanted soon: entries not in the heap
         self._heap: list[tuple[float, int, int, Item]] = []  # worth, -depth, number, item; outdated entries too
         self._floor = 0.0  # worth of the item that went last
         self._number = 0
         self.num_pages = 0  # of all idle items
+        self.num_rounds = 0.0  # grows by one while as many pages go as are idle
 
     def __contains__(self, item: Item) -> bool:
         return item in self._idle
@@ -49,24 +60,44 @@ class IdleOrder:
         entry = _Idle(self.worth(num_uses, cost_s), depth, self._number, num_pages)
         self._idle[item] = entry
         self.num_pages += num_pages
+        if item in self._soon:
+            self._num_soon_pages += num_pages
+            insort(self._soon_ranks, self._soon[item])
         heappush(self._heap, (entry.worth, -entry.depth, entry.number, item))
         if len(self._heap) > 2 * len(self._idle) + 64:
-            self._heap = [(e.worth, -e.depth, e.number, i) for i, e in self._idle.items()]
+            self._heap = [(e.worth, -e.depth, e.number, i) for i, e in self._idle.items() if i not in self._aside]
             heapify(self._heap)
 
     def remove(self, item: Item) -> None:
         """The item is used again, or has gone in another way."""
-        self.num_pages -= self._idle.pop(item).num_pages
+        num_pages = self._idle.pop(item).num_pages
+        self.num_pages -= num_pages
+        if item in self._soon:
+            self._num_soon_pages -= num_pages
+            del self._soon_ranks[bisect_left(self._soon_ranks, self._soon[item])]
+        self._aside.pop(item, None)
+
+    def want_soon(self, items: Iterable[Item]) -> None:
+        """From now on these are the items that will be used soon, the most urgent first; others are so no longer."""
+        self._soon_items = tuple(dict.fromkeys(items))
+        self._soon = {item: rank for rank, item in enumerate(self._soon_items)}
+        self._soon_ranks = [rank for item, rank in self._soon.items() if item in self._idle]
+        self._num_soon_pages = self.num_pages_of(self._soon.keys())
+        for item in [item for item in self._aside if item not in self._soon]:
+            heappush(self._heap, self._aside.pop(item))
 
     def take(self, num_pages: int, keep: AbstractSet[Item]) -> list[Item] | None:
         """Removes items of at least so many pages, and returns them in the order in which they should go.
 
+        Of the items that are wanted soon, only as many may go as are needed beside all others, the least urgent ones.
         None, and nothing changed, if all items that are not in `keep` would not be enough.
         """
-        if num_pages > self.num_pages - self.num_pages_of(keep):
+        num_kept_soon = self._num_kept_soon(num_pages, keep)
+        if num_kept_soon is None:
             return None
         going: list[Item] = []
         passed = []
+        num_idle = self.num_pages
         while num_pages > 0:
             entry = heappop(self._heap)
             worth, _, number, item = entry
@@ -76,10 +107,41 @@ class IdleOrder:
             if item in keep:
                 passed.append(entry)
                 continue
+            if self._soon.get(item, num_kept_soon) < num_kept_soon:
+                self._aside[item] = entry
+                continue
             self._floor = max(self._floor, worth)
             going.append(item)
             num_pages -= idle.num_pages
             self.remove(item)
         for entry in passed:
             heappush(self._heap, entry)
+        if going:
+            self.num_rounds += (num_idle - self.num_pages) / num_idle
         return going
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if pages are miscounted, or an idle item could not be found."""
+        assert self.num_pages == sum(idle.num_pages for idle in self._idle.values()), "idle pages are miscounted"
+        assert self._num_soon_pages == self.num_pages_of(self._soon.keys()), "pages wanted soon are miscounted"
+        assert self._soon_ranks == [rank for item, rank in self._soon.items() if item in self._idle], "ranks are wrong"
+        assert self._aside.keys() <= self._soon.keys() & self._idle.keys(), "an item is aside for no reason"
+        found = {(item, number) for _, _, number, item in (*self._heap, *self._aside.values())}
+        assert all((item, idle.number) in found for item, idle in self._idle.items()), "an idle item cannot be found"
+
+    def _num_kept_soon(self, num_pages: int, keep: AbstractSet[Item]) -> int | None:
+        """How many of the most urgent items stay if so many pages are to go; None: too few may go. The others may."""
+        kept = self.num_pages_of(keep)
+        if num_pages > self.num_pages - kept:
+            return None
+        kept_soon = sum(self._idle[item].num_pages for item in keep if item in self._soon and item in self._idle)
+        short = num_pages - (self.num_pages - self._num_soon_pages - (kept - kept_soon))
+        num_kept_soon = len(self._soon)
+        for rank in reversed(self._soon_ranks):
+            if short <= 0:
+                break
+            num_kept_soon, item = rank, self._soon_items[rank]
+            short -= 0 if item in keep else self._idle[item].num_pages
+            if item in self._aside:
+                heappush(self._heap, self._aside.pop(item))
+        return num_kept_soon

@@ -32,7 +32,6 @@ class PagedMemory:
         self._idle = IdleOrder() if idle is None else idle
         self.adapters = AdapterCache(self.allocator, self._idle, adapter_page_s)
         self.prefixes = PrefixCache(self.allocator, self._idle, prefix_page_s)
-        self._soon: tuple[str, ...] = ()
 
     @property
     def num_pages_to_take(self) -> int:
@@ -41,7 +40,12 @@ class PagedMemory:
 
     def want_soon(self, digests: Iterable[str]) -> None:
         """Adapters that will be used soon, the most urgent first: they are evicted last, the least urgent first."""
-        self._soon = tuple(digests)
+        self._idle.want_soon(digests)
+
+    def outdate(self, digest: str) -> None:
+        """No name points to the adapter any more: it and the pages computed with it go first, once they are idle."""
+        self.adapters.outdate(digest)
+        self.prefixes.outdate(digest)
 
     def has_room(self, num_pages: int, keep: AbstractSet[Item], found: Sequence[int] = ()) -> bool:
         """Whether `make_room` would succeed if the pages `found`, of which some are idle, were held."""
@@ -57,11 +61,9 @@ class PagedMemory:
         short = num_pages - self.allocator.num_free
         if short <= 0:
             return True
-        if not self.has_room(num_pages, keep):
+        going = self._idle.take(short, keep)
+        if going is None:
             return False
-        soon = list(self._soon)
-        while (going := self._idle.take(short, keep | set(soon))) is None:
-            soon.pop()
         for item in going:
             if isinstance(item, str):
                 self.adapters.evict(item)
@@ -90,5 +92,6 @@ class PagedMemory:
         """Raises AssertionError if a page leaked or its holders are miscounted. `held`: the pages of each sequence."""
         self.allocator.check_integrity([*held, *self.adapters.holders(), *self.prefixes.holders()])
         self.prefixes.check_integrity()
+        self._idle.check_integrity()
         num_idle = sum(self.allocator.num_holders(page) == 1 for pages in self.prefixes.holders() for page in pages)
         assert self.num_idle_prefix_pages == num_idle, "idle pages are miscounted"

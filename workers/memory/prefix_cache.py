@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..wire.page_keys import PageKey
 from .idle_order import IdleOrder
 from .page_allocator import PageAllocator
 from .page_beginnings import PageBeginnings
+from .use_count import UseCount
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
     key: PageKey
     depth: int  # pages before it
-    num_uses: int = 1
+    adapter: str | None  # digest, if it is known
+    uses: UseCount = field(default_factory=UseCount)
+    is_outdated: bool = False  # no name points to its adapter: it goes first, unless a sequence uses it again
 
 
 class PrefixCache:
@@ -30,6 +33,7 @@ class PrefixCache:
         self._allocator, self._idle, self._page_cost_s = allocator, idle, page_cost_s
         self._pages: dict[PageKey, int] = {}
         self._entries: dict[int, _Entry] = {}  # by page
+        self._of_adapters: dict[str, set[int]] = {}  # pages by digest
         self._beginnings = PageBeginnings()
         self._moved: dict[PageKey, None] = {}  # keys that came or went since the last take_changes()
         self.num_evictions = 0
@@ -67,16 +71,32 @@ class PrefixCache:
     def count_uses(self, pages: Iterable[int]) -> None:
         """A sequence starts with these pages as its prefix: they are worth more from now on."""
         for page in pages:
-            self._entries[page].num_uses += 1
+            entry = self._entries[page]
+            entry.uses.add(self._idle.num_rounds)
+            entry.is_outdated = False
 
-    def insert(self, page: int, key: PageKey, depth: int) -> bool:
-        """Keeps a page that a sequence has filled; `depth`: pages before it. False: a page with its content is here."""
+    def outdate(self, adapter: str) -> None:
+        """No name points to the adapter any more: once idle, its pages go first, until a sequence uses them."""
+        for page in self._of_adapters.get(adapter, ()):
+            self._entries[page].is_outdated = True
+            if page in self._idle:
+                self._idle.remove(page)
+                self._rest(page)
+
+    def insert(self, page: int, key: PageKey, depth: int, adapter: str | None = None) -> bool:
+        """Keeps a page that a sequence has filled; `depth`: pages before it. False: a page with its content is here.
+
+        `adapter`: the digest with which it was computed, if it is known.
+        """
         if key in self._pages:
             return False
         assert page not in self._entries, f"page {page} has a key already"
         self._allocator.share((page,))
         self._pages[key] = page
-        self._entries[page] = _Entry(key, depth)
+        self._entries[page] = entry = _Entry(key, depth, adapter)
+        entry.uses.add(self._idle.num_rounds)
+        if adapter is not None:
+            self._of_adapters.setdefault(adapter, set()).add(page)
         self._moved[key] = None
         return True
 
@@ -89,9 +109,8 @@ class PrefixCache:
         """Ends a sequence's hold on pages. Kept pages without other holders become idle, pages not kept free."""
         self._allocator.release(pages)
         for page in pages:
-            entry = self._entries.get(page)
-            if entry is not None and self._allocator.num_holders(page) == 1:
-                self._idle.add(page, 1, entry.num_uses, self._page_cost_s(entry.key), entry.depth)
+            if page in self._entries and self._allocator.num_holders(page) == 1:
+                self._rest(page)
 
     def forget(self, keys: Iterable[PageKey]) -> None:
         """Stops keeping pages whose numbers are not finite: no other sequence finds them. Their holders keep them."""
@@ -124,12 +143,26 @@ class PrefixCache:
         """Raises AssertionError if keys and pages do not match, or an idle page is not known as idle."""
         assert self._pages == {entry.key: page for page, entry in self._entries.items()}, "keys and pages differ"
         assert self._beginnings.keys() <= self._pages.keys(), "a page is found by its beginning that is not here"
+        of_adapters = {(entry.adapter, page) for page, entry in self._entries.items() if entry.adapter is not None}
+        found = {(adapter, page) for adapter, pages in self._of_adapters.items() for page in pages}
+        assert found == of_adapters, "an adapter's pages are not known as such"
         for page in self._entries:
             assert (page in self._idle) == (self._allocator.num_holders(page) == 1), f"page {page}: idle or not?"
 
+    def _rest(self, page: int) -> None:
+        entry = self._entries[page]
+        num_uses = 0.0 if entry.is_outdated else entry.uses.value
+        self._idle.add(page, 1, num_uses, self._page_cost_s(entry.key), entry.depth)
+
     def _drop(self, page: int) -> None:
-        key = self._entries.pop(page).key
+        entry = self._entries.pop(page)
+        key = entry.key
         del self._pages[key]
+        if entry.adapter is not None:
+            pages = self._of_adapters[entry.adapter]
+            pages.remove(page)
+            if not pages:
+                del self._of_adapters[entry.adapter]
         self._beginnings.remove(key)
         self._moved[key] = None
         self._allocator.release((page,))

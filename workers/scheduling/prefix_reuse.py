@@ -129,7 +129,7 @@ class PrefixReuse:
         self._make_keys(sequence, num_full)
         for depth in range(sequence.num_kept_pages, num_full):
             key = sequence.page_keys[depth]
-            if self._cache.insert(sequence.pages[depth], key, depth):
+            if self._cache.insert(sequence.pages[depth], key, depth, sequence.adapter_digest):
                 self._tiers.offer(sequence.pages[depth], key)
                 start = depth * self._block_size
                 token_ids = sequence.token_ids[start : start + self._block_size]

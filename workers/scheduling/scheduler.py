@@ -14,7 +14,7 @@ import msgspec
 
 from ..memory.adapter_cache import AdapterState
 from ..memory.paged_memory import PagedMemory
-from ..plan import AdapterLoad, HostAdapterStats, SampledToken, StepPlan, StepResult
+from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats, SampledToken, StepPlan, StepResult
 from ..wire.engine_load import EngineCounters, EngineGauges, EngineLoad
 from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 from ..wire.page_keys import PageKey
@@ -31,6 +31,8 @@ from .tier_traffic import TierSizes, TierTraffic
 from .waiting_queue import WaitingQueue
 
 _HEAD_START = 1 << 62  # a sequence that another gang began is older than all that began here
+
+_MAX_OUTDATED = 1024  # digests that wait for a step to tell the workers; of more the oldest are forgotten
 
 
 class Scheduler:
@@ -61,6 +63,7 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}
         self._uncommitted: dict[int, dict[int, PlannedTokens]] = {}  # of each plan: by step, then by sequence id
         self._host_adapter_stats = HostAdapterStats()
+        self._outdated: list[str] = []  # digests that the workers have not heard of
         self._step = self._arrivals = self._num_computed = self._num_generated = self._num_preemptions = 0
 
     def add(self, request: SequenceRequest, seed: int) -> SequenceError | None:
@@ -86,6 +89,11 @@ class Scheduler:
             return False
         self._waiting.remove(sequence)
         return True
+
+    def outdate(self, digest: str) -> None:
+        """No name points to the adapter any more: what there is of it goes first. Sequences that need it go on."""
+        self._memory.outdate(digest)
+        self._outdated = [*self._outdated[-_MAX_OUTDATED:], digest]
 
     def has_work(self) -> bool:
         return bool(self._running or self._waiting or self._adapters.num_loading or self._tiers.has_work())
@@ -114,7 +122,8 @@ class Scheduler:
         used = dict.fromkeys(sequence.adapter for sequence in sequences if sequence.adapter is not None)
         residences = tuple(self._adapters.residence(digest) for digest in used)
         moves, copies = self._tiers.plan_moves(), self._prefixes.take_copies()
-        return StepPlan(self._step, sequences, residences, loads, moves, copies)
+        outdated, self._outdated = (tuple(self._outdated), []) if sequences else ((), self._outdated)
+        return StepPlan(self._step, sequences, residences, loads, moves, copies, outdated)
 
     def settle(self, plan: StepPlan, result: StepResult) -> StepPlan:
         """Completes a plan that was made while the plan before it ran. `result`: of that one; it is committed later.
@@ -146,7 +155,7 @@ class Scheduler:
             self._adapters.finish_load(digest)
         for failure in result.failed:
             self._adapters.fail_load(failure.digest)
-            updates.extend(self._fail_waiting(failure.digest, failure.message))
+            updates.extend(self._fail_waiting(failure))
         tokens = self._uncommitted.pop(plan.step)
         for part in plan.sequences:
             self._num_computed += len(part.token_ids)
@@ -182,6 +191,7 @@ class Scheduler:
             host_adapter_bytes=self._host_adapter_stats.num_bytes,
             num_resident_adapters=self._adapters.num_resident,
             num_coming_adapters=self._adapters.num_loading,
+            num_hung_reads=self._host_adapter_stats.num_hung_reads,
         )
         counters = EngineCounters(
             num_steps=self._step,
@@ -197,6 +207,7 @@ class Scheduler:
             num_move_failures=self._tiers.num_failures,
             num_adapter_reads=self._host_adapter_stats.num_reads,
             num_loaded_pages=self._adapters.num_loaded_pages,
+            num_failed_reads=self._host_adapter_stats.num_failed_reads,
         )
         return EngineLoad(gauges, counters)
 
@@ -338,10 +349,11 @@ class Scheduler:
             update, num_cached_tokens=sequence.num_cached_tokens, computing_s=self._clock() - sequence.began_at
         )
 
-    def _fail_waiting(self, digest: str, message: str) -> Iterator[SequenceUpdate]:
-        for sequence in [waiting for waiting in self._waiting if waiting.adapter_digest == digest]:
+    def _fail_waiting(self, failure: AdapterFailure) -> Iterator[SequenceUpdate]:
+        error = SequenceError("store_unavailable" if failure.is_unavailable else "adapter_failed", failure.message)
+        for sequence in [waiting for waiting in self._waiting if waiting.adapter_digest == failure.digest]:
             self._waiting.remove(sequence)
-            yield SequenceUpdate(sequence.sequence_id, error=SequenceError("adapter_failed", message))
+            yield SequenceUpdate(sequence.sequence_id, error=error)
 
     def _prefix_page_s(self, key: PageKey) -> float:
         costs = self._costs.costs("host")

@@ -46,6 +46,9 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     num_resident_adapters: Annotated[int, Meta(description="Adapters that are in the pool.")] = 0
     num_coming_adapters: Annotated[int, Meta(description="Adapters that are being copied into the pool.")] = 0
+    num_hung_reads: Annotated[
+        int, Meta(description="Reads of adapters from the store that passed their deadline and have not come back.")
+    ] = 0
 
 
 class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +78,9 @@ class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="Of the adapters that were loaded, those read from the store: host memory did not have them."),
     ] = 0
     num_loaded_pages: Annotated[int, Meta(description="Pages of adapters whose load succeeded.")] = 0
+    num_failed_reads: Annotated[
+        int, Meta(description="Reads of adapters from the store that failed, those included that were tried again.")
+    ] = 0
     busy_s: Annotated[float, Meta(description="Seconds spent in steps.")] = 0.0
     loading_s: Annotated[float, Meta(description="Seconds until adapters were there, summed over adapters.")] = 0.0
 

@@ -18,9 +18,12 @@ FinishReason = Literal["stop", "length"]
 # is "taken_over" when it was submitted again, by another router or for another of the client's connections. It is
 # "given_back" when it brings more than its router reads: the router asks for it again when it has read all that came.
 # It is "withdrawn" when its router has asked for that before it began: the router sends it elsewhere.
+# "store_unavailable": its adapter is not in the gang and cannot be read there now; a router goes on with it at another
+# gang, or at the same one after a pause, and its client hears of it if that was of no use.
 ErrorKind = Literal[
     "invalid_request",
     "adapter_failed",
+    "store_unavailable",
     "overloaded",
     "timeout",
     "gang_lost",
@@ -125,7 +128,16 @@ class SubmitPart(msgspec.Struct, frozen=True, tag="part"):
     is_last: bool
 
 
-ToLeaderMessage = Submit | Cancel | Withdraw | Disown
+class Outdated(msgspec.Struct, frozen=True, tag="outdated"):
+    """As far as the router knows no name points to the adapter any more: it need not be kept. A hint, and no promise.
+
+    A sequence with it makes it an adapter like others.
+    """
+
+    digest: str
+
+
+ToLeaderMessage = Submit | Cancel | Withdraw | Disown | Outdated
 
 
 class ToLeader(msgspec.Struct, frozen=True):
@@ -200,6 +212,7 @@ class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int  # that each worker computes with
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    max_num_sequences: int = 0  # that can run at once: no more than a step has tokens for
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
