@@ -36,13 +36,7 @@ class PrefixCache:
 
     def find(self, keys: Iterable[PageKey]) -> list[int]:
         """Pages of the first keys, up to the first one that is not here."""
-        found: list[int] = []
-        for key in keys:
-            page = self._pages.get(key)
-            if page is None:
-                break
-            found.append(page)
-        return found
+        return [*iter(map(self._pages.get, keys).__next__, None)]
 
     def find_begun(self, link: PageKey, token_ids: Sequence[int], block_size: int) -> tuple[int, int] | None:
         """A page after `link` that begins with some of these tokens, and how many of them; None: too few for a copy."""
@@ -59,15 +53,15 @@ class PrefixCache:
 
     def acquire(self, pages: Sequence[int]) -> None:
         """One more sequence holds these pages, which are here, until `release`."""
-        for page in pages:
-            if page in self._idle:
-                self._idle.remove(page)
+        for page in self._allocator.held_once(pages):  # by this cache: they are idle
+            self._idle.remove(page)
         self._allocator.share(pages)
 
     def count_uses(self, pages: Iterable[int]) -> None:
         """A sequence starts with these pages as its prefix: they are worth more from now on."""
+        entries = self._entries
         for page in pages:
-            self._entries[page].num_uses += 1
+            entries[page].num_uses += 1
 
     def insert(self, page: int, key: PageKey, depth: int) -> bool:
         """Keeps a page that a sequence has filled; `depth`: pages before it. False: a page with its content is here."""
@@ -88,9 +82,8 @@ class PrefixCache:
     def release(self, pages: Sequence[int]) -> None:
         """Ends a sequence's hold on pages. Kept pages without other holders become idle, pages not kept free."""
         self._allocator.release(pages)
-        for page in pages:
-            entry = self._entries.get(page)
-            if entry is not None and self._allocator.num_holders(page) == 1:
+        for page in self._allocator.held_once(pages):
+            if (entry := self._entries.get(page)) is not None:
                 self._idle.add(page, 1, entry.num_uses, self._page_cost_s(entry.key), entry.depth)
 
     def forget(self, keys: Iterable[PageKey]) -> None:
