@@ -46,7 +46,7 @@ class PagedMemory:
         self._soon = tuple(digests)
 
     def has_room(self, num_pages: int, keep: AbstractSet[Item], found: Sequence[int] = ()) -> bool:
-        """Whether `make_room` would succeed if the pages `found` of kept prefixes, of which some are idle, were held."""
+        """Whether `make_room` would succeed if `found` were held: pages of a kept prefix, of which some are idle."""
         num_kept = self._idle.num_pages_of(keep)
         num_kept += sum([page not in keep for page in self.allocator.held_once(found)])  # once: by the prefix cache
         return num_pages <= self.allocator.num_free + self._idle.num_pages - num_kept

@@ -1,4 +1,4 @@
-"""Which waiting sequences can start, and their start."""
+"""Which prompts a step computes: of sequences that run, and of those that start."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from ..memory.adapter_cache import AdapterState
 from ..memory.paged_memory import PagedMemory
 from ..wire.messages import AdapterRef
 from ..wire.page_keys import PageKey
+from .planned_step import PlannedChunk, plan_chunk
 from .prefetch_policy import MAX_LOADS_UNDER_WAY
 from .prefetcher import Prefetcher
 from .prefix_reuse import Hands, PrefixReuse
+from .prompt_budget import share_prompt_tokens
 from .request_limits import GangLimits, pages_for
 from .running_sequences import RunningSequences
 from .sequence import Sequence
@@ -37,6 +39,31 @@ class Admission:
         self._memory, self._prefixes, self._prefetcher = memory, prefixes, prefetcher
         self._waiting, self._running, self._limits = waiting, running, limits
         self._pages_of_adapter, self._clock = pages_of_adapter, clock
+
+    def plan_prompts(self, budget: int, may_admit: bool) -> list[PlannedChunk]:
+        """Plans chunks of prompts that run, and of waiting sequences, which start now if they may.
+
+        `budget`: tokens in all.
+        """
+        num_tokens: dict[Sequence, int] = {}
+        prompts, started, is_first = self._running.prompts[:], list[Sequence](), True
+        while budget > 0 and (started or is_first):
+            candidates = self.candidates() if may_admit else []
+            left = {s: s.num_unplanned for s in prompts} | {s: s.num_uncomputed - s.num_found for s in candidates}
+            asking = sorted(left, key=lambda sequence: sequence.arrival)
+            shares = dict(zip(asking, share_prompt_tokens([left[s] for s in asking], budget), strict=True))
+            started = list(self.start(s for s in candidates if shares[s]))
+            for sequence in (*prompts, *started):
+                num_tokens[sequence] = min(sequence.num_unplanned, shares[sequence])
+                budget -= num_tokens[sequence]
+            prompts, is_first = [], False
+        for sequence in self._running.prompts:  # what others left over, because their prefixes are there or are coming
+            more = min(sequence.num_unplanned - num_tokens.get(sequence, 0), budget)
+            num_tokens[sequence] = num_tokens.get(sequence, 0) + more
+            budget -= more
+        chunks = [plan_chunk(sequence, number) for sequence, number in num_tokens.items() if number]
+        self._running.end_prompts()
+        return chunks
 
     def candidates(self) -> list[Sequence]:
         """Waiting sequences that could start now, oldest first: `num_found` says what of them need not be computed.

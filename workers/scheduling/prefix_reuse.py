@@ -16,8 +16,8 @@ from .sequence import Sequence
 from .tier_traffic import TierTraffic
 from .waiting_queue import WaitingQueue
 
-# How many of their first pages are in other hands, of sequences that were asked about: by the first page's key, how many
-# it was of the last one, and the last one's key. Who begins with these pages need not be asked about them again.
+# How many of their first pages are in other hands, of sequences that were asked about: by the first page's key, how
+# many of the last such sequence, and the key of the last of these. Who begins with them need not be asked again.
 Hands = dict[PageKey, tuple[int, PageKey]]
 
 
@@ -116,7 +116,7 @@ class PrefixReuse:
         return held > num_found or len(self._cache.find(sequence.page_keys[held : num_found + 1])) > num_found - held
 
     def here(self, sequence: Sequence, hands: Hands) -> list[int]:
-        """Pages of its prefix that are in the pool and in no other hands, if it was looked up since it began to wait."""
+        """Pages of its prefix that are in the pool, and nobody's, if it was looked up since it began to wait."""
         if not sequence.was_looked_up:
             return []
         return self._cache.find(sequence.page_keys[self.num_in_other_hands(sequence, hands) :])

@@ -1,8 +1,21 @@
-"""How the tokens of prompts that a step may compute are shared out among prompts: a pure policy."""
+"""How many tokens of prompts a step computes, and how prompts share them: pure policies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+_LEAST_SHARE = 0.25  # of the time of a step's decodes, that prompts have at least
+
+
+def tokens_in_time(interval_s: float, decode_s: float, token_s: float, least: int) -> int:
+    """How many tokens of prompts a step may compute, so that those who decode get their next tokens in time.
+
+    `interval_s`: what a step should take. `decode_s`: what its decodes are expected to take of that, `token_s`: a token
+    of a prompt. Where decodes leave prompts hardly any time, those have a part of theirs in addition, and at least
+    `least` tokens, or nobody new would ever begin. Sarathi-Serve (arXiv 2403.02310) bounds chunks for the same reason.
+    """
+    seconds = max(interval_s - decode_s, _LEAST_SHARE * decode_s)
+    return max(least, int(seconds / max(token_s, 1e-9)))
 
 
 def share_prompt_tokens(num_left: Sequence[int], budget: int) -> list[int]:

@@ -13,17 +13,17 @@ import msgspec
 
 from ..memory.adapter_cache import AdapterState
 from ..memory.paged_memory import PagedMemory
-from ..plan import AdapterLoad, HostAdapterStats, SampledToken, StepPlan, StepResult
+from ..plan import HostAdapterStats, SampledToken, StepPlan, StepResult
 from ..wire.engine_load import EngineCounters, EngineGauges, EngineLoad
 from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 from ..wire.page_keys import PageKey
 from .admission import Admission, OlderSequences
-from .measured_costs import MeasuredCosts
-from .planned_step import PlannedChunk, PlannedStep, plan_chunk
+from .measured_costs import MeasuredCosts, StepCosts
+from .planned_step import PlannedChunk, PlannedStep
 from .preemption import choose_victim
 from .prefetcher import Prefetcher
 from .prefix_reuse import PrefixReuse
-from .prompt_budget import share_prompt_tokens
+from .prompt_budget import tokens_in_time
 from .request_limits import GangLimits, pages_for, refusal
 from .running_sequences import RunningSequences
 from .sequence import Sequence
@@ -46,14 +46,16 @@ class Scheduler:
         prefix_cache: bool = True,
         tiers: TierSizes | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        token_interval_s: float = 0.0,
     ) -> None:
         """`prefix_cache`: sequences of a tenant that begin alike share their pages. `tiers` keep more of these.
 
         `clock`: seconds, only to tell for how long a sequence's first token was computed; nothing is decided by it.
+        `token_interval_s`: steps in which sequences decode should take no longer; 0: as long as they take.
         """
         self._limits, self._eos_token_ids, self._pages_of_adapter = limits, eos_token_ids, pages_of_adapter
-        self._clock = clock
-        self._costs = MeasuredCosts(limits.block_size)
+        self._clock, self._token_interval_s = clock, token_interval_s
+        self._costs, self._step_costs = MeasuredCosts(limits.block_size), StepCosts()
         self._waiting, self._running = WaitingQueue(), RunningSequences()
         self._memory = PagedMemory(
             limits.num_pages,
@@ -78,7 +80,6 @@ class Scheduler:
         self._uncommitted: dict[int, PlannedStep] = {}  # by step
         self._host_adapter_stats = HostAdapterStats()
         self._step = self._arrivals = self._num_computed = self._num_generated = self._num_preemptions = 0
-        self._num_uncomputed = 0  # tokens of running sequences
 
     def add(self, request: SequenceRequest, seed: int) -> SequenceError | None:
         """Queues a sequence, or returns why it can never be served."""
@@ -120,7 +121,7 @@ class Scheduler:
         decodes = self._plan_decodes()
         may_admit = self._num_preemptions == num_preemptions  # who gave way must not get back the pages that it freed
         loads = tuple(self._prefetcher.begin(self._next_batch(), len(self._running))) if may_admit else ()
-        chunks = self._plan_prompts(self._limits.max_tokens_per_step - len(decodes), may_admit)
+        chunks = self._admission.plan_prompts(self._prompt_budget(len(decodes)), may_admit)
         planned = PlannedStep(decodes, chunks)
         parts = () if self._uncommitted else planned.parts({})  # else when it is settled, since tokens are lacking
         self._uncommitted[self._step] = planned
@@ -164,8 +165,12 @@ class Scheduler:
         return updates
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Learns what computing costs from how long a plan took to execute."""
-        self._costs.observe_step(len(plan.sequences), sum(len(s.token_ids) for s in plan.sequences), seconds)
+        """Learns what computing costs from how long a plan took to execute. It must come before the plan's commit."""
+        if (planned := self._uncommitted.get(plan.step)) is not None:
+            chunks = [(chunk.part.start, len(chunk.part.token_ids)) for chunk in planned.chunks]
+            num_decodes, num_chunk_tokens = len(planned.decodes), sum([number for _, number in chunks])
+            self._costs.observe_step(num_decodes + len(chunks), num_decodes + num_chunk_tokens, seconds)
+            self._step_costs.observe(num_decodes, chunks, seconds)
 
     def load(self) -> EngineLoad:
         """Counts of this moment and since the start."""
@@ -173,7 +178,7 @@ class Scheduler:
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_waiting_for_adapters=self._waiting.num_lacking,
-            num_queued_tokens=self._num_uncomputed + self._waiting.num_tokens,
+            num_queued_tokens=self._running.num_uncomputed + self._waiting.num_tokens,
             num_pages=self._limits.num_pages,
             num_free_pages=self._memory.allocator.num_free,
             num_adapter_pages=self._adapters.num_pages,
@@ -216,7 +221,6 @@ class Scheduler:
         self._waiting.check_integrity(lambda digest: self._adapters.state(digest) is AdapterState.RESIDENT)
         self._running.check_integrity()
         self._prefixes.check_integrity(running)
-        assert self._num_uncomputed == sum(s.num_uncomputed for s in running), "tokens to compute are miscounted"
         assert all(not s.pages and s.num_computed == 0 for s in self._waiting), "a waiting sequence holds pages"
         users: dict[str, int] = {}
         for sequence in running:
@@ -251,28 +255,15 @@ class Scheduler:
             planned = [sequence for sequence in planned if sequence.sequence_id in self._running.by_id]
         return planned
 
-    def _plan_prompts(self, budget: int, may_admit: bool) -> list[PlannedChunk]:
-        """Plans chunks of prompts that run, and of waiting sequences that start now if they may."""
-        num_tokens: dict[Sequence, int] = {}
-        prompts, started, is_first = self._running.prompts[:], list[Sequence](), True
-        while budget > 0 and (started or is_first):
-            candidates = self._admission.candidates() if may_admit else []
-            left = {s: s.num_unplanned for s in prompts} | {s: s.num_uncomputed - s.num_found for s in candidates}
-            asking = sorted(left, key=lambda sequence: sequence.arrival)
-            shares = dict(zip(asking, share_prompt_tokens([left[s] for s in asking], budget), strict=True))
-            started = list(self._admission.start(s for s in candidates if shares[s]))
-            self._num_uncomputed += sum(sequence.num_uncomputed for sequence in started)
-            for sequence in (*prompts, *started):
-                num_tokens[sequence] = min(sequence.num_unplanned, shares[sequence])
-                budget -= num_tokens[sequence]
-            prompts, is_first = [], False
-        for sequence in self._running.prompts:  # what others left over, because their prefixes are there or are coming
-            more = min(sequence.num_unplanned - num_tokens.get(sequence, 0), budget)
-            num_tokens[sequence] = num_tokens.get(sequence, 0) + more
-            budget -= more
-        chunks = [plan_chunk(sequence, number) for sequence, number in num_tokens.items() if number]
-        self._running.end_prompts()
-        return chunks
+    def _prompt_budget(self, num_decodes: int) -> int:
+        """Tokens of prompts that the plan may compute beside so many decodes."""
+        most = self._limits.max_tokens_per_step - num_decodes
+        if not num_decodes or not self._token_interval_s:
+            return most  # nobody waits for the next token
+        oldest = self._running.prompts[0] if self._running.prompts else None
+        context = 0 if oldest is None else oldest.num_computed + oldest.num_planned
+        decode_s, token_s = self._step_costs.decode_s(num_decodes), self._step_costs.prompt_token_s(context)
+        return min(most, tokens_in_time(self._token_interval_s, decode_s, token_s, self._limits.block_size))
 
     def _grow(self, sequence: Sequence, older: OlderSequences) -> bool:
         """Gets a running sequence another page, if need be by preempting newer sequences.
@@ -309,7 +300,6 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         """Ends the run of a sequence: releases its pages and its adapter."""
         self._running.remove(sequence)
-        self._num_uncomputed -= sequence.num_uncomputed
         for planned in self._uncommitted.values():
             planned.gone.add(sequence)
         sequence.num_planned = sequence.num_coming = 0
@@ -319,44 +309,54 @@ class Scheduler:
 
     def _commit_decodes(self, planned: PlannedStep, result: StepResult, updates: list[SequenceUpdate]) -> None:
         """Takes in the tokens of sequences that decode: little is done for each, since thousands may."""
-        block_size = self._limits.block_size
+        block_size, chosen, gone = self._limits.block_size, result.tokens, planned.gone
         for sequence in planned.decodes:
-            if sequence in planned.gone:
+            if gone and sequence in gone:
                 continue
-            sequence.num_computed += 1
+            sequence.num_computed = num_computed = sequence.num_computed + 1
             sequence.num_planned -= 1
-            if sequence.num_computed % block_size == 0:
+            if num_computed % block_size == 0:
                 self._prefixes.keep_filled(sequence)
-            updates.append(self._append(sequence, result.tokens[sequence.sequence_id]))
+            token = chosen[sequence.sequence_id]
+            ends = token is None or token.token_id in sequence.stop_ids or num_computed + 1 >= sequence.max_length
+            if token is None or ends or num_computed == sequence.num_given_tokens:
+                updates.append(self._append(sequence, token))
+                continue
+            sequence.num_coming -= 1
+            sequence.token_ids.append(token.token_id)
+            self._num_generated += 1
+            logprobs = None if token.logprobs is None else [token.logprobs]
+            updates.append(SequenceUpdate(sequence.sequence_id, [token.token_id], logprobs))
 
     def _commit_chunk(self, chunk: PlannedChunk, result: StepResult, updates: list[SequenceUpdate]) -> None:
         sequence, num_tokens = chunk.sequence, len(chunk.part.token_ids)
         sequence.num_computed += num_tokens
         sequence.num_planned -= num_tokens
-        self._num_uncomputed -= num_tokens
+        self._running.num_uncomputed -= num_tokens
         self._prefixes.keep_filled(sequence)
         if chunk.part.sample is not None:
-            self._num_uncomputed += 1
+            self._running.num_uncomputed += 1
             updates.append(self._append(sequence, result.tokens[sequence.sequence_id]))
 
     def _append(self, sequence: Sequence, token: SampledToken | None) -> SequenceUpdate:
-        """Adds a token that was chosen. None: its logits were not finite, and the sequence ends with an error."""
+        """Adds a token that was chosen, whether it is the first or the last one or neither.
+
+        None: its logits were not finite, and the sequence ends with an error.
+        """
         sequence.num_coming -= 1
         if token is None:
-            self._num_uncomputed -= 1
+            self._running.num_uncomputed -= 1
             self._prefixes.disown(sequence)
             self._leave(sequence)
             return SequenceUpdate(sequence.sequence_id, error=_not_finite(sequence))
-        token_id, token_ids = token.token_id, sequence.token_ids
-        token_ids.append(token_id)
+        sequence.token_ids.append(token.token_id)
         self._num_generated += 1
-        reason = None
-        if token_id in sequence.stop_ids or len(token_ids) >= sequence.max_length:
-            reason = finish_reason(sequence)
+        reason = finish_reason(sequence)
+        if reason is not None:
             self._leave(sequence)
         logprobs = None if token.logprobs is None else [token.logprobs]
-        update = SequenceUpdate(sequence.sequence_id, [token_id], logprobs, reason)
-        if len(token_ids) > sequence.num_given_tokens + 1:
+        update = SequenceUpdate(sequence.sequence_id, [token.token_id], logprobs, reason)
+        if len(sequence.token_ids) > sequence.num_given_tokens + 1:
             return update
         assert sequence.began_at is not None
         return msgspec.structs.replace(
