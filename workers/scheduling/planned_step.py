@@ -38,17 +38,16 @@ class PlannedStep:
             decodes = [sequence for sequence in decodes if sequence not in gone]
         self.decodes = going_on = list[Sequence]()
         for sequence in decodes:
-            known = sequence.token_ids
             start = sequence.num_computed + sequence.num_planned - 1
-            if start < len(known):
-                token_id = known[start]
+            if sequence.num_coming == 1:  # the plan before chooses none for it
+                token_id = sequence.token_ids[start]
             else:
                 token = chosen.get(sequence.sequence_id)
                 if token is None or (token_id := token.token_id) in sequence.stop_ids:
                     continue
             going_on.append(sequence)
             if sequence.has_penalty:
-                sample = sequence.sample_plan(known if start < len(known) else [*known, token_id])
+                sample = sequence.sample_plan([*sequence.token_ids[:start], token_id])
             else:
                 index = start + 1 - sequence.num_prompt_tokens
                 sample = SamplePlan(sequence.sampling, sequence.seed, index, (), ())

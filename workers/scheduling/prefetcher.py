@@ -28,12 +28,15 @@ class Prefetcher:
         self._memory, self._prefixes = memory, prefixes
         self._pages_of_adapter, self._block_size = pages_of_adapter, block_size
 
-    def begin(self, waiting: list[Sequence], num_running: int) -> Iterator[AdapterLoad]:
+    def begin(self, waiting: list[Sequence], num_lacking: int, num_running: int) -> Iterator[AdapterLoad]:
         """Begins what should come now for these sequences, oldest first, even if this step has no place for them.
 
-        The caller puts the loads into its plan. Each of the running sequences may need another page meanwhile.
+        The caller puts the loads into its plan. `num_lacking`: sequences that lack their adapter, these or others. Each
+        of the running sequences may need another page meanwhile.
         """
-        num_loads = MAX_LOADS_UNDER_WAY - self._memory.adapters.num_loading
+        num_loads = MAX_LOADS_UNDER_WAY - self._memory.adapters.num_loading if num_lacking else 0
+        if num_loads <= 0 and not self._prefixes.can_come_ahead:
+            return
         hands: Hands = {}  # no page is released meanwhile
         while waiting and not self._lacks(waiting[-1], num_loads, hands):
             waiting.pop()

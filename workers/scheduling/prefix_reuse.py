@@ -72,7 +72,7 @@ class PrefixReuse:
         sequence.awaited_key = keys[len(found)] if len(found) < len(keys) else None
         if sequence.awaited_key is None:
             return found
-        if sequence.awaited_key not in self._coming:
+        if sequence.awaited_key not in self._coming and self._tiers.holds(sequence.awaited_key):
             absent = list(takewhile(self._is_absent, keys[len(found) :]))
             self._coming |= dict.fromkeys(self._tiers.bring(found, absent, keep))
         return None if sequence.awaited_key in self._coming else found
@@ -98,6 +98,11 @@ class PrefixReuse:
         key = sequence.page_keys[num_pages - 1] if num_pages else None
         return key if key in self._coming else None
 
+    @property
+    def can_come_ahead(self) -> bool:
+        """Pages may come into the pool from a tier behind it."""
+        return self._enabled and self._tiers.can_bring()
+
     def may_come_ahead(self, sequence: Sequence, hands: Hands) -> bool:
         """Whether `find` could let more pages come for a sequence that cannot start yet.
 
@@ -105,7 +110,7 @@ class PrefixReuse:
         no page comes twice while the sequence waits, though other pages may push it out: `find` brings it again when
         there is a place for the sequence.
         """
-        if not self._enabled or not self._tiers.can_bring():
+        if not self.can_come_ahead:
             return False
         if not sequence.was_looked_up:
             return True

@@ -13,7 +13,7 @@ import msgspec
 
 from ..memory.adapter_cache import AdapterState
 from ..memory.paged_memory import PagedMemory
-from ..plan import HostAdapterStats, SampledToken, StepPlan, StepResult
+from ..plan import AdapterLoad, HostAdapterStats, SampledToken, StepPlan, StepResult
 from ..wire.engine_load import EngineCounters, EngineGauges, EngineLoad
 from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 from ..wire.page_keys import PageKey
@@ -120,7 +120,7 @@ class Scheduler:
         num_preemptions = self._num_preemptions
         decodes = self._plan_decodes()
         may_admit = self._num_preemptions == num_preemptions  # who gave way must not get back the pages that it freed
-        loads = tuple(self._prefetcher.begin(self._next_batch(), len(self._running))) if may_admit else ()
+        loads = tuple(self._begin_loads()) if may_admit else ()
         chunks = self._admission.plan_prompts(self._prompt_budget(len(decodes)), may_admit)
         planned = PlannedStep(decodes, chunks)
         parts = () if self._uncommitted else planned.parts({})  # else when it is settled, since tokens are lacking
@@ -237,12 +237,12 @@ class Scheduler:
         older: OlderSequences | None = None
         num_preemptions = self._num_preemptions
         for sequence in self._running.decoding[:]:
-            if sequence.num_coming and len(sequence.token_ids) + 1 >= sequence.max_length:
-                continue  # it ends with the token that is coming, whatever that is
-            position = sequence.num_computed + sequence.num_planned
+            position = sequence.num_computed + sequence.num_planned  # of its newest token, which may be coming
+            if position + 1 >= sequence.max_length:
+                continue  # it ends with that token, whatever it is
             if self._num_preemptions > num_preemptions and sequence.sequence_id not in self._running.by_id:
                 continue  # it was preempted just now
-            if position == len(sequence.pages) * block_size:
+            if position % block_size == 0 and position == len(sequence.pages) * block_size:
                 older = older or OlderSequences(self._waiting)
                 if not self._grow(sequence, older):
                     continue
@@ -296,6 +296,9 @@ class Scheduler:
     def _next_batch(self) -> list[Sequence]:
         """Waiting sequences that could run next, oldest first. Their adapters and pages of KV come while they wait."""
         return self._waiting.first(min(self._limits.max_num_sequences, _MAX_LOOK_AHEAD))
+
+    def _begin_loads(self) -> Iterator[AdapterLoad]:
+        return self._prefetcher.begin(self._next_batch(), self._waiting.num_lacking, len(self._running))
 
     def _leave(self, sequence: Sequence) -> None:
         """Ends the run of a sequence: releases its pages and its adapter."""

@@ -24,6 +24,13 @@ class Sequence:
     num_planned: int = 0  # tokens that uncommitted plans compute
     num_coming: int = 0  # tokens that uncommitted plans choose
     pages: tuple[int, ...] = ()  # plans hold it as it is, so it is another tuple when pages are added
+    sequence_id: int = field(init=False)
+    sampling: SamplingParams = field(init=False)
+    adapter_digest: str | None = field(init=False)  # None: the base
+    num_prompt_tokens: int = field(init=False)
+    num_given_tokens: int = field(init=False)  # tokens that it came with
+    has_penalty: bool = field(init=False)
+    # What is above is needed in every step, and lies side by side in memory.
     page_keys: list[PageKey] = field(default_factory=list)  # of its first full pages, as far as keys were needed
     num_kept_pages: int = 0  # its first pages that the prefix cache has been told of
     num_found: int = 0  # tokens that the last look-up of its prefix found in the pool
@@ -33,12 +40,6 @@ class Sequence:
     awaited_key: PageKey | None = None  # of the first page that the last look-up did not find in the pool
     awaits_page: bool = False  # it waits until somebody has computed or copied a page
     num_reserved_pages: int = 0  # that it will take when the page has come that is being copied for it
-    sequence_id: int = field(init=False)
-    sampling: SamplingParams = field(init=False)
-    adapter_digest: str | None = field(init=False)  # None: the base
-    num_prompt_tokens: int = field(init=False)
-    num_given_tokens: int = field(init=False)  # tokens that it came with
-    has_penalty: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.sequence_id = self.request.sequence_id
