@@ -1,7 +1,10 @@
 """The leader's scheduler: which sequences compute which tokens in the next step, on which pages.
 
 There is no prefill phase and no decode phase (vLLM v1's idea): a plan gives each sequence a number of tokens to compute
-within a token budget, decodes first, then prompt chunks, first come first served.
+within a token budget, decodes first, then prompt chunks (`prompt_budget.py`).
+
+A step costs time linear in the sequences that run, start or end, however many wait. So lists are kept in order, sums
+are kept as they change, and who waits is woken.
 """
 
 from __future__ import annotations
