@@ -101,17 +101,17 @@ def main() -> None:
         for engine in engines.values():
             engine.close()
     p99_s = {target_s: statistics.quantiles(seconds, n=100)[98] for target_s, seconds in between.items()}
-    speed = {target_s: statistics.median(of) for target_s, of in speeds.items()}
+    median_speed = {target_s: statistics.median(of) for target_s, of in speeds.items()}
     print(f"{'target':>8} {'p50 ms':>7} {'p99 ms':>7} {'max ms':>7} {'tokens/s':>9}")
     for target_s, seconds in between.items():
         name = f"{target_s * 1e3:.0f} ms" if target_s else "none"
         p50_ms, max_ms = statistics.median(seconds) * 1e3, max(seconds) * 1e3
-        print(f"{name:>8} {p50_ms:7.1f} {p99_s[target_s] * 1e3:7.1f} {max_ms:7.1f} {speed[target_s]:9.1f}")
+        print(f"{name:>8} {p50_ms:7.1f} {p99_s[target_s] * 1e3:7.1f} {max_ms:7.1f} {median_speed[target_s]:9.1f}")
     result = {
         "benchmark": "prompt_burst",
         "p99_over_target": round(p99_s[arguments.target] / arguments.target, 2),
         "p99_without_over_target": round(p99_s[0.0] / arguments.target, 2),
-        "throughput_with_over_without": round(speed[arguments.target] / speed[0.0], 3),
+        "throughput_with_over_without": round(median_speed[arguments.target] / median_speed[0.0], 3),
     }
     print(json.dumps(result))
 

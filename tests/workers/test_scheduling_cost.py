@@ -16,6 +16,7 @@ from motet.workers.scheduling import prefix_reuse
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
+from motet.workers.wire import page_keys
 
 _DOCUMENT = [2 + i * 7 % 900 for i in range(8192)]
 
@@ -129,11 +130,10 @@ def test_who_runs_on_a_long_document_costs_no_more_than_on_a_short_one() -> None
 
 def test_keys_of_a_document_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = 0
-    next_keys = prefix_reuse.next_keys
 
     def counting(*given: Any) -> Any:
         nonlocal hashed
-        keys = next_keys(*given)
+        keys = page_keys.next_keys(*given)
         hashed += len(keys)
         return keys
 

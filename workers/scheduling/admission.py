@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 from ..memory.adapter_cache import AdapterState
 from ..memory.paged_memory import PagedMemory
@@ -19,6 +20,7 @@ from .running_sequences import RunningSequences
 from .sequence import Sequence
 from .waiting_queue import WaitingQueue
 
+_MAX_LOOKED_AT = 1024  # sequences that await nothing, in the search for candidates
 _MAX_CANDIDATES = 64  # sequences that are looked at for one step's places; there is another look if all have started
 
 
@@ -76,7 +78,7 @@ class Admission:
         if most <= 0 or not self._waiting.num_ready:
             return found
         hands: Hands = {}  # no page is released meanwhile
-        for sequence, older in self._in_turn(self._waiting.equipped[:]):
+        for sequence, older in islice(self._in_turn(self._waiting.equipped[:]), _MAX_LOOKED_AT):
             if not self._prefixes.is_known(sequence) and not self._look_up(sequence, older, hands):
                 continue
             if sequence.awaited_key is None or sequence.awaited_key not in next_keys:
