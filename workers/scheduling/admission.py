@@ -106,7 +106,7 @@ class Admission:
         if adapters.num_loading < MAX_LOADS_UNDER_WAY:
             lacking = self._waiting.oldest_lacking(lambda digest: adapters.state(digest) is AdapterState.ABSENT)
         for sequence in sequences:
-            if sequence.awaits_page or not self._has_adapter(sequence):
+            if sequence.awaits_page is not None or not self._has_adapter(sequence):
                 continue
             if lacking is not None and lacking.arrival < sequence.arrival:
                 older.reach(lacking.arrival)

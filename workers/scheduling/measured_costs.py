@@ -9,8 +9,8 @@ from ..plan import Tier
 
 _FADE = 0.95  # what the weight of earlier observations is multiplied by at each new one
 _MAX_TIMES_MEAN = 10.0  # an observation above so many times the mean counts as that
-_NUM_TRUSTED = 4  # observations after which one that is far above what was expected counts as less
-_MAX_TIMES_EXPECTED = 2.0
+_NUM_TRUSTED = 8  # observations after which one that is far above what was expected counts as less
+_MAX_TIMES_EXPECTED = 4.0
 _MIN_TOKENS_PER_SEQUENCE = 4  # a step with fewer mostly decodes, and says little of what a prompt's token costs
 
 
@@ -112,7 +112,7 @@ class _FadingLine:
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         spread = self._xx / self._weight - mean_x**2 + 0.01 * mean_x**2 + 1e-9
         slope = max(self._xy / self._weight - mean_x * mean_y, 0.0) / spread
-        return max(mean_y + slope * (x - mean_x), 0.25 * mean_y)
+        return max(mean_y + slope * (x - mean_x), 0.05 * mean_y)
 
     def add(self, x: float, y: float) -> None:
         if self._num_values >= _NUM_TRUSTED:

@@ -38,7 +38,7 @@ class Sequence:
     was_looked_up: bool = False  # its prefix, in the pool and behind it, since it last began to wait
     began_at: float | None = None  # when a step was first planned for it, by the scheduler's clock; None: not yet
     awaited_key: PageKey | None = None  # of the first page that the last look-up did not find in the pool
-    awaits_page: bool = False  # it waits until somebody has computed or copied a page
+    awaits_page: PageKey | None = None  # it waits until somebody has computed or copied the page with this key
     num_reserved_pages: int = 0  # that it will take when the page has come that is being copied for it
 
     def __post_init__(self) -> None:

@@ -124,19 +124,20 @@ class WaitingQueue:
 
     def await_page(self, sequence: Sequence, key: PageKey, num_reserved_pages: int) -> None:
         """An equipped sequence cannot start before `page_came(key)`. It will take so many pages then."""
-        assert not sequence.awaits_page
-        sequence.awaits_page, sequence.num_reserved_pages = True, num_reserved_pages
+        assert sequence.awaits_page is None
+        sequence.awaits_page, sequence.num_reserved_pages = key, num_reserved_pages
         self.num_awaiting += 1
         self._awaiting[key].append(sequence)
 
     def page_came(self, key: PageKey) -> None:
         """Nobody computes or copies a page with this key any more: it is there, or will not come."""
         for sequence in self._awaiting.pop(key, ()):
-            self._stop_awaiting(sequence)
+            if sequence.awaits_page == key:  # else it has left, or awaits another one
+                self._stop_awaiting(sequence)
 
     def awaited_keys(self) -> set[PageKey]:
         """For integrity checks."""
-        return {key for key, sequences in self._awaiting.items() if any(each.awaits_page for each in sequences)}
+        return {sequence.awaits_page for sequence in self._sequences if sequence.awaits_page is not None}
 
     def tell_found(self, sequence: Sequence, num_tokens: int) -> None:
         """So many of its tokens were found in the pool."""
@@ -155,9 +156,9 @@ class WaitingQueue:
         lacking = [s for s in self._sequences if s.adapter_digest in self._lacking]
         assert {*lacking, *self._equipped} == {*self._sequences} and self.num_lacking == len(lacking)
         assert len(lacking) + len(self._equipped) == len(self._sequences), "a sequence lacks its adapter and has it"
-        assert self.num_awaiting == sum(sequence.awaits_page for sequence in self._sequences)
-        awaiting = {sequence for sequences in self._awaiting.values() for sequence in sequences}
-        assert {sequence for sequence in self._sequences if sequence.awaits_page} <= awaiting
+        awaiting = [sequence for sequence in self._sequences if sequence.awaits_page is not None]
+        assert self.num_awaiting == len(awaiting)
+        assert all(sequence in self._awaiting[sequence.awaits_page or b""] for sequence in awaiting), "nobody wakes it"
         assert self.num_tokens == sum(s.num_uncomputed - s.num_found for s in self._sequences), "tokens are miscounted"
         if is_here is not None:
             digests = {s.adapter_digest for s in self._sequences if s.adapter_digest is not None}
@@ -172,8 +173,8 @@ class WaitingQueue:
             heapify(self._oldest_lacking)
 
     def _stop_awaiting(self, sequence: Sequence) -> None:
-        if sequence.awaits_page:
-            sequence.awaits_page, sequence.num_reserved_pages = False, 0
+        if sequence.awaits_page is not None:
+            sequence.awaits_page, sequence.num_reserved_pages = None, 0
             self.num_awaiting -= 1
 
 
