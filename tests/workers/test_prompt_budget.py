@@ -204,4 +204,4 @@ def test_costs_are_learnt_with_how_far_back_tokens_look(token_s: float, growth: 
         assert costs.prompt_token_s(context) == pytest.approx(token_s + per_context_s * context, rel=0.3)
     before = costs.prompt_token_s(low)
     costs.observe(0, [(low, 100)], 1000.0)  # a stall
-    assert costs.prompt_token_s(low) <= 1.5 * before
+    assert costs.prompt_token_s(low) <= 2 * before

@@ -10,7 +10,7 @@ from ..plan import Tier
 _FADE = 0.95  # what the weight of earlier observations is multiplied by at each new one
 _MAX_TIMES_MEAN = 10.0  # an observation above so many times the mean counts as that
 _NUM_TRUSTED = 8  # observations after which one that is far above what was expected counts as less
-_MAX_TIMES_EXPECTED = 4.0
+_MAX_TIMES_EXPECTED = 3.0
 _MIN_TOKENS_PER_SEQUENCE = 4  # a step with fewer mostly decodes, and says little of what a prompt's token costs
 
 
