@@ -27,6 +27,7 @@ class EngineConfig:
     kv_disk_path: Path  # folder for these
     block_size: int  # tokens a page
     max_tokens_per_step: int  # token budget of a plan
+    token_interval_s: float | Literal["auto"]  # that a step should take at most in which sequences decode; 0: no limit
     max_num_sequences: int  # sequences that run at once
     prefix_cache: bool  # sequences of a tenant that begin alike share their KV
     max_model_len: int | None  # None: what the model's config says

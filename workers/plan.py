@@ -2,6 +2,9 @@
 
 Plans travel to the workers as msgpack. A plan says everything that its step needs, so a worker keeps nothing of a
 sequence between steps but its KV pages.
+
+A step makes thousands of the structs that are `gc=False`, none of which can be part of a cycle: without them the
+garbage collector has little to go through.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ class PageCopy(msgspec.Struct, frozen=True, array_like=True):
     target: int
 
 
-class SamplePlan(msgspec.Struct, frozen=True, array_like=True):
+class SamplePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Choose one token after the sequence's last row."""
 
     params: SamplingParams
@@ -57,7 +60,7 @@ class SamplePlan(msgspec.Struct, frozen=True, array_like=True):
     output_token_ids: tuple[int, ...]
 
 
-class SequencePlan(msgspec.Struct, frozen=True, array_like=True):
+class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Compute these tokens of a sequence, writing their KV, and choose the next one if `sample` is there."""
 
     sequence_id: int
@@ -78,7 +81,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     outdated: tuple[str, ...] = ()  # digests that no name points to any more: host memory need not keep them
 
 
-class SampledToken(msgspec.Struct, frozen=True, array_like=True):
+class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_id: int
     logprobs: TokenLogprobs | None
 

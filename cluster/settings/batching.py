@@ -32,6 +32,15 @@ class Batching(Memory, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     max_num_sequences: Annotated[Count, Setting("Sequences of a gang that run at once.", "live")] = 128
     max_tokens_per_step: Annotated[Count, Setting("Tokens that a gang computes in one step.", "live")] = 512
+    token_interval_s: Annotated[
+        Seconds | Literal["auto"],
+        Setting(
+            "A step in which answers grow computes only so many tokens of prompts that it should take no longer, since "
+            "each answer waits so long for its next token. auto: 0.1 on CPUs, 0.05 on a GPU. 0: as many as "
+            "max-tokens-per-step says, for batches that nobody watches.",
+            "live",
+        ),
+    ] = "auto"
     max_waiting_sequences: Annotated[
         Count, Setting("Sequences that wait for their first token in one gang; more are refused.", "live")
     ] = 4096

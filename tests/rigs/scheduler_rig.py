@@ -211,6 +211,12 @@ class WorkerExecutor:
     def close(self) -> None: ...
 
 
+def quick_result(plan: StepPlan) -> StepResult:
+    """The result of a plan whose sequences all choose token 7, for tests of thousands."""
+    chosen = SampledToken(7, None)
+    return StepResult(plan.step, {s.sequence_id: chosen for s in plan.sequences if s.sample is not None}, (), ())
+
+
 def run(s: Scheduler, worker: Worker, max_steps: int = 2000) -> list[SequenceUpdate]:
     updates: list[SequenceUpdate] = []
     for _ in range(max_steps):

@@ -18,7 +18,7 @@ PROMPT = [*range(1, 31)]  # 30 tokens: seven full pages of four, and the eighth 
 def rig(num_pages: int = 60) -> tuple[Scheduler, Worker]:
     of = limits(num_pages, budget=64)
     s, worker = scheduler(of), Worker(of)
-    worker.sequence_of = s._running.__getitem__
+    worker.sequence_of = s._running.by_id.__getitem__
     return s, worker
 
 

@@ -185,7 +185,7 @@ def test_what_is_wanted_soon_goes_after_all_else_that_is_idle() -> None:
     s.add(request(1, num_prompt=2, max_tokens=30), 0)
     step(s, worker)
     s.add(request(2, adapter="a6"), 0)
-    while s._running[1].num_computed < 26:
+    while s._running.by_id[1].num_computed < 26:
         step(s, worker)
     load = s.load()
     assert (load.counters.num_adapter_evictions, load.counters.num_adapter_loads) == (0, 1)
@@ -198,7 +198,7 @@ def test_a_full_batch_that_grows_does_not_load_again_what_it_pushed_out() -> Non
     for i in range(3):
         s.add(request(10 + i, adapter=f"{chr(97 + i)}4"), 0)
     num_loads = []
-    while len(s._running) == 3:
+    while len(s._running.by_id) == 3:
         step(s, worker)
         num_loads.append(s.load().counters.num_adapter_loads)
     assert s.load().counters.num_preemptions == 0
@@ -220,7 +220,7 @@ def test_older_ones_first_within_bounds_and_none_again_for_nothing(
     rng = random.Random(seed)
     of = limits(num_pages, 64, num_sequences)
     s, worker = scheduler(of, tiers), Worker(of, slow_loads=rng)
-    worker.sequence_of = s._running.__getitem__
+    worker.sequence_of = s._running.by_id.__getitem__
     went_at: dict[str, int] = {}  # digest to the number of events that could make room, when it was pushed out
     num_events = 0
     asked: set[int] = set()
@@ -233,13 +233,13 @@ def test_older_ones_first_within_bounds_and_none_again_for_nothing(
                 asked.add(i)
         if i >= 40 and not s.has_work():
             break
-        running, num_preemptions = set(s._running), s.load().counters.num_preemptions
+        running, num_preemptions = set(s._running.by_id), s.load().counters.num_preemptions
         before = set(s._adapters._entries)
         plan = s.schedule()
         s.check_integrity()
         assert s._adapters.num_loading <= MAX_LOADS_UNDER_WAY
         assert not before.intersection(loads_of(plan)), "pushed out and loaded again at once"
-        num_events += not running.issuperset(s._running)
+        num_events += not running.issuperset(s._running.by_id)
         went = before.intersection(s._memory._idle._soon) - set(
             s._adapters._entries
         )  # though somebody looks forward to it
@@ -338,7 +338,7 @@ def test_pages_of_kv_that_were_pushed_out_again_come_only_with_a_place() -> None
     s, worker = told_before(num_pages=18, num_often=2)
     num_evictions = s.load().counters.num_prefix_evictions
     num_pages_in = []
-    while len(s._running) == 2:
+    while len(s._running.by_id) == 2:
         step(s, worker)
         num_pages_in.append(s.load().counters.num_pages_in)
     assert set(num_pages_in) == {7}
@@ -366,7 +366,7 @@ def test_the_room_of_one_whose_pages_come_is_not_taken_by_a_newer_one(num_pages:
     of = limits(num_pages, 64, num_sequences=4)
     s, worker = scheduler(of, TierSizes(host=200)), Worker(of)
     assert s.add(asking(0, PROMPT, 1), 0) is None
-    worker.sequence_of = s._running.__getitem__
+    worker.sequence_of = s._running.by_id.__getitem__
     run(s, worker)
     assert s._memory.make_room(num_pages, frozenset())
     worker.slow_loads = never_ending()
@@ -384,7 +384,7 @@ def test_pages_that_others_follow_on_stay_while_those_come() -> None:
     of = limits(12, 64, num_sequences=4)
     s, worker = scheduler(of, TierSizes(host=200)), Worker(of)
     assert s.add(asking(0, PROMPT, 1), 0) is None
-    worker.sequence_of = s._running.__getitem__
+    worker.sequence_of = s._running.by_id.__getitem__
     run(s, worker)
     assert s._memory.make_room(12 - 3, frozenset())  # the first three pages are left
     worker.slow_loads = never_ending()

@@ -26,7 +26,7 @@ def rig(
     of = limits(num_pages, budget, num_sequences=16)
     s = scheduler(of, tiers) if prefix_cache else Scheduler(of, frozenset({99}), lambda ref: 1, prefix_cache=False)
     worker = Worker(of)
-    worker.sequence_of = s._running.__getitem__
+    worker.sequence_of = s._running.by_id.__getitem__
     return s, worker
 
 

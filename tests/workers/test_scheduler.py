@@ -79,7 +79,7 @@ def test_random_workload_ends_with_every_page_accounted_for(
             break
         worker.failing_tiers = {tier for tier in ("host", "disk") if step % 20 < 10 and rng.random() < failing}
         worker.failing_adapters = {digest for digest in worker.coming if rng.random() < 0.05}
-        running |= s._running | {waiting.sequence_id: waiting for waiting in s._waiting}
+        running |= s._running.by_id | {waiting.sequence_id: waiting for waiting in s._waiting}
         for update in engine.step():
             assert update.sequence_id in expected, "a cancelled sequence spoke"
             assert update.sequence_id not in finished | failed, "a sequence spoke after its end"

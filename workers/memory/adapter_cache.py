@@ -36,6 +36,8 @@ class AdapterCache:
         self._allocator, self._idle, self._page_cost_s = allocator, idle, page_cost_s
         self._entries: dict[str, _Entry] = {}
         self._moved: dict[str, None] = {}  # digests that came or went since the last take_changes()
+        self.num_pages = 0  # of all adapters
+        self.num_idle_pages = 0  # that eviction could free
         self.num_loading = 0  # adapters that have pages, and whose copies are under way
         self.num_loads = 0
         self.num_loaded_pages = 0
@@ -55,6 +57,7 @@ class AdapterCache:
         residence = Residence(ref.digest, ref.module_ranks, pages)
         self._entries[ref.digest] = _Entry(residence, AdapterState.LOADING)
         self._moved[ref.digest] = None
+        self.num_pages += num_pages
         self.num_loading += 1
         self.num_loads += 1
         return AdapterLoad(residence)
@@ -77,6 +80,7 @@ class AdapterCache:
         assert entry.state is AdapterState.RESIDENT, f"adapter {digest} is {entry.state}, and is to be used"
         if not entry.num_users:
             self._idle.remove(digest)
+            self.num_idle_pages -= len(entry.residence.pages)
         entry.num_users += 1
         entry.uses.add(self._idle.num_rounds)
         entry.is_outdated = False
@@ -99,10 +103,12 @@ class AdapterCache:
         entry.is_outdated = True
         if digest in self._idle:
             self._idle.remove(digest)
+            self.num_idle_pages -= len(entry.residence.pages)
             self._rest(digest)
 
     def evict(self, digest: str) -> None:
         """Frees the pages of an idle adapter that the idle order gave up."""
+        self.num_idle_pages -= len(self._entries[digest].residence.pages)
         self._drop(digest)
         self.num_evictions += 1
 
@@ -114,15 +120,6 @@ class AdapterCache:
     @property
     def num_resident(self) -> int:
         return len(self._entries) - self.num_loading
-
-    @property
-    def num_pages(self) -> int:
-        return sum(len(entry.residence.pages) for entry in self._entries.values())
-
-    @property
-    def num_idle_pages(self) -> int:
-        """Pages that eviction could free."""
-        return sum(len(e.residence.pages) for digest, e in self._entries.items() if digest in self._idle)
 
     def num_idle_pages_of(self, digest: str) -> int:
         """The adapter's pages, if eviction could free them."""
@@ -136,11 +133,20 @@ class AdapterCache:
         """Running sequences by digest, for integrity checks; idle adapters are left out."""
         return {digest: entry.num_users for digest, entry in self._entries.items() if entry.num_users}
 
+    def check_integrity(self) -> None:
+        """Raises AssertionError if pages are miscounted."""
+        assert self.num_pages == sum(len(entry.residence.pages) for entry in self._entries.values())
+        idle = [entry for digest, entry in self._entries.items() if digest in self._idle]
+        assert self.num_idle_pages == sum(len(entry.residence.pages) for entry in idle), "idle pages are miscounted"
+
     def _rest(self, digest: str) -> None:
         entry = self._entries[digest]
         num_uses = 0.0 if entry.is_outdated else entry.uses.value
+        self.num_idle_pages += len(entry.residence.pages)
         self._idle.add(digest, len(entry.residence.pages), num_uses, self._page_cost_s())
 
     def _drop(self, digest: str) -> None:
-        self._allocator.release(self._entries.pop(digest).residence.pages)
+        pages = self._entries.pop(digest).residence.pages
+        self.num_pages -= len(pages)
+        self._allocator.release(pages)
         self._moved[digest] = None

@@ -29,9 +29,10 @@ class PageAllocator:
 
     def share(self, pages: Iterable[int]) -> None:
         """Adds a holder to pages that are held already."""
+        num_holders = self._num_holders
         for page in pages:
-            assert self._num_holders[page], f"page {page} is shared, and was not held"
-            self._num_holders[page] += 1
+            assert num_holders[page], f"page {page} is shared, and was not held"
+            num_holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
         """Removes a holder; pages without a holder are free."""
@@ -40,6 +41,11 @@ class PageAllocator:
             self._num_holders[page] -= 1
             if not self._num_holders[page]:
                 self._free.append(page)
+
+    def held_once(self, pages: Iterable[int]) -> list[int]:
+        """Those of the pages that have one holder."""
+        num_holders = self._num_holders
+        return [page for page in pages if num_holders[page] == 1]
 
     def num_holders(self, page: int) -> int:
         return self._num_holders[page]

@@ -23,15 +23,17 @@ class PagedMemory:
         adapter_page_s: Callable[[], float],
         prefix_page_s: Callable[[PageKey], float],
         idle: IdleOrder | None = None,
+        adapter_went: Callable[[str], None] = lambda digest: None,
     ) -> None:
         """`adapter_page_s`, `prefix_page_s`: what it costs to bring back an evicted page of an adapter, or of KV.
 
-        `idle`: another order of eviction, for comparisons.
+        `idle`: another order of eviction, for comparisons. `adapter_went` is called when an adapter was evicted.
         """
         self.allocator = PageAllocator(num_pages)
         self._idle = IdleOrder() if idle is None else idle
         self.adapters = AdapterCache(self.allocator, self._idle, adapter_page_s)
         self.prefixes = PrefixCache(self.allocator, self._idle, prefix_page_s)
+        self._adapter_went = adapter_went
 
     @property
     def num_pages_to_take(self) -> int:
@@ -48,8 +50,9 @@ class PagedMemory:
         self.prefixes.outdate(digest)
 
     def has_room(self, num_pages: int, keep: AbstractSet[Item], found: Sequence[int] = ()) -> bool:
-        """Whether `make_room` would succeed if the pages `found`, of which some are idle, were held."""
-        num_kept = self._idle.num_pages_of(keep) + sum(page in self._idle and page not in keep for page in found)
+        """Whether `make_room` would succeed if `found` were held: pages of a kept prefix, of which some are idle."""
+        num_kept = self._idle.num_pages_of(keep)
+        num_kept += sum([page not in keep for page in self.allocator.held_once(found)])  # once: by the prefix cache
         return num_pages <= self.allocator.num_free + self._idle.num_pages - num_kept
 
     def make_room(self, num_pages: int, keep: AbstractSet[Item]) -> bool:
@@ -67,6 +70,7 @@ class PagedMemory:
         for item in going:
             if isinstance(item, str):
                 self.adapters.evict(item)
+                self._adapter_went(item)
             else:
                 self.prefixes.evict(item)
         return True
@@ -91,6 +95,7 @@ class PagedMemory:
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError if a page leaked or its holders are miscounted. `held`: the pages of each sequence."""
         self.allocator.check_integrity([*held, *self.adapters.holders(), *self.prefixes.holders()])
+        self.adapters.check_integrity()
         self.prefixes.check_integrity()
         self._idle.check_integrity()
         num_idle = sum(self.allocator.num_holders(page) == 1 for pages in self.prefixes.holders() for page in pages)

@@ -40,13 +40,7 @@ class PrefixCache:
 
     def find(self, keys: Iterable[PageKey]) -> list[int]:
         """Pages of the first keys, up to the first one that is not here."""
-        found: list[int] = []
-        for key in keys:
-            page = self._pages.get(key)
-            if page is None:
-                break
-            found.append(page)
-        return found
+        return [*iter(map(self._pages.get, keys).__next__, None)]
 
     def find_begun(self, link: PageKey, token_ids: Sequence[int], block_size: int) -> tuple[int, int] | None:
         """A page after `link` that begins with some of these tokens, and how many of them; None: too few for a copy."""
@@ -63,15 +57,15 @@ class PrefixCache:
 
     def acquire(self, pages: Sequence[int]) -> None:
         """One more sequence holds these pages, which are here, until `release`."""
-        for page in pages:
-            if page in self._idle:
-                self._idle.remove(page)
+        for page in self._allocator.held_once(pages):  # by this cache: they are idle
+            self._idle.remove(page)
         self._allocator.share(pages)
 
     def count_uses(self, pages: Iterable[int]) -> None:
         """A sequence starts with these pages as its prefix: they are worth more from now on."""
+        entries = self._entries
         for page in pages:
-            entry = self._entries[page]
+            entry = entries[page]
             entry.uses.add(self._idle.num_rounds)
             entry.is_outdated = False
 
@@ -108,8 +102,8 @@ class PrefixCache:
     def release(self, pages: Sequence[int]) -> None:
         """Ends a sequence's hold on pages. Kept pages without other holders become idle, pages not kept free."""
         self._allocator.release(pages)
-        for page in pages:
-            if page in self._entries and self._allocator.num_holders(page) == 1:
+        for page in self._allocator.held_once(pages):
+            if page in self._entries:
                 self._rest(page)
 
     def forget(self, keys: Iterable[PageKey]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..plan import Tier
 
 _FADE = 0.95  # what the weight of earlier observations is multiplied by at each new one
 _MAX_TIMES_MEAN = 10.0  # an observation above so many times the mean counts as that
+_NUM_TRUSTED = 8  # observations after which one that is far above what was expected counts as less
+_MAX_TIMES_EXPECTED = 3.0
 _MIN_TOKENS_PER_SEQUENCE = 4  # a step with fewer mostly decodes, and says little of what a prompt's token costs
 
 
@@ -47,6 +50,33 @@ class MeasuredCosts:
         self._copies[tier].add(seconds, num_pages)
 
 
+class StepCosts:
+    """What steps take: by how many sequences decode, and by the tokens of prompts and how far back these look."""
+
+    def __init__(self) -> None:
+        belief = PageCosts()
+        self._decodes = _FadingLine(belief.step_s)  # seconds of a step, by its decodes
+        self._tokens = _FadingLine(belief.compute_s / 16)  # seconds of a prompt's token, by the tokens before it
+
+    def decode_s(self, num_decodes: int) -> float:
+        """Of the decodes of a step with so many."""
+        return self._decodes.at(num_decodes)
+
+    def prompt_token_s(self, context: int) -> float:
+        """Of a prompt's token after so many."""
+        return self._tokens.at(context)
+
+    def observe(self, num_decodes: int, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
+        """A step took so long. `chunks`: first position and number of tokens of each chunk of a prompt."""
+        num_tokens = sum(number for _, number in chunks)
+        if num_tokens:
+            context = sum(number * (start + number / 2) for start, number in chunks) / num_tokens
+            decode_s = self._decodes.at(num_decodes) if num_decodes else 0.0
+            self._tokens.add(context, max(seconds - decode_s, 0.05 * seconds) / num_tokens)
+        elif num_decodes:
+            self._decodes.add(num_decodes, seconds)
+
+
 def is_worth_bringing(num_pages: int, costs: PageCosts) -> bool:
     """Whether so many pages should be copied into the pool rather than computed again."""
     return num_pages * costs.copy_s + costs.step_s < num_pages * costs.compute_s
@@ -63,3 +93,31 @@ class _FadingMean:
     def add(self, amount: float, weight: float) -> None:
         amount = min(amount, _MAX_TIMES_MEAN * self.value * weight)
         self._sum, self._weight = _FADE * self._sum + amount, _FADE * self._weight + weight
+
+
+class _FadingLine:
+    """A value that grows linearly with x: fading regression, which begins with a belief that the first value replaces.
+
+    Values far above what was expected, such as a stall, count as less. Where nearly all values were seen at one x, so
+    that they say little of the slope, it is taken to be small.
+    """
+
+    def __init__(self, belief: float) -> None:
+        self._belief, self._num_values = belief, 0
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def at(self, x: float) -> float:
+        if not self._num_values:
+            return self._belief
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        spread = self._xx / self._weight - mean_x**2 + 0.01 * mean_x**2 + 1e-9
+        slope = max(self._xy / self._weight - mean_x * mean_y, 0.0) / spread
+        return max(mean_y + slope * (x - mean_x), 0.05 * mean_y)
+
+    def add(self, x: float, y: float) -> None:
+        if self._num_values >= _NUM_TRUSTED:
+            y = min(y, _MAX_TIMES_EXPECTED * self.at(x))
+        self._num_values += 1
+        self._weight = _FADE * self._weight + 1
+        self._x, self._y = _FADE * self._x + x, _FADE * self._y + y
+        self._xx, self._xy = _FADE * self._xx + x * x, _FADE * self._xy + x * y

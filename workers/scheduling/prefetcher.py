@@ -10,7 +10,7 @@ from ..memory.paged_memory import PagedMemory
 from ..plan import AdapterLoad
 from ..wire.messages import AdapterRef
 from .prefetch_policy import MAX_LOADS_UNDER_WAY, WaitingNeeds, choose_prefetch
-from .prefix_reuse import PrefixReuse
+from .prefix_reuse import Hands, PrefixReuse
 from .request_limits import pages_for
 from .sequence import Sequence
 
@@ -28,25 +28,30 @@ class Prefetcher:
         self._memory, self._prefixes = memory, prefixes
         self._pages_of_adapter, self._block_size = pages_of_adapter, block_size
 
-    def begin(self, waiting: list[Sequence], num_running: int) -> Iterator[AdapterLoad]:
+    def begin(self, waiting: list[Sequence], num_lacking: int, num_running: int) -> Iterator[AdapterLoad]:
         """Begins what should come now for these sequences, oldest first, even if this step has no place for them.
 
-        The caller puts the loads into its plan. Each of the running sequences may need another page meanwhile.
+        The caller puts the loads into its plan. `num_lacking`: sequences that lack their adapter, these or others. Each
+        of the running sequences may need another page meanwhile.
         """
-        num_loads = MAX_LOADS_UNDER_WAY - self._memory.adapters.num_loading
-        while waiting and not self._lacks(waiting[-1], num_loads):
+        num_loads = MAX_LOADS_UNDER_WAY - self._memory.adapters.num_loading if num_lacking else 0
+        if num_loads <= 0 and not self._prefixes.can_come_ahead:
+            return
+        hands: Hands = {}  # no page is released meanwhile
+        while waiting and not self._lacks(waiting[-1], num_loads, hands):
             waiting.pop()
-        chosen = choose_prefetch(map(self._needs, waiting), self._memory.num_pages_to_take - num_running, num_loads)
+        needs = (self._needs(sequence, hands) for sequence in waiting)
+        chosen = choose_prefetch(needs, self._memory.num_pages_to_take - num_running, num_loads)
         wanted: set[Item] = set()  # adapters and pages of older sequences: not to be evicted for a newer sequence
         older: list[Sequence] = []  # sequences whose pages are not in `wanted` yet
         for number, sequence in enumerate(waiting[: chosen.num_with_room + 1]):
             ref, has_room = sequence.request.adapter, number < chosen.num_with_room
             adapter_comes = ref is not None and ref.digest in chosen.adapters and ref.digest not in wanted
-            pages_may_come = has_room and self._prefixes.may_come_ahead(sequence)
+            pages_may_come = has_room and self._prefixes.may_come_ahead(sequence, hands)
             older += [sequence] if has_room else []
             wanted |= {ref.digest} if ref is not None else set()
             if adapter_comes or pages_may_come:
-                wanted.update(page for one in older for page in self._prefixes.here(one))
+                wanted.update(page for one in older for page in self._prefixes.here(one, hands))
                 older.clear()
             if adapter_comes:
                 assert ref is not None
@@ -61,18 +66,22 @@ class Prefetcher:
         digest = sequence.adapter_digest
         return digest is not None and self._memory.adapters.state(digest) is AdapterState.ABSENT
 
-    def num_kv_pages_to_take(self, sequence: Sequence) -> int:
-        """Pages that the sequence takes when it starts, beside those that other sequences hold or that are coming."""
+    def num_kv_pages_to_take(self, sequence: Sequence, hands: Hands | None = None) -> int:
+        """Pages that the sequence takes when it starts, beside those that other sequences hold or that are coming.
+
+        `hands`: what is known of these.
+        """
         num_pages = pages_for(sequence.num_uncomputed, self._block_size)
-        return num_pages - self._prefixes.num_in_other_hands(sequence)
+        return num_pages - self._prefixes.num_in_other_hands(sequence, {} if hands is None else hands)
 
-    def _lacks(self, sequence: Sequence, num_loads: int) -> bool:
+    def _lacks(self, sequence: Sequence, num_loads: int, hands: Hands) -> bool:
         """Something that the sequence needs could begin to come, if so many loads may begin."""
-        return (num_loads > 0 and self.is_absent(sequence)) or self._prefixes.may_come_ahead(sequence)
+        return (num_loads > 0 and self.is_absent(sequence)) or self._prefixes.may_come_ahead(sequence, hands)
 
-    def _needs(self, sequence: Sequence) -> WaitingNeeds:
+    def _needs(self, sequence: Sequence, hands: Hands) -> WaitingNeeds:
         ref, is_absent, num_adapter_pages = sequence.request.adapter, self.is_absent(sequence), 0
         if ref is not None:
             idle_pages_of = self._memory.adapters.num_idle_pages_of
             num_adapter_pages = self._pages_of_adapter(ref) if is_absent else idle_pages_of(ref.digest)
-        return WaitingNeeds(sequence.adapter_digest, is_absent, num_adapter_pages, self.num_kv_pages_to_take(sequence))
+        num_kv_pages = self.num_kv_pages_to_take(sequence, hands)
+        return WaitingNeeds(sequence.adapter_digest, is_absent, num_adapter_pages, num_kv_pages)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Pages
 from collections.abc import Set as AbstractSet
 from itertools import takewhile
+from weakref import WeakValueDictionary
 
 from ..memory.idle_order import Item
 from ..memory.prefix_cache import PrefixCache
@@ -13,6 +14,11 @@ from ..plan import PageCopy
 from ..wire.page_keys import PageKey, first_link, next_keys
 from .sequence import Sequence
 from .tier_traffic import TierTraffic
+from .waiting_queue import WaitingQueue
+
+# How many of their first pages are in other hands, of sequences that were asked about: by the first page's key, how
+# many of the last such sequence, and the key of the last of these. Who begins with them need not be asked again.
+Hands = dict[PageKey, tuple[int, PageKey]]
 
 
 class PrefixReuse:
@@ -22,13 +28,32 @@ class PrefixReuse:
     first one computes the pages, and the others wait until these are there.
     """
 
-    def __init__(self, cache: PrefixCache, tiers: TierTraffic, block_size: int, enabled: bool) -> None:
-        self._cache, self._tiers, self._block_size, self._enabled = cache, tiers, block_size, enabled
+    def __init__(
+        self, cache: PrefixCache, tiers: TierTraffic, waiting: WaitingQueue, block_size: int, enabled: bool
+    ) -> None:
+        """`waiting` hears of pages that its sequences need not await any more."""
+        self._cache, self._tiers, self._waiting = cache, tiers, waiting
+        self._block_size, self._enabled = block_size, enabled
+        self._alike: WeakValueDictionary[PageKey, Sequence] = WeakValueDictionary()  # the last, by its first page's key
         # Full pages that running sequences are about to compute, or (None) that are being copied into the pool.
         self._coming: dict[PageKey, Sequence | None] = {}
         self._copies: list[PageCopy] = []  # for the next plan
         self._copied_from: list[int] = []  # pages that stay as they are until the plan's end
         self.num_cached_tokens = 0  # tokens that were found and not computed, since the start
+
+    def prepare(self, sequence: Sequence) -> None:
+        """Makes the keys of a sequence that arrives: those that an earlier one has too are taken from there."""
+        num_keys = len(sequence.token_ids) // self._block_size
+        if not self._enabled or not num_keys:
+            return
+        self._make_keys(sequence, 1)
+        first = sequence.page_keys[0]
+        if (alike := self._alike.get(first)) is not None:
+            most = min(num_keys, len(alike.page_keys))
+            num_alike = _num_alike_pages(sequence.token_ids, alike.token_ids, most, self._block_size)
+            sequence.page_keys = alike.page_keys[:num_alike]
+        self._make_keys(sequence, num_keys)
+        self._alike[first] = sequence
 
     def find(self, sequence: Sequence, keep: AbstractSet[Item]) -> list[int] | None:
         """Pages of the sequence's prefix that are in the pool; None: the next ones are coming, and are worth a wait.
@@ -43,57 +68,100 @@ class PrefixReuse:
         keys = self._usable_keys(sequence)
         found = self._cache.find(keys)
         sequence.was_looked_up = True
-        sequence.num_found = len(found) * self._block_size
+        self._waiting.tell_found(sequence, len(found) * self._block_size)
         sequence.awaited_key = keys[len(found)] if len(found) < len(keys) else None
         if sequence.awaited_key is None:
             return found
-        if sequence.awaited_key not in self._coming:
+        if sequence.awaited_key not in self._coming and self._tiers.holds(sequence.awaited_key):
             absent = list(takewhile(self._is_absent, keys[len(found) :]))
             self._coming |= dict.fromkeys(self._tiers.bring(found, absent, keep))
         return None if sequence.awaited_key in self._coming else found
 
-    def may_come_ahead(self, sequence: Sequence) -> bool:
+    def is_known(self, sequence: Sequence) -> bool:
+        """What the last look-up of its prefix found still holds, as far as a glance can tell."""
+        key = sequence.awaited_key
+        if not sequence.was_looked_up:
+            return not self._enabled
+        return key is None or (key not in self._coming and self._cache.page_of(key) is None)
+
+    def key_to_await(self, sequence: Sequence) -> PageKey:
+        """Of a sequence for which `find` has found None: the key of the last page that is coming for it."""
+        keys, depth = sequence.page_keys, sequence.num_found // self._block_size
+        last = self._num_usable(sequence) - 1
+        while depth < last and keys[depth + 1] in self._coming:
+            depth += 1
+        return keys[depth]
+
+    def last_coming(self, sequence: Sequence, hands: Hands) -> PageKey | None:
+        """The key of the last page that is coming for it, if all pages before are here and held, or are coming too."""
+        num_pages = self.num_in_other_hands(sequence, hands)
+        key = sequence.page_keys[num_pages - 1] if num_pages else None
+        return key if key in self._coming else None
+
+    @property
+    def can_come_ahead(self) -> bool:
+        """Pages may come into the pool from a tier behind it."""
+        return self._enabled and self._tiers.can_bring()
+
+    def may_come_ahead(self, sequence: Sequence, hands: Hands) -> bool:
         """Whether `find` could let more pages come for a sequence that cannot start yet.
 
         The prefix is looked up once, and again whenever the pages that came for it are there with all before them. So
         no page comes twice while the sequence waits, though other pages may push it out: `find` brings it again when
         there is a place for the sequence.
         """
-        if sequence.was_looked_up:
-            key, num_found = sequence.awaited_key, sequence.num_found // self._block_size
-            if key is None or key in self._coming or self._cache.page_of(key) is None:
-                return False
-            if len(self._cache.find(sequence.page_keys[: num_found + 1])) <= num_found:
-                return False
-        return self._enabled and self._tiers.can_bring()
+        if not self.can_come_ahead:
+            return False
+        if not sequence.was_looked_up:
+            return True
+        key, num_found = sequence.awaited_key, sequence.num_found // self._block_size
+        if key is None or key in self._coming or self._cache.page_of(key) is None:
+            return False
+        held = self.num_in_other_hands(sequence, hands)
+        return held > num_found or len(self._cache.find(sequence.page_keys[held : num_found + 1])) > num_found - held
 
-    def here(self, sequence: Sequence) -> list[int]:
-        """Pages of the sequence's prefix that are in the pool, if they were looked up since it began to wait."""
-        return self._cache.find(sequence.page_keys) if sequence.was_looked_up else []
+    def here(self, sequence: Sequence, hands: Hands) -> list[int]:
+        """Pages of its prefix that are in the pool, and nobody's, if it was looked up since it began to wait."""
+        if not sequence.was_looked_up:
+            return []
+        return self._cache.find(sequence.page_keys[self.num_in_other_hands(sequence, hands) :])
 
-    def num_in_other_hands(self, sequence: Sequence) -> int:
-        """Pages of its prefix that take no room when it starts: others hold or compute them, or they are coming."""
-        if not self._enabled:
+    def num_in_other_hands(self, sequence: Sequence, hands: Hands) -> int:
+        """Pages of its prefix that take no room when it starts: others hold or compute them, or they are coming.
+
+        `hands`: what was learnt of others; good for as long as no page is released.
+        """
+        most = self._num_usable(sequence) if self._enabled else 0
+        if not most:
             return 0
-        keys = self._usable_keys(sequence)
-        return sum(1 for _ in takewhile(lambda key: self._cache.is_held(key) or key in self._coming, keys))
+        self._make_keys(sequence, most)
+        keys = sequence.page_keys
+        num_held, last = hands.get(keys[0], (0, b""))
+        if num_held > most or keys[num_held - 1] != last:
+            num_held = 0
+        while num_held < most and (keys[num_held] in self._coming or self._cache.is_held(keys[num_held])):
+            num_held += 1
+        if num_held:
+            hands[keys[0]] = (num_held, keys[num_held - 1])
+        return num_held
 
-    def is_being_copied(self, sequence: Sequence) -> bool:
-        """The page that the sequence awaits is coming from a tier behind the pool."""
-        return sequence.awaited_key is not None and self._coming.get(sequence.awaited_key, sequence) is None
+    def is_being_copied(self, key: PageKey) -> bool:
+        """The page is coming from a tier behind the pool."""
+        return self._coming.get(key, self) is None
 
     def stop_awaiting(self, keys: Iterable[PageKey]) -> None:
         """Pages with these keys were being copied into the pool; they are there now, or will not come."""
         for key in keys:
             if self._coming.get(key, self) is None:
                 del self._coming[key]
+                self._waiting.page_came(key)
 
     def enter(self, sequence: Sequence, found: Pages[int], own: Pages[int]) -> None:
         """The sequence starts. It holds the pages `found` of its prefix, and its `own` for what it has to compute.
 
         Its first own page begins as a copy if a kept page has its first tokens in common with the sequence.
         """
-        sequence.pages.extend((*found, *own))
+        sequence.pages = (*found, *own)
         sequence.num_kept_pages = len(found)
         sequence.num_computed = len(found) * self._block_size + self._copy_begun(sequence, found)
         self.num_cached_tokens += sequence.num_computed
@@ -142,7 +210,7 @@ class PrefixReuse:
         for key in sequence.page_keys[sequence.num_kept_pages :]:
             self._stop_coming(sequence, key)
         self._cache.release(sequence.pages)
-        sequence.pages.clear()
+        sequence.pages = ()
         sequence.num_computed = sequence.num_kept_pages = sequence.num_found = 0
         sequence.was_looked_up = False
 
@@ -160,11 +228,15 @@ class PrefixReuse:
         computing = {id(sequence) for sequence in self._coming.values() if sequence is not None}
         assert computing <= {id(sequence) for sequence in running}
         assert self._tiers.num_moves or None not in self._coming.values()
+        assert self._waiting.awaited_keys() <= self._coming.keys(), "a page is awaited that is not coming"
 
     def _usable_keys(self, sequence: Sequence) -> list[PageKey]:
         """Keys of the full pages that the sequence need not compute if they are there."""
         self._make_keys(sequence, len(sequence.token_ids) // self._block_size)
-        return sequence.page_keys[: (len(sequence.token_ids) - 1) // self._block_size]
+        return sequence.page_keys[: self._num_usable(sequence)]
+
+    def _num_usable(self, sequence: Sequence) -> int:
+        return (len(sequence.token_ids) - 1) // self._block_size
 
     def _is_absent(self, key: PageKey) -> bool:
         """The page is neither in the pool nor coming."""
@@ -203,3 +275,14 @@ class PrefixReuse:
     def _stop_coming(self, sequence: Sequence, key: PageKey) -> None:
         if self._coming.get(key) is sequence:
             del self._coming[key]
+            self._waiting.page_came(key)
+
+
+def _num_alike_pages(first: Pages[int], second: Pages[int], most: int, block_size: int) -> int:
+    """How many pages two sequences begin with in common, of which the first is; `most`: at most so many."""
+    low, high = 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        part = slice(low * block_size, middle * block_size)
+        low, high = (middle, high) if first[part] == second[part] else (low, middle - 1)
+    return low

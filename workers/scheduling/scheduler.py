@@ -1,14 +1,16 @@
 """The leader's scheduler: which sequences compute which tokens in the next step, on which pages.
 
 There is no prefill phase and no decode phase (vLLM v1's idea): a plan gives each sequence a number of tokens to compute
-within a token budget, decodes first, then prompt chunks, first come first served.
+within a token budget, decodes first, then prompt chunks (`prompt_budget.py`).
+
+A step costs time linear in the sequences that run, start or end, however many wait. So lists are kept in order, sums
+are kept as they change, and who waits is woken.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from itertools import takewhile
 
 import msgspec
 
@@ -18,18 +20,21 @@ from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats, SampledToken, 
 from ..wire.engine_load import EngineCounters, EngineGauges, EngineLoad
 from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 from ..wire.page_keys import PageKey
-from .measured_costs import MeasuredCosts
-from .planned_tokens import PlannedTokens
+from .admission import Admission, OlderSequences
+from .measured_costs import MeasuredCosts, StepCosts
+from .planned_step import PlannedChunk, PlannedStep
 from .preemption import choose_victim
-from .prefetch_policy import MAX_LOADS_UNDER_WAY
 from .prefetcher import Prefetcher
 from .prefix_reuse import PrefixReuse
+from .prompt_budget import tokens_in_time
 from .request_limits import GangLimits, pages_for, refusal
+from .running_sequences import RunningSequences
 from .sequence import Sequence
-from .stopping import finish_reason, is_long_enough, is_stop
+from .stopping import finish_reason, max_length, stop_ids
 from .tier_traffic import TierSizes, TierTraffic
 from .waiting_queue import WaitingQueue
 
+_MAX_LOOK_AHEAD = 256  # waiting sequences that are looked at for what should come while they wait
 _HEAD_START = 1 << 62  # a sequence that another gang began is older than all that began here
 
 _MAX_OUTDATED = 1024  # digests that wait for a step to tell the workers; of more the oldest are forgotten
@@ -46,39 +51,59 @@ class Scheduler:
         prefix_cache: bool = True,
         tiers: TierSizes | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        token_interval_s: float = 0.0,
     ) -> None:
         """`prefix_cache`: sequences of a tenant that begin alike share their pages. `tiers` keep more of these.
 
         `clock`: seconds, only to tell for how long a sequence's first token was computed; nothing is decided by it.
+        `token_interval_s`: steps in which sequences decode should take no longer; 0: as long as they take.
         """
         self._limits, self._eos_token_ids, self._pages_of_adapter = limits, eos_token_ids, pages_of_adapter
-        self._clock = clock
-        self._costs = MeasuredCosts(limits.block_size)
-        self._memory = PagedMemory(limits.num_pages, lambda: self._costs.costs("host").copy_s, self._prefix_page_s)
+        self._clock, self._token_interval_s = clock, token_interval_s
+        self._costs, self._step_costs = MeasuredCosts(limits.block_size), StepCosts()
+        self._waiting, self._running = WaitingQueue(), RunningSequences()
+        self._memory = PagedMemory(
+            limits.num_pages,
+            lambda: self._costs.costs("host").copy_s,
+            self._prefix_page_s,
+            adapter_went=self._waiting.adapter_went,
+        )
         self._adapters = self._memory.adapters
         self._tiers = TierTraffic(self._memory, tiers or TierSizes(), self._costs)
-        self._prefixes = PrefixReuse(self._memory.prefixes, self._tiers, limits.block_size, prefix_cache)
+        self._prefixes = PrefixReuse(self._memory.prefixes, self._tiers, self._waiting, limits.block_size, prefix_cache)
         self._prefetcher = Prefetcher(self._memory, self._prefixes, pages_of_adapter, limits.block_size)
-        self._waiting = WaitingQueue()
-        self._running: dict[int, Sequence] = {}
-        self._uncommitted: dict[int, dict[int, PlannedTokens]] = {}  # of each plan: by step, then by sequence id
+        self._admission = Admission(
+            self._memory,
+            self._prefixes,
+            self._prefetcher,
+            self._waiting,
+            self._running,
+            limits,
+            pages_of_adapter,
+            clock,
+        )
+        self._uncommitted: dict[int, PlannedStep] = {}  # by step
         self._host_adapter_stats = HostAdapterStats()
         self._outdated: list[str] = []  # digests that the workers have not heard of
         self._step = self._arrivals = self._num_computed = self._num_generated = self._num_preemptions = 0
 
     def add(self, request: SequenceRequest, seed: int) -> SequenceError | None:
         """Queues a sequence, or returns why it can never be served."""
-        error = refusal(request, self._num_adapter_pages(request.adapter), self._limits)
+        num_adapter_pages = 0 if request.adapter is None else self._pages_of_adapter(request.adapter)
+        error = refusal(request, num_adapter_pages, self._limits)
         if error is None:
             self._arrivals += 1
             arrival = self._arrivals - (_HEAD_START if request.generated_token_ids else 0)
             token_ids = [*request.prompt_token_ids, *request.generated_token_ids]
-            self._waiting.add(Sequence(request, arrival, seed, token_ids))
+            longest = max_length(request, num_adapter_pages, self._limits)
+            sequence = Sequence(request, arrival, seed, token_ids, stop_ids(request, self._eos_token_ids), longest)
+            self._prefixes.prepare(sequence)
+            self._wait(sequence)
         return error
 
     def cancel(self, sequence_id: int) -> None:
         """Forgets a sequence and frees its pages. Unknown ids are ignored."""
-        if (sequence := self._running.get(sequence_id)) is not None:
+        if (sequence := self._running.by_id.get(sequence_id)) is not None:
             self._leave(sequence)
         else:
             self.forget_waiting(sequence_id)
@@ -104,45 +129,32 @@ class Scheduler:
         digests = (sequence.adapter_digest for sequence in self._next_batch())
         self._memory.want_soon(dict.fromkeys(digest for digest in digests if digest is not None))
         num_preemptions = self._num_preemptions
-        budget = self._limits.max_tokens_per_step
-        planned: dict[int, int] = {}  # tokens to compute, by sequence id
-        for sequence in sorted(self._running.values(), key=lambda s: (s.num_unplanned > 1, s.arrival)):
-            num_tokens = min(sequence.num_unplanned, budget - sum(planned.values()))
-            if sequence.sequence_id not in self._running or num_tokens <= 0 or self._ends_soon(sequence):
-                continue  # it was preempted just now, or no budget is left, or it ends with the token that is coming
-            if self._grow(sequence, sequence.num_computed + sequence.num_planned + num_tokens, planned):
-                planned[sequence.sequence_id] = num_tokens
-        loads: tuple[AdapterLoad, ...] = ()
-        if self._num_preemptions == num_preemptions:  # a preempted sequence must not get back the pages that it freed
-            loads = tuple(self._prefetcher.begin(self._next_batch(), len(self._running)))
-            self._admit(budget - sum(planned.values()), planned)
-        tokens = {i: PlannedTokens(self._running[i], num_tokens) for i, num_tokens in planned.items()}
-        self._uncommitted[self._step] = tokens
-        sequences = tuple(each.sequence_plan() for each in tokens.values())
-        used = dict.fromkeys(sequence.adapter for sequence in sequences if sequence.adapter is not None)
-        residences = tuple(self._adapters.residence(digest) for digest in used)
+        decodes = self._plan_decodes()
+        may_admit = self._num_preemptions == num_preemptions  # who gave way must not get back the pages that it freed
+        loads = tuple(self._begin_loads()) if may_admit else ()
+        chunks = self._admission.plan_prompts(self._prompt_budget(len(decodes)), may_admit)
+        planned = PlannedStep(decodes, chunks)
+        parts = () if self._uncommitted else planned.parts({})  # else when it is settled, since tokens are lacking
+        self._uncommitted[self._step] = planned
+        used = dict.fromkeys([sequence.adapter_digest for sequence in decodes])
+        used |= dict.fromkeys([chunk.part.adapter for chunk in chunks])
+        residences = tuple([self._adapters.residence(digest) for digest in used if digest is not None])
         moves, copies = self._tiers.plan_moves(), self._prefixes.take_copies()
-        outdated, self._outdated = (tuple(self._outdated), []) if sequences else ((), self._outdated)
-        return StepPlan(self._step, sequences, residences, loads, moves, copies, outdated)
+        outdated, self._outdated = (tuple(self._outdated), []) if decodes or chunks else ((), self._outdated)
+        return StepPlan(self._step, parts, residences, loads, moves, copies, outdated)
 
     def settle(self, plan: StepPlan, result: StepResult) -> StepPlan:
         """Completes a plan that was made while the plan before it ran. `result`: of that one; it is committed later.
 
-        The tokens that the result brings are filled in. Sequences that end with these tokens, or that were forgotten,
-        drop out of the plan.
+        Until then the plan has no sequences: now they come with the tokens that the result brings. Sequences that end
+        with these tokens, or that were forgotten, are left out.
         """
-        tokens = self._uncommitted[plan.step]
-        ended = {i for i, each in tokens.items() if each.is_stale or self._ends(each, result.tokens.get(i))}
-        sequences = tuple(
-            tokens[part.sequence_id].settled(part, result.tokens.get(part.sequence_id))
-            for part in plan.sequences
-            if part.sequence_id not in ended
-        )
-        return msgspec.structs.replace(plan, sequences=sequences)
+        return msgspec.structs.replace(plan, sequences=self._uncommitted[plan.step].parts(result.tokens))
 
     def drop(self, plan: StepPlan) -> None:
         """Forgets a plan that is not executed, since nothing is left in it."""
         assert not (plan.sequences or plan.loads or plan.moves)
+        self._outdated = [*plan.outdated, *self._outdated]
         del self._uncommitted[plan.step]
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
@@ -153,33 +165,33 @@ class Scheduler:
         self._host_adapter_stats = result.host_adapter_stats
         for digest in result.loaded:
             self._adapters.finish_load(digest)
+            self._waiting.adapter_came(digest)
         for failure in result.failed:
             self._adapters.fail_load(failure.digest)
             updates.extend(self._fail_waiting(failure))
-        tokens = self._uncommitted.pop(plan.step)
-        for part in plan.sequences:
-            self._num_computed += len(part.token_ids)
-            planned = tokens[part.sequence_id]
-            if planned.is_stale:
-                continue
-            planned.commit()
-            self._prefixes.keep_filled(planned.sequence)
-            if part.sample is not None:
-                updates.append(self._append(planned.sequence, result.tokens[part.sequence_id]))
+        planned = self._uncommitted.pop(plan.step)
+        self._num_computed += sum([len(part.token_ids) for part in plan.sequences])
+        self._commit_decodes(planned, result, updates)
+        for chunk in planned.chunks:
+            if chunk.sequence not in planned.gone:
+                self._commit_chunk(chunk, result, updates)
         return updates
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Learns what computing costs from how long a plan took to execute."""
-        self._costs.observe_step(len(plan.sequences), sum(len(s.token_ids) for s in plan.sequences), seconds)
+        """Learns what computing costs from how long a plan took to execute. It must come before the plan's commit."""
+        if (planned := self._uncommitted.get(plan.step)) is not None:
+            chunks = [(chunk.part.start, len(chunk.part.token_ids)) for chunk in planned.chunks]
+            num_decodes, num_chunk_tokens = len(planned.decodes), sum([number for _, number in chunks])
+            self._costs.observe_step(num_decodes + len(chunks), num_decodes + num_chunk_tokens, seconds)
+            self._step_costs.observe(num_decodes, chunks, seconds)
 
     def load(self) -> EngineLoad:
         """Counts of this moment and since the start."""
         gauges = EngineGauges(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            num_waiting_for_adapters=sum(not self._has_adapter(sequence) for sequence in self._waiting),
-            num_queued_tokens=sum(s.num_uncomputed for s in self._running.values())
-            + sum(s.num_uncomputed - s.num_found for s in self._waiting),
+            num_waiting_for_adapters=self._waiting.num_lacking,
+            num_queued_tokens=self._running.num_uncomputed + self._waiting.num_tokens,
             num_pages=self._limits.num_pages,
             num_free_pages=self._memory.allocator.num_free,
             num_adapter_pages=self._adapters.num_pages,
@@ -217,132 +229,152 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a page leaked, or its holders or an adapter's users are miscounted."""
-        held = [*(s.pages for s in self._running.values()), *self._tiers.holders(), *self._prefixes.holders()]
+        running = [*self._running.by_id.values()]
+        held = [*(s.pages for s in running), *self._tiers.holders(), *self._prefixes.holders()]
         self._memory.check_integrity(held)
         self._tiers.check_integrity()
-        self._waiting.check_integrity()
-        self._prefixes.check_integrity([*self._running.values()])
+        self._waiting.check_integrity(lambda digest: self._adapters.state(digest) is AdapterState.RESIDENT)
+        self._running.check_integrity()
+        self._prefixes.check_integrity(running)
         assert all(not s.pages and s.num_computed == 0 for s in self._waiting), "a waiting sequence holds pages"
         users: dict[str, int] = {}
-        for sequence in self._running.values():
+        for sequence in running:
             num_tokens = sequence.num_computed + sequence.num_planned
             assert len(sequence.pages) >= pages_for(num_tokens, self._limits.block_size)
             if sequence.adapter_digest is not None:
                 users[sequence.adapter_digest] = users.get(sequence.adapter_digest, 0) + 1
         assert users == self._adapters.users(), "an adapter's running sequences are miscounted"
 
-    def _grow(self, sequence: Sequence, num_tokens: int, planned: dict[int, int]) -> bool:
-        """Gets a running sequence the pages for so many tokens, if need be by preempting newer sequences.
+    def _plan_decodes(self) -> list[Sequence]:
+        """Plans the next token of sequences that decode, oldest first; newer ones give way where pages run out."""
+        planned: list[Sequence] = []
+        budget, block_size = self._limits.max_tokens_per_step, self._limits.block_size
+        older: OlderSequences | None = None
+        num_preemptions = self._num_preemptions
+        for sequence in self._running.decoding[:]:
+            position = sequence.num_computed + sequence.num_planned  # of its newest token, which may be coming
+            if position + 1 >= sequence.max_length:
+                continue  # it ends with that token, whatever it is
+            if self._num_preemptions > num_preemptions and sequence.sequence_id not in self._running.by_id:
+                continue  # it was preempted just now
+            if position % block_size == 0 and position == len(sequence.pages) * block_size:
+                older = older or OlderSequences(self._waiting)
+                if not self._grow(sequence, older):
+                    continue
+            sequence.num_planned += 1
+            sequence.num_coming += 1
+            planned.append(sequence)
+            if len(planned) == budget:
+                break
+        if self._num_preemptions > num_preemptions:
+            planned = [sequence for sequence in planned if sequence.sequence_id in self._running.by_id]
+        return planned
 
-        `planned`: tokens that the plan has for each sequence so far. False, if there are no pages for it now.
+    def _prompt_budget(self, num_decodes: int) -> int:
+        """Tokens of prompts that the plan may compute beside so many decodes."""
+        most = self._limits.max_tokens_per_step - num_decodes
+        if not num_decodes or not self._token_interval_s:
+            return most  # nobody waits for the next token
+        oldest = self._running.prompts[0] if self._running.prompts else None
+        context = 0 if oldest is None else oldest.num_computed + oldest.num_planned
+        decode_s, token_s = self._step_costs.decode_s(num_decodes), self._step_costs.prompt_token_s(context)
+        return min(most, tokens_in_time(self._token_interval_s, decode_s, token_s, self._limits.block_size))
+
+    def _grow(self, sequence: Sequence, older: OlderSequences) -> bool:
+        """Gets a running sequence another page, if need be by preempting newer sequences.
+
+        `older`: waiting sequences; of those that are older than this one nothing is taken. False, if there is no page.
         """
-        short = pages_for(num_tokens, self._limits.block_size) - len(sequence.pages)
-        if short <= 0:
-            return True
-        older = takewhile(lambda waiting: waiting.arrival < sequence.arrival, self._waiting)
-        wanted = {waiting.adapter_digest for waiting in older if waiting.adapter_digest}
-        while not self._memory.make_room(short, wanted):
-            victim = choose_victim(self._running.values(), sequence)
+        if not self._memory.allocator.num_free:
+            older.reach(sequence.arrival)
+        while not self._memory.make_room(1, older.wanted):
+            victim = choose_victim(self._running.by_id.values(), sequence)
             if victim is not None:
                 self._preempt(victim)
-                planned.pop(victim.sequence_id, None)
-            elif self._memory.make_room(short, keep=frozenset()):
+            elif self._memory.make_room(1, keep=frozenset()):
                 break  # an older sequence's adapter went; else the two sequences would wait for each other
             else:
                 return False
-        sequence.pages.extend(self._memory.allocator.allocate(short) or ())
+        sequence.pages += self._memory.allocator.allocate(1) or ()
         return True
 
     def _preempt(self, victim: Sequence) -> None:
         """Puts a running sequence back into the queue. Later it is computed again, as far as its pages are gone."""
         self._leave(victim)
         self._num_preemptions += 1
-        self._waiting.add(victim)
+        self._wait(victim)
+
+    def _wait(self, sequence: Sequence) -> None:
+        digest = sequence.adapter_digest
+        self._waiting.add(sequence, digest is None or self._adapters.state(digest) is AdapterState.RESIDENT)
 
     def _next_batch(self) -> list[Sequence]:
         """Waiting sequences that could run next, oldest first. Their adapters and pages of KV come while they wait."""
-        return self._waiting.first(self._limits.max_num_sequences)
+        return self._waiting.first(min(self._limits.max_num_sequences, _MAX_LOOK_AHEAD))
 
-    def _admit(self, budget: int, planned: dict[int, int]) -> None:
-        """Starts waiting sequences, oldest first. A sequence whose adapter or prefix is still coming is passed over."""
-        wanted: set[str] = set()  # adapters of older waiting sequences: not to be evicted for a newer sequence
-        reserved = 0  # pages that older waiting sequences will take once their prefixes have come
-        may_load = self._adapters.num_loading < MAX_LOADS_UNDER_WAY
-        for sequence in tuple(self._waiting):
-            if budget <= 0 or len(self._running) >= self._limits.max_num_sequences:
-                return
-            if sequence.adapter_digest is not None:
-                wanted.add(sequence.adapter_digest)
-            if may_load and self._prefetcher.is_absent(sequence):
-                num_pages = self._num_adapter_pages(sequence.request.adapter) + len(self._running)
-                if not self._memory.has_room(num_pages, wanted):
-                    return  # its adapter lacks room, which newer sequences must not take
-                may_load = False  # this sequence comes first: newer ones that lack an adapter hold nobody up
-            found = self._prefixes.find(sequence, wanted) if self._has_adapter(sequence) else None
-            if found is None:
-                if self._prefixes.is_being_copied(sequence):  # newer sequences must not push out what comes for it
-                    reserved += self._prefetcher.num_kv_pages_to_take(sequence)
-                continue
-            if not self._enter(sequence, found, wanted, reserved):
-                return
-            planned[sequence.sequence_id] = min(sequence.num_unplanned, budget)
-            budget -= planned[sequence.sequence_id]
-
-    def _enter(self, sequence: Sequence, found: list[int], wanted: set[str], reserved: int) -> bool:
-        """Starts a waiting sequence, on the pages `found` of its prefix and new ones for the rest.
-
-        False, and nothing changed, unless `reserved` more pages could be taken beside those.
-        """
-        num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size) - len(found)
-        if not self._memory.has_room(num_pages + reserved, wanted, found):
-            return False
-        self._memory.prefixes.acquire(found)  # first, so that they are not evicted for the new ones
-        self._memory.make_room(num_pages, wanted)
-        self._waiting.remove(sequence)
-        self._running[sequence.sequence_id] = sequence
-        if sequence.began_at is None:
-            sequence.began_at = self._clock()
-        self._prefixes.enter(sequence, found, self._memory.allocator.allocate(num_pages) or ())
-        if sequence.adapter_digest is not None:
-            self._adapters.acquire(sequence.adapter_digest)
-        return True
+    def _begin_loads(self) -> Iterator[AdapterLoad]:
+        return self._prefetcher.begin(self._next_batch(), self._waiting.num_lacking, len(self._running))
 
     def _leave(self, sequence: Sequence) -> None:
         """Ends the run of a sequence: releases its pages and its adapter."""
-        del self._running[sequence.sequence_id]
-        sequence.run += 1
+        self._running.remove(sequence)
+        for planned in self._uncommitted.values():
+            planned.gone.add(sequence)
         sequence.num_planned = sequence.num_coming = 0
         self._prefixes.leave(sequence)
         if sequence.adapter_digest is not None:
             self._adapters.release(sequence.adapter_digest)
 
-    def _ends_soon(self, sequence: Sequence) -> bool:
-        """The sequence ends with the tokens that are coming, whatever they are."""
-        num_adapter_pages = self._num_adapter_pages(sequence.request.adapter)
-        num_coming = sequence.num_coming
-        return num_coming > 0 and is_long_enough(sequence, num_coming, num_adapter_pages, self._limits)
+    def _commit_decodes(self, planned: PlannedStep, result: StepResult, updates: list[SequenceUpdate]) -> None:
+        """Takes in the tokens of sequences that decode: little is done for each, since thousands may."""
+        block_size, chosen, gone = self._limits.block_size, result.tokens, planned.gone
+        for sequence in planned.decodes:
+            if gone and sequence in gone:
+                continue
+            sequence.num_computed = num_computed = sequence.num_computed + 1
+            sequence.num_planned -= 1
+            if num_computed % block_size == 0:
+                self._prefixes.keep_filled(sequence)
+            token = chosen[sequence.sequence_id]
+            ends = token is None or token.token_id in sequence.stop_ids or num_computed + 1 >= sequence.max_length
+            if token is None or ends or num_computed == sequence.num_given_tokens:
+                updates.append(self._append(sequence, token))
+                continue
+            sequence.num_coming -= 1
+            sequence.token_ids.append(token.token_id)
+            self._num_generated += 1
+            logprobs = None if token.logprobs is None else [token.logprobs]
+            updates.append(SequenceUpdate(sequence.sequence_id, [token.token_id], logprobs))
 
-    def _ends(self, planned: PlannedTokens, token: SampledToken | None) -> bool:
-        """The sequence ends with this token, which its plan lacks."""
-        if not planned.lacks_token:
-            return False
-        return token is None or is_stop(token.token_id, planned.sequence, self._eos_token_ids)
+    def _commit_chunk(self, chunk: PlannedChunk, result: StepResult, updates: list[SequenceUpdate]) -> None:
+        sequence, num_tokens = chunk.sequence, len(chunk.part.token_ids)
+        sequence.num_computed += num_tokens
+        sequence.num_planned -= num_tokens
+        self._running.num_uncomputed -= num_tokens
+        self._prefixes.keep_filled(sequence)
+        if chunk.part.sample is not None:
+            self._running.num_uncomputed += 1
+            updates.append(self._append(sequence, result.tokens[sequence.sequence_id]))
 
     def _append(self, sequence: Sequence, token: SampledToken | None) -> SequenceUpdate:
-        """Adds a token that was chosen. None: its logits were not finite, and the sequence ends with an error."""
+        """Adds a token that was chosen, whether it is the first or the last one or neither.
+
+        None: its logits were not finite, and the sequence ends with an error.
+        """
+        sequence.num_coming -= 1
         if token is None:
+            self._running.num_uncomputed -= 1
             self._prefixes.disown(sequence)
             self._leave(sequence)
             return SequenceUpdate(sequence.sequence_id, error=_not_finite(sequence))
         sequence.token_ids.append(token.token_id)
         self._num_generated += 1
-        num_adapter_pages = self._num_adapter_pages(sequence.request.adapter)
-        reason = finish_reason(sequence, self._eos_token_ids, num_adapter_pages, self._limits)
+        reason = finish_reason(sequence)
         if reason is not None:
             self._leave(sequence)
         logprobs = None if token.logprobs is None else [token.logprobs]
         update = SequenceUpdate(sequence.sequence_id, [token.token_id], logprobs, reason)
-        if sequence.num_generated > len(sequence.request.generated_token_ids) + 1:
+        if len(sequence.token_ids) > sequence.num_given_tokens + 1:
             return update
         assert sequence.began_at is not None
         return msgspec.structs.replace(
@@ -351,20 +383,13 @@ class Scheduler:
 
     def _fail_waiting(self, failure: AdapterFailure) -> Iterator[SequenceUpdate]:
         error = SequenceError("store_unavailable" if failure.is_unavailable else "adapter_failed", failure.message)
-        for sequence in [waiting for waiting in self._waiting if waiting.adapter_digest == failure.digest]:
+        for sequence in self._waiting.of_adapter(failure.digest):
             self._waiting.remove(sequence)
             yield SequenceUpdate(sequence.sequence_id, error=error)
 
     def _prefix_page_s(self, key: PageKey) -> float:
         costs = self._costs.costs("host")
         return min(costs.copy_s, costs.compute_s) if self._tiers.holds(key) else costs.compute_s
-
-    def _has_adapter(self, sequence: Sequence) -> bool:
-        digest = sequence.adapter_digest
-        return digest is None or self._adapters.state(digest) is AdapterState.RESIDENT
-
-    def _num_adapter_pages(self, ref: AdapterRef | None) -> int:
-        return 0 if ref is None else self._pages_of_adapter(ref)
 
 
 def _not_finite(sequence: Sequence) -> SequenceError:

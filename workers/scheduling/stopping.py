@@ -1,34 +1,31 @@
-"""When a sequence ends: a pure check after each token."""
+"""When a sequence ends: what is known of that when it arrives, and a check after each token."""
 
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 
-from ..wire.messages import FinishReason
+from ..wire.messages import FinishReason, SequenceRequest
 from .request_limits import GangLimits
 from .sequence import Sequence
 
 
-def finish_reason(
-    sequence: Sequence, eos_token_ids: AbstractSet[int], num_adapter_pages: int, limits: GangLimits
-) -> FinishReason | None:
+def stop_ids(request: SequenceRequest, eos_token_ids: AbstractSet[int]) -> frozenset[int]:
+    """Tokens that end the sequence."""
+    params = request.sampling
+    return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+
+
+def max_length(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits) -> int:
+    """Tokens with which the sequence ends at the latest, prompt and answer together."""
+    # The last token is never computed, so it takes no room. Only a sequence without max_tokens can outgrow the pool:
+    # one with it would have been refused on arrival.
+    longest = min(limits.max_model_len, (limits.num_pages - num_adapter_pages) * limits.block_size + 1)
+    max_tokens = request.sampling.max_tokens
+    return longest if max_tokens is None else min(longest, len(request.prompt_token_ids) + max_tokens)
+
+
+def finish_reason(sequence: Sequence) -> FinishReason | None:
     """Why the sequence ends with its last token, or None if it goes on."""
-    if is_stop(sequence.token_ids[-1], sequence, eos_token_ids):
+    if sequence.token_ids[-1] in sequence.stop_ids:
         return "stop"
-    return "length" if is_long_enough(sequence, 0, num_adapter_pages, limits) else None
-
-
-def is_stop(token_id: int, sequence: Sequence, eos_token_ids: AbstractSet[int]) -> bool:
-    """Whether the token ends the sequence by itself."""
-    params = sequence.sampling
-    return token_id in params.stop_token_ids or (token_id in eos_token_ids and not params.ignore_eos)
-
-
-def is_long_enough(sequence: Sequence, num_more: int, num_adapter_pages: int, limits: GangLimits) -> bool:
-    """Whether the sequence ends with its next `num_more` tokens at the latest, whatever they are."""
-    params, num_tokens = sequence.sampling, len(sequence.token_ids) + num_more
-    if params.max_tokens is not None and sequence.num_generated + num_more >= params.max_tokens:
-        return True
-    # Only a sequence without max_tokens can outgrow the pool: one with it would have been refused on arrival.
-    room = (limits.num_pages - num_adapter_pages) * limits.block_size
-    return num_tokens >= limits.max_model_len or num_tokens > room
+    return "length" if len(sequence.token_ids) >= sequence.max_length else None

@@ -161,7 +161,7 @@ class SequenceError(msgspec.Struct, frozen=True):
     reason: RefusalReason | None = None  # of "overloaded"
 
 
-class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True):
+class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one step brought for one sequence. After a `finish_reason` or an `error` no more updates follow.
 
     A token that stopped the sequence (end-of-sequence or a stop id) is the last of `token_ids`, with finish_reason

@@ -30,10 +30,11 @@ def first_link(request: SequenceRequest) -> PageKey:
 def next_keys(link: PageKey, token_ids: Sequence[int], start: int, block_size: int, num_keys: int) -> list[PageKey]:
     """Keys of `num_keys` full pages, of which the first begins at token `start`. `link`: the key before them."""
     keys: list[PageKey] = []
-    for first in range(start, start + num_keys * block_size, block_size):
-        page = array("I", token_ids[first : first + block_size]).tobytes()
-        assert len(page) == 4 * block_size, "a page's key needs all of its tokens"
-        link = blake2b(page, digest_size=KEY_BYTES, key=link).digest()
+    content = array("I", token_ids[start : start + num_keys * block_size]).tobytes()
+    page_bytes = 4 * block_size
+    assert len(content) == num_keys * page_bytes, "a page's key needs all of its tokens"
+    for first in range(0, len(content), page_bytes):
+        link = blake2b(content[first : first + page_bytes], digest_size=KEY_BYTES, key=link).digest()
         keys.append(link)
     return keys
 

@@ -1,0 +1,207 @@
+"""How many tokens of prompts a step computes, and whose: the policies alone, and in the scheduler."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motet.tests.rigs.scheduler_rig import asking, quick_result
+from motet.workers.scheduling.measured_costs import StepCosts
+from motet.workers.scheduling.prompt_budget import share_prompt_tokens, tokens_in_time
+from motet.workers.scheduling.request_limits import GangLimits
+from motet.workers.scheduling.scheduler import Scheduler
+
+_LEFT = st.lists(st.integers(1, 3000), max_size=12)
+_BUDGETS = st.integers(0, 600)
+
+
+@given(_LEFT, _BUDGETS)
+def test_all_of_the_budget_is_used_and_no_more_than_there_is(num_left: list[int], budget: int) -> None:
+    shares = share_prompt_tokens(num_left, budget)
+    assert sum(shares) == min(budget, sum(num_left))
+    assert all(0 <= share <= left for share, left in zip(shares, num_left, strict=True))
+
+
+@given(_LEFT.filter(bool), _BUDGETS)
+def test_the_oldest_has_at_least_half(num_left: list[int], budget: int) -> None:
+    assert share_prompt_tokens(num_left, budget)[0] >= min(num_left[0], budget / 2)
+
+
+@given(st.lists(st.integers(1025, 100_000), min_size=1, max_size=12), st.integers(1, 256))
+def test_a_short_prompt_behind_long_ones_is_computed_at_once(long: list[int], short: int) -> None:
+    assert share_prompt_tokens([*long, short], 512)[-1] == short
+
+
+@given(st.integers(1, 3000), st.integers(1, 12), st.integers(1, 600))
+def test_prompts_of_one_length_come_as_they_came(length: int, number: int, budget: int) -> None:
+    shares = share_prompt_tokens([length] * number, budget)
+    assert shares == [max(min(length, budget - i * length), 0) for i in range(number)]
+
+
+@given(_LEFT.filter(bool), st.integers(1, 600))
+def test_nobody_takes_more_than_twice_the_steps_of_its_turn(num_left: list[int], budget: int) -> None:
+    """Short prompts come in every step besides: they hold up nobody for ever."""
+    prompts = dict(enumerate(num_left))
+    steps = 0
+    while prompts:
+        steps += 1
+        shares = share_prompt_tokens([*prompts.values(), *[1] * budget], budget)
+        for number, share in zip(list(prompts), shares, strict=False):
+            prompts[number] -= share
+            if not prompts[number]:
+                del prompts[number]
+                half = -(-budget // 2)
+                assert steps <= sum(-(-left // half) for left in num_left[: number + 1])
+
+
+@given(*[st.floats(0, 10)] * 2, st.floats(1e-6, 1), st.integers(1, 64))
+def test_tokens_take_the_time_that_decodes_leave_and_never_none(
+    interval_s: float, decode_s: float, token_s: float, least: int
+) -> None:
+    number = tokens_in_time(interval_s, decode_s, token_s, least)
+    assert number >= least
+    if number > least:
+        assert number * token_s <= max(interval_s - decode_s, decode_s / 4) * (1 + 1e-9)
+        assert (number + 1) * token_s >= interval_s - decode_s - 1e-9
+    assert tokens_in_time(interval_s + 1, decode_s, token_s, least) >= number
+
+
+def first_tokens(s: Scheduler, num_steps: int) -> dict[int, int]:
+    """The step, counted from one, in which each sequence has its first token."""
+    steps: dict[int, int] = {}
+    for step in range(1, num_steps + 1):
+        plan = s.schedule()
+        for update in s.commit(plan, quick_result(plan)):
+            steps.setdefault(update.sequence_id, step)
+    return steps
+
+
+def gang(num_sequences: int = 97, token_interval_s: float = 0.0) -> Scheduler:
+    of = GangLimits(131_072, 1000, 16, 60_000, 512, num_sequences)
+    return Scheduler(of, frozenset(), lambda ref: 1, token_interval_s=token_interval_s)
+
+
+@pytest.mark.parametrize("num_long", [1, 5])
+def test_a_short_prompt_does_not_wait_for_a_long_one(num_long: int) -> None:
+    s = gang()
+    for i in range(num_long):
+        s.add(asking(i, [1 + i] * 120_000, max_tokens=4), 0)
+    first_tokens(s, 3)
+    s.add(asking(100, [7] * 20), 0)
+    assert first_tokens(s, 4)[100] <= 4
+    s.check_integrity()
+
+
+def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
+    s = gang()
+    s.add(asking(0, [1] * 20_000, max_tokens=4), 0)
+    for step in range(2 * 20_000 // 512 + 2):
+        for i in range(4):
+            s.add(asking(1 + 4 * step + i, [2 + (4 * step + i) % 900] * 250, max_tokens=1), 0)
+        if 0 in first_tokens(s, 1):
+            return
+    raise AssertionError("the long prompt had less than half of the steps' tokens")
+
+
+def test_what_one_leaves_over_another_takes() -> None:
+    """Of three that begin alike only the first computes: the budget goes to whoever can use it."""
+    s = gang()
+    for i in range(3):
+        s.add(asking(i, [1] * 300, max_tokens=4), 0)
+    s.add(asking(3, [2] * 1000, max_tokens=4), 0)
+    assert {part.sequence_id: len(part.token_ids) for part in s.schedule().sequences} == {0: 300, 3: 212}
+
+
+class Device:
+    """Takes as long for a step as its model says, and tells the scheduler."""
+
+    def __init__(self, s: Scheduler, rng: random.Random, token_s: float) -> None:
+        self.s, self.rng, self.token_s = s, rng, token_s
+        self.now = 0.0
+        self.last_token_at: dict[int, float] = {}
+        self.intervals: list[float] = []
+
+    def step(self) -> None:
+        plan = self.s.schedule()
+        seconds = 0.004 + 0.0004 * len(plan.sequences)
+        for part in plan.sequences:
+            if len(part.token_ids) > 1:
+                context = part.start + len(part.token_ids) / 2
+                seconds += len(part.token_ids) * self.token_s * (1 + context / 4000)
+        seconds *= self.rng.uniform(0.95, 1.05) if self.rng.random() < 0.998 else 5.0
+        self.s.observe(plan, seconds)
+        self.now += seconds
+        for update in self.s.commit(plan, quick_result(plan)):
+            if (before := self.last_token_at.get(update.sequence_id)) is not None:
+                self.intervals.append(self.now - before)
+            self.last_token_at[update.sequence_id] = self.now
+            if update.finish_reason:
+                del self.last_token_at[update.sequence_id]
+
+
+def burst(token_interval_s: float, token_s: float, seed: int) -> tuple[float, float]:
+    """The p99 between tokens in seconds, and the seconds until all is computed: 32 prompts come while others decode."""
+    s = gang(token_interval_s=token_interval_s)
+    device = Device(s, random.Random(seed), token_s)
+    for i in range(16):
+        s.add(asking(i, [1 + i] * 64, max_tokens=400), 0)
+    for _ in range(20):
+        device.step()
+    device.intervals.clear()
+    for i in range(32):
+        s.add(asking(100 + i, [100 + i] * 1500, max_tokens=100), 0)
+    while s.has_work():
+        device.step()
+    s.check_integrity()
+    return statistics.quantiles(device.intervals, n=100)[98], device.now
+
+
+@pytest.mark.parametrize("token_s", [0.0005, 0.002])  # 0.25 and 1 s for a full budget
+def test_who_decodes_has_tokens_in_time_while_prompts_burst_in(token_s: float) -> None:
+    p99_s, seconds = burst(0.1, token_s, seed=1)
+    p99_without_s, seconds_without = burst(0.0, token_s, seed=1)
+    assert p99_s <= 1.2 * 0.1
+    assert p99_without_s > 2 * 0.1, "the burst is too small to show anything"
+    assert seconds_without / seconds >= 0.8  # each step has a cost of its own here, whatever it computes
+
+
+def test_nobody_decodes_so_the_whole_budget_is_used() -> None:
+    s = gang(token_interval_s=0.001)
+    s.add(asking(0, [1] * 2000, max_tokens=4), 0)
+    for _ in range(3):
+        plan = s.schedule()
+        s.observe(plan, 1.0)
+        s.commit(plan, quick_result(plan))
+        assert sum(len(part.token_ids) for part in plan.sequences) == 512
+
+
+def test_prompts_go_on_however_long_decodes_take() -> None:
+    s = gang(token_interval_s=0.001)
+    s.add(asking(0, [1] * 8, max_tokens=500), 0)
+    first_tokens(s, 1)
+    s.add(asking(1, [2] * 320, max_tokens=4), 0)
+    for _ in range(320 // 16):
+        plan = s.schedule()
+        s.observe(plan, 1.0)
+        s.commit(plan, quick_result(plan))
+    assert s.load().gauges.num_queued_tokens == 2
+
+
+@given(st.floats(1e-4, 1e-2), st.floats(0, 1e-4), st.integers(0, 2**32))
+def test_costs_are_learnt_with_how_far_back_tokens_look(token_s: float, growth: float, seed: int) -> None:
+    """`growth`: of the cost with each token before, as a part of the first token's cost."""
+    per_context_s = growth * token_s
+    costs, rng = StepCosts(), random.Random(seed)
+    starts = [rng.randrange(60_000) for _ in range(60)]
+    for start in starts:
+        costs.observe(0, [(start, 100)], 100 * (token_s + per_context_s * (start + 50)))
+    low, high = min(starts), max(starts)
+    for context in (low + 50, high + 50):
+        assert costs.prompt_token_s(context) == pytest.approx(token_s + per_context_s * context, rel=0.3)
+    before = costs.prompt_token_s(low)
+    costs.observe(0, [(low, 100)], 1000.0)  # a stall
+    assert costs.prompt_token_s(low) <= 2 * before

@@ -1,0 +1,73 @@
+"""What one plan asks of sequences, from the making of the plan until its result is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from ..plan import SampledToken, SamplePlan, SequencePlan
+from .sequence import Sequence
+
+
+class PlannedChunk(msgspec.Struct, gc=False):
+    """A part of a prompt, all of whose tokens are known."""
+
+    sequence: Sequence
+    part: SequencePlan  # the sequence's part of the plan
+
+
+class PlannedStep:
+    """The next token of sequences that decode, and chunks of prompts.
+
+    A sequence that decodes may lack the token to be computed when the plan is made: the plan before it chooses that. So
+    its part of the plan is made when that token is there. Nothing is made for it before, since thousands may decode.
+    """
+
+    def __init__(self, decodes: list[Sequence], chunks: list[PlannedChunk]) -> None:
+        self.decodes, self.chunks = decodes, chunks
+        self.gone: set[Sequence] = set()  # preempted or cancelled since: the plan's result means nothing to them
+
+    def parts(self, chosen: Mapping[int, SampledToken | None]) -> tuple[SequencePlan, ...]:
+        """The parts of all sequences in the plan, of which those that are gone or end drop out.
+
+        `chosen`: tokens that the plan before chooses, by sequence id. It is not committed yet, if there is one.
+        """
+        gone, decodes, parts = self.gone, self.decodes, list[SequencePlan]()
+        if gone:
+            decodes = [sequence for sequence in decodes if sequence not in gone]
+        self.decodes = going_on = list[Sequence]()
+        for sequence in decodes:
+            start = sequence.num_computed + sequence.num_planned - 1
+            if sequence.num_coming == 1:  # the plan before chooses none for it
+                token_id = sequence.token_ids[start]
+            else:
+                token = chosen.get(sequence.sequence_id)
+                if token is None or (token_id := token.token_id) in sequence.stop_ids:
+                    continue
+            going_on.append(sequence)
+            if sequence.has_penalty:
+                sample = sequence.sample_plan([*sequence.token_ids[:start], token_id])
+            else:
+                index = start + 1 - sequence.num_prompt_tokens
+                sample = SamplePlan(sequence.sampling, sequence.seed, index, (), ())
+            digest = sequence.adapter_digest
+            parts.append(SequencePlan(sequence.sequence_id, (token_id,), start, sequence.pages, digest, sample))
+        if gone:
+            self.chunks = [chunk for chunk in self.chunks if chunk.sequence not in gone]
+        return (*parts, *[chunk.part for chunk in self.chunks])
+
+
+def plan_chunk(sequence: Sequence, num_tokens: int) -> PlannedChunk:
+    """Plans the next tokens of a prompt, after those that other plans compute."""
+    start = sequence.num_computed + sequence.num_planned
+    end = start + num_tokens
+    sample = None
+    if end == len(sequence.token_ids):
+        sample = sequence.sample_plan(sequence.token_ids)
+        sequence.num_coming += 1
+    token_ids = tuple(sequence.token_ids[start:end])
+    assert len(token_ids) == num_tokens, "a prompt lacks no token"
+    sequence.num_planned += num_tokens
+    part = SequencePlan(sequence.sequence_id, token_ids, start, sequence.pages, sequence.adapter_digest, sample)
+    return PlannedChunk(sequence, part)

@@ -1,0 +1,58 @@
+"""The sequences that run, by arrival: those that decode, and those with more of their prompt to compute."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from operator import attrgetter
+
+from .sequence import Sequence
+
+_arrival = attrgetter("arrival")
+
+
+class RunningSequences:
+    """Both lists are kept in order, so that a step sorts nothing."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, Sequence] = {}
+        self.decoding: list[Sequence] = []  # the next plan can compute one token of each; oldest first
+        self.prompts: list[Sequence] = []  # the next plan can compute more than one; oldest first
+        self.num_uncomputed = 0  # tokens of all; whoever commits tokens counts them here
+
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+    def add(self, sequence: Sequence) -> None:
+        """A sequence that nothing is planned for yet."""
+        assert sequence.sequence_id not in self.by_id, f"sequence {sequence.sequence_id} runs already"
+        self.by_id[sequence.sequence_id] = sequence
+        self.num_uncomputed += sequence.num_uncomputed
+        insort(self.prompts if sequence.num_unplanned > 1 else self.decoding, sequence, key=_arrival)
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence must be here."""
+        del self.by_id[sequence.sequence_id]
+        self.num_uncomputed -= sequence.num_uncomputed
+        _take_out(self.prompts if sequence.num_unplanned > 1 else self.decoding, sequence)
+
+    def end_prompts(self) -> None:
+        """More tokens of prompts were planned: those with at most one token left decode from now on."""
+        for sequence in [each for each in self.prompts if each.num_unplanned <= 1]:
+            _take_out(self.prompts, sequence)
+            insort(self.decoding, sequence, key=_arrival)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if a sequence is in the wrong list, or a list out of order."""
+        for sequences in (self.decoding, self.prompts):
+            arrivals = [sequence.arrival for sequence in sequences]
+            assert arrivals == sorted(set(arrivals)), "running sequences are out of order"
+        assert {s.sequence_id: s for s in (*self.decoding, *self.prompts)} == self.by_id, "ids and lists differ"
+        assert self.num_uncomputed == sum(s.num_uncomputed for s in self.by_id.values()), "tokens are miscounted"
+        assert all(s.num_unplanned == 1 for s in self.decoding), "a sequence decodes, and has other tokens to compute"
+        assert all(s.num_unplanned > 1 for s in self.prompts), "a prompt has no tokens left"
+
+
+def _take_out(sequences: list[Sequence], sequence: Sequence) -> None:
+    index = bisect_left(sequences, sequence.arrival, key=_arrival)
+    assert sequences[index] is sequence
+    del sequences[index]
