@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..plan import SampledToken, SequencePlan
+from ..plan import SampledToken, SequencePlan, packed
 from .sequence import Sequence
 
 _UNKNOWN = 0  # stands for the token that the plan before chooses, until the plan is settled
@@ -43,7 +43,7 @@ class PlannedTokens:
             sequence.sequence_id,
             self._token_ids,
             self._start,
-            tuple(sequence.pages),
+            packed(sequence.pages),
             sequence.adapter_digest,
             self._sample,
         )
@@ -53,12 +53,8 @@ class PlannedTokens:
         if not self.lacks_token:
             return sequence_plan
         assert token is not None
-        sample = sequence_plan.sample
-        if sample is not None and sample.prompt_token_ids:  # a penalty needs all tokens
-            output_token_ids = (*sample.output_token_ids, token.token_id)
-            sample = msgspec.structs.replace(sample, output_token_ids=output_token_ids)
         token_ids = (*sequence_plan.token_ids[:-1], token.token_id)
-        return msgspec.structs.replace(sequence_plan, token_ids=token_ids, sample=sample)
+        return msgspec.structs.replace(sequence_plan, token_ids=token_ids)
 
     def commit(self) -> None:
         """The tokens are computed. The caller appends the token that the plan chose, if it chose one."""

@@ -142,7 +142,7 @@ class PrefixReuse:
         for key in sequence.page_keys[sequence.num_kept_pages :]:
             self._stop_coming(sequence, key)
         self._cache.release(sequence.pages)
-        sequence.pages.clear()
+        del sequence.pages[:]
         sequence.num_computed = sequence.num_kept_pages = sequence.num_found = 0
         sequence.was_looked_up = False
 

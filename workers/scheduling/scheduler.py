@@ -114,7 +114,8 @@ class Scheduler:
         used = dict.fromkeys(sequence.adapter for sequence in sequences if sequence.adapter is not None)
         residences = tuple(self._adapters.residence(digest) for digest in used)
         moves, copies = self._tiers.plan_moves(), self._prefixes.take_copies()
-        return StepPlan(self._step, sequences, residences, loads, moves, copies)
+        penalised = tuple(i for i, sequence in self._running.items() if sequence.has_penalty)
+        return StepPlan(self._step, sequences, residences, loads, moves, copies, penalised)
 
     def settle(self, plan: StepPlan, result: StepResult) -> StepPlan:
         """Completes a plan that was made while the plan before it ran. `result`: of that one; it is committed later.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
-from ..plan import SamplePlan
+from ..plan import SamplePlan, SeenTokens, packed
 from ..wire.messages import SamplingParams, SequenceRequest
 from ..wire.page_keys import PageKey
 
@@ -19,7 +20,8 @@ class Sequence:
     num_planned: int = 0  # tokens that uncommitted plans compute
     num_coming: int = 0  # tokens that uncommitted plans choose
     run: int = 0  # number of its run: plans that were made in an earlier run are stale
-    pages: list[int] = field(default_factory=list)
+    told_run: int = -1  # the last run of which workers were told the tokens, if it has penalties
+    pages: array[int] = field(default_factory=lambda: array("i"))
     page_keys: list[PageKey] = field(default_factory=list)  # of its first full pages, as far as keys were needed
     num_kept_pages: int = 0  # its first pages that the prefix cache has been told of
     num_found: int = 0  # tokens that the last look-up of its prefix found in the pool
@@ -27,6 +29,10 @@ class Sequence:
     was_looked_up: bool = False  # its prefix, in the pool and behind it, since it last began to wait
     began_at: float | None = None  # when a step was first planned for it, by the scheduler's clock; None: not yet
     awaited_key: PageKey | None = None  # of the first page that the last look-up did not find in the pool
+    has_penalty: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.has_penalty = self.sampling.has_penalty
 
     @property
     def sequence_id(self) -> int:
@@ -58,14 +64,11 @@ class Sequence:
         return len(self.token_ids) + self.num_coming - self.num_computed - self.num_planned
 
     def sample_plan(self) -> SamplePlan:
-        """How to choose the next token that no plan chooses yet. Penalties see the tokens that are known."""
-        params = self.sampling
-        has_penalty = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-        split = self.num_prompt_tokens
-        return SamplePlan(
-            params,
-            self.seed,
-            self.num_generated + self.num_coming,
-            tuple(self.token_ids[:split]) if has_penalty else (),
-            tuple(self.token_ids[split:]) if has_penalty else (),
-        )
+        """How to choose the next token that no plan chooses yet."""
+        seen = None
+        if self.has_penalty and self.told_run != self.run:
+            assert not self.num_coming, "the first token that a run chooses follows on known ones"
+            self.told_run, split = self.run, self.num_prompt_tokens
+            prompt = self.token_ids[:split] if self.sampling.repetition_penalty != 1 else ()
+            seen = SeenTokens(packed(prompt), packed(self.token_ids[split:]))
+        return SamplePlan(self.sampling, self.seed, self.num_generated + self.num_coming, seen)
