@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Pages
 from collections.abc import Set as AbstractSet
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from ..memory.idle_order import Item
 from ..memory.prefix_cache import PrefixCache
@@ -39,6 +39,8 @@ class PrefixReuse:
         if not self._enabled:
             return []
         if sequence.awaited_key in self._coming:
+            if self._lacks_copies(sequence):
+                self._bring_more(sequence, keep)
             return None
         keys = self._usable_keys(sequence)
         found = self._cache.find(keys)
@@ -48,20 +50,21 @@ class PrefixReuse:
         if sequence.awaited_key is None:
             return found
         if sequence.awaited_key not in self._coming:
-            absent = list(takewhile(self._is_absent, keys[len(found) :]))
-            self._coming |= dict.fromkeys(self._tiers.bring(found, absent, keep))
+            self._bring(sequence, found, keys, keep)
         return None if sequence.awaited_key in self._coming else found
 
     def may_come_ahead(self, sequence: Sequence) -> bool:
         """Whether `find` could let more pages come for a sequence that cannot start yet.
 
-        The prefix is looked up once, and again whenever the pages that came for it are there with all before them. So
-        no page comes twice while the sequence waits, though other pages may push it out: `find` brings it again when
-        there is a place for the sequence.
+        The prefix is looked up once, and again whenever the pages that came for it are there with all before them;
+        while they come, more may follow. So no page comes twice while the sequence waits, though other pages may push
+        it out: `find` brings it again when there is a place for the sequence.
         """
         if sequence.was_looked_up:
             key, num_found = sequence.awaited_key, sequence.num_found // self._block_size
-            if key is None or key in self._coming or self._cache.page_of(key) is None:
+            if key in self._coming:
+                return self._lacks_copies(sequence)
+            if key is None or self._cache.page_of(key) is None:
                 return False
             if len(self._cache.find(sequence.page_keys[: num_found + 1])) <= num_found:
                 return False
@@ -145,6 +148,7 @@ class PrefixReuse:
         del sequence.pages[:]
         sequence.num_computed = sequence.num_kept_pages = sequence.num_found = 0
         sequence.was_looked_up = False
+        sequence.num_brought = None
 
     def disown(self, sequence: Sequence) -> None:
         """Forgets what the sequence has computed, in all tiers: its numbers are not finite, so nobody may use them."""
@@ -164,7 +168,36 @@ class PrefixReuse:
     def _usable_keys(self, sequence: Sequence) -> list[PageKey]:
         """Keys of the full pages that the sequence need not compute if they are there."""
         self._make_keys(sequence, len(sequence.token_ids) // self._block_size)
-        return sequence.page_keys[: (len(sequence.token_ids) - 1) // self._block_size]
+        return sequence.page_keys[: self._num_usable(sequence)]
+
+    def _num_usable(self, sequence: Sequence) -> int:
+        return (len(sequence.token_ids) - 1) // self._block_size
+
+    def _lacks_copies(self, sequence: Sequence) -> bool:
+        """Pages are being copied for the sequence, more of its prefix may be in a tier, and may begin to come."""
+        num_brought = sequence.num_brought
+        return num_brought is not None and num_brought < self._num_usable(sequence) and self._tiers.can_bring()
+
+    def _bring_more(self, sequence: Sequence, keep: AbstractSet[Item]) -> None:
+        """Lets pages come that follow on those that are coming for the sequence."""
+        keys = self._usable_keys(sequence)
+        before = [self._page_here_or_coming(key) for key in keys[: sequence.num_brought]]
+        known = [page for page in before if page is not None]
+        if len(known) == len(before):
+            self._bring(sequence, known, keys, keep)
+        else:  # one of them went: what is left is looked up again when the awaited page is there
+            sequence.num_brought = None
+
+    def _bring(self, sequence: Sequence, before: Pages[int], keys: Pages[PageKey], keep: AbstractSet[Item]) -> None:
+        """Lets pages of these keys come, as many as may, after those `before` them."""
+        absent = takewhile(self._is_absent, islice(keys, len(before), None))
+        coming = self._tiers.bring(before, absent, keep)
+        self._coming |= dict.fromkeys(coming)
+        sequence.num_brought = len(before) + len(coming) if coming else None
+
+    def _page_here_or_coming(self, key: PageKey) -> int | None:
+        page = self._cache.page_of(key)
+        return self._tiers.page_coming(key) if page is None else page
 
     def _is_absent(self, key: PageKey) -> bool:
         """The page is neither in the pool nor coming."""

@@ -29,6 +29,8 @@ class Sequence:
     was_looked_up: bool = False  # its prefix, in the pool and behind it, since it last began to wait
     began_at: float | None = None  # when a step was first planned for it, by the scheduler's clock; None: not yet
     awaited_key: PageKey | None = None  # of the first page that the last look-up did not find in the pool
+    # Pages of its prefix that are in the pool or coming, while copies come for it; None: no more of them should come.
+    num_brought: int | None = None
     has_penalty: bool = field(init=False)
 
     def __post_init__(self) -> None:
