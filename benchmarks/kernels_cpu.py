@@ -32,7 +32,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from motet.adapters.adapter import MODULES, BaseShape
 from motet.adapters.packing.layout import AdapterLayout
-from motet.kernels.attention import AttentionBatch
+from motet.kernels.attention import AttentionBatch, page_table
 from motet.kernels.backend import Kernels, Linear, LinearWeight, native_kernels, plain_kernels
 from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from motet.kernels.native import onednn_linear
@@ -42,7 +42,7 @@ from motet.workers.execution.inputs import make_inputs
 from motet.workers.memory.pool import PoolGeometry, kv_view, make_pool
 from motet.workers.models.rotary import rotary_table
 from motet.workers.models.rotary_config import RotaryConfig
-from motet.workers.plan import SequencePlan, StepPlan
+from motet.workers.plan import SequencePlan, StepPlan, packed
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -139,7 +139,7 @@ def attention(bench: Bench, shape: Shape, name: str, generator: torch.Generator)
         return kernels.write_kv(q, k, v, rotary, kv[:, next(layers)], batch)
 
     def gathered() -> torch.Tensor:
-        table = batch.page_table
+        table = page_table(batch, torch.arange(len(batch.context_lens)), batch.most_pages)
         pages = kv[:, next(layers)].index_select(0, table.flatten()).view(len(table), -1, *kv.shape[2:])
         keys, values = (pages[:, :, i].flatten(1, 2).transpose(1, 2) for i in (0, 1))
         return scaled_dot_product_attention(q.unsqueeze(2), keys, values, enable_gqa=True)
@@ -163,7 +163,7 @@ def _paged(
     free = torch.randperm(sum(counts), generator=generator).tolist()
     pages = [tuple(free.pop() for _ in range(count)) for count in counts]
     plans = [
-        SequencePlan(i, (0,) * new, old, own, None, None)
+        SequencePlan(i, (0,) * new, old, packed(own), None, None)
         for i, ((old, new), own) in enumerate(zip(sequences, pages, strict=True))
     ]
     batch = make_inputs(StepPlan(1, tuple(plans), (), ()), {}, BLOCK_SIZE, CPU).attention

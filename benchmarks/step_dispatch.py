@@ -22,7 +22,7 @@ import ray
 from motet.workers.execution.connection import Connection, ConnectionLostError
 from motet.workers.execution.gang_executor import GangExecutor
 from motet.workers.execution.gang_messages import Done, ToWorker
-from motet.workers.plan import Residence, SampledToken, SamplePlan, SequencePlan, StepPlan, StepResult
+from motet.workers.plan import Residence, SampledToken, SamplePlan, SequencePlan, StepPlan, StepResult, packed
 from motet.workers.wire.messages import SamplingParams
 
 NUM_SEQUENCES = 64
@@ -30,10 +30,10 @@ NUM_SEQUENCES = 64
 
 def make_plan(step: int) -> StepPlan:
     """A step of steady decode: 64 sequences of about 300 tokens, each with an adapter of its own."""
-    sample = SamplePlan(SamplingParams(max_tokens=100), 1, step, (), ())
+    sample = SamplePlan(SamplingParams(max_tokens=100), 1, step)
     digests = [f"{i:064x}" for i in range(NUM_SEQUENCES)]
     sequences = tuple(
-        SequencePlan(i, (7,), 300 + step, tuple(range(i * 20, i * 20 + 20)), digests[i], sample)
+        SequencePlan(i, (7,), 300 + step, packed(range(i * 20, i * 20 + 20)), digests[i], sample)
         for i in range(NUM_SEQUENCES)
     )
     adapters = tuple(Residence(d, {"q_proj": 16, "v_proj": 16}, tuple(range(14))) for d in digests)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from motet.adapters.adapter import MODULES
 from motet.benchmarks.rigs.thread_gang import ThreadGroup, run_threads
 from motet.cluster.config import MotetConfig
-from motet.workers.plan import Residence, SequencePlan, StepPlan
+from motet.workers.plan import Residence, SequencePlan, StepPlan, packed
 from motet.workers.worker_builder import build_executor
 
 HIDDEN, NUM_HEADS, NUM_KV_HEADS, INTERMEDIATE, VOCAB_SIZE, RANK = 4096, 32, 8, 512, 256, 16
@@ -64,7 +64,7 @@ def count(model_path: Path, degree: int, with_adapters: bool) -> Counter[str]:
         ranks = dict.fromkeys(MODULES, RANK)
         residence = Residence("digest", ranks, tuple(range(1, 400)))
         adapter = residence.digest if with_adapters else None
-        sequence = SequencePlan(0, (1,) * NUM_ROWS, 0, (0,), adapter, None)
+        sequence = SequencePlan(0, (1,) * NUM_ROWS, 0, packed([0]), adapter, None)
         executor.runner.run(StepPlan(1, (sequence,), (residence,) if with_adapters else (), ()))
         executor.close()
         return group.traffic.sent_bytes

@@ -2,7 +2,7 @@
 
 `kv` is one layer of the pool: `[num_pages, 2, block_size, num_kv_heads, head_dim]`, K at index 0 and V at 1. It is a
 strided view, because all layers of a page lie side by side in the pool. A page may hold a part of an adapter instead of
-KV; the page table names the pages of each sequence. q, k, v, the pool and the result have one dtype, float32 or
+KV; the batch lists the pages of each sequence. q, k, v, the pool and the result have one dtype, float32 or
 bfloat16; tensors are on one device. The idea of KV in pages is PagedAttention's (vLLM, arXiv 2309.06180).
 """
 
@@ -25,10 +25,22 @@ class AttentionBatch:
 
     query_starts: tuple[int, ...]  # [num_sequences + 1]
     context_lens: tuple[int, ...]  # [num_sequences], tokens
-    page_table: torch.Tensor  # [num_sequences, max_pages] int64, rows padded with a valid page
+    pages: torch.Tensor  # int32, of all sequences, one after the other: nothing is padded to the longest
+    page_starts: torch.Tensor  # [num_sequences] int64, where each sequence's begin in `pages`
+    most_pages: int  # no sequence has more
     positions: torch.Tensor  # [num_rows] int64, of each row's token in its sequence
     row_pages: torch.Tensor  # [num_rows] int64, the page into which the row's K and V are written
     row_slots: torch.Tensor  # [num_rows] int64, the row's place in that page, in tokens
+
+
+def page_table(batch: AttentionBatch, sequences: torch.Tensor, width: int) -> torch.Tensor:
+    """The first `width` pages of some sequences, `[len(sequences), width]` int32, for kernels that need them in rows.
+
+    Beyond a sequence's last page a row holds any other valid page. It is made on the batch's device, which costs the
+    host nothing.
+    """
+    places = batch.page_starts[sequences].unsqueeze(1) + torch.arange(width, device=batch.pages.device)
+    return batch.pages[places.clamp_(max=len(batch.pages) - 1)]
 
 
 class WriteKV(Protocol):

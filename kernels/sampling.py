@@ -9,6 +9,7 @@ likely first, and always at least one. A row's draw depends on nothing but its o
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -27,11 +28,32 @@ class Draw:
     uniform: float  # the random number u, in [0, 1)
 
 
+@dataclass(frozen=True)
+class Penalty:
+    """How the tokens that a sequence has already are made less likely, or more.
+
+    Repetition is CTRL's (arXiv 1909.05858), as transformers computes it: it counts once for each token that the
+    sequence has, its prompt included. Presence and frequency are OpenAI's: they count in the output alone.
+    """
+
+    repetition: float  # positive logits are divided by it, the others multiplied; 1: off
+    presence: float  # is taken from the logit of each token in the output; 0: off
+    frequency: float  # is taken as many times as the token is in the output; 0: off
+    token_ids: array[int]  # the tokens that the sequence has, each once, as "i"
+    counts: array[int]  # how often each of them is in the output, as "i"
+
+
 NOT_FINITE: Final = -1  # what `highest` returns in place of a token
 
 
 class SamplingKernels(Protocol):
     """Logits are `[num_rows, vocab]` float32; tokens are int64, on the logits' device."""
+
+    def penalise(self, logits: torch.Tensor, rows: Sequence[int], penalties: Sequence[Penalty]) -> None:
+        """Changes each of `rows` as the `Penalty` of the same index says, in place: first repetition, then the others.
+
+        No row is named twice.
+        """
 
     def highest(self, logits: torch.Tensor) -> torch.Tensor:
         """The token with the highest logit of each row, `[num_rows]`; of equal logits the first token.

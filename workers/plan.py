@@ -1,7 +1,9 @@
 """What a step computes, as plain data: the leader's scheduler makes plans, workers execute them.
 
-Plans travel to the workers as msgpack. A plan says everything that its step needs, so a worker keeps nothing of a
-sequence between steps but its KV pages.
+Plans travel to the workers as msgpack. A plan says everything that its step needs but what a worker keeps of a sequence
+between steps: its KV pages and, where a penalty needs them, the tokens that it has so far (`SeenTokens`).
+
+Long lists of numbers, which would cost more to encode than the step's other work, are int32 numbers side by side.
 
 A step makes thousands of the structs that are `gc=False`, none of which can be part of a cycle: without them the
 garbage collector has little to go through.
@@ -9,6 +11,8 @@ garbage collector has little to go through.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -31,6 +35,18 @@ class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 Tier = Literal["device", "host", "disk"]
+Int32s = bytes  # numbers side by side, in the order of this machine's bytes
+INT32_BYTES = 4  # of each of them
+
+
+def packed(numbers: Iterable[int]) -> Int32s:
+    """The numbers as plans carry long lists of them."""
+    return (numbers if isinstance(numbers, array) else array("i", numbers)).tobytes()
+
+
+def unpacked(numbers: Int32s) -> array[int]:
+    """What `packed` was given."""
+    return array("i", numbers)
 
 
 class PageMove(msgspec.Struct, frozen=True, array_like=True):
@@ -50,14 +66,22 @@ class PageCopy(msgspec.Struct, frozen=True, array_like=True):
     target: int
 
 
+class SeenTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """All tokens of a sequence that come before the one that is chosen, for penalties."""
+
+    prompt: Int32s  # empty unless a repetition penalty needs it
+    output: Int32s
+
+
 class SamplePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Choose one token after the sequence's last row."""
 
     params: SamplingParams
     seed: int  # the sequence's own, 64 bits
     index: int  # of the token among the sequence's generated ones; (seed, index) fixes the draw
-    prompt_token_ids: tuple[int, ...]  # empty, as are the output's, unless a penalty needs them
-    output_token_ids: tuple[int, ...]
+    # With the first token that a run of the sequence chooses, if it has penalties. The worker keeps these tokens, and
+    # adds those that later plans compute: the one that was chosen last.
+    seen: SeenTokens | None = None
 
 
 class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -66,7 +90,7 @@ class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sequence_id: int
     token_ids: tuple[int, ...]
     start: int  # position of the first of them
-    pages: tuple[int, ...]  # all of the sequence's pages, enough for these tokens
+    pages: Int32s  # all of the sequence's pages, enough for these tokens
     adapter: str | None  # digest
     sample: SamplePlan | None  # None: a prompt chunk that is not the last
 
@@ -79,6 +103,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     moves: tuple[PageMove, ...] = ()
     copies: tuple[PageCopy, ...] = ()
     outdated: tuple[str, ...] = ()  # digests that no name points to any more: host memory need not keep them
+    penalised: tuple[int, ...] = ()  # ids of all running sequences with penalties: what is kept of others goes
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -56,7 +57,8 @@ class PagedCase:
         """Attention in float64, one sequence at a time."""
         out = torch.empty(self.q.shape, dtype=torch.float64, device=self.q.device)
         for index, (context, rows) in enumerate(self.sequences):
-            pages = self.batch.page_table[index, : -(-context // BLOCK)]
+            first_page = int(self.batch.page_starts[index])
+            pages = self.batch.pages[first_page : first_page - (-context // BLOCK)]
             k, v = (self.pool[pages, layer, i].flatten(0, 1)[:context].double() for i in (0, 1))
             start = self.batch.query_starts[index]
             q = self.q[start : start + rows].double().unflatten(1, (k.shape[1], -1))  # [rows, kv_heads, group, dim]
@@ -202,8 +204,8 @@ def _sdpa_time_s(machine: Machine, case: PagedCase, layers: int) -> float | None
 def _batch(
     sequences: Sequence[tuple[int, int]], owned: Sequence[Sequence[int]], device: torch.device
 ) -> AttentionBatch:
-    width = max(len(pages) for pages in owned)
-    table = torch.tensor([[*pages, *[pages[-1]] * (width - len(pages))] for pages in owned])
+    listed = torch.tensor([page for pages in owned for page in pages], dtype=torch.int32)
+    page_starts = torch.tensor([*accumulate((len(pages) for pages in owned[:-1]), initial=0)])
     starts = [0]
     for _, rows in sequences:
         starts.append(starts[-1] + rows)
@@ -212,8 +214,10 @@ def _batch(
     return AttentionBatch(
         tuple(starts),
         tuple(context for context, _ in sequences),
-        table.to(device),
+        listed.to(device),
+        page_starts.to(device),
+        max(map(len, owned)),
         positions.to(device),
-        table[owner, positions // BLOCK].to(device),
+        listed[page_starts[owner] + positions // BLOCK].long().to(device),
         (positions % BLOCK).to(device),
     )

@@ -26,8 +26,10 @@ struct AttentionCall {
     const T* q;
     T* out;  // [rows, heads, dim], contiguous
     const T* kv;
-    const int64_t *query_starts, *context_lens, *page_table;
-    int64_t num_sequences, table_width;
+    const int64_t *query_starts, *context_lens;
+    const int32_t* pages;  // of all sequences
+    const int64_t* page_starts;
+    int64_t num_sequences;
     int64_t num_heads, num_kv_heads, dim, block_size;
     int64_t q_row_stride, q_head_stride, page_stride, v_offset, slot_stride;  // elements
     float scale;
@@ -108,11 +110,11 @@ inline const float* query_of(const Bfloat16* from, int64_t dim, float* spare) {
 template <class T>
 struct TokenWalk {
     const AttentionCall<T>& call;
-    const int64_t* pages;
+    const int32_t* pages;
     int64_t token, page, slot;
 
     TokenWalk(const AttentionCall<T>& call, int64_t sequence, int64_t first)
-        : call(call), pages(call.page_table + sequence * call.table_width), token(first), page(first / call.block_size),
+        : call(call), pages(call.pages + call.page_starts[sequence]), token(first), page(first / call.block_size),
           slot(first % call.block_size) {}
 
     // Prefetches K and V of the next 16 tokens below `end`.

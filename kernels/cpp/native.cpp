@@ -16,26 +16,27 @@ namespace {
 
 template <class T>
 void attention(const void* q, void* out, const void* kv, const int64_t* query_starts, const int64_t* context_lens,
-               const int64_t* page_table, const int64_t* sizes, float scale, float softcap, int num_threads) {
+               const int32_t* pages, const int64_t* page_starts, const int64_t* sizes, float scale, float softcap,
+               int num_threads) {
     AttentionCall<T> call;
     call.q = (const T*)q;
     call.out = (T*)out;
     call.kv = (const T*)kv;
     call.query_starts = query_starts;
     call.context_lens = context_lens;
-    call.page_table = page_table;
+    call.pages = pages;
+    call.page_starts = page_starts;
     call.num_sequences = sizes[0];
-    call.table_width = sizes[1];
-    call.num_heads = sizes[2];
-    call.num_kv_heads = sizes[3];
-    call.dim = sizes[4];
-    call.block_size = sizes[5];
-    call.q_row_stride = sizes[6];
-    call.q_head_stride = sizes[7];
-    call.page_stride = sizes[8];
-    call.v_offset = sizes[9];
-    call.slot_stride = sizes[10];
-    call.window = sizes[11];
+    call.num_heads = sizes[1];
+    call.num_kv_heads = sizes[2];
+    call.dim = sizes[3];
+    call.block_size = sizes[4];
+    call.q_row_stride = sizes[5];
+    call.q_head_stride = sizes[6];
+    call.page_stride = sizes[7];
+    call.v_offset = sizes[8];
+    call.slot_stride = sizes[9];
+    call.window = sizes[10];
     call.scale = scale;
     call.softcap = softcap;
     attend_all(call, num_threads);
@@ -47,9 +48,10 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
 
 #define MOTET_KERNELS(NAME, T)                                                                                        \
     MOTET_CALL void paged_attention_##NAME(const void* q, void* out, const void* kv, const int64_t* query_starts,     \
-                                           const int64_t* context_lens, const int64_t* page_table,                    \
-                                           const int64_t* sizes, float scale, float softcap, int num_threads) {       \
-        attention<T>(q, out, kv, query_starts, context_lens, page_table, sizes, scale, softcap, num_threads);         \
+                                           const int64_t* context_lens, const int32_t* pages,                         \
+                                           const int64_t* page_starts, const int64_t* sizes, float scale,             \
+                                           float softcap, int num_threads) {                                          \
+        attention<T>(q, out, kv, query_starts, context_lens, pages, page_starts, sizes, scale, softcap, num_threads); \
     }                                                                                                                 \
     MOTET_CALL void write_kv_##NAME(const T* q, const T* k, const T* v, const float* rotary, T* kv,                   \
                                     const int64_t* positions, const int64_t* row_pages, const int64_t* row_slots,     \
@@ -110,6 +112,11 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
 MOTET_CALL void highest_tokens(const float* logits, int64_t stride, int64_t vocab, int64_t num_rows, int64_t* tokens,
                                int num_threads) {
     highest(logits, stride, vocab, num_rows, tokens, num_threads);
+}
+
+MOTET_CALL void penalise_tokens(float* logits, int64_t stride, const void* rows, int64_t num_rows, const void* factors,
+                                int num_threads) {
+    penalise(logits, stride, (const PenalisedRow*)rows, num_rows, (const PenaltyFactors*)factors, num_threads);
 }
 
 MOTET_CALL void draw_tokens(const float* logits, int64_t stride, int64_t vocab, const int64_t* rows, int64_t num_rows,

@@ -1,4 +1,4 @@
-// Sampling: the token with the highest logit, or a draw by inverse transform sampling, in double, in a few passes over
+// Sampling: penalties, the token with the highest logit, or a draw by inverse transform sampling, in double, in a few passes over
 // a row. The contract is ../sampling.py.
 //
 // Top-k, top-p and min-p each keep some number of the most likely tokens; the smallest of these numbers counts. To find
@@ -235,6 +235,33 @@ class Drawing {
         return 0;
     }
 };
+
+// See `Penalty` in ../sampling.py; the caller passes these as rows of two tables.
+struct PenalisedRow {
+    int64_t row, num_tokens;
+    const int32_t *token_ids, *counts;
+};
+struct PenaltyFactors {
+    double repetition, presence, frequency;
+};
+
+// Changes the logits of the tokens that some rows' sequences have.
+inline void penalise(float* logits, int64_t stride, const PenalisedRow* rows, int64_t num_rows,
+                     const PenaltyFactors* factors, [[maybe_unused]] int num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 1) schedule(dynamic)
+    for (int64_t i = 0; i < num_rows; i++) {
+        const PenalisedRow& own = rows[i];
+        const float repetition = float(factors[i].repetition);
+        float* row = logits + own.row * stride;
+        for (int64_t k = 0; k < own.num_tokens; k++) {
+            float& logit = row[own.token_ids[k]];
+            const float repeated = logit > 0 ? logit / repetition : logit * repetition;
+            const int32_t count = own.counts[k];
+            const double taken = count > 0 ? factors[i].presence + factors[i].frequency * count : 0.0;
+            logit = repeated - float(taken);
+        }
+    }
+}
 
 // A token for each of `num_rows` of the rows of logits.
 inline void draw(const float* logits, int64_t stride, int64_t vocab, const int64_t* rows, int64_t num_rows,

@@ -166,12 +166,12 @@ class TritonAttention:
             chunk_kernel[(len(launch.blocks), kv.shape[3])](
                 q,
                 kv,
-                batch.page_table,
+                batch.pages,
+                batch.page_starts,
                 batch.positions,
                 launch.blocks,
                 out,
                 *numbers,
-                batch.page_table.stride(0),
                 **shared,
                 BLOCK_ROWS=launch.block_rows,
                 BLOCK=_keys(self._tuning.chunk_keys, head_dim),
@@ -191,7 +191,7 @@ class TritonAttention:
         shared: dict[str, Any],
     ) -> None:
         num_kv_heads, group, head_dim = kv.shape[3], shared["GROUP"], shared["HEAD_DIM"]
-        tuning, most_keys = self._tuning, batch.page_table.shape[1] * kv.shape[2]
+        tuning, most_keys = self._tuning, batch.most_pages * kv.shape[2]
         splits = _num_splits(launch.num_decodes * num_kv_heads, most_keys, tuning)
         partial = stats = out
         if splits > 1:
@@ -202,7 +202,8 @@ class TritonAttention:
         decode_kernel[(launch.num_decodes, num_kv_heads, splits)](
             q,
             kv,
-            batch.page_table,
+            batch.pages,
+            batch.page_starts,
             batch.positions,
             launch.decode_rows,
             launch.decode_sequences,
@@ -210,7 +211,6 @@ class TritonAttention:
             partial,
             stats,
             *numbers,
-            batch.page_table.stride(0),
             **shared,
             **tiles,
             GROUP_ROWS=max(16, triton.next_power_of_2(group)),

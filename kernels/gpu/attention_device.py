@@ -43,7 +43,7 @@ def _add_keys(
     """acc, largest and total after the keys `start : start + BLOCK`.
 
     Query row i sees the keys `low[i] : high[i]`; without MASKED every row sees the whole tile. q and acc are
-    `[rows, DIM]`, largest and total `[rows]`. `kv` points to the KV head, `table` to the sequence's row of the table.
+    `[rows, DIM]`, largest and total `[rows]`. `kv` points to the KV head, `table` to the sequence's first page.
     """
     key = start + tl.arange(0, BLOCK)
     dim = tl.arange(0, DIM)
@@ -91,13 +91,14 @@ def _share(length, window, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl
 
 
 @triton.jit(
-    do_not_specialize=["window", "table_row"],
-    do_not_specialize_on_alignment=["page_table", "positions", "rows", "sequences"],
+    do_not_specialize=["window"],
+    do_not_specialize_on_alignment=["pages", "page_starts", "positions", "rows", "sequences"],
 )
 def decode_kernel(
     q,  # [num_rows, num_heads, HEAD_DIM]
     kv,  # [num_pages, 2, PAGE, num_kv_heads, HEAD_DIM]
-    page_table,  # [num_sequences, max_pages] int64
+    pages,  # int32, of all sequences
+    page_starts,  # [num_sequences] int64, where each sequence's begin in `pages`
     positions,  # [num_rows] int64; negative: the row is padding
     rows,  # [num_decodes] int32, the row of each decode; None: decode i is row i and sequence i
     sequences,  # [num_decodes] int32
@@ -113,7 +114,6 @@ def decode_kernel(
     kv_page,
     kv_side,
     kv_slot,
-    table_row,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     GROUP: tl.constexpr,
@@ -147,7 +147,7 @@ def decode_kernel(
     total = tl.zeros((GROUP_ROWS,), tl.float32)
     low = tl.zeros((GROUP_ROWS,), tl.int32) + start
     high = tl.zeros((GROUP_ROWS,), tl.int32) + end
-    table = page_table + sequence.to(tl.int64) * table_row
+    table = pages + tl.load(page_starts + sequence)
     kv += head * HEAD_DIM
     for block in range(start, end, BLOCK):
         acc, largest, total = _add_keys(
@@ -228,13 +228,14 @@ def combine_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["window", "table_row"],
-    do_not_specialize_on_alignment=["page_table", "positions", "blocks"],
+    do_not_specialize=["window"],
+    do_not_specialize_on_alignment=["pages", "page_starts", "positions", "blocks"],
 )
 def chunk_kernel(
     q,
     kv,
-    page_table,
+    pages,
+    page_starts,
     positions,
     blocks,  # [num_blocks, 3] int32: sequence, first row, number of rows
     out,
@@ -247,7 +248,6 @@ def chunk_kernel(
     kv_page,
     kv_side,
     kv_slot,
-    table_row,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     GROUP: tl.constexpr,
@@ -277,7 +277,7 @@ def chunk_kernel(
     if WINDOW:
         low = tl.maximum(high - window, 0)
         begin = tl.maximum(position + 1 - window, 0) // BLOCK * BLOCK
-    table = page_table + sequence.to(tl.int64) * table_row
+    table = pages + tl.load(page_starts + sequence)
     kv += head * HEAD_DIM
     clear = begin
     if not WINDOW:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..attention import AttentionBatch, PagedAttention
+from ..attention import AttentionBatch, PagedAttention, page_table
 
 PACKAGES = ("vllm.vllm_flash_attn", "vllm_flash_attn")
 _PAGE_MULTIPLE = 16  # tokens: FlashAttention 2 takes pages of a multiple of this
@@ -33,7 +33,7 @@ class _Lengths:
     batch: AttentionBatch
     query_starts: torch.Tensor  # [num_sequences + 1] int32
     context_lens: torch.Tensor  # [num_sequences] int32
-    page_table: torch.Tensor  # int32
+    page_table: torch.Tensor  # [num_sequences, most_pages] int32
     most_queries: int  # rows of the sequence with the most
 
 
@@ -78,7 +78,7 @@ class FlashAttention:
             kv[:, 1],
             max_seqlen_q=lengths.most_queries,
             cu_seqlens_q=lengths.query_starts,
-            max_seqlen_k=batch.page_table.shape[1] * block_size,
+            max_seqlen_k=batch.most_pages * block_size,
             seqused_k=lengths.context_lens,
             block_table=lengths.page_table,
             softmax_scale=scale,
@@ -104,4 +104,5 @@ def _lengths(batch: AttentionBatch) -> _Lengths:
     else:
         staged = torch.tensor([*starts, *batch.context_lens], dtype=torch.int32, pin_memory=device.type == "cuda")
         query_starts, context_lens = torch.split(staged.to(device, non_blocking=True), [len(starts), num_sequences])
-    return _Lengths(batch, query_starts, context_lens, batch.page_table.to(torch.int32), most_queries)
+    table = page_table(batch, torch.arange(num_sequences, device=device), batch.most_pages)
+    return _Lengths(batch, query_starts, context_lens, table, most_queries)

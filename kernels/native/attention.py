@@ -25,7 +25,8 @@ class _HostBatch:
     batch: AttentionBatch
     query_starts: torch.Tensor
     context_lens: torch.Tensor
-    page_table: torch.Tensor
+    pages: torch.Tensor
+    page_starts: torch.Tensor
     positions: torch.Tensor
     row_pages: torch.Tensor
     row_slots: torch.Tensor
@@ -36,9 +37,10 @@ class _HostBatch:
             batch,
             torch.tensor(batch.query_starts, dtype=torch.int64),
             torch.tensor(batch.context_lens, dtype=torch.int64),
+            batch.pages.to(torch.int32).contiguous(),
             *(
                 tensor.to(torch.int64).contiguous()
-                for tensor in (batch.page_table, batch.positions, batch.row_pages, batch.row_slots)
+                for tensor in (batch.page_starts, batch.positions, batch.row_pages, batch.row_slots)
             ),
         )
 
@@ -54,7 +56,7 @@ class NativeAttention:
         pointer = ctypes.c_void_p
         self._write, self._attend = library[f"write_kv_{name}"], library[f"paged_attention_{name}"]
         self._write.argtypes = [*[pointer] * 10, ctypes.c_int]
-        self._attend.argtypes = [*[pointer] * 7, ctypes.c_float, ctypes.c_float, ctypes.c_int]
+        self._attend.argtypes = [*[pointer] * 8, ctypes.c_float, ctypes.c_float, ctypes.c_int]
         self._write.restype = self._attend.restype = None
 
     def write_kv(
@@ -106,15 +108,16 @@ class NativeAttention:
             return plain_attention.paged_attention(q, kv, batch, scale, window, softcap)
         self._check(q, kv)
         host, out = self._host_of(batch), torch.empty(q.shape, dtype=q.dtype)
-        shape = (*host.page_table.shape, num_heads, num_kv_heads, head_dim, block_size)
-        sizes = (ctypes.c_int64 * 12)(*shape, *q.stride()[:2], *kv.stride()[:3], window or 0)
+        shape = (len(host.page_starts), num_heads, num_kv_heads, head_dim, block_size)
+        sizes = (ctypes.c_int64 * 11)(*shape, *q.stride()[:2], *kv.stride()[:3], window or 0)
         self._attend(
             q.data_ptr(),
             out.data_ptr(),
             kv.data_ptr(),
             host.query_starts.data_ptr(),
             host.context_lens.data_ptr(),
-            host.page_table.data_ptr(),
+            host.pages.data_ptr(),
+            host.page_starts.data_ptr(),
             ctypes.addressof(sizes),
             scale,
             softcap or 0.0,

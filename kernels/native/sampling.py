@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 
 import torch
 
-from ..sampling import Draw
+from ..sampling import Draw, Penalty
 
 
 class NativeSampling:
@@ -20,7 +21,27 @@ class NativeSampling:
         self._draw.argtypes = [pointer, number, number, pointer, number, pointer, pointer, ctypes.c_int]
         self._highest = library["highest_tokens"]
         self._highest.argtypes = [pointer, number, number, number, pointer, ctypes.c_int]
-        self._draw.restype = self._highest.restype = None
+        self._penalise = library["penalise_tokens"]
+        self._penalise.argtypes = [pointer, number, pointer, number, pointer, ctypes.c_int]
+        self._draw.restype = self._highest.restype = self._penalise.restype = None
+
+    def penalise(self, logits: torch.Tensor, rows: Sequence[int], penalties: Sequence[Penalty]) -> None:
+        """See `sampling.SamplingKernels`."""
+        assert logits.dtype == torch.float32 and logits.stride(1) == 1, "logits are float32, rows contiguous"
+        assert len(rows) == len(penalties), "a penalty for each row"
+        table = array("q")
+        for row, each in zip(rows, penalties, strict=True):
+            assert 0 <= row < len(logits) and len(each.token_ids) == len(each.counts), "a count for each token"
+            table.extend((row, len(each.token_ids), each.token_ids.buffer_info()[0], each.counts.buffer_info()[0]))
+        factors = array("d", [x for each in penalties for x in (each.repetition, each.presence, each.frequency)])
+        self._penalise(
+            logits.data_ptr(),
+            logits.stride(0),
+            table.buffer_info()[0],
+            len(rows),
+            factors.buffer_info()[0],
+            self._num_threads,
+        )
 
     def highest(self, logits: torch.Tensor) -> torch.Tensor:
         """See `sampling.SamplingKernels`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..attention import AttentionBatch
+from ..attention import AttentionBatch, page_table
 
 
 def write_kv(
@@ -39,12 +39,13 @@ def paged_attention(
         if end - start == 1:
             decodes.append(sequence)
             continue
-        pages = batch.page_table[sequence, : -(-context_len // kv.shape[2])]
+        first_page = int(batch.page_starts[sequence])
+        pages = batch.pages[first_page : first_page - (-context_len // kv.shape[2])]
         out[start:end] = _attend_chunk(q[start:end], kv[pages], context_len, scale, window, softcap)
     for group in _by_length(decodes, batch.context_lens):
         rows = torch.tensor([batch.query_starts[sequence] for sequence in group], device=q.device)
         num_pages = -(-max(batch.context_lens[sequence] for sequence in group) // kv.shape[2])
-        table = batch.page_table[torch.tensor(group, device=q.device), :num_pages]
+        table = page_table(batch, torch.tensor(group, device=q.device), num_pages)
         lengths = batch.positions[rows] + 1
         out[rows] = _attend_decodes(q[rows], kv, table, lengths, scale, window, softcap)
     return out

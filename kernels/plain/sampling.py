@@ -10,13 +10,32 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..sampling import NOT_FINITE, Draw
+from ..sampling import NOT_FINITE, Draw, Penalty
 
 FIRST_LOOK = 1024  # likeliest tokens that are tried as candidates before the whole vocabulary is sorted
 
 
 class PlainSampling:
     """`sampling.SamplingKernels` on any device."""
+
+    def penalise(self, logits: torch.Tensor, rows: Sequence[int], penalties: Sequence[Penalty]) -> None:
+        """See `sampling.SamplingKernels`. All rows together, in one copy to the device and a few launches."""
+        known = [(row, each) for row, each in zip(rows, penalties, strict=True) if each.token_ids]
+        if not known:
+            return
+        numbers = [each.token_ids for _, each in known] + [each.counts for _, each in known]
+        staged = torch.cat([torch.frombuffer(part, dtype=torch.int32) for part in numbers])
+        if logits.device.type == "cuda":
+            staged = staged.pin_memory()
+        token, count = staged.to(logits.device, non_blocking=True).chunk(2)
+        factors = [(row, each.repetition, each.presence, each.frequency) for row, each in known]
+        table = torch.tensor(factors, dtype=torch.float64, device=logits.device)
+        lengths = torch.tensor([len(each.token_ids) for _, each in known], device=logits.device)
+        row, repetition, presence, frequency = table.repeat_interleave(lengths, 0, output_size=len(token)).unbind(1)
+        at, repetition = (row.long(), token.long()), repetition.float()
+        taken = torch.where(count > 0, presence + frequency * count, 0.0).float()
+        values = logits[at]
+        logits[at] = torch.where(values > 0, values / repetition, values * repetition) - taken
 
     def highest(self, logits: torch.Tensor) -> torch.Tensor:
         """See `sampling.SamplingKernels`."""

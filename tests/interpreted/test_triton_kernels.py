@@ -26,7 +26,7 @@ from motet.workers.execution.inputs import make_inputs
 from motet.workers.models.experts import choose_experts
 from motet.workers.models.rotary import rotary_table
 from motet.workers.models.rotary_config import RotaryConfig
-from motet.workers.plan import SequencePlan, StepPlan
+from motet.workers.plan import SequencePlan, StepPlan, packed
 
 CPU = torch.device("cpu")
 KERNELS = triton_kernels(CPU, torch.float32)
@@ -48,7 +48,7 @@ def paged(
     plans = []
     for i, (old, new) in enumerate(sequences):
         pages = tuple(free.pop() for _ in range(-(-(old + new) // block_size)))
-        plans.append(SequencePlan(i, (0,) * new, old, pages, None, None))
+        plans.append(SequencePlan(i, (0,) * new, old, packed(pages), None, None))
         content = torch.randn(old, 2, num_kv_heads, head_dim, generator=generator)
         for position in range(old):
             pool[pages[position // block_size], 1, :, position % block_size] = content[position]
@@ -134,7 +134,7 @@ def test_long_context() -> None:
 
 def test_attention_of_nothing() -> None:
     rows = torch.zeros(0, dtype=torch.int64)
-    batch = AttentionBatch((0,), (), torch.zeros(0, 1, dtype=torch.int64), rows, rows, rows)
+    batch = AttentionBatch((0,), (), rows.int(), rows, 0, rows, rows, rows)
     q, k, kv = torch.zeros(0, 6, 64), torch.zeros(0, 2, 64), torch.full((3, 2, 16, 2, 64), torch.nan)
     rotary = rotary_table(RotaryConfig(10000.0, "default", {}), 64, 8)
     assert KERNELS.write_kv(q, k, k, rotary, kv, batch).shape == (0, 6, 64)
@@ -158,7 +158,9 @@ def test_padding_rows_write_nothing_and_give_zeros() -> None:
     padded = AttentionBatch(
         query_starts=(0, 1, 2, 3, 4),
         context_lens=(),
-        page_table=torch.cat((batch.page_table, torch.zeros(2, batch.page_table.shape[1], dtype=torch.int64))),
+        pages=batch.pages,
+        page_starts=torch.cat((batch.page_starts, torch.tensor([0, 0]))),
+        most_pages=batch.most_pages,
         positions=torch.cat((batch.positions, torch.tensor([-1, -1]))),
         row_pages=torch.cat((batch.row_pages, torch.tensor([0, 0]))),
         row_slots=torch.cat((batch.row_slots, torch.tensor([0, 0]))),

@@ -11,7 +11,7 @@ from motet.kernels.plain.attention import paged_attention, write_kv
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.models.rotary import rotary_table
 from motet.workers.models.rotary_config import RotaryConfig
-from motet.workers.plan import SequencePlan, StepPlan
+from motet.workers.plan import SequencePlan, StepPlan, packed, unpacked
 
 BLOCK, HEAD_DIM, NUM_KV_HEADS, NUM_PAGES = 4, 8, 2, 400
 ROTARY = rotary_table(RotaryConfig(10000.0, "default", {}), HEAD_DIM, 128)
@@ -64,7 +64,7 @@ def test_rows_attend_to_their_own_sequence(
     free = torch.randperm(NUM_PAGES, generator=generator).tolist()
     kv = torch.full((NUM_PAGES, 2, BLOCK, NUM_KV_HEADS, HEAD_DIM), torch.nan, dtype=dtype)  # foreign content shows
     plans = [
-        SequencePlan(i, (0,) * new, old, tuple(free.pop() for _ in range(-(-(old + new) // BLOCK))), None, None)
+        SequencePlan(i, (0,) * new, old, packed(free.pop() for _ in range(-(-(old + new) // BLOCK))), None, None)
         for i, (old, new) in enumerate(sequences)
     ]
     contents = [
@@ -72,7 +72,7 @@ def test_rows_attend_to_their_own_sequence(
     ]
     for plan, content in zip(plans, contents, strict=True):  # what earlier steps left in the pages
         for position in range(plan.start):
-            page, slot = plan.pages[position // BLOCK], position % BLOCK
+            page, slot = unpacked(plan.pages)[position // BLOCK], position % BLOCK
             turned = rotate(content[0, position : position + 1].float(), torch.tensor([position]))[0]
             kv[page, 0, slot], kv[page, 1, slot] = turned.to(dtype), content[1, position]
     batch = make_inputs(StepPlan(1, tuple(plans), (), ()), {}, BLOCK, torch.device("cpu")).attention

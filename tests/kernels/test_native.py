@@ -27,7 +27,7 @@ from motet.tests.rigs.native_builds import DTYPES, EXAMPLES, HERE, TOLERANCE, cl
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.models.rotary import rotary_table
 from motet.workers.models.rotary_config import RotaryConfig
-from motet.workers.plan import SequencePlan, StepPlan
+from motet.workers.plan import SequencePlan, StepPlan, packed
 
 CPU = torch.device("cpu")
 
@@ -89,7 +89,7 @@ def test_heads_too_wide_are_the_twins_and_one_line_says_so(
 def test_attention_of_nothing(native: tuple[Kernels, torch.dtype]) -> None:
     kernels, dtype = native
     rows = torch.zeros(0, dtype=torch.int64)
-    batch = AttentionBatch((0,), (), torch.zeros(0, 1, dtype=torch.int64), rows, rows, rows)
+    batch = AttentionBatch((0,), (), rows.int(), rows, 0, rows, rows, rows)
     q, k = torch.zeros(0, 6, 64, dtype=dtype), torch.zeros(0, 2, 64, dtype=dtype)
     kv = torch.full((3, 2, 16, 2, 64), torch.nan, dtype=dtype)
     rotary = rotary_table(RotaryConfig(10000.0, "default", {}), 64, 8)
@@ -119,7 +119,7 @@ def check_attention(
     plans = []
     for i, (old, new) in enumerate(sequences):
         pages = tuple(free.pop() for _ in range(-(-(old + new) // block_size)))
-        plans.append(SequencePlan(i, (0,) * new, old, pages, None, None))
+        plans.append(SequencePlan(i, (0,) * new, old, packed(pages), None, None))
         at = torch.arange(old)
         content = torch.randn(old, 2, num_kv_heads, head_dim, generator=generator).to(dtype)
         pool[torch.tensor(pages)[at // block_size], 1, :, at % block_size] = content
@@ -219,7 +219,7 @@ def test_scores_far_apart(native: tuple[Kernels, torch.dtype], best: int) -> Non
         kv[key // 16, 0, key % 16, 0, 0] = score
     q = torch.zeros(1, 1, 16, dtype=dtype)
     q[..., 0] = 1.0
-    plan = SequencePlan(0, (0,), 79, tuple(range(5)), None, None)
+    plan = SequencePlan(0, (0,), 79, packed(range(5)), None, None)
     batch = make_inputs(StepPlan(1, (plan,), (), ()), {}, 16, CPU).attention
     close(kernels.paged_attention(q, kv, batch, 1.0, None, None), torch.full((1, 1, 16), float(best), dtype=dtype))
 
@@ -236,7 +236,7 @@ def test_a_row_attends_the_same_to_the_last_bit_alone_and_in_a_chunk(
     q = torch.randn(new, 6, dim, generator=generator).to(dtype)
 
     def attend(start: int, end: int) -> torch.Tensor:
-        plan = SequencePlan(0, (0,) * (end - start), old + start, pages, None, None)
+        plan = SequencePlan(0, (0,) * (end - start), old + start, packed(pages), None, None)
         batch = make_inputs(StepPlan(1, (plan,), (), ()), {}, 16, CPU).attention
         return kernels.paged_attention(q[start:end], kv, batch, dim**-0.5, None, None)
 

@@ -38,11 +38,12 @@ def batch(counts: tuple[int, ...], context: int) -> AttentionBatch:
     """A batch with this number of new rows of each sequence, and this context."""
     starts = tuple(sum(counts[:i]) for i in range(len(counts) + 1))
 
-    def ints(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int64, device=META)
+    def ints(size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=META)
 
-    table, rows = ints(len(counts), context // 16), starts[-1]
-    return AttentionBatch(starts, (context,) * len(counts), table, ints(rows), ints(rows), ints(rows))
+    pages, rows = ints(len(counts) * context // 16, torch.int32), starts[-1]
+    lens = (context,) * len(counts)
+    return AttentionBatch(starts, lens, pages, ints(len(counts)), context // 16, ints(rows), ints(rows), ints(rows))
 
 
 def attend(counts: tuple[int, ...], window: int | None = None, softcap: float | None = None) -> None:

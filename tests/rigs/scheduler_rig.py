@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from motet.workers.decoding.token_counts import PenalisedSequences
 from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.plan import (
     AdapterFailure,
@@ -16,6 +17,7 @@ from motet.workers.plan import (
     SequencePlan,
     StepPlan,
     StepResult,
+    unpacked,
 )
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
@@ -75,16 +77,19 @@ class Worker:
         self._keys: dict[tuple[object, ...], PageKey] = {}  # by a page's last KV
         self.failing_tiers: set[str] = set()
         self.failing_adapters: set[str] = set()  # digests whose load comes to nothing
+        self.penalised = PenalisedSequences()
         self.broken: set[int] = set()  # sequences whose logits are not finite
 
     def execute(self, plan: StepPlan, failing: Iterable[str] = ()) -> StepResult:
         assert sum(len(s.token_ids) for s in plan.sequences) <= self.limits.max_tokens_per_step
         assert len(plan.sequences) <= self.limits.max_num_sequences
+        self.penalised.follow(plan)
+        self.penalised.check_integrity(plan)
         for load in plan.loads:
             self._write_adapter(load.residence)
         self._moving += plan.moves
         self.num_copies += len(plan.copies)
-        own = {page for s in plan.sequences for page in s.pages}
+        own = {page for s in plan.sequences for page in unpacked(s.pages)}
         targets = {copy.target for copy in plan.copies}
         assert len(targets) == len(plan.copies), "two copies into one page"
         assert targets <= own, "a copy that no sequence needs"
@@ -164,14 +169,18 @@ class Worker:
 
     def _compute(self, s: SequencePlan) -> set[tuple[int, int]]:
         """Writes a sequence's KV, on top of what its earlier tokens must have left; the places written."""
-        assert len(s.pages) == len(set(s.pages))
+        pages = unpacked(s.pages)
+        assert len(pages) == len(set(pages))
         if self.sequence_of is not None:
             sequence = self.sequence_of(s.sequence_id)
             owner, token_ids = (sequence.request.tenant, s.adapter), sequence.token_ids
             assert s.token_ids == tuple(token_ids[s.start : s.start + len(s.token_ids)])
-            if s.sample is not None and s.sample.prompt_token_ids:  # a penalty sees all that came before
-                seen = (*s.sample.prompt_token_ids, *s.sample.output_token_ids)
-                assert seen == tuple(token_ids[: s.start + len(s.token_ids)])
+            if s.sample is not None and sequence.has_penalty:  # it sees all that came before
+                (counts,) = self.penalised.of([s.sequence_id])
+                assert counts is not None
+                split = sequence.num_prompt_tokens
+                prompt = token_ids[:split] if s.sample.params.repetition_penalty != 1 else []
+                counts.check_integrity(prompt, token_ids[split : s.start + len(s.token_ids)])
             for position in range(s.start):
                 kv = self._kv[self._place(s, position)]
                 assert kv == (owner, tuple(token_ids[: position + 1])), "not the KV of this sequence's token"
@@ -182,7 +191,7 @@ class Worker:
         return places
 
     def _place(self, s: SequencePlan, position: int) -> tuple[int, int]:
-        return s.pages[position // self.limits.block_size], position % self.limits.block_size
+        return unpacked(s.pages)[position // self.limits.block_size], position % self.limits.block_size
 
     def _write_adapter(self, residence: Residence) -> None:
         for page in residence.pages:

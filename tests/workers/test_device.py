@@ -19,7 +19,7 @@ from motet.workers import device_probe
 from motet.workers.device import resolve_device
 from motet.workers.device_probe import DeviceFacts
 from motet.workers.execution.inputs import make_inputs
-from motet.workers.plan import SequencePlan, StepPlan
+from motet.workers.plan import SequencePlan, StepPlan, packed
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 CPU = torch.device("cpu")
@@ -70,8 +70,8 @@ def test_each_worker_takes_a_gpu_of_its_own(degree: int, tmp_path: Path, monkeyp
 
 def test_inputs_go_to_another_device_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = (
-        SequencePlan(0, (5, 6, 7), 0, (3,), None, None),
-        SequencePlan(1, (8,), 20, (1, 4, 0), None, None),
+        SequencePlan(0, (5, 6, 7), 0, packed([3]), None, None),
+        SequencePlan(1, (8,), 20, packed([1, 4, 0]), None, None),
     )
     here = make_inputs(StepPlan(1, plans, (), ()), {}, 8, CPU)
     copies = []
@@ -84,7 +84,7 @@ def test_inputs_go_to_another_device_in_one_copy(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.Tensor, "to", counted)
     there = make_inputs(StepPlan(1, plans, (), ()), {}, 8, torch.device("meta"))
     assert len(copies) == 1
-    for ours, theirs in ((here.token_ids, there.token_ids), (here.attention.page_table, there.attention.page_table)):
+    for ours, theirs in ((here.token_ids, there.token_ids), (here.attention.pages, there.attention.pages)):
         assert (theirs.device.type, theirs.shape, theirs.dtype) == ("meta", ours.shape, ours.dtype)
 
 
@@ -141,7 +141,7 @@ def attention_case(
     plans, free = [], iter(range(3, 100))
     for index, (old, new) in enumerate(counts):
         held = tuple(next(free) for _ in range(-(-(old + new) // 16)))
-        plans.append(SequencePlan(index, (0,) * new, old, held, None, None))
+        plans.append(SequencePlan(index, (0,) * new, old, packed(held), None, None))
     batch = make_inputs(StepPlan(1, tuple(plans), (), ()), {}, 16, CPU).attention
     generator = torch.Generator().manual_seed(1)
     kv = torch.randn(100, 2, 2, 16, 2, 32, generator=generator).to(dtype)[:, 1]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from motet.tests.rigs.scheduler_rig import Worker, asking, limits, run, scheduler
 from motet.workers.memory.page_beginnings import PageBeginnings, least_tokens
+from motet.workers.plan import unpacked
 from motet.workers.scheduling.scheduler import Scheduler
 
 PROMPT = [*range(1, 31)]  # 30 tokens: seven full pages of four, and the eighth is filled with the answer
@@ -53,8 +54,8 @@ def test_the_page_stays_until_the_copy_is_made() -> None:
     s.add(asking(1, [*PROMPT[:26], 90, 91, 92], max_tokens=1), 0)
     plan = s.schedule()
     (copy,) = plan.copies
-    assert copy.source not in plan.sequences[0].pages
-    assert copy.target == plan.sequences[0].pages[6]
+    assert copy.source not in unpacked(plan.sequences[0].pages)
+    assert copy.target == unpacked(plan.sequences[0].pages)[6]
     s.cancel(1)
     s.check_integrity()
     assert not s._memory.make_room(12, set())  # all but the one that is copied could go

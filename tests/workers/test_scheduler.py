@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from motet.tests.rigs.scheduler_rig import Worker, WorkerExecutor, asking, limits, request, run, scheduler
 from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
+from motet.workers.plan import INT32_BYTES
 from motet.workers.scheduling.preemption import choose_victim
-from motet.workers.scheduling.request_limits import refusal
+from motet.workers.scheduling.request_limits import GangLimits, refusal
 from motet.workers.scheduling.sequence import Sequence
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire.messages import ResidencyChange, SamplingParams, SequenceError, SequenceRequest
@@ -58,6 +59,7 @@ def test_random_workload_ends_with_every_page_accounted_for(
             stop, penalty = rng.choice([99, 99, rng.randrange(20)]), rng.choice([0.0, 1.0])
             tenant = rng.choice("tu")
             sampling: dict[str, object] = {"stop_token_ids": (stop,), "presence_penalty": penalty}
+            sampling |= {"repetition_penalty": rng.choice([1.0, 1.5])}
             asked = asking(step, prompt, max_tokens, adapter, tenant, **sampling)
             before = list(range(rng.choice([0, 0, rng.randrange(max_tokens)])))
             if s.add(msgspec.structs.replace(asked, generated_token_ids=before), seed=1) is None:
@@ -136,7 +138,8 @@ def test_no_token_after_the_last_one_is_shown_or_computed(stop: int) -> None:
 def test_what_was_begun_elsewhere_goes_on_where_it_was() -> None:
     of = limits(num_pages=40, budget=8)
     s, worker = scheduler(of), Worker(of)
-    asked = request(0, num_prompt=5, max_tokens=20, presence_penalty=1.0)
+    asked = request(0, num_prompt=5, max_tokens=20, repetition_penalty=1.5)
+    worker.sequence_of = s._running.__getitem__  # it checks what a penalty sees
     s.add(msgspec.structs.replace(asked, generated_token_ids=list(range(12))), seed=7)
     chunks = []
     while s.has_work():
@@ -145,12 +148,27 @@ def test_what_was_begun_elsewhere_goes_on_where_it_was() -> None:
         chunks.append((planned.start, len(planned.token_ids), planned.sample and planned.sample.index))
         if planned.sample is not None:
             assert planned.sample.seed == 7
-            assert planned.sample.prompt_token_ids == (0,) * 5
-            assert planned.sample.output_token_ids == tuple(range(planned.sample.index))
         for update in s.commit(plan, worker.execute(plan)):
             assert update.finish_reason == ("length" if update.token_ids == [19] else None)
     assert chunks == [(0, 8, None), (8, 8, None), (16, 1, 12), *((16 + n, 1, 12 + n) for n in range(1, 8))]
     assert s.load().counters.num_generated_tokens == 8
+
+
+def test_a_plan_is_as_long_with_penalties_as_without() -> None:
+    """All tokens travel with the first one that a run chooses; afterwards the worker has them."""
+    of = GangLimits(4096, 5000, 16, 300, 4096, 4)
+    sizes: list[list[int]] = []
+    for penalty in (1.0, 1.3):
+        s, worker = scheduler(of), Worker(of)
+        s.add(request(0, num_prompt=2000, max_tokens=6, repetition_penalty=penalty), 0)
+        sizes.append([])
+        while s.has_work():
+            plan = s.schedule()
+            sizes[-1].append(len(msgspec.msgpack.encode(plan)))
+            s.commit(plan, worker.execute(plan))
+    (without, *later_without), (first, *later) = sizes
+    assert first >= without + 2000 * INT32_BYTES
+    assert all(size <= other + 30 for size, other in zip(later, later_without, strict=True))
 
 
 def test_what_was_begun_elsewhere_comes_before_what_waits() -> None:

@@ -28,7 +28,7 @@ from motet.workers.engine_builder import build_engine
 from motet.workers.execution.executor import WorkerLostError
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.sharding import ModelSharding, layouts_of_gang
-from motet.workers.plan import Residence, SequencePlan, StepPlan
+from motet.workers.plan import Residence, SequencePlan, StepPlan, packed
 from motet.workers.wire.messages import AdapterRef, SamplingParams
 from motet.workers.worker_builder import build_executor
 
@@ -197,7 +197,7 @@ def test_what_workers_exchange_is_what_the_formula_says(llama: Case, degree: int
     num_rows, model = 12, ModelConfig.from_folder(llama.model_path)
     ranks = dict.fromkeys(model.shape.modules, lora_rank)
     residence = Residence("digest", ranks, tuple(range(5, 300)))
-    sequences = tuple(SequencePlan(i, (1,) * 6, 0, (i,), "digest", None) for i in range(num_rows // 6))
+    sequences = tuple(SequencePlan(i, (1,) * 6, 0, packed([i]), "digest", None) for i in range(num_rows // 6))
 
     def work(group: ThreadGroup) -> Counter[str]:
         executor = build_executor(llama.config(degree, 400), group, None)

@@ -10,33 +10,47 @@ from collections.abc import Sequence
 
 import torch
 
-from ...kernels.sampling import NOT_FINITE, Draw, SamplingKernels
+from ...kernels.sampling import NOT_FINITE, Draw, Penalty, SamplingKernels
 from ..plan import SampledToken, SamplePlan
 from ..wire.messages import TokenLogprobs
+from .token_counts import TokenCounts
 
 _MASK = (1 << 64) - 1
 
 
-def sample(logits: torch.Tensor, plans: Sequence[SamplePlan], kernels: SamplingKernels) -> list[SampledToken | None]:
+def sample(
+    logits: torch.Tensor,
+    plans: Sequence[SamplePlan],
+    kernels: SamplingKernels,
+    counts: Sequence[TokenCounts | None] = (),
+) -> list[SampledToken | None]:
     """One token for each row of `[num_rows, vocab]` float32 logits, with log-probabilities where asked for.
 
     None for a row whose largest number is NaN or infinite: no token can be chosen from it. Everything is computed where
     the logits are. The host waits for the device once, and once more if a row keeps only some candidates.
+
+    `counts`: for each row what its sequence has, if it has penalties; empty: no row has any. Logits are changed in
+    place: rows with penalties or biases are shaped, and are of no use afterwards.
     """
-    shaped = logits
-    if any(_is_shaped(plan) for plan in plans):
-        shaped = logits.clone()
-        for row, plan in zip(shaped, plans, strict=True):
-            _apply_penalties(row, plan)
-    chosen = kernels.highest(shaped)
+    penalised = [row for row, each in enumerate(counts) if each is not None]
+    biased = [row for row, plan in enumerate(plans) if plan.params.logit_bias]
+    # Log-probabilities are those before any shaping, and which token's are wanted is known only afterwards.
+    kept = {row: logits[row].clone() for row in {*penalised, *biased} if plans[row].params.num_logprobs is not None}
+    if penalised:
+        kernels.penalise(logits, penalised, [_penalty_of(plans[row], counts[row]) for row in penalised])
+    for row in biased:
+        _add_bias(logits[row], plans[row].params.logit_bias)
+    chosen = kernels.highest(logits)
     drawn = [i for i, plan in enumerate(plans) if plan.params.temperature > 0]
     if drawn and logits.device.type == "cpu":  # reading the result costs nothing on the CPU
         highest = chosen.tolist()
         drawn = [i for i in drawn if highest[i] != NOT_FINITE]
     if drawn:
-        tokens = kernels.draw(shaped, drawn, [_draw_of(plans[i]) for i in drawn])
+        tokens = kernels.draw(logits, drawn, [_draw_of(plans[i]) for i in drawn])
         chosen[drawn] = torch.where(chosen[drawn] == NOT_FINITE, NOT_FINITE, tokens)
     listed = chosen.tolist()
+    for row, raw in kept.items():
+        logits[row] = raw
     logprobs = _logprobs(logits, listed, plans)
     return [None if token == NOT_FINITE else SampledToken(token, logprobs.get(i)) for i, token in enumerate(listed)]
 
@@ -54,29 +68,21 @@ def uniform(seed: int, index: int) -> float:
     return float(((state ^ (state >> 31)) >> 11) * 2.0**-53)
 
 
-def _is_shaped(plan: SamplePlan) -> bool:
+def _penalty_of(plan: SamplePlan, counts: TokenCounts | None) -> Penalty:
+    assert counts is not None
     params = plan.params
-    return bool(
-        params.logit_bias
-        or params.repetition_penalty != 1
-        or params.presence_penalty != 0
-        or params.frequency_penalty != 0
+    return Penalty(
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+        counts.token_ids,
+        counts.counts,
     )
 
 
-def _apply_penalties(row: torch.Tensor, plan: SamplePlan) -> None:
-    """Repetition as in CTRL (arXiv 1909.05858) over prompt and output; presence and frequency over the output."""
-    params = plan.params
-    if params.repetition_penalty != 1:
-        seen = torch.tensor(sorted({*plan.prompt_token_ids, *plan.output_token_ids}), device=row.device)
-        values = row[seen]
-        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if plan.output_token_ids and (params.presence_penalty or params.frequency_penalty):
-        tokens, counts = torch.unique(torch.tensor(plan.output_token_ids, device=row.device), return_counts=True)
-        row[tokens] -= params.presence_penalty + params.frequency_penalty * counts
-    if params.logit_bias:
-        biases = torch.tensor(list(params.logit_bias.values()), dtype=row.dtype, device=row.device)
-        row.index_add_(0, torch.tensor(list(params.logit_bias), device=row.device), biases)
+def _add_bias(row: torch.Tensor, logit_bias: dict[int, float]) -> None:
+    biases = torch.tensor(list(logit_bias.values()), dtype=row.dtype, device=row.device)
+    row.index_add_(0, torch.tensor(list(logit_bias), device=row.device), biases)
 
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], plans: Sequence[SamplePlan]) -> dict[int, TokenLogprobs]:

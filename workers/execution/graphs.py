@@ -58,7 +58,9 @@ class DecodeGraphs:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         self._token_ids, self._positions = ints(max_rows), ints(max_rows) - 1
-        self._row_pages, self._row_slots, self._page_table = ints(max_rows), ints(max_rows), ints(max_rows, max_pages)
+        self._row_pages, self._row_slots, self._page_starts = ints(max_rows), ints(max_rows), ints(max_rows)
+        self._pages = torch.zeros(max_rows * max_pages, dtype=torch.int32, device=device)
+        self._max_pages = max_pages
         # The largest first: the smaller ones then fit into its memory.
         sizes = sorted(bucket_sizes(max_rows), reverse=True)
         self._buckets = {
@@ -70,10 +72,10 @@ class DecodeGraphs:
         """`[num_rows, vocab]`, valid until the next call; None: this step is not one that was recorded."""
         num_rows = len(inputs.token_ids)
         size = next((size for size in self._sizes if size >= num_rows), None)
-        attention, width = inputs.attention, inputs.attention.page_table.shape[1]
+        attention = inputs.attention
         # As many starts as rows and one more, and as many samples: every sequence has one row and gets a token.
         all_decode = len(attention.query_starts) - 1 == num_rows == len(inputs.sample_ids)
-        if size is None or not all_decode or width > self._page_table.shape[1]:
+        if size is None or not all_decode or attention.most_pages > self._max_pages:
             return None
         bucket = self._buckets.get((size, lora is not None))
         if bucket is None or not self._filled(bucket, lora):
@@ -83,7 +85,8 @@ class DecodeGraphs:
         self._positions[num_rows:size].fill_(-1)
         self._row_pages[:num_rows].copy_(attention.row_pages)
         self._row_slots[:num_rows].copy_(attention.row_slots)
-        self._page_table[:num_rows, :width].copy_(attention.page_table)
+        self._page_starts[:num_rows].copy_(attention.page_starts)
+        self._pages[: len(attention.pages)].copy_(attention.pages)
         return bucket.recording.replay()[:num_rows]
 
     def _recorded(self, size: int, adapters: bool) -> _Bucket | None:
@@ -98,7 +101,9 @@ class DecodeGraphs:
             batch = AttentionBatch(
                 query_starts=tuple(range(size + 1)),
                 context_lens=(),
-                page_table=self._page_table[:size],
+                pages=self._pages,
+                page_starts=self._page_starts[:size],
+                most_pages=self._max_pages,
                 positions=self._positions[:size],
                 row_pages=self._row_pages[:size],
                 row_slots=self._row_slots[:size],

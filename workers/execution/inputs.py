@@ -11,7 +11,7 @@ import torch
 
 from ...kernels.attention import AttentionBatch
 from ...kernels.lora import LoraSegment, PagedAdapter
-from ..plan import SamplePlan, SequencePlan, StepPlan
+from ..plan import INT32_BYTES, SamplePlan, SequencePlan, StepPlan
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,17 @@ def make_inputs(plan: StepPlan, adapters: dict[str, PagedAdapter], block_size: i
     sequences = sorted(plan.sequences, key=lambda sequence: sequence.adapter or "")
     query_starts = tuple(accumulate((len(s.token_ids) for s in sequences), initial=0))
     sampled = [(row_end - 1, s) for s, row_end in zip(sequences, query_starts[1:], strict=True) if s.sample is not None]
-    token_ids, sample_rows, *places = _moved(
+    most_pages = max(len(s.pages) for s in sequences) // INT32_BYTES
+    token_ids, sample_rows, page_starts, positions, row_pages, row_slots, pages = _moved(
         device,
         _ints(chain.from_iterable(s.token_ids for s in sequences)),
         torch.tensor([row for row, _ in sampled], dtype=torch.int64),
         *_places(sequences, query_starts, block_size),
     )
+    context_lens = tuple(s.start + len(s.token_ids) for s in sequences)
     return StepInputs(
         token_ids,
-        AttentionBatch(query_starts, tuple(s.start + len(s.token_ids) for s in sequences), *places),
+        AttentionBatch(query_starts, context_lens, pages, page_starts, most_pages, positions, row_pages, row_slots),
         _segments(sequences, query_starts, adapters),
         sample_rows,
         tuple(s.sequence_id for _, s in sampled),
@@ -46,14 +48,14 @@ def make_inputs(plan: StepPlan, adapters: dict[str, PagedAdapter], block_size: i
 
 
 def _moved(device: torch.device, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The int64 tensors on the device, in one copy that the host does not wait for."""
+    """The tensors on the device, in one copy that the host does not wait for. Those of wider numbers come first."""
     if device.type == "cpu":
         return tensors
-    staged = torch.cat([x.flatten() for x in tensors])
+    staged = torch.cat([x.view(torch.uint8) for x in tensors])
     if device.type == "cuda":
         staged = staged.pin_memory()
-    pieces = torch.split(staged.to(device, non_blocking=True), [x.numel() for x in tensors])
-    return tuple(piece.view(x.shape) for piece, x in zip(pieces, tensors, strict=True))
+    pieces = torch.split(staged.to(device, non_blocking=True), [x.nbytes for x in tensors])
+    return tuple(piece.view(x.dtype) for piece, x in zip(pieces, tensors, strict=True))
 
 
 def _ints(numbers: Iterable[int]) -> torch.Tensor:
@@ -63,17 +65,20 @@ def _ints(numbers: Iterable[int]) -> torch.Tensor:
 
 def _places(
     sequences: list[SequencePlan], query_starts: tuple[int, ...], block_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The page table, and each row's position, page and token of that page."""
-    width = max(len(s.pages) for s in sequences)
-    padded = (s.pages + s.pages[-1:] * (width - len(s.pages)) for s in sequences)
-    table = _ints(chain.from_iterable(padded)).view(len(sequences), width)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where each sequence's pages begin in the list of all; each row's position, page and token of that page; the list.
+
+    The lists of pages are only put together, as the bytes that they are in the plan, whatever their lengths.
+    """
+    pages = torch.frombuffer(bytearray().join([s.pages for s in sequences]), dtype=torch.int32)
+    page_starts = _ints(accumulate((len(s.pages) // INT32_BYTES for s in sequences[:-1]), initial=0))
     lengths = torch.tensor([len(s.token_ids) for s in sequences])
     row_sequences = torch.arange(len(sequences)).repeat_interleave(lengths)
     first_rows = torch.tensor(query_starts[:-1])
     starts = torch.tensor([s.start for s in sequences])
     positions = torch.arange(query_starts[-1]) + (starts - first_rows)[row_sequences]
-    return table, positions, table[row_sequences, positions // block_size], positions % block_size
+    row_pages = pages[page_starts[row_sequences] + positions // block_size].long()
+    return page_starts, positions, row_pages, positions % block_size, pages
 
 
 def _segments(

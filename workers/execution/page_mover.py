@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 
@@ -15,11 +15,21 @@ from ..plan import MoveEnd, PageMove, Tier
 from .side_stream import Mark, SideStream
 
 _log = logging.getLogger(__name__)
+_MOST_AT_ONCE = 32  # pages: what a disk gives goes through memory of its own
 
 
 class _CopyThread:
     def __init__(self, name: str, device: torch.device) -> None:
         self.pool, self.beside = ThreadPoolExecutor(1, thread_name_prefix=name), SideStream(device)
+
+
+def _runs(pages: Sequence[int]) -> Iterator[slice]:
+    """The pages in pieces that lie side by side, which no array has to gather first."""
+    start = 0
+    for end in range(1, len(pages) + 1):
+        if end == len(pages) or pages[end] != pages[end - 1] + 1 or end - start == _MOST_AT_ONCE:
+            yield slice(start, end)
+            start = end
 
 
 class PageMover:
@@ -57,8 +67,9 @@ class PageMover:
         problem = None
         try:
             with beside.after(mark):
-                content = self._arrays[move.source].read(move.source_pages)
-                self._arrays[move.target].write(move.target_pages, content)
+                for piece in _runs(move.source_pages):
+                    content = self._arrays[move.source].read(move.source_pages[piece])
+                    self._arrays[move.target].write(move.target_pages[piece], content)
         except Exception as error:  # the pages are computed again; other sequences do not notice
             problem = f"{len(move.source_pages)} pages from {move.source} to {move.target}: {error}"
             _log.warning("a copy between tiers failed: %s", problem)

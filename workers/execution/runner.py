@@ -12,17 +12,18 @@ from ...kernels.attention import AttentionBatch
 from ...kernels.backend import Kernels
 from ...kernels.lora import ABSENT, LoraBatch, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from ..decoding.token_choice import sample
+from ..decoding.token_counts import PenalisedSequences
 from ..memory.pool import PoolGeometry, kv_view
 from ..models.context import ForwardContext
 from ..models.decoder import Decoder
 from ..parallel import Parallel
-from ..plan import Residence, SampledToken, SequencePlan, StepPlan
+from ..plan import Residence, SampledToken, SequencePlan, StepPlan, packed
 from .graphs import DecodeGraphs, Record
 from .inputs import StepInputs, make_inputs
 
 
 class Runner:
-    """Executes plans and decides nothing. Keeps no state of a sequence but the KV in its pages."""
+    """Executes plans and decides nothing. Keeps of a sequence the KV in its pages and what its penalties count."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class Runner:
         self._known: dict[str, tuple[Residence, PagedAdapter]] = {}  # adapters of the last plan, by digest
         self._lora_batch: tuple[tuple[LoraSegment, ...], LoraBatch] = ((), None)
         self._graphs: DecodeGraphs | None = None
+        self.penalised = PenalisedSequences()  # of the gang's first worker, which chooses the tokens
 
     @torch.inference_mode()
     def record_decodes(self, max_rows: int, max_model_len: int, record: Record) -> None:
@@ -80,19 +82,22 @@ class Runner:
         for num_tokens in (2, 16, 128):  # lengths for which kernels choose different tiles
             pages = tuple(range(-(-num_tokens // block_size)))
             if len(pages) <= self._geometry.num_pages:
-                chunk = SequencePlan(0, (0,) * num_tokens, 0, pages, None, None)
+                chunk = SequencePlan(0, (0,) * num_tokens, 0, packed(pages), None, None)
                 self._logits(self._inputs(StepPlan(0, (chunk,), (), ())))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> dict[int, SampledToken | None]:
         """Computes the plan's tokens; the gang's first worker chooses the next ones, by sequence id."""
+        if self._parallel.rank == 0:
+            self.penalised.follow(plan)
         if not plan.sequences:
             return {}
         inputs = self._inputs(plan)
         logits = self._logits(inputs)
         if self._parallel.rank > 0:
             return {}
-        return dict(zip(inputs.sample_ids, sample(logits, inputs.samples, self._kernels.sampling), strict=True))
+        counts = self.penalised.of(inputs.sample_ids) if plan.penalised else ()
+        return dict(zip(inputs.sample_ids, sample(logits, inputs.samples, self._kernels.sampling, counts), strict=True))
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from ...kernels.pages import read_pages, write_pages
+from ...kernels.pages import copy_runs, read_pages, write_pages
 from .pool import PoolGeometry
 
 
@@ -20,11 +20,19 @@ class PageLostError(Exception):
     """A page does not hold what was written to it."""
 
 
+def is_run(pages: Sequence[int]) -> bool:
+    """The pages lie side by side, in this order."""
+    return len(pages) > 0 and list(pages) == list(range(pages[0], pages[0] + len(pages)))
+
+
 class PageArray(Protocol):
     """Pages by number; content is `[len(pages), num_layers, slab]`."""
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
-        """Raises PageLostError or OSError."""
+        """A copy, or the pages themselves where they lie side by side: whoever reads must see that nobody writes them.
+
+        Raises PageLostError or OSError.
+        """
 
     def write(self, pages: Sequence[int], content: torch.Tensor) -> None:
         """Raises OSError."""
@@ -42,7 +50,7 @@ class DevicePages:
         self._pool, self._read_pages, self._write_pages = pool, read_pages, write_pages
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
-        return self._read_pages(self._pool, pages)
+        return self._pool[pages[0] : pages[-1] + 1] if is_run(pages) else self._read_pages(self._pool, pages)
 
     def write(self, pages: Sequence[int], content: torch.Tensor) -> None:
         self._write_pages(self._pool, pages, content)
@@ -59,10 +67,11 @@ class HostPages:
         self._pages = torch.empty(shape, dtype=geometry.dtype, pin_memory=pinned)
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
-        return read_pages(self._pages, pages)
+        return self._pages[pages[0] : pages[-1] + 1] if is_run(pages) else read_pages(self._pages, pages)
 
     def write(self, pages: Sequence[int], content: torch.Tensor) -> None:
-        write_pages(self._pages, pages, content)
+        copy = write_pages if content.device.type == "cpu" else copy_runs
+        copy(self._pages, pages, content)
 
 
 class DiskPages:

@@ -22,7 +22,7 @@ class TierSlots:
         self._writing: dict[PageKey, int] = {}
         self._readers: Counter[PageKey] = Counter()
 
-    def __contains__(self, key: PageKey) -> bool:
+    def __contains__(self, key: PageKey | None) -> bool:
         """The tier holds the page, wholly written."""
         return key in self._slots
 

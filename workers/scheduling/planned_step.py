@@ -46,13 +46,13 @@ class PlannedStep:
                 if token is None or (token_id := token.token_id) in sequence.stop_ids:
                     continue
             going_on.append(sequence)
-            if sequence.has_penalty:
+            if sequence.has_penalty and not sequence.is_told:
                 sample = sequence.sample_plan([*sequence.token_ids[:start], token_id])
             else:
                 index = start + 1 - sequence.num_prompt_tokens
-                sample = SamplePlan(sequence.sampling, sequence.seed, index, (), ())
+                sample = SamplePlan(sequence.sampling, sequence.seed, index)
             digest = sequence.adapter_digest
-            parts.append(SequencePlan(sequence.sequence_id, (token_id,), start, sequence.pages, digest, sample))
+            parts.append(SequencePlan(sequence.sequence_id, (token_id,), start, sequence.packed_pages, digest, sample))
         if gone:
             self.chunks = [chunk for chunk in self.chunks if chunk.sequence not in gone]
         return (*parts, *[chunk.part for chunk in self.chunks])
@@ -69,5 +69,5 @@ def plan_chunk(sequence: Sequence, num_tokens: int) -> PlannedChunk:
     token_ids = tuple(sequence.token_ids[start:end])
     assert len(token_ids) == num_tokens, "a prompt lacks no token"
     sequence.num_planned += num_tokens
-    part = SequencePlan(sequence.sequence_id, token_ids, start, sequence.pages, sequence.adapter_digest, sample)
+    part = SequencePlan(sequence.sequence_id, token_ids, start, sequence.packed_pages, sequence.adapter_digest, sample)
     return PlannedChunk(sequence, part)

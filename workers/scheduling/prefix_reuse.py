@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Pages
 from collections.abc import Set as AbstractSet
-from itertools import takewhile
+from itertools import islice, takewhile
 from weakref import WeakValueDictionary
 
 from ..memory.idle_order import Item
@@ -64,6 +64,8 @@ class PrefixReuse:
         if not self._enabled:
             return []
         if sequence.awaited_key in self._coming:
+            if self._lacks_copies(sequence):
+                self._bring_more(sequence, keep)
             return None
         keys = self._usable_keys(sequence)
         found = self._cache.find(keys)
@@ -72,9 +74,8 @@ class PrefixReuse:
         sequence.awaited_key = keys[len(found)] if len(found) < len(keys) else None
         if sequence.awaited_key is None:
             return found
-        if sequence.awaited_key not in self._coming and self._tiers.holds(sequence.awaited_key):
-            absent = list(takewhile(self._is_absent, keys[len(found) :]))
-            self._coming |= dict.fromkeys(self._tiers.bring(found, absent, keep))
+        if sequence.awaited_key not in self._coming:
+            self._bring(sequence, found, keys, keep)
         return None if sequence.awaited_key in self._coming else found
 
     def is_known(self, sequence: Sequence) -> bool:
@@ -106,16 +107,18 @@ class PrefixReuse:
     def may_come_ahead(self, sequence: Sequence, hands: Hands) -> bool:
         """Whether `find` could let more pages come for a sequence that cannot start yet.
 
-        The prefix is looked up once, and again whenever the pages that came for it are there with all before them. So
-        no page comes twice while the sequence waits, though other pages may push it out: `find` brings it again when
-        there is a place for the sequence.
+        The prefix is looked up once, and again whenever the pages that came for it are there with all before them;
+        while they come, more may follow. So no page comes twice while the sequence waits, though other pages may push
+        it out: `find` brings it again when there is a place for the sequence.
         """
         if not self.can_come_ahead:
             return False
         if not sequence.was_looked_up:
             return True
         key, num_found = sequence.awaited_key, sequence.num_found // self._block_size
-        if key is None or key in self._coming or self._cache.page_of(key) is None:
+        if key in self._coming:
+            return self._lacks_copies(sequence)
+        if key is None or self._cache.page_of(key) is None:
             return False
         held = self.num_in_other_hands(sequence, hands)
         return held > num_found or len(self._cache.find(sequence.page_keys[held : num_found + 1])) > num_found - held
@@ -161,7 +164,7 @@ class PrefixReuse:
 
         Its first own page begins as a copy if a kept page has its first tokens in common with the sequence.
         """
-        sequence.pages = (*found, *own)
+        sequence.hold((*found, *own))
         sequence.num_kept_pages = len(found)
         sequence.num_computed = len(found) * self._block_size + self._copy_begun(sequence, found)
         self.num_cached_tokens += sequence.num_computed
@@ -210,9 +213,10 @@ class PrefixReuse:
         for key in sequence.page_keys[sequence.num_kept_pages :]:
             self._stop_coming(sequence, key)
         self._cache.release(sequence.pages)
-        sequence.pages = ()
+        sequence.hold(())
         sequence.num_computed = sequence.num_kept_pages = sequence.num_found = 0
-        sequence.was_looked_up = False
+        sequence.was_looked_up = sequence.is_told = False
+        sequence.num_brought = None
 
     def disown(self, sequence: Sequence) -> None:
         """Forgets what the sequence has computed, in all tiers: its numbers are not finite, so nobody may use them."""
@@ -237,6 +241,32 @@ class PrefixReuse:
 
     def _num_usable(self, sequence: Sequence) -> int:
         return (len(sequence.token_ids) - 1) // self._block_size
+
+    def _lacks_copies(self, sequence: Sequence) -> bool:
+        """Pages are being copied for the sequence, more of its prefix may be in a tier, and may begin to come."""
+        num_brought = sequence.num_brought
+        return num_brought is not None and num_brought < self._num_usable(sequence) and self._tiers.can_bring()
+
+    def _bring_more(self, sequence: Sequence, keep: AbstractSet[Item]) -> None:
+        """Lets pages come that follow on those that are coming for the sequence."""
+        keys = self._usable_keys(sequence)
+        before = [self._page_here_or_coming(key) for key in keys[: sequence.num_brought]]
+        known = [page for page in before if page is not None]
+        if len(known) == len(before):
+            self._bring(sequence, known, keys, keep)
+        else:  # one of them went: what is left is looked up again when the awaited page is there
+            sequence.num_brought = None
+
+    def _bring(self, sequence: Sequence, before: Pages[int], keys: Pages[PageKey], keep: AbstractSet[Item]) -> None:
+        """Lets pages of these keys come, as many as may, after those `before` them."""
+        absent = takewhile(self._is_absent, islice(keys, len(before), None))
+        coming = self._tiers.bring(before, absent, keep)
+        self._coming |= dict.fromkeys(coming)
+        sequence.num_brought = len(before) + len(coming) if coming else None
+
+    def _page_here_or_coming(self, key: PageKey) -> int | None:
+        page = self._cache.page_of(key)
+        return self._tiers.page_coming(key) if page is None else page
 
     def _is_absent(self, key: PageKey) -> bool:
         """The page is neither in the pool nor coming."""

@@ -17,6 +17,7 @@ class RunningSequences:
         self.by_id: dict[int, Sequence] = {}
         self.decoding: list[Sequence] = []  # the next plan can compute one token of each; oldest first
         self.prompts: list[Sequence] = []  # the next plan can compute more than one; oldest first
+        self.penalised: dict[int, None] = {}  # ids of those with penalties
         self.num_uncomputed = 0  # tokens of all; whoever commits tokens counts them here
 
     def __len__(self) -> int:
@@ -26,12 +27,15 @@ class RunningSequences:
         """A sequence that nothing is planned for yet."""
         assert sequence.sequence_id not in self.by_id, f"sequence {sequence.sequence_id} runs already"
         self.by_id[sequence.sequence_id] = sequence
+        if sequence.has_penalty:
+            self.penalised[sequence.sequence_id] = None
         self.num_uncomputed += sequence.num_uncomputed
         insort(self.prompts if sequence.num_unplanned > 1 else self.decoding, sequence, key=_arrival)
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence must be here."""
         del self.by_id[sequence.sequence_id]
+        self.penalised.pop(sequence.sequence_id, None)
         self.num_uncomputed -= sequence.num_uncomputed
         _take_out(self.prompts if sequence.num_unplanned > 1 else self.decoding, sequence)
 
@@ -47,6 +51,7 @@ class RunningSequences:
             arrivals = [sequence.arrival for sequence in sequences]
             assert arrivals == sorted(set(arrivals)), "running sequences are out of order"
         assert {s.sequence_id: s for s in (*self.decoding, *self.prompts)} == self.by_id, "ids and lists differ"
+        assert self.penalised.keys() == {i for i, s in self.by_id.items() if s.has_penalty}
         assert self.num_uncomputed == sum(s.num_uncomputed for s in self.by_id.values()), "tokens are miscounted"
         assert all(s.num_unplanned == 1 for s in self.decoding), "a sequence decodes, and has other tokens to compute"
         assert all(s.num_unplanned > 1 for s in self.prompts), "a prompt has no tokens left"

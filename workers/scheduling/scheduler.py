@@ -141,7 +141,8 @@ class Scheduler:
         residences = tuple([self._adapters.residence(digest) for digest in used if digest is not None])
         moves, copies = self._tiers.plan_moves(), self._prefixes.take_copies()
         outdated, self._outdated = (tuple(self._outdated), []) if decodes or chunks else ((), self._outdated)
-        return StepPlan(self._step, parts, residences, loads, moves, copies, outdated)
+        penalised = tuple(self._running.penalised)
+        return StepPlan(self._step, parts, residences, loads, moves, copies, outdated, penalised)
 
     def settle(self, plan: StepPlan, result: StepResult) -> StepPlan:
         """Completes a plan that was made while the plan before it ran. `result`: of that one; it is committed later.
@@ -295,7 +296,7 @@ class Scheduler:
                 break  # an older sequence's adapter went; else the two sequences would wait for each other
             else:
                 return False
-        sequence.pages += self._memory.allocator.allocate(1) or ()
+        sequence.hold((*sequence.pages, *(self._memory.allocator.allocate(1) or ())))
         return True
 
     def _preempt(self, victim: Sequence) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
-from ..plan import SamplePlan
+from ..plan import Int32s, SamplePlan, SeenTokens, packed
 from ..wire.messages import SamplingParams, SequenceRequest
 from ..wire.page_keys import PageKey
 
@@ -23,7 +23,8 @@ class Sequence:
     num_computed: int = 0  # tokens whose KV is in `pages`
     num_planned: int = 0  # tokens that uncommitted plans compute
     num_coming: int = 0  # tokens that uncommitted plans choose
-    pages: tuple[int, ...] = ()  # plans hold it as it is, so it is another tuple when pages are added
+    pages: tuple[int, ...] = ()  # changed by `hold`
+    packed_pages: Int32s = b""  # the same as plans carry them, which is made when pages are added and not in every step
     sequence_id: int = field(init=False)
     sampling: SamplingParams = field(init=False)
     adapter_digest: str | None = field(init=False)  # None: the base
@@ -31,6 +32,7 @@ class Sequence:
     num_given_tokens: int = field(init=False)  # tokens that it came with
     has_penalty: bool = field(init=False)
     # What is above is needed in every step, and lies side by side in memory.
+    is_told: bool = False  # workers were told the tokens of its run, if it has penalties
     page_keys: list[PageKey] = field(default_factory=list)  # of its first full pages, as far as keys were needed
     num_kept_pages: int = 0  # its first pages that the prefix cache has been told of
     num_found: int = 0  # tokens that the last look-up of its prefix found in the pool
@@ -40,6 +42,8 @@ class Sequence:
     awaited_key: PageKey | None = None  # of the first page that the last look-up did not find in the pool
     awaits_page: PageKey | None = None  # it waits until somebody has computed or copied the page with this key
     num_reserved_pages: int = 0  # that it will take when the page has come that is being copied for it
+    # Pages of its prefix that are in the pool or coming, while copies come for it; None: no more of them should come.
+    num_brought: int | None = None
 
     def __post_init__(self) -> None:
         self.sequence_id = self.request.sequence_id
@@ -47,9 +51,7 @@ class Sequence:
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
         self.num_given_tokens = len(self.token_ids)
         self.sampling = params = self.request.sampling
-        self.has_penalty = (
-            params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-        )
+        self.has_penalty = params.has_penalty
 
     @property
     def num_uncomputed(self) -> int:
@@ -60,13 +62,18 @@ class Sequence:
         """Tokens that the next plan could compute; the last of them may still be coming."""
         return len(self.token_ids) + self.num_coming - self.num_computed - self.num_planned
 
+    def hold(self, pages: tuple[int, ...]) -> None:
+        """These are the sequence's pages from now on."""
+        self.pages, self.packed_pages = pages, packed(pages)
+
     def sample_plan(self, known: list[int]) -> SamplePlan:
-        """How to choose the token after these, which are all of the sequence's so far. Penalties see them."""
-        split = self.num_prompt_tokens
-        return SamplePlan(
-            self.sampling,
-            self.seed,
-            len(known) - split,
-            tuple(known[:split]) if self.has_penalty else (),
-            tuple(known[split:]) if self.has_penalty else (),
-        )
+        """How to choose the token after these, which are all of the sequence's so far.
+
+        Where penalties need them, the workers are told of them with the first token that a run chooses.
+        """
+        seen, split = None, self.num_prompt_tokens
+        if self.has_penalty and not self.is_told:
+            self.is_told = True
+            prompt = known[:split] if self.sampling.repetition_penalty != 1 else ()
+            seen = SeenTokens(packed(prompt), packed(known[split:]))
+        return SamplePlan(self.sampling, self.seed, len(known) - split, seen)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import chain, islice, takewhile
 from typing import Literal
 
 from ..memory.idle_order import Item
@@ -24,7 +25,9 @@ from .measured_costs import MeasuredCosts, is_worth_bringing
 _log = logging.getLogger(__name__)
 _PAGES_PER_MOVE = 32
 _MAX_MOVES_OUT = 2  # under way at once, from the pool to the tier behind it; no sequence waits for them
-_MAX_MOVES_IN = 8  # under way at once, into the pool
+_LEAST_IN = 256  # pages that may be under way into the pool at once, however long they take
+_LEAST_COPY_S = 1e-7  # of a page, whatever was measured
+_STEPS_AHEAD = 4  # pages are under way into the pool for so many steps of copying, so that copies never pause
 _MAX_FAILURES = 3  # in a row, after which a tier is given up
 _LOW = 8  # host memory runs low when less than one slot in so many is free
 
@@ -59,6 +62,7 @@ class TierTraffic:
             self._tiers["disk"] = TierSlots(sizes.disk)
         self._offered: dict[PageKey, int] = {}  # filled pages that wait to be copied, oldest first
         self._moves: dict[int, _Move] = {}  # under way
+        self._coming: dict[PageKey, int] = {}  # pages under way into the pool: where to
         self._planned: list[PageMove] = []  # for the next plan
         self._number = 0  # of the last move
         self._failures_in_a_row: Counter[Tier] = Counter()
@@ -68,10 +72,6 @@ class TierTraffic:
     @property
     def num_moves(self) -> int:
         return len(self._moves)
-
-    @property
-    def _num_moves_in(self) -> int:
-        return sum(move.kind == "in" for move in self._moves.values())
 
     def has_work(self) -> bool:
         """A page is being copied, or should be."""
@@ -108,23 +108,24 @@ class TierTraffic:
 
     def can_bring(self) -> bool:
         """More pages may begin to come into the pool now, if they are in a tier."""
-        return any(tier.num_held for tier in self._working()) and self._num_moves_in < _MAX_MOVES_IN
+        return any(tier.num_held and self._most_in(name) > 0 for name, tier in self._tiers.items() if self._works(name))
 
-    def bring(self, found: Sequence[int], keys: Sequence[PageKey], keep: AbstractSet[Item]) -> list[PageKey]:
+    def page_coming(self, key: PageKey) -> int | None:
+        """The page of the pool into which this one is being copied; None: it is not."""
+        return self._coming.get(key)
+
+    def bring(self, found: Sequence[int], keys: Iterator[PageKey], keep: AbstractSet[Item]) -> list[PageKey]:
         """Begins to copy pages into the pool that follow on the pages `found`. Returns the keys that are coming now.
 
-        `keys`: of pages that are not in the pool. No page comes if none is in a tier, if computing is cheaper, or if
-        the pool has no room.
+        `keys`: of pages that are neither in the pool nor coming. No page comes if none is in a tier, if computing is
+        cheaper, or if the pool has no room. Pages under way are bounded: call again for the rest while these come.
         """
-        source = next((name for name, tier in self._tiers.items() if keys[0] in tier and self._works(name)), None)
-        if source is None or self._num_moves_in >= _MAX_MOVES_IN:
+        first = next(keys, None)
+        source = next((name for name, tier in self._tiers.items() if first in tier and self._works(name)), None)
+        if first is None or source is None:
             return []
         tier = self._tiers[source]
-        coming: list[PageKey] = []
-        for key in keys[:_PAGES_PER_MOVE]:
-            if key not in tier:
-                break
-            coming.append(key)
+        coming = list(takewhile(tier.__contains__, islice(chain((first,), keys), self._most_in(source))))
         if not is_worth_bringing(len(coming), self._costs.costs(source)):
             return []
         if not self._memory.has_room(len(coming), keep, found):
@@ -134,6 +135,7 @@ class TierTraffic:
         pages = self._memory.allocator.allocate(len(coming)) or ()
         move = self._begin("in", source, tier.begin_read(coming), "device", pages, coming)
         move.depth, move.held = len(found), [*found, *pages]
+        self._coming |= zip(coming, pages, strict=True)
         return coming
 
     def plan_moves(self) -> tuple[PageMove, ...]:
@@ -179,6 +181,22 @@ class TierTraffic:
         """Raises AssertionError if a tier's slot is lost or used twice."""
         for tier in self._tiers.values():
             tier.check_integrity()
+        moves_in = [move for move in self._moves.values() if move.kind == "in"]
+        coming = [pair for move in moves_in for pair in zip(move.keys, move.plan.target_pages, strict=True)]
+        assert len(coming) == len(self._coming) and dict(coming) == self._coming, "a page comes twice, or not at all"
+
+    def _most_in(self, source: Tier) -> int:
+        """Pages that one sequence may let come from this tier now.
+
+        As many are under way as the tier gives within a few steps: fewer would let copies pause between steps, more
+        would keep pages from sequences that run, and let those wait that come later and need only a few. So one
+        sequence takes half of what is left.
+        """
+        costs = self._costs.costs(source)
+        most = max(_LEAST_IN, int(_STEPS_AHEAD * costs.step_s / max(costs.copy_s, _LEAST_COPY_S)))
+        moves = (move for move in self._moves.values() if move.kind == "in" and move.plan.source == source)
+        left = max(0, most - sum(len(move.keys) for move in moves))
+        return min(left, max(_PAGES_PER_MOVE, left // 2))
 
     def _works(self, tier: Tier) -> bool:
         return tier not in self._given_up
@@ -201,6 +219,8 @@ class TierTraffic:
     def _finish_in(self, move: _Move, is_good: bool, seconds: float) -> Iterator[PageKey]:
         tier = self._tiers[move.plan.source]
         tier.end_read(move.keys)
+        for key in move.keys:
+            del self._coming[key]
         if is_good:
             self._costs.observe_copy(move.plan.source, len(move.keys), seconds)
             self.num_pages_in += len(move.keys)

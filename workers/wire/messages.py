@@ -66,6 +66,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False  # the model's own ids only; stop_token_ids still stop
     num_logprobs: int | None = None  # None: none. 0: the chosen token's. k: also the k most likely ones
 
+    @property
+    def has_penalty(self) -> bool:
+        """Choosing a token depends on which ones the sequence has already."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
 
 class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to grow.

@@ -1,0 +1,47 @@
+"""A step's tensors cost what its rows and pages cost, whatever the longest of its contexts is."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from motet.workers.execution.inputs import make_inputs
+from motet.workers.plan import SequencePlan, StepPlan, packed
+
+BLOCK = 16
+CPU = torch.device("cpu")
+
+
+def decodes(contexts: list[int]) -> StepPlan:
+    """One decode of each context; sequence i has the pages from 1000 * i on."""
+    return StepPlan(
+        1,
+        tuple(
+            SequencePlan(i, (7,), context, packed(range(1000 * i, 1000 * i + context // BLOCK + 1)), None, None)
+            for i, context in enumerate(contexts)
+        ),
+        (),
+        (),
+    )
+
+
+def test_pages_lie_one_after_the_other() -> None:
+    batch = make_inputs(decodes([40, 3, 16]), {}, BLOCK, CPU).attention
+    assert batch.pages.tolist() == [0, 1, 2, 1000, 2000, 2001]
+    assert batch.page_starts.tolist() == [0, 3, 4]
+    assert batch.most_pages == 3
+    assert batch.row_pages.tolist() == [2, 1000, 2001]
+    assert batch.row_slots.tolist() == [8, 3, 0]
+    assert batch.context_lens == (41, 4, 17)
+
+
+def test_one_long_context_pads_nobody() -> None:
+    def cost_s(plan: StepPlan) -> float:
+        begun = time.process_time()
+        make_inputs(plan, {}, BLOCK, CPU)
+        return time.process_time() - begun
+
+    none, one = decodes([500] * 64), decodes([131_000] + [500] * 63)
+    assert make_inputs(one, {}, BLOCK, CPU).attention.pages.numel() == 131_000 // BLOCK + 1 + 63 * 32
+    assert min(cost_s(one) for _ in range(20)) < 4 * min(cost_s(none) for _ in range(20))

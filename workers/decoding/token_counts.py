@@ -1,0 +1,77 @@
+"""Which tokens a sequence has, and how often: what penalties need, kept by the worker that chooses tokens."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+
+from ..plan import SeenTokens, StepPlan
+
+
+class TokenCounts:
+    """The distinct tokens of one sequence, as `kernels.sampling.Penalty` takes them.
+
+    They take 8 bytes each, and those that came after the first ones some 100 more. A table over the vocabulary would
+    find them faster, but takes a megabyte for each sequence.
+    """
+
+    def __init__(self, seen: SeenTokens) -> None:
+        prompt, output = (np.frombuffer(part, np.int32) for part in (seen.prompt, seen.output))
+        used, counts = np.unique(output, return_counts=True)
+        known = np.union1d(prompt, used)
+        filled = np.zeros(len(known), np.int32)
+        filled[np.searchsorted(known, used)] = counts
+        self.token_ids = array("i", known.tobytes())
+        self.counts = array("i", filled.tobytes())  # how often each is in the output
+        self._num_sorted = len(known)
+        self._later: dict[int, int] = {}  # places of tokens that came after these
+
+    def add(self, token_id: int) -> None:
+        """One more token of the output."""
+        place = bisect_left(self.token_ids, token_id, 0, self._num_sorted)
+        if place == self._num_sorted or self.token_ids[place] != token_id:
+            place = self._later.setdefault(token_id, len(self.token_ids))
+        if place == len(self.token_ids):
+            self.token_ids.append(token_id)
+            self.counts.append(0)
+        self.counts[place] += 1
+
+    def check_integrity(self, prompt: Iterable[int], output: Iterable[int]) -> None:
+        """Raises AssertionError unless these are the tokens that were counted."""
+        assert len(self.token_ids) == len(self.counts) == len(set(self.token_ids)), "a token is there twice"
+        assert set(self.token_ids) == {*prompt, *output}, "a token is missing, or one too many is there"
+        counted = {token: count for token, count in zip(self.token_ids, self.counts, strict=True) if count}
+        assert counted == Counter(output), "a token of the output is miscounted"
+
+
+class PenalisedSequences:
+    """The counts of all running sequences that have penalties, as the plans tell them."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, TokenCounts] = {}  # by sequence id
+
+    def follow(self, plan: StepPlan) -> None:
+        """Takes in the tokens that the plan brings or computes, and drops sequences that do not run any more."""
+        running = set(plan.penalised)
+        for sequence_id in self._counts.keys() - running:
+            del self._counts[sequence_id]
+        for part in plan.sequences if running else ():
+            if part.sample is None or part.sequence_id not in running:
+                continue
+            if part.sample.seen is not None:
+                self._counts[part.sequence_id] = TokenCounts(part.sample.seen)
+                continue
+            for token_id in part.token_ids:
+                self._counts[part.sequence_id].add(token_id)
+
+    def of(self, sequence_ids: Iterable[int]) -> list[TokenCounts | None]:
+        """Of each sequence what it has, tokens of the followed plan included; None: it has no penalties."""
+        return [self._counts.get(sequence_id) for sequence_id in sequence_ids]
+
+    def check_integrity(self, plan: StepPlan) -> None:
+        """Raises AssertionError if something is kept of a sequence that the followed plan does not name."""
+        assert self._counts.keys() <= set(plan.penalised), "counts of a sequence that does not run are kept"
