@@ -78,6 +78,10 @@ class UploadService:
         self._view.apply(AdapterDeleted(tenant, name, version))
         return True
 
+    async def list_page(self, tenant: str, after: str, limit: int) -> list[AdapterVersion]:
+        """At most `limit` of them, from behind the name `after`. Raises RegistryUnavailable."""
+        return await self._registry.list_adapters(tenant, after, limit)
+
     async def list(self, tenant: str) -> list[AdapterVersion]:
         """The tenant's adapters, sorted by name. Raises RegistryUnavailable."""
         return await self._registry.list(tenant)

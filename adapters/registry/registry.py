@@ -41,6 +41,8 @@ from .registry_scripts import (
     VERSIONS,
 )
 
+PAGE_SIZE = 1000  # of what is read in pages: a few milliseconds of Redis's time
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -123,12 +125,26 @@ class Registry:
             record = await self._command("HGET", ADAPTERS, field)
         return None if record is None else decode_adapter(field, record)
 
-    async def list(self, tenant: str) -> list[AdapterVersion]:
-        """The tenant's adapters, sorted by name."""
+    async def list_adapters(self, tenant: str, after: str = "", limit: int = PAGE_SIZE) -> list[AdapterVersion]:
+        """At most `limit` of the tenant's adapters, sorted by name, beginning behind the name `after`.
+
+        `after` need not be the name of an adapter, as of one that was deleted since. Fewer than `limit`: there are no
+        more. At most PAGE_SIZE a call, so that no list stops Redis for long.
+        """
         check_tenant(tenant)
+        if not 1 <= limit <= PAGE_SIZE:
+            raise ValueError(f"limit = {limit}: 1 to {PAGE_SIZE} adapters a call are accepted")
         async with self._bounded():
-            found = await self._list_script(keys=[ADAPTERS, NAMES], args=[tenant])
+            found = await self._list_script(keys=[ADAPTERS, NAMES], args=[tenant, after, limit])
         return [decode_adapter(field, record) for field, record in zip(found[::2], found[1::2], strict=True)]
+
+    async def list(self, tenant: str) -> list[AdapterVersion]:
+        """All of the tenant's adapters, sorted by name. One round trip for each PAGE_SIZE of them."""
+        adapters = page = await self.list_adapters(tenant)
+        while len(page) == PAGE_SIZE:
+            page = await self.list_adapters(tenant, page[-1].name)
+            adapters = [*adapters, *page]
+        return adapters
 
     async def delete(self, tenant: str, name: str) -> int | None:
         """Removes the name and returns the version that it had; None: there is no such name."""

@@ -97,9 +97,12 @@ if redis.call('SETNX', KEYS[1], ARGV[1]) == 0 and ARGV[2] == '1' and redis.call(
 end
 return redis.call('GET', KEYS[1])
 """
-# tenant. Returns tenant/name and record of each of its adapters, in turn; '0' is the character after '/'.
+# tenant, name (empty: from the first), count. Returns tenant/name and record, in turn, of at most that many of the
+# tenant's adapters, those that follow the name; '0' is the character after '/'.
 LIST_SCRIPT = """
-local names = redis.call('ZRANGEBYLEX', KEYS[2], '[' .. ARGV[1] .. '/', '(' .. ARGV[1] .. '0')
+local first = '[' .. ARGV[1] .. '/'
+if ARGV[2] ~= '' then first = '(' .. ARGV[1] .. '/' .. ARGV[2] end
+local names = redis.call('ZRANGEBYLEX', KEYS[2], first, '(' .. ARGV[1] .. '0', 'LIMIT', 0, ARGV[3])
 local found = {}
 for _, name in ipairs(names) do
   found[#found + 1] = name

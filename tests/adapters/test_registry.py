@@ -10,7 +10,7 @@ from motet.adapters.adapter import AdapterVersion
 from motet.adapters.base_identity import BaseIdentity
 from motet.adapters.errors import AdapterInvalid, KeyTaken, OtherBase, RegistryUnavailable
 from motet.adapters.registry.events import AdapterDeleted, AdapterSet, KeySet
-from motet.adapters.registry.registry import Registry, connect, hash_key
+from motet.adapters.registry.registry import PAGE_SIZE, Registry, connect, hash_key
 from motet.adapters.registry.registry_scripts import PREFIX
 from motet.tests.rigs.patience import PATIENCE_S
 
@@ -78,6 +78,31 @@ async def test_lists_are_sorted_by_name(registry: Registry) -> None:
     for name in ("b", "a.1", "B", "0", "a"):
         await registry.register("acme", name, **facts())
     assert [adapter.name for adapter in await registry.list("acme")] == ["0", "B", "a", "a.1", "b"]
+
+
+async def test_a_list_is_read_in_pages(registry: Registry) -> None:
+    names = sorted(f"n{i}" for i in range(25))
+    for name in names:
+        await registry.register("acme", name, digest="a" * 64, module_ranks={"q_proj": 8}, num_bytes=1)
+    for tenant in ("acm", "acme0", "acmf"):
+        await registry.register(tenant, "n1", digest="a" * 64, module_ranks={"q_proj": 8}, num_bytes=1)
+    found: list[str] = []
+    while page := await registry.list_adapters("acme", found[-1] if found else "", 10):
+        assert len(page) <= 10
+        found += [adapter.name for adapter in page]
+        await registry.delete("acme", found[-1])  # a list goes on behind a name that is gone
+    assert found == names
+    assert await registry.list_adapters("acme", "zzz") == []
+    with pytest.raises(ValueError, match="limit = 0"):
+        await registry.list_adapters("acme", "", 0)
+
+
+async def test_a_list_longer_than_a_page_is_whole(registry: Registry, redis_client: Redis) -> None:
+    record = "1 " + "a" * 64 + ' {"module_ranks": {"q_proj": 8}, "num_bytes": 1, "created_at": 1.0}'
+    fields = [f"acme/n{i:05}" for i in range(2 * PAGE_SIZE)]
+    await redis_client.hset(PREFIX + "adapters", mapping=dict.fromkeys(fields, record))
+    await redis_client.zadd(PREFIX + "names", dict.fromkeys(fields, 0))
+    assert [f"acme/{adapter.name}" for adapter in await registry.list("acme")] == fields
 
 
 @pytest.mark.parametrize("tenant", ["a/b", "", "a\n", "{x}"])
