@@ -104,7 +104,6 @@ def test_rslora_divides_by_the_root() -> None:
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"target_parameters": ["w"]}, "target_parameters"),
-        ({"corda_config": {"x": 1}}, "corda_config"),
         ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
         ({"arrow_config": {"top_k": 1}}, "arrow_config"),
         ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
@@ -141,7 +140,7 @@ def test_refuses_by_name(changes: dict[str, Any], named: str) -> None:
 def test_training_keys_and_unset_features_are_let_through() -> None:
     parse_config(
         config_bytes(
-            init_lora_weights="pissa",
+            init_lora_weights="gaussian",
             loftq_config={"loftq_bits": 4},
             eva_config={"rho": 2.0},
             lora_dropout=0.1,
