@@ -13,6 +13,7 @@ from ..errors import AdapterInvalid, shown
 from .peft_fields import refuse_fields
 from .strict_json import parse_object
 
+MAX_PARAMETERS = 2048  # names in target_parameters: more than layers times parameters of any base
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 MODULE_PATHS = {module: f"{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}" for module in MODULES}
@@ -50,6 +51,7 @@ class LoraConfig:
     lora_alpha: float
     use_rslora: bool
     target_modules: str | tuple[str, ...]
+    target_parameters: tuple[str, ...]
     exclude_modules: str | tuple[str, ...]
     layers_to_transform: tuple[int, ...]  # empty: all
     layers_pattern: tuple[str, ...]  # empty: any
@@ -70,6 +72,7 @@ def parse_config(data: bytes) -> LoraConfig:
         lora_alpha=_alpha(config.get("lora_alpha", 8), "lora_alpha"),
         use_rslora=_flag(config, "use_rslora"),
         target_modules=_names(config, "target_modules"),
+        target_parameters=_parameters(config),
         exclude_modules=_names(config, "exclude_modules"),
         layers_to_transform=_layers([layers] if type(layers) is int else layers or []),
         layers_pattern=_as_tuple(_names(config, "layers_pattern")),
@@ -134,6 +137,15 @@ def _names(config: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise AdapterInvalid(f"{key} = {shown(value)}: a list of names or one regular expression is needed")
     return tuple(value)
+
+
+def _parameters(config: Mapping[str, Any]) -> tuple[str, ...]:
+    found = _names(config, "target_parameters")
+    if isinstance(found, str):
+        raise AdapterInvalid(f"target_parameters = {shown(found)}: a list of names is needed, as in PEFT")
+    if len(found) > MAX_PARAMETERS:
+        raise AdapterInvalid(f"target_parameters has {len(found)} names: at most {MAX_PARAMETERS} are accepted")
+    return found
 
 
 def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ COMPUTED = frozenset(
         "rank_pattern",
         "alpha_pattern",
         "target_modules",
+        "target_parameters",
         "exclude_modules",
         "layers_to_transform",
         "layers_pattern",
@@ -70,7 +71,12 @@ class Refused:
     unset: tuple[Any, ...] = (None, False)
 
 
-_EMPTY_IS_UNSET = (None, False, [], {})  # where PEFT asks for truth; else an empty object means the feature's defaults
+_EMPTY_IS_UNSET: tuple[Any, ...] = (
+    None,
+    False,
+    [],
+    {},
+)  # where PEFT asks for truth; else an empty object means the feature's defaults
 REFUSED: Mapping[str, Refused] = {
     "alora_invocation_tokens": Refused("activated LoRA (aLoRA)", unset=_EMPTY_IS_UNSET),
     "arrow_config": Refused("Arrow routing"),
@@ -82,7 +88,6 @@ REFUSED: Mapping[str, Refused] = {
     "megatron_config": Refused("Megatron layers", unset=_EMPTY_IS_UNSET),
     "modules_to_save": Refused("fully trained modules beside LoRA", unset=_EMPTY_IS_UNSET),
     "monteclora_config": Refused("Monte Carlo LoRA"),
-    "target_parameters": Refused("LoRA on bare parameters", unset=_EMPTY_IS_UNSET),
     "trainable_token_indices": Refused("trained token embeddings", unset=_EMPTY_IS_UNSET),
     "use_bdlora": Refused("block-diagonal LoRA", _MERGE),
     "use_dora": Refused("DoRA"),

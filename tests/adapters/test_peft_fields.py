@@ -33,7 +33,7 @@ def config_bytes(**changes: Any) -> bytes:
 
 def test_every_field_of_the_installed_peft_has_its_place() -> None:
     fields = {field.name for field in dataclasses.fields(PeftLoraConfig)} - {"peft_type", "init_lora_weights"}
-    assert fields == COMPUTED | set(HARMLESS) | set(REFUSED)
+    assert fields <= COMPUTED | set(HARMLESS) | set(REFUSED), "look at what each new field changes"
     assert not COMPUTED & set(HARMLESS) and not COMPUTED & set(REFUSED) and not set(HARMLESS) & set(REFUSED)
 
 
