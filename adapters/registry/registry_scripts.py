@@ -14,6 +14,7 @@ API_KEYS = PREFIX + "keys"  # hash: SHA-256 of an API key -> tenant
 LAUNCH_KEYS = PREFIX + "launch_keys"  # set of launch marks
 BASE = PREFIX + "base"  # fingerprint and name of the base that all adapters belong to
 NUMBER = PREFIX + "event_number"  # number of events so far
+SWEEP = PREFIX + "sweep:"  # + id of a store: the sweep that holds this store, as a string that expires
 EVENTS = PREFIX + "events"  # stream of (number, kind, field, value), see events.py
 _NUM_EVENTS_KEPT = 10_000
 
@@ -109,4 +110,36 @@ for _, name in ipairs(names) do
   found[#found + 1] = redis.call('HGET', KEYS[1], name)
 end
 return found
+"""
+# cursor, count. Returns the next cursor and the first 16 digits of the digests of about that many adapters, joined.
+DIGESTS_SCRIPT = """
+local page = redis.call('HSCAN', KEYS[1], ARGV[1], 'COUNT', ARGV[2])
+local found = {}
+for i = 2, #page[2], 2 do
+  found[#found + 1] = string.sub(string.match(page[2][i], '^%d+ (%x+) '), 1, 16)
+end
+return {page[1], table.concat(found)}
+"""
+# tenant (empty: from the first), name, count. Looks at that many tenants that follow, and returns the last of them
+# (empty: there are no more), then those of them that have an adapter of this name. It goes from tenant to tenant, past
+# their other adapters.
+TENANTS_SCRIPT = """
+local tenant, found = ARGV[1], {''}
+for _ = 1, tonumber(ARGV[3]) do
+  local first = '-'
+  if tenant ~= '' then first = '[' .. tenant .. '0' end
+  local next_name = redis.call('ZRANGEBYLEX', KEYS[1], first, '+', 'LIMIT', 0, 1)[1]
+  if not next_name then return found end
+  tenant = string.match(next_name, '^[^/]*')
+  if redis.call('ZSCORE', KEYS[1], tenant .. '/' .. ARGV[2]) then found[#found + 1] = tenant end
+end
+found[1] = tenant
+return found
+"""
+# sweep, milliseconds. Gives the store to this sweep for so long, and returns 1; 0: another sweep holds it.
+HOLD_SWEEP_SCRIPT = """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
 """

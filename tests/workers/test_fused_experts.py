@@ -112,7 +112,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     layouts += layouts_of_gang(model, 2, BLOCK_SIZE, "float32", "expert")
     refs: dict[str, AdapterRef] = {}
     models: dict[str | None, Any] = {None: AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()}
-    for recipe in (*RECIPES, LEGACY):
+    # PEFT has no such conversion for Qwen2-MoE, whose shared expert has projections of the same names.
+    for recipe in (*RECIPES, LEGACY) if request.param != "qwen2_moe" else RECIPES:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # PEFT looks for patterns among modules only
             path = write_adapter(recipe, request.param == "mixtral", model_path, folder / recipe)
@@ -138,7 +139,7 @@ def test_mixed_batch(case: Case, degree: int, expert_sharding: str) -> None:
     config = case.config(degree, expert_sharding)
     if degree == 1:
         with EngineRig(build_engine(config), case.refs) as rig:
-            _assert_exact(case, rig, (*ADAPTERS, LEGACY))
+            _assert_exact(case, rig, (*ADAPTERS, LEGACY) if LEGACY in case.refs else ADAPTERS)
     else:
         with gang(config) as (engine, _):
             _assert_exact(case, EngineRig(engine, case.refs), ADAPTERS)
