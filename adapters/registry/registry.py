@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -33,6 +33,7 @@ from .registry_scripts import (
     DELETE_SCRIPT,
     DIGESTS_SCRIPT,
     EVENTS,
+    GIVE_KEYS_SCRIPT,
     HOLD_SWEEP_SCRIPT,
     LAUNCH_KEYS,
     LIST_SCRIPT,
@@ -40,13 +41,14 @@ from .registry_scripts import (
     NUMBER,
     REGISTER_SCRIPT,
     SET_KEY_SCRIPT,
-    SET_LAUNCH_KEYS_SCRIPT,
     SWEEP,
+    TAKE_BACK_KEYS_SCRIPT,
     TENANTS_SCRIPT,
     VERSIONS,
 )
 
 _SCAN_SIZE = 100  # records that are decoded at once, in the event loop of a router that serves
+_KEYS_SIZE = 5_000  # keys that are changed at once; each change looks at all marks of launches, and so they are many
 PAGE_SIZE = 1000  # of what is read in pages: a few milliseconds of Redis's time
 
 
@@ -102,7 +104,8 @@ class Registry:
         self._register_script = client.register_script(REGISTER_SCRIPT)
         self._delete_script = client.register_script(DELETE_SCRIPT)
         self._set_key_script = client.register_script(SET_KEY_SCRIPT)
-        self._set_launch_keys_script = client.register_script(SET_LAUNCH_KEYS_SCRIPT)
+        self._give_keys_script = client.register_script(GIVE_KEYS_SCRIPT)
+        self._take_back_keys_script = client.register_script(TAKE_BACK_KEYS_SCRIPT)
         self._claim_base_script = client.register_script(CLAIM_BASE_SCRIPT)
         self._list_script = client.register_script(LIST_SCRIPT)
         self._digests_script = client.register_script(DIGESTS_SCRIPT)
@@ -218,17 +221,33 @@ class Registry:
         """Makes `keys`, as (tenant, key), all the keys that `owner` gives; deletes others that it gave before.
 
         `owner` is one word that names a launch. Keys from `set_key` stay, and so do keys that another owner gives, too.
-        Raises KeyTaken and changes nothing if any key belongs to another tenant.
+        Raises KeyTaken and changes nothing if any key belongs to another tenant. Reads and changes pages, so that ten
+        thousands of keys do not stop Redis; if one is taken by another launch meanwhile, some may have been set.
         """
         for tenant, _ in keys:
             check_tenant(tenant)
-        args = [part for tenant, key in keys for part in (hash_key(key), tenant)]
+        given = {hash_key(key): tenant for tenant, key in keys}
+        if len(given) < len(keys):
+            _check_one_tenant_each(keys)
+        for page in _pages(list(given)):
+            async with self._bounded():
+                held = await self._command("HMGET", API_KEYS, *page)
+            for key_hash, tenant in zip(page, held, strict=True):
+                if tenant is not None and tenant != given[key_hash]:
+                    raise _key_taken(given[key_hash], tenant)
+        changed = [API_KEYS, LAUNCH_KEYS, NUMBER, EVENTS]
+        for page in _pages(list(given)):
+            args = [part for key_hash in page for part in (key_hash, given[key_hash])]
+            async with self._bounded():
+                taken = await self._give_keys_script(keys=changed, args=[owner, *args])
+            if taken is not None:
+                raise _key_taken(*taken)
         async with self._bounded():
-            taken = await self._set_launch_keys_script(
-                keys=[API_KEYS, LAUNCH_KEYS, NUMBER, EVENTS], args=[owner, *args]
-            )
-        if taken is not None:
-            raise _key_taken(*taken)
+            marks = await self._command("SMEMBERS", LAUNCH_KEYS)
+        mine = (key_hash for giver, key_hash in (mark.split(" ") for mark in marks) if giver == owner)
+        for page in _pages([key_hash for key_hash in mine if key_hash not in given]):
+            async with self._bounded():
+                await self._take_back_keys_script(keys=changed, args=[owner, *page])
 
     async def tenants_besides(self, owner: str) -> set[str]:
         """Tenants that have a key from `set_key` or from another owner of launch keys than this one."""
@@ -319,6 +338,17 @@ class Registry:
         except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
             problem = str(error) or type(error).__name__
             raise RegistryUnavailable(f"the registry cannot be reached ({problem}): try again in a moment") from error
+
+
+def _pages(hashes: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (hashes[start : start + _KEYS_SIZE] for start in range(0, len(hashes), _KEYS_SIZE))
+
+
+def _check_one_tenant_each(keys: Sequence[tuple[str, str]]) -> None:
+    tenants: dict[str, str] = {}
+    for tenant, key in keys:
+        if tenants.setdefault(key, tenant) != tenant:
+            raise _key_taken(tenant, tenants[key])
 
 
 def _key_taken(tenant: str, owner: str) -> KeyTaken:

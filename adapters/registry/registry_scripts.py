@@ -59,34 +59,34 @@ if ARGV[2] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET
 tell('key', ARGV[1], ARGV[2])
 return false
 """
-# owner, then hash and tenant of each key that this owner gives from now on. Deletes keys that this owner gave before
-# and that no other owner gives, and returns nil; or changes nothing and returns {tenant, other tenant} for the first
-# key that belongs to another tenant.
-SET_LAUNCH_KEYS_SCRIPT = f"""{_TELL}
+_NUM_OWNERS = """
+local num_owners = {}
+for _, mark in ipairs(redis.call('SMEMBERS', KEYS[2])) do
+  local hash = string.match(mark, '%x+$')
+  num_owners[hash] = (num_owners[hash] or 0) + 1
+end
+"""
+# owner, then hash and tenant of each key that this owner gives. Returns nil; or changes nothing and returns
+# {tenant, other tenant} for the first key that belongs to another tenant.
+GIVE_KEYS_SCRIPT = f"""{_TELL}
 for i = 2, #ARGV, 2 do
   local before = redis.call('HGET', KEYS[1], ARGV[i])
   if before and before ~= ARGV[i + 1] then return {{ARGV[i + 1], before}} end
 end
-local marks = redis.call('SMEMBERS', KEYS[2])
-local num_owners, given = {{}}, {{}}
-for _, mark in ipairs(marks) do
-  local hash = string.match(mark, '%x+$')
-  num_owners[hash] = (num_owners[hash] or 0) + 1
-end
+{_NUM_OWNERS}
 for i = 2, #ARGV, 2 do
-  given[ARGV[i]] = true
   local is_new = redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) == 1
   if is_new then tell('key', ARGV[i], ARGV[i + 1]) end
   if is_new or num_owners[ARGV[i]] then redis.call('SADD', KEYS[2], ARGV[1] .. ' ' .. ARGV[i]) end
 end
-for _, mark in ipairs(marks) do
-  local owner, hash = string.match(mark, '^(%S+) (%x+)$')
-  if owner == ARGV[1] and not given[hash] then
-    redis.call('SREM', KEYS[2], mark)
-    if num_owners[hash] == 1 then
-      redis.call('HDEL', KEYS[1], hash)
-      tell('key', hash, '')
-    end
+return false
+"""
+# owner, then hashes of keys that this owner gives no more. Deletes those that no other owner gives.
+TAKE_BACK_KEYS_SCRIPT = f"""{_TELL}{_NUM_OWNERS}
+for i = 2, #ARGV do
+  if redis.call('SREM', KEYS[2], ARGV[1] .. ' ' .. ARGV[i]) == 1 and num_owners[ARGV[i]] == 1 then
+    redis.call('HDEL', KEYS[1], ARGV[i])
+    tell('key', ARGV[i], '')
   end
 end
 return false

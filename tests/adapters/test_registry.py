@@ -174,6 +174,24 @@ async def test_a_launch_takes_back_what_it_gives_no_more(registry: Registry) -> 
     assert await keys_of(registry) == {}
 
 
+async def test_many_keys_of_a_launch_are_changed_in_pages(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("motet.adapters.registry.registry._KEYS_SIZE", 7)
+    keys = [(f"t{i % 5}", f"key {i}") for i in range(40)]
+    await registry.set_key("zoo", "taken")
+    with pytest.raises(KeyTaken, match="given for acme is zoo's"):
+        await registry.set_launch_keys("launch-1", [*keys, ("acme", "taken")])
+    with pytest.raises(KeyTaken):
+        await registry.set_launch_keys("launch-1", [("acme", "x"), *keys, ("zoo", "x")])
+    assert await keys_of(registry) == {hash_key("taken"): "zoo"}, "a launch that is refused changes nothing"
+    await registry.set_launch_keys("launch-1", [*keys, keys[0]])
+    await registry.set_launch_keys("launch-2", keys[:10])
+    expected = {hash_key(key): tenant for tenant, key in keys} | {hash_key("taken"): "zoo"}
+    assert await keys_of(registry) == expected
+    await registry.set_launch_keys("launch-1", keys[30:])
+    kept = {hash_key(key) for _, key in [*keys[:10], *keys[30:]]} | {hash_key("taken")}
+    assert set(await keys_of(registry)) == kept
+
+
 async def test_launches_that_share_a_registry_leave_each_others_keys(registry: Registry) -> None:
     await registry.set_key("acme", "for good")
     await registry.set_launch_keys("launch-1", [("acme", "mine"), ("acme", "shared"), ("acme", "for good")])
