@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 from redis.asyncio import Redis
@@ -97,14 +97,16 @@ async def fill(url: str, start: int, stop: int) -> None:
     """Adds the adapters `start` to `stop`, as uploads leave them, but for the events."""
     client: Redis = Redis.from_url(url)
     for some in batched(names(start, stop), 5_000):
-        records = {f"{tenant}/{name}": f"1 {digest} {FACTS}" for tenant, name, digest in some}
+        records: dict[Any, Any] = {f"{tenant}/{name}": f"1 {digest} {FACTS}" for tenant, name, digest in some}
         pipeline = client.pipeline(transaction=False)
         pipeline.hset(PREFIX + "adapters", mapping=records)
         pipeline.hset(PREFIX + "versions", mapping=dict.fromkeys(records, 1))
         pipeline.zadd(PREFIX + "names", dict.fromkeys(records, 0))
         await pipeline.execute()
     if start == 0:
-        keys = {hashlib.sha256(str(i).encode()).hexdigest(): f"tenant{i % 1000}" for i in range(NUM_KEYS)}
+        keys: dict[Any, Any] = {
+            hashlib.sha256(str(i).encode()).hexdigest(): f"tenant{i % 1000}" for i in range(NUM_KEYS)
+        }
         await client.hset(PREFIX + "keys", mapping=keys)
     await client.aclose()
 

@@ -40,6 +40,7 @@ from .registry_scripts import (
     NAMES,
     NUMBER,
     REGISTER_SCRIPT,
+    SCAN_SCRIPT,
     SET_KEY_SCRIPT,
     SWEEP,
     TAKE_BACK_KEYS_SCRIPT,
@@ -109,6 +110,7 @@ class Registry:
         self._claim_base_script = client.register_script(CLAIM_BASE_SCRIPT)
         self._list_script = client.register_script(LIST_SCRIPT)
         self._digests_script = client.register_script(DIGESTS_SCRIPT)
+        self._scan_script = client.register_script(SCAN_SCRIPT)
         self._tenants_script = client.register_script(TENANTS_SCRIPT)
         self._hold_sweep_script = client.register_script(HOLD_SWEEP_SCRIPT)
 
@@ -320,10 +322,10 @@ class Registry:
         cursor = "0"
         while True:
             async with self._bounded():
-                client: Any = self._client
-                cursor, page = await client.hscan(key, cursor, count=_SCAN_SIZE)
-            yield list(page.items())
-            if not int(cursor):
+                cursor, page = await self._scan_script(keys=[key], args=[cursor, _SCAN_SIZE])
+            lines = page.split("\n") if page else []
+            yield list(zip(lines[::2], lines[1::2], strict=True))
+            if cursor == "0":
                 return
 
     async def _command(self, *parts: str) -> Any:

@@ -111,6 +111,12 @@ for _, name in ipairs(names) do
 end
 return found
 """
+# cursor, count. Returns the next cursor and about that many fields of a hash and their values, in turn, a line each: a
+# client reads one long string much faster than many short ones.
+SCAN_SCRIPT = """
+local page = redis.call('HSCAN', KEYS[1], ARGV[1], 'COUNT', ARGV[2])
+return {page[1], table.concat(page[2], '\\n')}
+"""
 # cursor, count. Returns the next cursor and the first 16 digits of the digests of about that many adapters, joined.
 DIGESTS_SCRIPT = """
 local page = redis.call('HSCAN', KEYS[1], ARGV[1], 'COUNT', ARGV[2])
