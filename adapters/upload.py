@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,9 @@ from .packing.layout import AdapterLayout
 from .registry.events import AdapterDeleted, AdapterSet
 from .registry.registry import Registry
 from .registry.registry_view import RegistryView
-from .store.store import AdapterStore
+from .store.store import BEGINNINGS, AdapterStore
+
+_SWEEP_LEASE_S = 60.0  # of a 256th of a store; after so long another router takes over from one that died
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,11 @@ class UploadService:
         self._view.apply(AdapterDeleted(tenant, name, version))
         return True
 
-    async def list(self, tenant: str) -> list[AdapterVersion]:
+    async def list_page(self, tenant: str, after: str, limit: int) -> Sequence[AdapterVersion]:
+        """At most `limit` of them, from behind the name `after`. Raises RegistryUnavailable."""
+        return await self._registry.list_adapters(tenant, after, limit)
+
+    async def list(self, tenant: str) -> Sequence[AdapterVersion]:
         """The tenant's adapters, sorted by name. Raises RegistryUnavailable."""
         return await self._registry.list(tenant)
 
@@ -86,13 +93,30 @@ class UploadService:
         """The name's current version. Raises RegistryUnavailable."""
         return await self._registry.get(tenant, name)
 
-    async def sweep(self, older_than_s: float = 3600.0) -> int:
+    async def sweep(self, older_than_s: float = 3600.0, rest_s: float = 0.0) -> int | None:
         """Removes stored adapters that no name has pointed to for `older_than_s`, and returns their number.
 
-        The caller calls it at intervals. Raises RegistryUnavailable.
+        None: another router sweeps this store, or did so less than its `rest_s` ago. The caller calls it at intervals.
+        Raises RegistryUnavailable.
         """
-        referenced = await self._registry.digests()
-        return len(await asyncio.to_thread(self._store.sweep, referenced, older_than_s))
+        store_id, sweep_id = await asyncio.to_thread(self._store.store_id), secrets.token_hex(16)
+        if not await self._registry.hold_sweep(store_id, sweep_id, _SWEEP_LEASE_S):
+            return None
+        num_removed, is_held, rest = 0, True, 0.0
+        try:
+            referenced = await self._registry.digests()
+            for beginning in BEGINNINGS:
+                is_held = await self._registry.hold_sweep(store_id, sweep_id, _SWEEP_LEASE_S)
+                if not is_held:  # this router was stopped for so long that another one goes on
+                    return num_removed
+                removed = await asyncio.to_thread(self._store.sweep_some, beginning, referenced, older_than_s)
+                num_removed += len(removed)
+            await asyncio.to_thread(self._store.sweep_unfinished)
+            rest = rest_s
+        finally:
+            if is_held:
+                await self._registry.hold_sweep(store_id, sweep_id, rest)
+        return num_removed
 
     def _keep(self, config: bytes | Path, tensors: Path) -> AdapterContent:
         config_bytes = config.stat().st_size if isinstance(config, Path) else len(config)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from ..adapters.adapter import AdapterVersion
+from ..adapters.errors import RegistryUnavailable
 from ..adapters.registry.registry_view import RegistryView
 from ..workers.wire.messages import AdapterRef, GangInfo
 from .fleet.dispatch import Dispatcher
@@ -48,11 +50,23 @@ class BaseModel:
             raise unavailable("No gang of workers is connected yet, try again.", "gang_lost")
         return gang
 
-    def adapter(self, tenant: str, model: str) -> AdapterRef | None:
-        """The adapter that a request's `model` names for the tenant; None: the base itself. Raises 404."""
+    async def adapter(self, tenant: str, model: str) -> AdapterRef | None:
+        """The adapter that a request's `model` names for the tenant; None: the base itself. Raises 404.
+
+        Raises 503 for an adapter that this router does not keep in memory while the registry is away.
+        """
         if model == self.name:
             return None
-        version = self._view.resolve(tenant, model)
+        version = await resolved(self._view, tenant, model)
         if version is None:
             raise model_not_found(model)
         return AdapterRef(version.digest, dict(version.module_ranks))
+
+
+async def resolved(view: RegistryView, tenant: str, model: str) -> AdapterVersion | None:
+    """The version that `model` names for the tenant; None: there is none. Raises 503 if that cannot be told now."""
+    try:
+        return await view.resolve(tenant, model)
+    except RegistryUnavailable as error:
+        message = f"The adapter {model} cannot be looked up now: {error}"
+        raise unavailable(message, "registry_unavailable") from error

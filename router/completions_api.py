@@ -63,7 +63,7 @@ class CompletionsApi:
         tenant = tenant_of(http, self._view)
         request = await read_json(http, _COMPLETION, self._config.max_body_bytes)
         position = self._position(http, request, tenant)
-        adapter = self._admit(request, tenant)
+        adapter = await self._admit(request, tenant)
         if request.echo and request.logprobs is not None:
             raise unsupported("echo", "the prompt's log probabilities are not computed; leave echo or logprobs out.")
         check_best_of(request)
@@ -99,7 +99,7 @@ class CompletionsApi:
         tenant = tenant_of(http, self._view)
         request = await read_json(http, _CHAT, self._config.max_body_bytes)
         position = self._position(http, request, tenant)
-        adapter = self._admit(request, tenant)
+        adapter = await self._admit(request, tenant)
         if request.echo:
             raise unsupported("echo", "a chat's prompt is not repeated; leave it out.")
         if request.top_logprobs is not None and not request.logprobs:
@@ -132,9 +132,9 @@ class CompletionsApi:
             raise wrong_position("it is only allowed with stream: true.")
         return parse_position(told, tenant, self._view.stream_keys)
 
-    def _admit(self, request: GenerationFields, tenant: str) -> AdapterRef | None:
+    async def _admit(self, request: GenerationFields, tenant: str) -> AdapterRef | None:
         """The adapter that `model` names; None: the base. Raises 404, and 400 for fields that are refused."""
-        adapter = self._base.adapter(tenant, request.model)
+        adapter = await self._base.adapter(tenant, request.model)
         refuse_unsupported(request)
         if request.stream_options is not None and not request.stream:
             raise invalid_value("stream_options", "it is only allowed with stream: true.")

@@ -9,10 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..adapters.adapter import AdapterVersion
+from ..adapters.errors import RegistryUnavailable
+from ..adapters.registry.registry import PAGE_SIZE
 from ..adapters.registry.registry_view import RegistryView
-from .base_model import BaseModel
+from .base_model import BaseModel, resolved
 from .openai_api.answer_schema import Model, ModelList
-from .openai_api.errors import model_not_found
+from .openai_api.errors import model_not_found, unavailable
 from .tenants.auth import tenant_of
 
 OWNER_OF_BASE = "motet"
@@ -27,7 +29,15 @@ class ModelsApi:
     async def list(self, request: Request) -> Response:
         """The base first, then the tenant's adapters by name."""
         tenant = tenant_of(request, self._view)
-        models = [self._base_model(), *map(self._adapter_model, self._view.list(tenant))]
+        models = [self._base_model()]
+        after, page_size = "", PAGE_SIZE
+        while page_size == PAGE_SIZE:
+            try:
+                page = await self._view.list_adapters(tenant, after)
+            except RegistryUnavailable as error:
+                raise unavailable(f"Models cannot be listed now, try again: {error}", "registry_unavailable") from error
+            models += map(self._adapter_model, page)
+            after, page_size = page[-1].name if page else "", len(page)
         return Response(msgspec.json.encode(ModelList(models)), media_type="application/json")
 
     async def show(self, request: Request) -> Response:
@@ -36,7 +46,7 @@ class ModelsApi:
         if name == self._base.name:
             model = self._base_model()
         else:
-            version = self._view.resolve(tenant, name)
+            version = await resolved(self._view, tenant, name)
             if version is None:
                 raise model_not_found(name)
             model = self._adapter_model(version)

@@ -38,7 +38,9 @@ class AdapterContent:
 
     @cached_property
     def num_bytes(self) -> int:
-        return sum(found.a.nbytes + found.b.nbytes for found in self.matrices.values())
+        """Of the tensors as uploaded: a matrix that several modules share counts once."""
+        tensors = [tensor for found in self.matrices.values() for tensor in (found.a, found.b)]
+        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
 
     @cached_property
     def digest(self) -> str:

@@ -1,8 +1,4 @@
-"""Reads PEFT's adapter_config.json and knows PEFT's tensor names.
-
-Every key that changes what an adapter computes is either understood or refused by its name; keys that only matter in
-training are accepted and ignored.
-"""
+"""Reads PEFT's adapter_config.json and knows PEFT's tensor names. `peft_fields.py` says which fields are accepted."""
 
 from __future__ import annotations
 
@@ -14,61 +10,14 @@ from typing import Any
 
 from ..adapter import MAX_RANK, MODULES
 from ..errors import AdapterInvalid, shown
+from .peft_fields import refuse_fields
 from .strict_json import parse_object
 
+MAX_PARAMETERS = 2048  # names in target_parameters: more than layers times parameters of any base
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 MODULE_PATHS = {module: f"{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}" for module in MODULES}
 
-_UNDERSTOOD = {
-    "peft_type",
-    "r",
-    "lora_alpha",
-    "use_rslora",
-    "rank_pattern",
-    "alpha_pattern",
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-    "bias",
-}
-# These describe where an adapter comes from or how it was trained, not what it computes.
-_HARMLESS = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "ensure_weight_tying",
-    "eva_config",
-    "inference_mode",
-    "init_lora_weights",
-    "loftq_config",
-    "lora_dropout",
-    "megatron_core",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-    "task_type",
-    "velora_config",
-}
-_UNSUPPORTED = {
-    "alora_invocation_tokens": "activated LoRA (aLoRA)",
-    "arrow_config": "Arrow routing",
-    "corda_config": "CorDA, which changes the base's weights",
-    "fan_in_fan_out": "transposed weights",
-    "kasa_config": "KaSA, which changes the base's weights",
-    "layer_replication": "layer replication",
-    "lora_bias": "LoRA with a bias",
-    "lora_ga_config": "LoRA-GA, which changes the base's weights",
-    "megatron_config": "Megatron layers",
-    "modules_to_save": "fully trained modules beside LoRA",
-    "monteclora_config": "Monte Carlo LoRA",
-    "target_parameters": "LoRA on bare parameters",
-    "trainable_token_indices": "trained token embeddings",
-    "use_bdlora": "block-diagonal LoRA",
-    "use_dora": "DoRA",
-    "use_qalora": "QA-LoRA",
-}
 _TENSOR_NAME = re.compile(
     r"base_model\.model\.model\.layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:self_attn|mlp)\.(?P<module>[a-z_]+)"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"  # an adapter's name may stand before .weight
@@ -102,6 +51,7 @@ class LoraConfig:
     lora_alpha: float
     use_rslora: bool
     target_modules: str | tuple[str, ...]
+    target_parameters: tuple[str, ...]
     exclude_modules: str | tuple[str, ...]
     layers_to_transform: tuple[int, ...]  # empty: all
     layers_pattern: tuple[str, ...]  # empty: any
@@ -115,13 +65,14 @@ class LoraConfig:
 def parse_config(data: bytes) -> LoraConfig:
     """The config in `data`. Raises AdapterInvalid, which names the key, for everything but plain LoRA."""
     config = parse_object(data, CONFIG_FILE)
-    _refuse_unsupported(config)
+    refuse_fields(config)
     layers = config.get("layers_to_transform")
     return LoraConfig(
         r=_rank(config.get("r"), "r"),
         lora_alpha=_alpha(config.get("lora_alpha", 8), "lora_alpha"),
         use_rslora=_flag(config, "use_rslora"),
         target_modules=_names(config, "target_modules"),
+        target_parameters=_parameters(config),
         exclude_modules=_names(config, "exclude_modules"),
         layers_to_transform=_layers([layers] if type(layers) is int else layers or []),
         layers_pattern=_as_tuple(_names(config, "layers_pattern")),
@@ -157,20 +108,6 @@ def foreign_feature(name: str) -> str | None:
     return next((feature for part, feature in _FOREIGN_TENSORS if part in name), None)
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise AdapterInvalid(f"peft_type is {shown(kind)}: only LORA is accepted")
-    for key, value in config.items():
-        if key in _UNSUPPORTED and value:
-            raise AdapterInvalid(f"{key} = {shown(value)} is not supported ({_UNSUPPORTED[key]}): only plain LoRA is")
-        if key not in _UNSUPPORTED and key not in _UNDERSTOOD and key not in _HARMLESS and value:
-            raise AdapterInvalid(f"{shown(key)} = {shown(value)} is not known here: remove it if it changes nothing")
-    bias = config.get("bias", "none")
-    if bias != "none":
-        raise AdapterInvalid(f"bias = {shown(bias)} is not supported: only 'none' is")
-
-
 def _rank(value: Any, key: str) -> int:
     if type(value) is not int or not 1 <= value <= MAX_RANK:
         raise AdapterInvalid(f"{key} = {shown(value)}: an integer from 1 to {MAX_RANK} is needed")
@@ -200,6 +137,15 @@ def _names(config: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise AdapterInvalid(f"{key} = {shown(value)}: a list of names or one regular expression is needed")
     return tuple(value)
+
+
+def _parameters(config: Mapping[str, Any]) -> tuple[str, ...]:
+    found = _names(config, "target_parameters")
+    if isinstance(found, str):
+        raise AdapterInvalid(f"target_parameters = {shown(found)}: a list of names is needed, as in PEFT")
+    if len(found) > MAX_PARAMETERS:
+        raise AdapterInvalid(f"target_parameters has {len(found)} names: at most {MAX_PARAMETERS} are accepted")
+    return found
 
 
 def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:

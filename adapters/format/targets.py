@@ -28,7 +28,12 @@ class Target:
 
 
 def resolve_targets(config: LoraConfig, shape: BaseShape) -> dict[tuple[int, str], Target]:
-    """Rank and scaling of each (layer, module) that the config targets. Raises AdapterInvalid for a wrong config."""
+    """Rank and scaling of each (layer, module) that the config targets. Raises AdapterInvalid for a wrong config.
+
+    There are none where `target_modules` is empty, which a config with `target_parameters` may have.
+    """
+    if config.target_parameters and not config.target_modules:
+        return {}
     keys = {
         f"model.layers.{layer}.{shape.path(module)}": (layer, module)
         for layer in range(shape.num_layers)
@@ -44,10 +49,10 @@ def resolve_targets(config: LoraConfig, shape: BaseShape) -> dict[tuple[int, str
                 f"target_modules includes {other.removeprefix('model.')}: LoRA of embeddings and of the output layer "
                 f"is not supported, {', '.join(shape.modules)} are"
             )
-    if not targeted:
+    if not targeted and not config.target_parameters:
         raise AdapterInvalid(f"target_modules = {shown(config.target_modules)} matches no module of the base")
-    ranks = _by_pattern(config.rank_pattern, targeted, "rank_pattern")
-    alphas = _by_pattern(config.alpha_pattern, targeted, "alpha_pattern")
+    ranks = by_pattern(config.rank_pattern, targeted, "rank_pattern")
+    alphas = by_pattern(config.alpha_pattern, targeted, "alpha_pattern")
     found = {}
     for key in targeted:
         rank = config.r if (own := ranks.get(key)) is None else int(own)
@@ -69,7 +74,7 @@ def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Mapping[str,
         return
     known = [*keys, *_OTHER_MODULES]
     for target in config.target_modules:
-        if not any(_is_suffix(target, key) for key in known):
+        if not any(is_suffix(target, key) for key in known):
             raise AdapterInvalid(
                 f"target_modules names {shown(target)}, which adapters of this base cannot have: "
                 f"{', '.join(shape.modules)} are accepted"
@@ -83,13 +88,13 @@ def _targeted(config: LoraConfig, keys: Sequence[str]) -> list[str]:
         hits = first_matches([excluded], keys, "exclude_modules", full=True) if excluded else [None] * len(keys)
         keys = [key for key, hit in zip(keys, hits, strict=True) if hit is None]
     else:
-        keys = [key for key in keys if not any(_is_suffix(name, key) for name in excluded)]
+        keys = [key for key in keys if not any(is_suffix(name, key) for name in excluded)]
     if isinstance(targets, str):
         if targets.lower() == _ALL_LINEAR:
             return [key for key in keys if key not in _OTHER_MODULES]
         hits = first_matches([targets], keys, "target_modules", full=True)
         return [key for key, hit in zip(keys, hits, strict=True) if hit is not None]
-    named = [key for key in keys if any(_is_suffix(name, key) for name in targets)]
+    named = [key for key in keys if any(is_suffix(name, key) for name in targets)]
     if not config.layers_to_transform:
         return named
     exact = {key for key in named if key in targets}  # a whole name includes its layer, so layers are not looked at
@@ -110,11 +115,13 @@ def _layer(key: str) -> int | None:
     return next((int(part) for part in key.split(".") if part.isdecimal()), None)
 
 
-def _by_pattern(pattern: Mapping[str, float], keys: Sequence[str], what: str) -> dict[str, float]:
+def by_pattern(pattern: Mapping[str, float], keys: Sequence[str], what: str) -> dict[str, float]:
+    """The number of the first name in `pattern` that matches, for each key that one matches; `what`: its field."""
     names = list(pattern)
     hits = first_matches(names, keys, what, (r"(.*\.)?(", r")$"))
     return {key: pattern[names[hit]] for key, hit in zip(keys, hits, strict=True) if hit is not None}
 
 
-def _is_suffix(name: str, key: str) -> bool:
+def is_suffix(name: str, key: str) -> bool:
+    """Whether `name` is the key, or its last parts."""
     return key == name or key.endswith(f".{name}")

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..adapter import BaseShape, family_of_module
 from ..errors import AdapterInvalid, listed, shown
 from .content import AdapterContent, LoraMatrices
+from .fused_experts import (
+    FUSED_PARAMETERS,
+    check_fused_shape,
+    match_fused_names,
+    parse_fused_name,
+    resolve_parameters,
+    split_experts,
+)
 from .peft import TENSORS_FILE, foreign_feature, parse_config, parse_tensor_name, tensor_name
 from .targets import Target, resolve_targets
 from .tensor_file import Tensor, TensorFile, is_finite
@@ -21,24 +29,43 @@ def validate(config: bytes, tensors: Path, shape: BaseShape) -> AdapterContent:
     Raises AdapterInvalid, which says what is wrong and what is accepted, unless the file has exactly the tensors that
     the config targets, and these fit the base and are finite.
     """
-    targets = resolve_targets(parse_config(config), shape)
+    parsed = parse_config(config)
+    targets, parameters = resolve_targets(parsed, shape), resolve_parameters(parsed, shape)
+    _check_disjoint(targets, parameters)
     file = TensorFile(tensors, TENSORS_FILE)
-    names = _match_names(file, targets, shape)
+    fused_names = match_fused_names([name for name in file.entries if parse_fused_name(name) is not None], parameters)
+    names = _match_names([name for name in file.entries if parse_fused_name(name) is None], targets, shape)
     for key, name in names.items():
         _check_shape(name, key, file.entries[name].shape, targets, shape)
+    for key, name in fused_names.items():
+        check_fused_shape(name, key, file.entries[name].shape, parameters[key[:2]], shape)
     found = {key: _finite(file, name) for key, name in names.items()}
-    return AdapterContent(
-        {
-            (layer, module): LoraMatrices(found[layer, module, "A"], found[layer, module, "B"], target.scaling)
-            for (layer, module), target in targets.items()
-        }
-    )
+    found_fused = {key: _finite(file, name) for key, name in fused_names.items()}
+    matrices = {
+        (layer, module): LoraMatrices(found[layer, module, "A"], found[layer, module, "B"], target.scaling)
+        for (layer, module), target in targets.items()
+    }
+    for (layer, name), target in parameters.items():
+        matrices |= split_experts(
+            layer, name, found_fused[layer, name, "A"], found_fused[layer, name, "B"], target, shape
+        )
+    return AdapterContent(matrices)
 
 
-def _match_names(file: TensorFile, targets: Mapping[tuple[int, str], Target], shape: BaseShape) -> dict[_Key, str]:
+def _check_disjoint(targets: Mapping[tuple[int, str], Target], parameters: Mapping[tuple[int, str], Target]) -> None:
+    fused = {(layer, f"experts.{own}"): name for layer, name in parameters for own in FUSED_PARAMETERS[name]}
+    for layer, module in targets:
+        if (layer, family_of_module(module)) in fused:
+            raise AdapterInvalid(
+                f"target_modules and target_parameters both name the experts of layer {layer} ({module} and "
+                f"{fused[layer, family_of_module(module)]}): one of them is needed, as PEFT saves it"
+            )
+
+
+def _match_names(found: Iterable[str], targets: Mapping[tuple[int, str], Target], shape: BaseShape) -> dict[_Key, str]:
     """The file's name for each matrix. Raises AdapterInvalid for missing, extra and doubled ones."""
     names: dict[_Key, str] = {}
-    for name in file.entries:
+    for name in found:
         key = parse_tensor_name(name)
         if key is None or family_of_module(key[1]) not in shape.modules or f".{shape.path(key[1])}." not in name:
             _refuse_tensor(name, shape)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -23,6 +23,7 @@ from ..adapter import AdapterVersion
 from ..base_identity import BaseIdentity
 from ..errors import KeyTaken, RegistryUnavailable
 from ..names import check_name, check_tenant
+from .digest_set import DigestSet
 from .events import RegistryEvent, decode_adapter, decode_event, encode_facts
 from .registry_scripts import (
     ADAPTERS,
@@ -30,27 +31,36 @@ from .registry_scripts import (
     BASE,
     CLAIM_BASE_SCRIPT,
     DELETE_SCRIPT,
+    DIGESTS_SCRIPT,
     EVENTS,
+    GIVE_KEYS_SCRIPT,
+    HOLD_SWEEP_SCRIPT,
     LAUNCH_KEYS,
     LIST_SCRIPT,
     NAMES,
     NUMBER,
     REGISTER_SCRIPT,
+    SCAN_SCRIPT,
     SET_KEY_SCRIPT,
-    SET_LAUNCH_KEYS_SCRIPT,
     STREAM_KEY,
+    SWEEP,
+    TAKE_BACK_KEYS_SCRIPT,
+    TENANTS_SCRIPT,
     VERSIONS,
 )
 
+_SCAN_SIZE = 100  # records that are decoded at once, in the event loop of a router that serves
+_KEYS_SIZE = 5_000  # keys that are changed at once; each change looks at all marks of launches, and so they are many
+PAGE_SIZE = 1000  # of what is read in pages: a few milliseconds of Redis's time
+
 
 @dataclass(frozen=True)
-class Snapshot:
-    """The whole registry at one moment. `event_id` and `event_number` are those of the last event before it."""
+class Position:
+    """Where the event stream is: id and number of the newest event, and how many adapters there are with it."""
 
-    adapters: tuple[AdapterVersion, ...]
-    key_tenants: dict[str, str]  # by the key's hash
     event_id: str
     event_number: int
+    num_adapters: int
 
 
 @dataclass(frozen=True)
@@ -81,9 +91,10 @@ def hash_key(key: str) -> str:
 
 
 class Registry:
-    """Every method is one round trip. Raises RegistryUnavailable when Redis does not answer within `timeout_s`.
+    """Every method is one round trip, unless it says that it reads pages.
 
-    A change whose answer was lost may or may not have happened; the same call may be repeated.
+    Raises RegistryUnavailable when Redis does not answer within `timeout_s`. A change whose answer was lost may or may
+    not have happened; the same call may be repeated.
     """
 
     def __init__(self, client: Redis, timeout_s: float = 3.0, clock: Callable[[], float] = time.time) -> None:
@@ -95,9 +106,14 @@ class Registry:
         self._register_script = client.register_script(REGISTER_SCRIPT)
         self._delete_script = client.register_script(DELETE_SCRIPT)
         self._set_key_script = client.register_script(SET_KEY_SCRIPT)
-        self._set_launch_keys_script = client.register_script(SET_LAUNCH_KEYS_SCRIPT)
+        self._give_keys_script = client.register_script(GIVE_KEYS_SCRIPT)
+        self._take_back_keys_script = client.register_script(TAKE_BACK_KEYS_SCRIPT)
         self._claim_base_script = client.register_script(CLAIM_BASE_SCRIPT)
         self._list_script = client.register_script(LIST_SCRIPT)
+        self._digests_script = client.register_script(DIGESTS_SCRIPT)
+        self._scan_script = client.register_script(SCAN_SCRIPT)
+        self._tenants_script = client.register_script(TENANTS_SCRIPT)
+        self._hold_sweep_script = client.register_script(HOLD_SWEEP_SCRIPT)
 
     async def ping(self) -> None:
         async with self._bounded():
@@ -124,12 +140,26 @@ class Registry:
             record = await self._command("HGET", ADAPTERS, field)
         return None if record is None else decode_adapter(field, record)
 
-    async def list(self, tenant: str) -> list[AdapterVersion]:
-        """The tenant's adapters, sorted by name."""
+    async def list_adapters(self, tenant: str, after: str = "", limit: int = PAGE_SIZE) -> Sequence[AdapterVersion]:
+        """At most `limit` of the tenant's adapters, sorted by name, beginning behind the name `after`.
+
+        `after` need not be the name of an adapter, as of one that was deleted since. Fewer than `limit`: there are no
+        more. At most PAGE_SIZE a call, so that no list stops Redis for long.
+        """
         check_tenant(tenant)
+        if not 1 <= limit <= PAGE_SIZE:
+            raise ValueError(f"limit = {limit}: 1 to {PAGE_SIZE} adapters a call are accepted")
         async with self._bounded():
-            found = await self._list_script(keys=[ADAPTERS, NAMES], args=[tenant])
+            found = await self._list_script(keys=[ADAPTERS, NAMES], args=[tenant, after, limit])
         return [decode_adapter(field, record) for field, record in zip(found[::2], found[1::2], strict=True)]
+
+    async def list(self, tenant: str) -> Sequence[AdapterVersion]:
+        """All of the tenant's adapters, sorted by name. One round trip for each PAGE_SIZE of them."""
+        adapters = page = await self.list_adapters(tenant)
+        while len(page) == PAGE_SIZE:
+            page = await self.list_adapters(tenant, page[-1].name)
+            adapters = [*adapters, *page]
+        return adapters
 
     async def delete(self, tenant: str, name: str) -> int | None:
         """Removes the name and returns the version that it had; None: there is no such name."""
@@ -137,11 +167,53 @@ class Registry:
             version = await self._delete_script(keys=[ADAPTERS, NAMES, NUMBER, EVENTS], args=[f"{tenant}/{name}"])
         return None if version is None else int(version)
 
-    async def digests(self) -> set[str]:
-        """All digests that a name points to."""
+    async def get_many(self, names: Sequence[tuple[str, str]]) -> Sequence[AdapterVersion | None]:
+        """The current version of each (tenant, name), at most PAGE_SIZE of them; None: there is no such name."""
+        fields = [f"{tenant}/{name}" for tenant, name in names]
         async with self._bounded():
-            records = await self._command("HVALS", ADAPTERS)
-        return {record.split(" ", 2)[1] for record in records}
+            records = await self._command("HMGET", ADAPTERS, *fields) if fields else []
+        return [
+            None if record is None else decode_adapter(field, record)
+            for field, record in zip(fields, records, strict=True)
+        ]
+
+    async def scan_adapters(self) -> AsyncIterator[Sequence[AdapterVersion]]:
+        """All adapters, page by page. One that changes meanwhile may be missing or be there twice."""
+        async for page in self._scan(ADAPTERS):
+            yield [decode_adapter(field, record) for field, record in page]
+
+    async def scan_keys(self) -> AsyncIterator[Sequence[tuple[str, str]]]:
+        """Hash and tenant of all API keys, page by page, as `scan_adapters`."""
+        async for page in self._scan(API_KEYS):
+            yield page
+
+    async def digests(self) -> DigestSet:
+        """The digests that a name pointed to during the whole call, and perhaps others. One round trip a page."""
+        pages = []
+        cursor = "0"
+        while True:
+            async with self._bounded():
+                cursor, page = await self._digests_script(keys=[ADAPTERS], args=[cursor, PAGE_SIZE])
+            pages.append(page)
+            if cursor == "0":
+                return DigestSet(pages)
+
+    async def tenants_with(self, name: str) -> Sequence[str]:
+        """The tenants that have an adapter of this name. One round trip for each PAGE_SIZE tenants."""
+        tenants: set[str] = set()
+        after = ""
+        while True:
+            async with self._bounded():
+                after, *found = await self._tenants_script(keys=[NAMES], args=[after, name, PAGE_SIZE])
+            tenants.update(found)
+            if not after:
+                return sorted(tenants)
+
+    async def hold_sweep(self, store_id: str, sweep_id: str, hold_s: float) -> bool:
+        """Gives a store to one sweep for `hold_s`, as often as it asks; False: another sweep holds it."""
+        async with self._bounded():
+            held = await self._hold_sweep_script(keys=[SWEEP + store_id], args=[sweep_id, max(1, int(hold_s * 1000))])
+        return bool(held)
 
     async def set_key(self, tenant: str, key: str) -> None:
         """Gives the API key to the tenant, until `delete_key`. Raises KeyTaken if it belongs to another tenant."""
@@ -152,17 +224,33 @@ class Registry:
         """Makes `keys`, as (tenant, key), all the keys that `owner` gives; deletes others that it gave before.
 
         `owner` is one word that names a launch. Keys from `set_key` stay, and so do keys that another owner gives, too.
-        Raises KeyTaken and changes nothing if any key belongs to another tenant.
+        Raises KeyTaken and changes nothing if any key belongs to another tenant. Reads and changes pages, so that ten
+        thousands of keys do not stop Redis; if one is taken by another launch meanwhile, some may have been set.
         """
         for tenant, _ in keys:
             check_tenant(tenant)
-        args = [part for tenant, key in keys for part in (hash_key(key), tenant)]
+        given = {hash_key(key): tenant for tenant, key in keys}
+        if len(given) < len(keys):
+            _check_one_tenant_each(keys)
+        for page in _pages(list(given)):
+            async with self._bounded():
+                held = await self._command("HMGET", API_KEYS, *page)
+            for key_hash, tenant in zip(page, held, strict=True):
+                if tenant is not None and tenant != given[key_hash]:
+                    raise _key_taken(given[key_hash], tenant)
+        changed = [API_KEYS, LAUNCH_KEYS, NUMBER, EVENTS]
+        for page in _pages(list(given)):
+            args = [part for key_hash in page for part in (key_hash, given[key_hash])]
+            async with self._bounded():
+                taken = await self._give_keys_script(keys=changed, args=[owner, *args])
+            if taken is not None:
+                raise _key_taken(*taken)
         async with self._bounded():
-            taken = await self._set_launch_keys_script(
-                keys=[API_KEYS, LAUNCH_KEYS, NUMBER, EVENTS], args=[owner, *args]
-            )
-        if taken is not None:
-            raise _key_taken(*taken)
+            marks = await self._command("SMEMBERS", LAUNCH_KEYS)
+        mine = (key_hash for giver, key_hash in (mark.split(" ") for mark in marks) if giver == owner)
+        for page in _pages([key_hash for key_hash in mine if key_hash not in given]):
+            async with self._bounded():
+                await self._take_back_keys_script(keys=changed, args=[owner, *page])
 
     async def tenants_besides(self, owner: str) -> set[str]:
         """Tenants that have a key from `set_key` or from another owner of launch keys than this one."""
@@ -195,18 +283,20 @@ class Registry:
             tenant: str | None = await self._command("HGET", API_KEYS, hash_key(key))
         return tenant
 
-    async def snapshot(self) -> Snapshot:
-        """The whole registry now."""
+    async def position(self) -> Position:
+        """Where the event stream is now. What is read afterwards is at least as new as the event there."""
         async with self._bounded():
             transaction: Any = self._client.pipeline(transaction=True)
-            transaction.xrevrange(EVENTS, count=1).get(NUMBER).hgetall(ADAPTERS).hgetall(API_KEYS)
-            newest, number, adapters, keys = await transaction.execute()
-        return Snapshot(
-            adapters=tuple(decode_adapter(field, record) for field, record in adapters.items()),
-            key_tenants=keys,
-            event_id=newest[0][0] if newest else "0-0",
-            event_number=int(number or 0),
-        )
+            transaction.xrevrange(EVENTS, count=1).get(NUMBER).hlen(ADAPTERS)
+            newest, number, num_adapters = await transaction.execute()
+        return Position(newest[0][0] if newest else "0-0", int(number or 0), num_adapters)
+
+    async def has_event(self, event_id: str, number: int) -> bool:
+        """Whether the stream holds this very event: then no later one has been missed by who knows it."""
+        async with self._bounded():
+            client: Any = self._client
+            found = await client.xrange(EVENTS, event_id, event_id)
+        return bool(found) and int(found[0][1]["number"]) == number
 
     async def share_stream_key(self, key: bytes) -> bytes:
         """The secret with which all routers seal event ids: `key`, if there was none yet."""
@@ -236,6 +326,16 @@ class Registry:
         if owner is not None:
             raise _key_taken(tenant, owner)
 
+    async def _scan(self, key: str) -> AsyncIterator[Sequence[tuple[str, str]]]:
+        cursor = "0"
+        while True:
+            async with self._bounded():
+                cursor, page = await self._scan_script(keys=[key], args=[cursor, _SCAN_SIZE])
+            lines = page.split("\n") if page else []
+            yield list(zip(lines[::2], lines[1::2], strict=True))
+            if cursor == "0":
+                return
+
     async def _command(self, *parts: str) -> Any:
         client: Any = self._client
         return await client.execute_command(*parts)
@@ -248,6 +348,17 @@ class Registry:
         except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
             problem = str(error) or type(error).__name__
             raise RegistryUnavailable(f"the registry cannot be reached ({problem}): try again in a moment") from error
+
+
+def _pages(hashes: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (hashes[start : start + _KEYS_SIZE] for start in range(0, len(hashes), _KEYS_SIZE))
+
+
+def _check_one_tenant_each(keys: Sequence[tuple[str, str]]) -> None:
+    tenants: dict[str, str] = {}
+    for tenant, key in keys:
+        if tenants.setdefault(key, tenant) != tenant:
+            raise _key_taken(tenant, tenants[key])
 
 
 def _key_taken(tenant: str, owner: str) -> KeyTaken:

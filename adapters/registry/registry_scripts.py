@@ -15,6 +15,7 @@ LAUNCH_KEYS = PREFIX + "launch_keys"  # set of launch marks
 BASE = PREFIX + "base"  # fingerprint and name of the base that all adapters belong to
 NUMBER = PREFIX + "event_number"  # number of events so far
 STREAM_KEY = PREFIX + "stream_key"  # hex: with which routers seal the ids of events
+SWEEP = PREFIX + "sweep:"  # + id of a store: the sweep that holds this store, as a string that expires
 EVENTS = PREFIX + "events"  # stream of (number, kind, field, value), see events.py
 _NUM_EVENTS_KEPT = 10_000
 
@@ -59,34 +60,34 @@ if ARGV[2] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET
 tell('key', ARGV[1], ARGV[2])
 return false
 """
-# owner, then hash and tenant of each key that this owner gives from now on. Deletes keys that this owner gave before
-# and that no other owner gives, and returns nil; or changes nothing and returns {tenant, other tenant} for the first
-# key that belongs to another tenant.
-SET_LAUNCH_KEYS_SCRIPT = f"""{_TELL}
+_NUM_OWNERS = """
+local num_owners = {}
+for _, mark in ipairs(redis.call('SMEMBERS', KEYS[2])) do
+  local hash = string.match(mark, '%x+$')
+  num_owners[hash] = (num_owners[hash] or 0) + 1
+end
+"""
+# owner, then hash and tenant of each key that this owner gives. Returns nil; or changes nothing and returns
+# {tenant, other tenant} for the first key that belongs to another tenant.
+GIVE_KEYS_SCRIPT = f"""{_TELL}
 for i = 2, #ARGV, 2 do
   local before = redis.call('HGET', KEYS[1], ARGV[i])
   if before and before ~= ARGV[i + 1] then return {{ARGV[i + 1], before}} end
 end
-local marks = redis.call('SMEMBERS', KEYS[2])
-local num_owners, given = {{}}, {{}}
-for _, mark in ipairs(marks) do
-  local hash = string.match(mark, '%x+$')
-  num_owners[hash] = (num_owners[hash] or 0) + 1
-end
+{_NUM_OWNERS}
 for i = 2, #ARGV, 2 do
-  given[ARGV[i]] = true
   local is_new = redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) == 1
   if is_new then tell('key', ARGV[i], ARGV[i + 1]) end
   if is_new or num_owners[ARGV[i]] then redis.call('SADD', KEYS[2], ARGV[1] .. ' ' .. ARGV[i]) end
 end
-for _, mark in ipairs(marks) do
-  local owner, hash = string.match(mark, '^(%S+) (%x+)$')
-  if owner == ARGV[1] and not given[hash] then
-    redis.call('SREM', KEYS[2], mark)
-    if num_owners[hash] == 1 then
-      redis.call('HDEL', KEYS[1], hash)
-      tell('key', hash, '')
-    end
+return false
+"""
+# owner, then hashes of keys that this owner gives no more. Deletes those that no other owner gives.
+TAKE_BACK_KEYS_SCRIPT = f"""{_TELL}{_NUM_OWNERS}
+for i = 2, #ARGV do
+  if redis.call('SREM', KEYS[2], ARGV[1] .. ' ' .. ARGV[i]) == 1 and num_owners[ARGV[i]] == 1 then
+    redis.call('HDEL', KEYS[1], ARGV[i])
+    tell('key', ARGV[i], '')
   end
 end
 return false
@@ -98,13 +99,54 @@ if redis.call('SETNX', KEYS[1], ARGV[1]) == 0 and ARGV[2] == '1' and redis.call(
 end
 return redis.call('GET', KEYS[1])
 """
-# tenant. Returns tenant/name and record of each of its adapters, in turn; '0' is the character after '/'.
+# tenant, name (empty: from the first), count. Returns tenant/name and record, in turn, of at most that many of the
+# tenant's adapters, those that follow the name; '0' is the character after '/'.
 LIST_SCRIPT = """
-local names = redis.call('ZRANGEBYLEX', KEYS[2], '[' .. ARGV[1] .. '/', '(' .. ARGV[1] .. '0')
+local first = '[' .. ARGV[1] .. '/'
+if ARGV[2] ~= '' then first = '(' .. ARGV[1] .. '/' .. ARGV[2] end
+local names = redis.call('ZRANGEBYLEX', KEYS[2], first, '(' .. ARGV[1] .. '0', 'LIMIT', 0, ARGV[3])
 local found = {}
 for _, name in ipairs(names) do
   found[#found + 1] = name
   found[#found + 1] = redis.call('HGET', KEYS[1], name)
 end
 return found
+"""
+# cursor, count. Returns the next cursor and about that many fields of a hash and their values, in turn, a line each: a
+# client reads one long string much faster than many short ones.
+SCAN_SCRIPT = """
+local page = redis.call('HSCAN', KEYS[1], ARGV[1], 'COUNT', ARGV[2])
+return {page[1], table.concat(page[2], '\\n')}
+"""
+# cursor, count. Returns the next cursor and the first 16 digits of the digests of about that many adapters, joined.
+DIGESTS_SCRIPT = """
+local page = redis.call('HSCAN', KEYS[1], ARGV[1], 'COUNT', ARGV[2])
+local found = {}
+for i = 2, #page[2], 2 do
+  found[#found + 1] = string.sub(string.match(page[2][i], '^%d+ (%x+) '), 1, 16)
+end
+return {page[1], table.concat(found)}
+"""
+# tenant (empty: from the first), name, count. Looks at that many tenants that follow, and returns the last of them
+# (empty: there are no more), then those of them that have an adapter of this name. It goes from tenant to tenant, past
+# their other adapters.
+TENANTS_SCRIPT = """
+local tenant, found = ARGV[1], {''}
+for _ = 1, tonumber(ARGV[3]) do
+  local first = '-'
+  if tenant ~= '' then first = '[' .. tenant .. '0' end
+  local next_name = redis.call('ZRANGEBYLEX', KEYS[1], first, '+', 'LIMIT', 0, 1)[1]
+  if not next_name then return found end
+  tenant = string.match(next_name, '^[^/]*')
+  if redis.call('ZSCORE', KEYS[1], tenant .. '/' .. ARGV[2]) then found[#found + 1] = tenant end
+end
+found[1] = tenant
+return found
+"""
+# sweep, milliseconds. Gives the store to this sweep for so long, and returns 1; 0: another sweep holds it.
+HOLD_SWEEP_SCRIPT = """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
 """

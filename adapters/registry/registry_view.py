@@ -1,4 +1,4 @@
-"""A copy of the registry in memory, which a router asks at every request, so that it serves on while Redis is down."""
+"""What a router knows of the registry, which it asks at every request, so that it serves on while Redis is down."""
 
 from __future__ import annotations
 
@@ -6,38 +6,53 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ..adapter import AdapterVersion
 from ..errors import RegistryUnavailable
+from .adapter_lookups import AdapterLookups
 from .events import AdapterDeleted, AdapterSet, KeySet, RegistryEvent
-from .registry import Registry, Snapshot, hash_key
+from .kept_adapters import KeptAdapters, Name
+from .registry import PAGE_SIZE, NumberedEvent, Registry, hash_key
 
 _LOG = logging.getLogger(__name__)
+CAPACITY = 65_536  # adapters: some 40 MB
+_LOOKUP_S = 1.0
 _WAIT_S = 1.0  # for events; less than the client's socket timeout
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 _STREAM_KEY_BYTES = 32
 
 
-class RegistryView:
-    """Loads a snapshot of the registry and applies every later event. After an outage it loads a new snapshot.
+class _EventsMissed(Exception):  # noqa: N818
+    """Events came faster than they were read, or Redis lost its data: what was loaded cannot be brought up to date."""
 
-    Owned by one event loop. While Redis is down it answers with the last state that it knew.
+
+class RegistryView:
+    """All API keys, and the adapters that are asked for most, up to `capacity`: all of them if no more are there.
+
+    It applies every event, and reads the adapters page by page; what is not kept yet, or no more, is looked up when it
+    is asked for.
+    After an outage it goes on with the events where it stopped, or loads again if some are lost. Owned by one event
+    loop. While Redis is down it answers with the last state that it knew, and can tell nothing of a name that it does
+    not keep.
     """
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, capacity: int = CAPACITY) -> None:
         self._registry = registry
-        self._adapters: dict[tuple[str, str], AdapterVersion] = {}
-        self._deleted: dict[tuple[str, str], int] = {}  # last version of names deleted since the snapshot
-        self._key_tenants: dict[str, str] = {}  # by the key's hash
+        self._names = KeptAdapters(capacity)
+        self._key_tenants: dict[bytes, str] = {}  # by the key's hash
         self._stream_keys: tuple[bytes, ...] = (secrets.token_bytes(_STREAM_KEY_BYTES),)
+        self._lookups = AdapterLookups(registry.get_many, self._keep)
         self._event_id = "0-0"
         self._event_number = 0
-        self._applied_meanwhile: list[RegistryEvent] | None = None  # a list while a snapshot is under way
+        self._applied_meanwhile: list[RegistryEvent] | None = None  # a list while it loads
         self._connected = False
         self.on_outdated: Callable[[str], None] = lambda digest: None  # gets digests that a name has ceased to point to
+        self._filler: asyncio.Task[None] | None = None
+        self._may_resume = False  # at the event that was read last
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -45,30 +60,59 @@ class RegistryView:
         """Whether the view receives the registry's events now."""
         return self._connected
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all adapters of the registry are kept."""
+        return self._names.whole
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._names)
+
     async def start(self) -> None:
         """Loads the registry and begins to apply its events. Raises RegistryUnavailable."""
         await self._load()
         self._task = asyncio.create_task(self._follow(), name="registry view")
 
     async def stop(self) -> None:
-        task, self._task = self._task, None
-        if task is not None:
+        tasks = [task for task in (self._task, self._filler) if task is not None]
+        self._task = self._filler = None
+        for task in tasks:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
+        await self._lookups.stop()
         self._connected = False
 
-    def resolve(self, tenant: str, name: str) -> AdapterVersion | None:
-        """The current version of the tenant's adapter; None: the tenant has none of this name."""
-        return self._adapters.get((tenant, name))
+    async def resolve(self, tenant: str, name: str) -> AdapterVersion | None:
+        """The current version of the tenant's adapter; None: the tenant has none of this name.
 
-    def list(self, tenant: str) -> list[AdapterVersion]:
-        """The tenant's adapters, sorted by name."""
-        mine = [adapter for (owner, _), adapter in self._adapters.items() if owner == tenant]
-        return sorted(mine, key=lambda adapter: adapter.name)
+        Raises RegistryUnavailable for a name that is not kept and cannot be looked up.
+        """
+        known, adapter = self._names.find((tenant, name))
+        if known:
+            return adapter
+        if not self._connected:
+            raise RegistryUnavailable(
+                "the registry is away, and this router does not keep what it says of this name: try again in a moment"
+            )
+        return await self._lookups.get((tenant, name), _LOOKUP_S)
+
+    async def list_adapters(self, tenant: str, after: str = "", limit: int = PAGE_SIZE) -> Sequence[AdapterVersion]:
+        """At most `limit` of the tenant's adapters, sorted by name, from behind the name `after`.
+
+        They are the registry's. While that is away, a view that is whole lists what it keeps; another one raises
+        RegistryUnavailable.
+        """
+        try:
+            return await self._registry.list_adapters(tenant, after, limit)
+        except RegistryUnavailable:
+            if not self.is_whole:
+                raise
+            return [adapter for adapter in self._names.of(tenant) if adapter.name > after][:limit]
 
     def tenant_of_key(self, key: str) -> str | None:
-        return self._key_tenants.get(hash_key(key))
+        return self._key_tenants.get(bytes.fromhex(hash_key(key)))
 
     @property
     def stream_keys(self) -> tuple[bytes, ...]:
@@ -79,47 +123,90 @@ class RegistryView:
         """Applies an event at once, before it comes by the stream. An event older than the view's state is ignored."""
         if self._applied_meanwhile is not None:
             self._applied_meanwhile.append(event)
-        match event:
-            case AdapterSet(adapter):
-                key = (adapter.tenant, adapter.name)
-                known = self._adapters.get(key)
-                if adapter.version > self._deleted.get(key, 0) and (known is None or adapter.version >= known.version):
-                    self._adapters[key] = adapter
-                    if known is not None and known.digest != adapter.digest:
-                        self.on_outdated(known.digest)
-            case AdapterDeleted(tenant, name, version):
-                key = (tenant, name)
-                self._deleted[key] = max(version, self._deleted.get(key, 0))
-                known = self._adapters.get(key)
-                if known is not None and known.version <= version:
-                    del self._adapters[key]
-                    self.on_outdated(known.digest)
-            case KeySet(key_hash, None):
-                self._key_tenants.pop(key_hash, None)
-            case KeySet(key_hash, str() as owner):
-                self._key_tenants[key_hash] = owner
+        self._lookups.hear(event)
+        outdated = _apply(event, self._names, self._key_tenants)
+        if outdated is not None:
+            self.on_outdated(outdated)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if an invariant is broken."""
+        self._names.check_integrity()
+
+    def _keep(self, name: Name, adapter: AdapterVersion | None) -> None:
+        self._names.keep(name, adapter)
 
     async def _load(self) -> None:
+        """Loads until nothing was missed meanwhile."""
         self._applied_meanwhile = []
         try:
-            snapshot = await self._registry.snapshot()
+            while True:
+                try:
+                    await self._load_once()
+                    break
+                except _EventsMissed as error:
+                    _LOG.info("%s: loading anew", error)
             stream_key = await self._registry.share_stream_key(self._stream_keys[0])
-            self._install(snapshot)
             if stream_key != self._stream_keys[0]:
                 self._stream_keys = (stream_key, self._stream_keys[0])
             meanwhile, self._applied_meanwhile = self._applied_meanwhile, None
         finally:
             self._applied_meanwhile = None
-        for event in meanwhile:  # they may be newer than the snapshot
+        for event in meanwhile:  # they may be newer than what was loaded
             self.apply(event)
-        self._connected = True
+        self._connected = self._may_resume = True
 
-    def _install(self, snapshot: Snapshot) -> None:
-        self._adapters = {(adapter.tenant, adapter.name): adapter for adapter in snapshot.adapters}
-        self._deleted = {}
-        self._key_tenants = dict(snapshot.key_tenants)
-        self._event_id = snapshot.event_id
-        self._event_number = snapshot.event_number
+    async def _load_once(self) -> None:
+        position = await self._registry.position()
+        names = await self._load_kept(filling=position.num_adapters <= self._names.capacity)
+        key_tenants = {}
+        async for keys in self._registry.scan_keys():
+            key_tenants.update({bytes.fromhex(key_hash): sys.intern(tenant) for key_hash, tenant in keys})
+        # A page is as new as the moment when it was read, so the pages are of several moments, all later than the
+        # position. Events since then bring them to one.
+        event_id, number = position.event_id, position.event_number
+        goal = await self._registry.num_events()
+        while number < goal:
+            entries = await self._registry.read_events(event_id, 0.0)
+            if not entries:
+                raise _EventsMissed(f"events up to {goal} are not there")
+            for entry in entries:
+                _check_next(entry, number)
+                _apply(entry.event, names, key_tenants)
+                event_id, number = entry.event_id, entry.number
+        self._lookups.forget()  # their answers may be older than the events that were applied here
+        self._names, self._key_tenants = names, key_tenants
+        self._event_id, self._event_number = event_id, number
+        self._filler = self._refill()
+
+    def _refill(self) -> asyncio.Task[None] | None:
+        """Adds all other adapters, while requests are served already, if there is room for them."""
+        if self._filler is not None:
+            self._filler.cancel()
+        return asyncio.create_task(self._fill(self._names), name="registry fill") if self._names.filling else None
+
+    async def _fill(self, names: KeptAdapters) -> None:
+        while names.filling:
+            try:
+                async for page in self._registry.scan_adapters():
+                    if not names.add_page(page):
+                        return
+                names.end_filling()
+            except RegistryUnavailable as error:
+                _LOG.info("reading all adapters begins again: %s", error)
+                await asyncio.sleep(_MAX_BACKOFF_S)
+            except Exception:  # names are looked up one by one
+                _LOG.exception("the registry's adapters cannot be read")
+                return
+
+    async def _load_kept(self, filling: bool) -> KeptAdapters:
+        """Those that are kept now, as they are in the registry now."""
+        names = KeptAdapters(self._names.capacity, filling=filling)
+        kept = self._names.names()
+        for start in range(0, len(kept), PAGE_SIZE // 4):
+            some = kept[start : start + PAGE_SIZE // 4]
+            for name, adapter in zip(some, await self._registry.get_many(some), strict=True):
+                names.keep(name, adapter)
+        return names
 
     async def _follow(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
@@ -128,17 +215,24 @@ class RegistryView:
         while not task.cancelling():  # asked here, because the Redis client may swallow the exception of `stop`
             try:
                 if not self._connected:
-                    await self._load()
-                    _LOG.info("following the registry again: %d adapters", len(self._adapters))
+                    await self._reconnect()
+                    _LOG.info("following the registry again: %d adapters kept", self.num_kept)
                 await self._read()
                 backoff_s = _FIRST_BACKOFF_S
                 continue
             except RegistryUnavailable as error:
                 self._lose("lost the registry, serving from memory: %s", error)
             except Exception as error:  # a view without events would serve old versions for ever
+                self._may_resume = False  # the next event may be the one that cannot be read
                 self._lose("cannot follow the registry, serving from memory: %r", error)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _reconnect(self) -> None:
+        if self._may_resume and await self._registry.has_event(self._event_id, self._event_number):
+            self._connected = True  # the events go on from there
+        else:
+            await self._load()
 
     async def _read(self) -> None:
         entries = await self._registry.read_events(self._event_id, _WAIT_S)
@@ -148,8 +242,10 @@ class RegistryView:
                 _LOG.info("the registry has other events than those that were read: loading anew")
                 await self._load()
         for entry in entries:
-            if entry.number != self._event_number + 1:  # Redis trimmed unread events, or it lost its data
-                _LOG.info("missed events %d to %d: loading anew", self._event_number + 1, entry.number - 1)
+            try:
+                _check_next(entry, self._event_number)
+            except _EventsMissed as error:
+                _LOG.info("%s: loading anew", error)
                 await self._load()
                 return
             self.apply(entry.event)
@@ -159,3 +255,22 @@ class RegistryView:
         if self._connected:  # once per outage
             _LOG.warning(message, error)
         self._connected = False
+
+
+def _check_next(entry: NumberedEvent, number: int) -> None:
+    if entry.number != number + 1:  # Redis trimmed unread events, or it lost its data
+        raise _EventsMissed(f"missed events {number + 1} to {entry.number - 1}")
+
+
+def _apply(event: RegistryEvent, names: KeptAdapters, key_tenants: dict[bytes, str]) -> str | None:
+    """The digest that a name has ceased to point to, as far as that is known."""
+    match event:
+        case AdapterSet(adapter):
+            return names.set(adapter)
+        case AdapterDeleted(tenant, name, version):
+            return names.delete((tenant, name), version)
+        case KeySet(key_hash, None):
+            key_tenants.pop(bytes.fromhex(key_hash), None)
+        case KeySet(key_hash, str() as owner):
+            key_tenants[bytes.fromhex(key_hash)] = sys.intern(owner)
+    return None

@@ -4,6 +4,7 @@
 root/
 ├── lock                     held shared by writers, exclusively by the sweep
 ├── base                     fingerprint and name of the base that the whole store belongs to
+├── id                       a word that names this store to others
 ├── tmp/                     unfinished files
 └── ab/abcdef…/              first two digits of the digest, then the digest
     ├── adapter_model.safetensors   the tensors as uploaded, under PEFT's names
@@ -22,9 +23,10 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,8 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MANIFEST_FILE = "manifest.json"
 _MARK_FILE = "unreferenced"
 _BASE_FILE = "base"
+_ID_FILE = "id"
+BEGINNINGS = tuple(f"{number:02x}" for number in range(256))  # of digests: the names of the store's folders
 
 
 class AdapterStore:
@@ -141,21 +145,41 @@ class AdapterStore:
 
     def digests(self) -> list[str]:
         """The digests of all adapters in the store, complete or not."""
-        return sorted(folder.name for folder in self._root.glob("??/*") if _DIGEST.fullmatch(folder.name))
+        return sorted(digest for beginning in BEGINNINGS for digest in self._digests(beginning))
 
-    def sweep(self, referenced: Collection[str], older_than_s: float) -> list[str]:
+    def store_id(self) -> str:
+        """A word that names this store, made by whoever asks first."""
+        path = self._root / _ID_FILE
+        if not path.exists():
+            with self._lock(fcntl.LOCK_EX):
+                if not path.exists():
+                    with replacing(path, self._temporary) as file:
+                        file.write(secrets.token_hex(16).encode())
+        return path.read_text()
+
+    def sweep(self, referenced: Container[str], older_than_s: float) -> list[str]:
         """Removes adapters that no sweep has seen referenced for `older_than_s`, and returns their digests.
 
         The first sweep that finds an adapter unreferenced only marks it, so that sequences still running on it, and
         uploads that are stored and not yet registered, have that long. A put takes the mark away.
         """
+        removed = [
+            digest for beginning in BEGINNINGS for digest in self.sweep_some(beginning, referenced, older_than_s)
+        ]
+        self.sweep_unfinished()
+        return removed
+
+    def sweep_some(self, beginning: str, referenced: Container[str], older_than_s: float) -> list[str]:
+        """`sweep`, for those digests that begin so, which is one of BEGINNINGS."""
         removed = []
-        keep = set(referenced)
-        for digest in self.digests():
+        for digest in self._digests(beginning):
+            folder = self._folder(digest)
+            mark = folder / _MARK_FILE
+            is_referenced = digest in referenced
+            if is_referenced and not mark.exists():
+                continue  # nothing to change, and so no lock: it stops all uploads
             with self._lock(fcntl.LOCK_EX):
-                folder = self._folder(digest)
-                mark = folder / _MARK_FILE
-                if digest in keep:
+                if is_referenced:
                     mark.unlink(missing_ok=True)
                 elif not mark.exists():
                     mark.touch()
@@ -163,10 +187,20 @@ class AdapterStore:
                     shutil.rmtree(folder)
                     sync_folder(folder.parent)
                     removed.append(digest)
-        with self._lock(fcntl.LOCK_EX):  # no process writes now: these files were left by processes that died
+        return removed
+
+    def sweep_unfinished(self) -> None:
+        """Removes files that processes left unfinished when they died."""
+        with self._lock(fcntl.LOCK_EX):  # no process writes now
             for path in self._temporary.iterdir():
                 path.unlink()
-        return removed
+
+    def _digests(self, beginning: str) -> list[str]:
+        try:
+            names = os.listdir(self._root / beginning)
+        except FileNotFoundError:
+            return []
+        return sorted(name for name in names if _DIGEST.fullmatch(name))
 
     def _is_there(self) -> bool:
         """Whether this is the store, and not an empty folder where its file system is not mounted now."""

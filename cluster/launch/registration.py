@@ -60,7 +60,7 @@ async def _registry(config: MotetConfig) -> AsyncIterator[Registry]:
 
 async def _check_name(registry: Registry, base: BaseIdentity) -> None:
     """Raises ConfigError if an adapter has the base's name: nobody could ask for that adapter any more."""
-    tenants = sorted({one.tenant for one in (await registry.snapshot()).adapters if one.name == base.name})
+    tenants = await registry.tenants_with(base.name)
     if tenants:
         raise ConfigError(
             "--name",

@@ -28,6 +28,7 @@ from .gang_directory import GangDirectory
 from .replica_logging import configure_replica_logging
 
 SWEEP_INTERVAL_S = 3600.0
+SWEEP_TRY_S = 300.0  # how often each router asks whether a sweep is due
 
 _log = logging.getLogger(__name__)
 
@@ -108,12 +109,12 @@ class RouterReplica:
             self._demand.show()
 
     async def _sweep_forever(self) -> None:
-        """Frees the disk of adapters that no name points to any more."""
+        """Frees the disk of adapters that no name points to any more: one router of all, once in an interval."""
         while True:
             try:
-                num_removed = await self._uploads.sweep()
+                num_removed = await self._uploads.sweep(rest_s=SWEEP_INTERVAL_S)
                 if num_removed:
                     _log.info("removed %d adapters that no name points to from the store", num_removed)
             except (RegistryUnavailable, OSError) as error:
                 _log.warning("the store was not swept: %s", error)
-            await asyncio.sleep(SWEEP_INTERVAL_S)
+            await asyncio.sleep(SWEEP_TRY_S)

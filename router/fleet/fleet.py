@@ -156,6 +156,7 @@ class Fleet:
             0 if adapter is None else self._adapter_pages(adapter),
             random.getrandbits(32),
         )
+
     def _able(self, sequence: OpenSequence) -> dict[str, LeaderConnection]:
         """The connected gangs, without those that are less likely than others to get at the sequence's adapter."""
         connected = {key: c for key, c in self._connections.items() if c.info is not None}

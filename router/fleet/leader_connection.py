@@ -180,6 +180,7 @@ class LeaderConnection:
         """Asks for an unbegun sequence to be given back if it still waits; `target`: the key of the gang it is for."""
         self._unbegun[sequence].target = target
         self._outbox.put(Withdraw(self._ids[sequence]))
+
     def outdate(self, digest: str) -> None:
         """Tells the leader that no name points to the adapter any more. Not while the connection is broken."""
         if self.info is not None:

@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from motet.adapters.errors import AdapterInvalid
+from motet.adapters.format.fused_experts import resolve_parameters
 from motet.adapters.format.peft import parse_config, parse_tensor_name, tensor_name
 from motet.adapters.format.targets import resolve_targets
 from motet.adapters.format.validation import validate
@@ -103,8 +104,9 @@ def test_rslora_divides_by_the_root() -> None:
         ({"megatron_config": {"a": 1}}, "megatron_config"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
-        ({"target_parameters": ["w"]}, "target_parameters"),
-        ({"corda_config": {"x": 1}}, "corda_config"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "no experts"),
+        ({"target_parameters": "down_proj"}, "a list of names"),
+        ({"target_parameters": ["x"] * 3000}, "at most 2048"),
         ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
         ({"arrow_config": {"top_k": 1}}, "arrow_config"),
         ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
@@ -134,14 +136,20 @@ def test_rslora_divides_by_the_root() -> None:
 )
 def test_refuses_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(AdapterInvalid) as refusal:
-        resolve_targets(parse_config(config_bytes(**changes)), SHAPE)
+        _resolve(config_bytes(**changes))
     assert named in str(refusal.value)
+
+
+def _resolve(data: bytes) -> None:
+    config = parse_config(data)
+    resolve_targets(config, SHAPE)
+    resolve_parameters(config, SHAPE)
 
 
 def test_training_keys_and_unset_features_are_let_through() -> None:
     parse_config(
         config_bytes(
-            init_lora_weights="pissa",
+            init_lora_weights="gaussian",
             loftq_config={"loftq_bits": 4},
             eva_config={"rho": 2.0},
             lora_dropout=0.1,

@@ -10,7 +10,7 @@ from motet.adapters.adapter import AdapterVersion
 from motet.adapters.base_identity import BaseIdentity
 from motet.adapters.errors import AdapterInvalid, KeyTaken, OtherBase, RegistryUnavailable
 from motet.adapters.registry.events import AdapterDeleted, AdapterSet, KeySet
-from motet.adapters.registry.registry import Registry, connect, hash_key
+from motet.adapters.registry.registry import PAGE_SIZE, Position, Registry, connect, hash_key
 from motet.adapters.registry.registry_scripts import PREFIX
 from motet.tests.rigs.patience import PATIENCE_S
 
@@ -24,18 +24,22 @@ def facts(digest: str = "a", rank: int = 8) -> dict[str, Any]:
     return {"digest": digest * 64, "module_ranks": {"q_proj": rank, "v_proj": 4}, "num_bytes": 1000}
 
 
+async def keys_of(registry: Registry) -> dict[str, str]:
+    return {key_hash: tenant async for page in registry.scan_keys() for key_hash, tenant in page}
+
+
 async def test_register_get_list_delete(registry: Registry) -> None:
     adapter, created = await registry.register("acme", "pirate", **facts())
     assert created
     assert adapter == AdapterVersion("acme", "pirate", 1, "a" * 64, {"q_proj": 8, "v_proj": 4}, 1000, 1234567890.125)
     assert await registry.get("acme", "pirate") == adapter
     assert await registry.list("acme") == [adapter]
-    assert await registry.digests() == {"a" * 64}
+    assert "a" * 64 in await registry.digests()
     assert await registry.delete("acme", "pirate") == 1
     assert await registry.delete("acme", "pirate") is None
     assert await registry.get("acme", "pirate") is None
     assert await registry.list("acme") == []
-    assert await registry.digests() == set()
+    assert len(await registry.digests()) == 0
 
 
 async def test_versions_count_up_and_the_same_digest_is_the_same_version(registry: Registry) -> None:
@@ -78,6 +82,31 @@ async def test_lists_are_sorted_by_name(registry: Registry) -> None:
     for name in ("b", "a.1", "B", "0", "a"):
         await registry.register("acme", name, **facts())
     assert [adapter.name for adapter in await registry.list("acme")] == ["0", "B", "a", "a.1", "b"]
+
+
+async def test_a_list_is_read_in_pages(registry: Registry) -> None:
+    names = sorted(f"n{i}" for i in range(25))
+    for name in names:
+        await registry.register("acme", name, digest="a" * 64, module_ranks={"q_proj": 8}, num_bytes=1)
+    for tenant in ("acm", "acme0", "acmf"):
+        await registry.register(tenant, "n1", digest="a" * 64, module_ranks={"q_proj": 8}, num_bytes=1)
+    found: list[str] = []
+    while page := await registry.list_adapters("acme", found[-1] if found else "", 10):
+        assert len(page) <= 10
+        found += [adapter.name for adapter in page]
+        await registry.delete("acme", found[-1])  # a list goes on behind a name that is gone
+    assert found == names
+    assert await registry.list_adapters("acme", "zzz") == []
+    with pytest.raises(ValueError, match="limit = 0"):
+        await registry.list_adapters("acme", "", 0)
+
+
+async def test_a_list_longer_than_a_page_is_whole(registry: Registry, redis_client: Redis) -> None:
+    record = "1 " + "a" * 64 + ' {"module_ranks": {"q_proj": 8}, "num_bytes": 1, "created_at": 1.0}'
+    fields = [f"acme/n{i:05}" for i in range(2 * PAGE_SIZE)]
+    await redis_client.hset(PREFIX + "adapters", mapping=dict.fromkeys(fields, record))
+    await redis_client.zadd(PREFIX + "names", dict.fromkeys(fields, 0))
+    assert [f"acme/{adapter.name}" for adapter in await registry.list("acme")] == fields
 
 
 @pytest.mark.parametrize("tenant", ["a/b", "", "a\n", "{x}"])
@@ -128,7 +157,7 @@ async def _content(client: Any, key: str) -> Any:
 
 
 async def test_a_launch_takes_back_what_it_gives_no_more(registry: Registry) -> None:
-    start = (await registry.snapshot()).event_id
+    start = (await registry.position()).event_id
     await registry.set_launch_keys("launch-1", [("acme", "old"), ("zoo", "kept")])
     await registry.set_launch_keys("launch-1", [("acme", "new"), ("zoo", "kept")])
     assert await registry.tenant_of_key("old") is None
@@ -142,7 +171,25 @@ async def test_a_launch_takes_back_what_it_gives_no_more(registry: Registry) -> 
         KeySet(hash_key("old"), None),
     ]
     await registry.set_launch_keys("launch-1", [])
-    assert (await registry.snapshot()).key_tenants == {}
+    assert await keys_of(registry) == {}
+
+
+async def test_many_keys_of_a_launch_are_changed_in_pages(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("motet.adapters.registry.registry._KEYS_SIZE", 7)
+    keys = [(f"t{i % 5}", f"key {i}") for i in range(40)]
+    await registry.set_key("zoo", "taken")
+    with pytest.raises(KeyTaken, match="given for acme is zoo's"):
+        await registry.set_launch_keys("launch-1", [*keys, ("acme", "taken")])
+    with pytest.raises(KeyTaken):
+        await registry.set_launch_keys("launch-1", [("acme", "x"), *keys, ("zoo", "x")])
+    assert await keys_of(registry) == {hash_key("taken"): "zoo"}, "a launch that is refused changes nothing"
+    await registry.set_launch_keys("launch-1", [*keys, keys[0]])
+    await registry.set_launch_keys("launch-2", keys[:10])
+    expected = {hash_key(key): tenant for tenant, key in keys} | {hash_key("taken"): "zoo"}
+    assert await keys_of(registry) == expected
+    await registry.set_launch_keys("launch-1", keys[30:])
+    kept = {hash_key(key) for _, key in [*keys[:10], *keys[30:]]} | {hash_key("taken")}
+    assert set(await keys_of(registry)) == kept
 
 
 async def test_launches_that_share_a_registry_leave_each_others_keys(registry: Registry) -> None:
@@ -171,11 +218,11 @@ async def test_a_launch_key_that_is_set_for_good_stays(registry: Registry) -> No
 async def test_a_launch_cannot_take_another_tenants_key(registry: Registry) -> None:
     await registry.set_key("acme", "x")
     await registry.set_launch_keys("launch-1", [("acme", "y")])
-    before = await registry.snapshot()
+    before = await registry.position(), await keys_of(registry)
     for owner, taken in (("launch-2", "x"), ("launch-2", "y"), ("launch-1", "y")):
         with pytest.raises(KeyTaken, match="given for zoo is acme's already"):
             await registry.set_launch_keys(owner, [("zoo", "new"), ("zoo", taken)])
-    assert await registry.snapshot() == before
+    assert (await registry.position(), await keys_of(registry)) == before
 
 
 async def test_a_registry_belongs_to_one_base(registry: Registry) -> None:
@@ -191,8 +238,8 @@ async def test_a_registry_belongs_to_one_base(registry: Registry) -> None:
 
 
 async def test_changes_are_told_in_order_and_only_once(registry: Registry) -> None:
-    start = await registry.snapshot()
-    assert (start.adapters, start.event_number) == ((), 0)
+    start = await registry.position()
+    assert start == Position("0-0", 0, num_adapters=0)
     adapter, _ = await registry.register("acme", "x", **facts())
     await registry.register("acme", "x", **facts())
     await registry.delete("acme", "x")
@@ -209,8 +256,10 @@ async def test_changes_are_told_in_order_and_only_once(registry: Registry) -> No
     ]
     assert [entry.number for entry in events] == [1, 2, 3, 4]
     assert await registry.read_events(events[-1].event_id, 0.01) == []
-    end = await registry.snapshot()
-    assert (end.event_id, end.event_number) == (events[-1].event_id, 4)
+    assert await registry.position() == Position(events[-1].event_id, 4, num_adapters=0)
+    assert await registry.has_event(events[-1].event_id, 4)
+    assert not await registry.has_event(events[-1].event_id, 3)
+    assert not await registry.has_event("1-1", 4)
 
 
 async def test_waits_for_an_event(registry: Registry, redis_client: Redis, redis_url: str) -> None:
@@ -223,13 +272,48 @@ async def test_waits_for_an_event(registry: Registry, redis_client: Redis, redis
     await client.aclose()
 
 
-async def test_a_snapshot_holds_everything(registry: Registry) -> None:
-    adapters = [(await registry.register(tenant, name, **facts()))[0] for tenant in "ab" for name in "xy"]
-    await registry.set_key("a", "secret")
-    snapshot = await registry.snapshot()
-    assert sorted(snapshot.adapters, key=lambda adapter: (adapter.tenant, adapter.name)) == adapters
-    assert snapshot.key_tenants == {hash_key("secret"): "a"}
-    assert snapshot.event_number == 5
+async def test_pages_hold_everything(registry: Registry) -> None:
+    tenants = [f"t{i:03}" for i in range(200)]  # more than Redis keeps in one piece
+    adapters = [(await registry.register(tenant, name, **facts()))[0] for tenant in tenants for name in "xyz"]
+    for tenant in tenants:
+        await registry.set_key(tenant, f"secret of {tenant}")
+    found = [adapter async for page in registry.scan_adapters() for adapter in page]
+    assert sorted(found, key=lambda adapter: (adapter.tenant, adapter.name)) == adapters
+    assert await keys_of(registry) == {hash_key(f"secret of {tenant}"): tenant for tenant in tenants}
+    names = [(adapter.tenant, adapter.name) for adapter in adapters[:300:7]]
+    assert await registry.get_many([*names, ("t000", "none")]) == [*adapters[:300:7], None]
+    assert (await registry.position()).num_adapters == 600
+
+
+async def test_digests_of_a_large_registry_are_a_small_set(registry: Registry, redis_client: Redis) -> None:
+    digests = [hash_key(str(i)) for i in range(3000)]
+    records: dict[Any, Any] = {f"acme/n{i}": f'{i} {digest} {{"a": "1 b"}}' for i, digest in enumerate(digests)}
+    await redis_client.hset(PREFIX + "adapters", mapping=records)
+    found = await registry.digests()
+    assert all(digest in found for digest in digests)
+    assert not any(hash_key(f"no {i}") in found for i in range(3000))
+    assert len(found) == 3000
+
+
+async def test_tenants_that_have_an_adapter_of_a_name(registry: Registry, redis_client: Redis) -> None:
+    tenants = ["a", "a-", "a-b", "a.b", "a0", "aa", "b", "b-0"]
+    names = {f"{tenant}/{name}": 0 for tenant in tenants for name in ("k", "x", "z")}
+    names |= {f"t{i:05}/other": 0 for i in range(PAGE_SIZE + 5)}
+    await redis_client.zadd(PREFIX + "names", names)
+    await redis_client.zrem(PREFIX + "names", "aa/x")
+    assert sorted(await registry.tenants_with("x")) == sorted(set(tenants) - {"aa"})
+    assert len(await registry.tenants_with("other")) == PAGE_SIZE + 5
+    assert await registry.tenants_with("none") == []
+
+
+async def test_one_sweep_holds_a_store(registry: Registry) -> None:
+    assert await registry.hold_sweep("store", "mine", 60)
+    assert await registry.hold_sweep("store", "mine", 60)
+    assert not await registry.hold_sweep("store", "another's", 60)
+    assert await registry.hold_sweep("another store", "another's", 60)
+    assert await registry.hold_sweep("store", "mine", 0)
+    await asyncio.sleep(0.02)
+    assert await registry.hold_sweep("store", "another's", 60)
 
 
 async def test_without_redis_every_call_is_unavailable() -> None:
@@ -246,7 +330,13 @@ async def test_without_redis_every_call_is_unavailable() -> None:
         registry.set_launch_keys("launch-1", [("acme", "x")]),
         registry.claim_base(BaseIdentity("a", "x"), "go away", if_empty=True),
         registry.tenant_of_key("x"),
-        registry.snapshot(),
+        registry.position(),
+        registry.has_event("0-0", 1),
+        registry.get_many([("acme", "x")]),
+        anext(registry.scan_adapters()),
+        anext(registry.scan_keys()),
+        registry.tenants_with("x"),
+        registry.hold_sweep("store", "mine", 1),
         registry.read_events("0-0", 0.01),
     ]
     for call in calls:

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.registry.events import AdapterDeleted, AdapterSet, KeySet
-from motet.adapters.registry.registry import NumberedEvent, Registry, connect, hash_key
+from motet.adapters.registry.registry import NumberedEvent, Position, Registry, connect, hash_key
 from motet.adapters.registry.registry_scripts import PREFIX
 from motet.adapters.registry.registry_view import RegistryView
 from motet.cluster.registry_server.redis_server import RedisServer
@@ -27,7 +27,8 @@ class GatedRegistry(Registry):
         super().__init__(client)
         self.gate = asyncio.Event()
         self.gate.set()
-        self.num_snapshots = 0
+        self.num_loads = 0
+        self.num_tries = 0
         self.is_held = False  # somebody waits at the gate
 
     async def read_events(self, after: str, wait_s: float) -> Sequence[NumberedEvent]:
@@ -41,9 +42,13 @@ class GatedRegistry(Registry):
         await self.gate.wait()
         self.is_held = False
 
-    async def snapshot(self) -> Any:
-        self.num_snapshots += 1
-        return await super().snapshot()
+    async def position(self) -> Position:
+        self.num_loads += 1
+        return await super().position()
+
+    async def has_event(self, event_id: str, number: int) -> bool:
+        self.num_tries += 1
+        return await super().has_event(event_id, number)
 
 
 @pytest.fixture
@@ -55,6 +60,7 @@ async def registry(redis_client: Redis) -> GatedRegistry:
 async def view(registry: GatedRegistry) -> AsyncIterator[RegistryView]:
     view = RegistryView(registry)
     await view.start()
+    await eventually(lambda: view.is_whole)
     yield view
     await view.stop()
 
@@ -64,6 +70,11 @@ async def register(registry: Registry, name: str = "x", digest: str = "a") -> Ad
     return adapter
 
 
+def kept(view: RegistryView, name: str) -> AdapterVersion | None:
+    """What a view that keeps everything has under a name of acme's."""
+    return view._names.find(("acme", name))[1]
+
+
 async def test_starts_with_what_is_there_and_follows(registry: GatedRegistry) -> None:
     old = await register(registry, "old")
     await registry.set_key("acme", "old key")
@@ -71,22 +82,23 @@ async def test_starts_with_what_is_there_and_follows(registry: GatedRegistry) ->
     assert not view.connected
     await view.start()
     assert view.connected
-    assert view.resolve("acme", "old") == old
-    assert view.resolve("other", "old") is None
+    await eventually(lambda: view.is_whole)
+    assert await view.resolve("acme", "old") == old
+    assert await view.resolve("other", "old") is None
     assert view.tenant_of_key("old key") == "acme"
 
     new = await register(registry, "new")
     await registry.set_key("zoo", "new key")
     await registry.delete_key("old key")
     await registry.delete("acme", "old")
-    await eventually(lambda: view.resolve("acme", "old") is None)
-    assert view.list("acme") == [new]
+    await eventually(lambda: kept(view, "old") is None)
+    assert await view.list_adapters("acme") == [new]
     assert view.tenant_of_key("new key") == "zoo"
     assert view.tenant_of_key("old key") is None
-    assert registry.num_snapshots == 1
+    assert registry.num_loads == 1
     await view.stop()
     assert not view.connected
-    assert view.resolve("acme", "new") == new
+    assert await view.resolve("acme", "new") == new
 
 
 async def test_own_changes_are_seen_at_once_and_not_undone_by_the_stream(
@@ -100,16 +112,16 @@ async def test_own_changes_are_seen_at_once_and_not_undone_by_the_stream(
     second = await register(registry, digest="b")
     view.apply(AdapterSet(second))
     view.apply(AdapterSet(first))  # late
-    assert view.resolve("acme", "x") == second
+    assert await view.resolve("acme", "x") == second
     version = await registry.delete("acme", "x")
     assert version is not None
     view.apply(AdapterDeleted("acme", "x", version))
     view.apply(AdapterSet(second))  # late
-    assert view.resolve("acme", "x") is None
+    assert await view.resolve("acme", "x") is None
     third = await register(registry, digest="a")
     view.apply(AdapterSet(third))
     view.apply(AdapterDeleted("acme", "x", version))  # late
-    assert view.resolve("acme", "x") == third
+    assert await view.resolve("acme", "x") == third
     assert outdated == ["a" * 64, "b" * 64]
     view.apply(KeySet(hash_key("k"), "acme"))
     assert view.tenant_of_key("k") == "acme"
@@ -117,28 +129,48 @@ async def test_own_changes_are_seen_at_once_and_not_undone_by_the_stream(
     seen = []
     registry.gate.set()
     await register(registry, "last")
-    while view.resolve("acme", "last") is None:
-        seen.append(view.resolve("acme", "x"))
+    while kept(view, "last") is None:
+        seen.append(kept(view, "x"))
         await asyncio.sleep(0)
     assert all(adapter == third for adapter in seen)
-    assert view.resolve("acme", "x") == third
+    assert await view.resolve("acme", "x") == third
     assert outdated == ["a" * 64, "b" * 64], "an event that comes again outdates nothing"
 
 
-async def test_changes_made_while_a_snapshot_is_under_way_are_kept(registry: GatedRegistry) -> None:
-    snapshot = await registry.snapshot()
-    adapter = await register(registry)
+async def test_changes_made_while_it_loads_are_kept(registry: GatedRegistry) -> None:
+    """Whether they come before the page that holds them is read, or after it, and whoever made them."""
+    for name in ("replaced", "deleted"):
+        await register(registry, name)
+    await registry.set_key("acme", "old key")
+    made: dict[str, AdapterVersion] = {}
 
     class SlowRegistry(GatedRegistry):
-        async def snapshot(self) -> Any:
-            slow_view.apply(AdapterSet(adapter))
-            return snapshot  # as it was before the change
+        async def scan_adapters(self) -> AsyncIterator[Sequence[AdapterVersion]]:
+            made["early"] = await register(registry, "early")
+            async for page in super().scan_adapters():
+                yield page
+            made["late"] = await register(registry, "late")
+            made["replaced"] = await register(registry, "replaced", "b")
+            await registry.delete("acme", "deleted")
+            made["own"] = await register(registry, "own")
+            slow_view.apply(AdapterSet(made["own"]))
+
+        async def scan_keys(self) -> AsyncIterator[Sequence[tuple[str, str]]]:
+            async for page in super().scan_keys():
+                yield page
+            await registry.delete_key("old key")
+            await registry.set_key("acme", "new key")
 
     slow = SlowRegistry(registry._client)
-    slow.gate.clear()
     slow_view = RegistryView(slow)
     await slow_view.start()
-    assert slow_view.resolve("acme", "x") == adapter
+    await eventually(lambda: slow_view.is_whole)
+    for name, adapter in made.items():
+        assert await slow_view.resolve("acme", name) == adapter
+    assert await slow_view.resolve("acme", "deleted") is None
+    assert slow_view.tenant_of_key("old key") is None
+    assert slow_view.tenant_of_key("new key") == "acme"
+    slow_view.check_integrity()
     await slow_view.stop()
 
 
@@ -152,8 +184,8 @@ async def test_events_trimmed_before_they_were_read_are_not_missed(
     await redis_client.xtrim(PREFIX + "events", maxlen=1, approximate=False)
     registry.gate.set()
     await eventually(lambda: view.tenant_of_key("k") == "acme")
-    assert view.list("acme") == adapters
-    assert registry.num_snapshots == 2
+    assert await view.list_adapters("acme") == adapters
+    assert registry.num_loads == 2
     assert view.connected
 
 
@@ -165,8 +197,8 @@ async def test_a_registry_that_lost_everything_is_loaded_anew(
     await eventually(lambda: view.tenant_of_key("k") == "acme")
     await redis_client.flushall()
     await register(registry, "new")
-    await eventually(lambda: view.resolve("acme", "new") is not None)
-    assert view.resolve("acme", "old") is None
+    await eventually(lambda: kept(view, "new") is not None)
+    assert await view.resolve("acme", "old") is None
     assert view.tenant_of_key("k") is None
 
 
@@ -176,21 +208,25 @@ async def test_events_with_ids_below_the_last_known_one_are_not_missed(
     """As of a server that has lost everything and whose clock is behind, or has not ticked since."""
     await redis_client.xadd(PREFIX + "events", {"number": 1, "kind": "key", "field": "ab", "value": "acme"}, "9" * 15)
     await redis_client.set(PREFIX + "event_number", 1)
-    await eventually(lambda: "ab" in view._key_tenants)
+    await eventually(lambda: b"\xab" in view._key_tenants)
     await redis_client.flushall()
     await register(registry, "new")
     await registry.set_key("acme", "k")
-    await eventually(lambda: view.resolve("acme", "new") is not None and view.tenant_of_key("k") == "acme")
-    assert "ab" not in view._key_tenants
+    await eventually(lambda: kept(view, "new") is not None and view.tenant_of_key("k") == "acme")
+    assert b"\xab" not in view._key_tenants
 
 
+@pytest.mark.parametrize("capacity", [2, 1000])
 async def test_a_random_history_ends_in_the_same_state_and_versions_never_go_back(
-    registry: GatedRegistry, view: RegistryView, redis_client: Redis
+    registry: GatedRegistry, redis_client: Redis, capacity: int
 ) -> None:
     chooser = random.Random(7)
+    names = "vwxyz"
     latest: dict[str, int] = {}
-    for step in range(300):
-        name = chooser.choice("xyz")
+    view = RegistryView(registry, capacity)
+    await view.start()
+    for step in range(400):
+        name = chooser.choice(names)
         match chooser.randrange(10):
             case 0:
                 version = await registry.delete("acme", name)
@@ -200,16 +236,23 @@ async def test_a_random_history_ends_in_the_same_state_and_versions_never_go_bac
                 await redis_client.xtrim(PREFIX + "events", maxlen=chooser.randrange(3), approximate=False)
             case 2:
                 await asyncio.sleep(0.002)
+            case 3 | 4:
+                known = await view.resolve("acme", name)
+                if known is not None:
+                    assert known.version >= latest.get(name, 0), step
+                    latest[name] = known.version
             case _:
                 adapter = await register(registry, name, chooser.choice("abcdef"))
                 if chooser.random() < 0.5:
                     view.apply(AdapterSet(adapter))
-        for known in view.list("acme"):
-            assert known.version >= latest.get(known.name, 0), step
-            latest[known.name] = known.version
+        view.check_integrity()
+        assert view.num_kept <= capacity
     await registry.set_key("acme", "the end")
     await eventually(lambda: view.tenant_of_key("the end") == "acme")
-    assert view.list("acme") == await registry.list("acme")
+    for name in names:
+        assert await view.resolve("acme", name) == await registry.get("acme", name)
+    assert await view.list_adapters("acme") == await registry.list("acme")
+    await view.stop()
 
 
 async def test_an_outage_is_served_from_memory_and_logged_once(
@@ -221,16 +264,17 @@ async def test_an_outage_is_served_from_memory_and_logged_once(
     adapter = await register(registry)
     view = RegistryView(registry)
     await view.start()
+    await eventually(lambda: view.is_whole)
     caplog.set_level(logging.INFO, logger="motet.adapters.registry.registry_view")
 
     await asyncio.to_thread(server.stop)
     await eventually(lambda: not view.connected)
-    assert view.resolve("acme", "x") == adapter
-    await eventually(lambda: registry.num_snapshots > 3)  # several tries
+    assert await view.resolve("acme", "x") == adapter
+    await eventually(lambda: registry.num_tries > 3)  # several tries
     server = RedisServer(tmp_path / "redis")
     client_of_another_router = connect(await asyncio.to_thread(server.start))
     newer = await register(Registry(client_of_another_router), digest="b")
-    await eventually(lambda: view.resolve("acme", "x") == newer)
+    await eventually(lambda: kept(view, "x") == newer)
     assert view.connected
     levels = [record.levelno for record in caplog.records if record.name == "motet.adapters.registry.registry_view"]
     assert levels == [logging.WARNING, logging.INFO]
@@ -254,9 +298,9 @@ async def test_an_event_from_the_future_does_not_end_the_view(
     fields: dict[Any, Any] = {"number": 1, "kind": "unheard of", "field": "f", "value": "v"}
     await redis_client.incr(PREFIX + "event_number")
     await redis_client.xadd(PREFIX + "events", fields)
-    await eventually(lambda: not view.connected or registry.num_snapshots > 1)
+    await eventually(lambda: not view.connected or registry.num_loads > 1)
     adapter = await register(registry)
-    await eventually(lambda: view.resolve("acme", "x") == adapter)
+    await eventually(lambda: kept(view, "x") == adapter)
 
 
 async def test_routers_share_the_key_of_event_ids(

@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -240,6 +241,29 @@ def test_sweep_marks_first_and_removes_later(store: AdapterStore, content: Adapt
         store.load_packed(content.digest, LAYOUT)
 
 
+def test_a_sweep_locks_only_for_what_it_changes(
+    store: AdapterStore, content: AdapterContent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds: list[int] = []
+    lock = AdapterStore._lock
+
+    def counted(self: AdapterStore, kind: int) -> Any:
+        kinds.append(kind)
+        return lock(self, kind)
+
+    monkeypatch.setattr(AdapterStore, "_lock", counted)
+    for _ in range(3):
+        assert store.sweep([content.digest], 0) == []
+    assert len(kinds) == 3, "a lock stops all uploads: one sweep took one for each adapter"
+    store.sweep([], 3600)
+    assert len(kinds) == 5
+
+
+def test_a_store_has_a_name_of_its_own(store: AdapterStore, tmp_path: Path) -> None:
+    assert store.store_id() == store.store_id() == AdapterStore(tmp_path / "deep" / "store").store_id()
+    assert store.store_id() != AdapterStore(tmp_path / "another").store_id()
+
+
 def test_writers_readers_and_the_sweep_at_once(store: AdapterStore, content: AdapterContent) -> None:
     """A process that has put the adapter can load it, whatever the other processes do."""
     failures: list[BaseException] = []
@@ -266,6 +290,7 @@ def test_writers_readers_and_the_sweep_at_once(store: AdapterStore, content: Ada
 _WRITER = """
 import sys
 from pathlib import Path
+from typing import Any
 from motet.adapters.format.validation import validate
 from motet.adapters.store import store as store_module
 from motet.adapters.store.store import AdapterStore

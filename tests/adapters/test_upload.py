@@ -63,7 +63,7 @@ async def test_an_upload_can_be_loaded_and_is_seen_at_once(parts: Parts) -> None
     assert created
     assert (adapter.version, adapter.rank, adapter.targets) == (1, 4, ("q_proj", "v_proj", "down_proj"))
     assert adapter.num_bytes == sum(tensor.nbytes for tensor in files.tensors.values())
-    assert parts.view.resolve("acme", "pirate") == adapter
+    assert await parts.view.resolve("acme", "pirate") == adapter
     assert await parts.uploads.get("acme", "pirate") == adapter
     assert await parts.uploads.list("acme") == [adapter]
     assert await parts.uploads.list("other") == []
@@ -84,7 +84,7 @@ async def test_delete(parts: Parts) -> None:
     await parts.upload("x", lora_files())
     assert not await parts.uploads.delete("other", "x")
     assert await parts.uploads.delete("acme", "x")
-    assert parts.view.resolve("acme", "x") is None
+    assert await parts.view.resolve("acme", "x") is None
     assert not await parts.uploads.delete("acme", "x")
     assert (await parts.upload("x", lora_files()))[:2] == (2, True)
 
@@ -96,6 +96,26 @@ async def test_sweep_spares_what_is_referenced(parts: Parts) -> None:
     assert await parts.uploads.sweep(older_than_s=0) == 1
     assert parts.store.digests() == [kept]
     assert old != kept
+
+
+async def test_one_router_sweeps_at_a_time_and_the_next_one_after_a_rest(parts: Parts) -> None:
+    other = parts_of(parts.registry._client, parts.folder).uploads
+    _, _, old = await parts.upload("x", lora_files(seed=1))
+    await parts.upload("x", lora_files(seed=2))
+    first, second = await asyncio.gather(parts.uploads.sweep(), other.sweep())
+    assert sorted([first is None, second is None]) == [False, True]
+    assert await other.sweep(older_than_s=0, rest_s=60) == 1
+    assert old not in parts.store.digests()
+    assert await parts.uploads.sweep() is None
+    assert await other.sweep() is None
+
+
+async def test_a_sweep_that_died_is_taken_over(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("motet.adapters.upload._SWEEP_LEASE_S", 0.3)
+    assert await parts.registry.hold_sweep(parts.store.store_id(), "of a dead router", 0.3)
+    assert await parts.uploads.sweep() is None
+    await asyncio.sleep(0.5)
+    assert await parts.uploads.sweep() == 0
 
 
 @pytest.mark.parametrize("case", ["name", "reserved", "tenant", "config", "tensors", "large config", "large tensors"])
@@ -121,7 +141,7 @@ async def test_what_is_refused_leaves_nothing(case: str, parts: Parts) -> None:
     with pytest.raises(expected):
         await parts.upload(name, files, tenant)
     assert parts.store.digests() == []
-    assert await parts.registry.digests() == set()
+    assert len(await parts.registry.digests()) == 0
     assert [path for path in (parts.folder / "store").rglob("*") if path.is_file()] == []
 
 
@@ -147,7 +167,7 @@ async def test_without_redis_uploads_are_unavailable_until_it_is_back(tmp_path: 
         await parts.upload("y", lora_files(seed=2))
     with pytest.raises(RegistryUnavailable):
         await parts.uploads.delete("acme", "x")
-    assert parts.view.resolve("acme", "x") is not None
+    assert await parts.view.resolve("acme", "x") is not None
     assert len(parts.store.digests()) == 1  # nothing was done for an upload that could not be registered
 
     server = RedisServer(tmp_path / "redis")

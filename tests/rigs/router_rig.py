@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from motet.adapters.adapter import AdapterVersion
+from motet.adapters.registry.registry import PAGE_SIZE
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.upload import UploadService
 from motet.router.fleet.admission import TimeLimit
@@ -248,7 +249,7 @@ class FakeRegistry:
     def tenant_of_key(self, key: str) -> str | None:
         return KEYS.get(key)
 
-    def resolve(self, tenant: str, name: str) -> AdapterVersion | None:
+    def held(self, tenant: str, name: str) -> AdapterVersion | None:
         return self.adapters.get((tenant, name))
 
     def of(self, tenant: str) -> list[AdapterVersion]:
@@ -257,9 +258,18 @@ class FakeRegistry:
 
 class FakeView(FakeRegistry):
     stream_keys: tuple[bytes, ...] = (b"all routers of a test share it",)
+    is_whole = True
 
-    def list(self, tenant: str) -> list[AdapterVersion]:
-        return self.of(tenant)
+    async def resolve(self, tenant: str, name: str) -> AdapterVersion | None:
+        adapter = self.held(tenant, name)
+        if adapter is None and self.error is not None and not self.is_whole:
+            raise self.error
+        return adapter
+
+    async def list_adapters(self, tenant: str, after: str = "", limit: int = PAGE_SIZE) -> list[AdapterVersion]:
+        if self.error is not None and not self.is_whole:
+            raise self.error
+        return [adapter for adapter in self.of(tenant) if adapter.name > after][:limit]
 
 
 class FakeUploads:
@@ -274,7 +284,7 @@ class FakeUploads:
                 hasher.update(chunk)
         digest = hasher.hexdigest()
         self._registry.uploaded.append((tenant, name, config, digest))
-        held = self._registry.resolve(tenant, name)
+        held = self._registry.held(tenant, name)
         if held is not None and held.digest == digest:
             return held, False
         return self._registry.add(tenant, name, digest), True
@@ -289,7 +299,7 @@ class FakeUploads:
 
     async def get(self, tenant: str, name: str) -> AdapterVersion | None:
         self._answer()
-        return self._registry.resolve(tenant, name)
+        return self._registry.held(tenant, name)
 
     def _answer(self) -> None:
         if self._registry.error is not None:

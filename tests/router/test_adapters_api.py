@@ -173,7 +173,7 @@ async def test_list_show_delete(rig: RouterRig) -> None:
     for response in gone + foreign:
         assert response.status_code == 404
         assert response.json()["error"]["code"] == "adapter_not_found"
-    assert rig.registry.resolve("zenith", "secret") is not None
+    assert rig.registry.held("zenith", "secret") is not None
 
 
 async def test_the_registry_away(rig: RouterRig) -> None:
@@ -188,6 +188,27 @@ async def test_the_registry_away(rig: RouterRig) -> None:
         models = await client.get("/v1/models")
     assert [response.status_code for response in responses] == [503] * 3
     assert [model["id"] for model in models.json()["data"]] == ["tiny/base", "pirate"]
+
+
+async def test_the_registry_away_and_an_adapter_that_this_router_does_not_keep(rig: RouterRig) -> None:
+    rig.registry.add("acme", "kept")
+    rig.registry.error = RegistryUnavailable("redis does not answer")
+    rig.registry.is_whole = False
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    async with rig.client() as client:
+        served = await client.post("/v1/chat/completions", json={**chat, "model": "kept"})
+        others = [
+            await client.post("/v1/chat/completions", json={**chat, "model": "other"}),
+            await client.post("/v1/completions", json={"prompt": "hi", "model": "other"}),
+            await client.get("/v1/models/other"),
+            await client.get("/v1/models"),
+        ]
+    assert served.status_code == 200
+    for response in others:
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "registry_unavailable"
+        assert "redis does not answer" in response.json()["error"]["message"]
+        assert response.headers["retry-after"] == "1"
 
 
 class FullSpool(UploadSpool):

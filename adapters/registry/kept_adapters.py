@@ -1,0 +1,145 @@
+"""What a router remembers of the registry's adapters: all of them if there are few, else those that are most used."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..adapter import AdapterVersion
+
+Name = tuple[str, str]  # tenant, name
+MAX_USES = 7  # what is remembered of an adapter's uses
+MAX_LOOKS = 64  # adapters that are looked at to make room for one
+_MAX_ABSENT = 16_384
+_MAX_SHARED_RANKS = 1_024
+
+
+@dataclass(slots=True)
+class _Kept:
+    adapter: AdapterVersion
+    uses: int = 0  # since it was last looked at for room, at most MAX_USES
+
+
+class KeptAdapters:
+    """At most `capacity` adapters, and names of which it is known that there is no adapter.
+
+    Once it is `whole`, a name that is not here does not exist. Until then it may be `filling`: somebody adds page after
+    page of all adapters, and so every event matters, because a page may be older than one. Both end when there are more
+    adapters than it may keep. What goes first: the one that came first among those
+    that were not used since; each use, up to MAX_USES, lets an adapter be passed over once (the clock algorithm with
+    counts, as in GCLOCK). Versions of a name never go back.
+    """
+
+    def __init__(self, capacity: int, *, filling: bool = False) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity = {capacity}: at least one adapter is kept")
+        self.capacity = capacity
+        self.filling = filling
+        self.whole = False
+        self._kept: OrderedDict[Name, _Kept] = OrderedDict()  # in the order in which room is looked for
+        self._absent: OrderedDict[Name, int] = OrderedDict()  # name -> a version that is over; the newest last
+        self._shared_ranks: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, name: Name) -> tuple[bool, AdapterVersion | None]:
+        """Whether it is known what the name means, and its adapter; None: there is none. This is a use."""
+        kept = self._kept.get(name)
+        if kept is not None:
+            kept.uses = min(kept.uses + 1, MAX_USES)
+            return True, kept.adapter
+        return self.whole or name in self._absent, None
+
+    def keep(self, name: Name, adapter: AdapterVersion | None) -> None:
+        """What a lookup has found under a name; None: nothing."""
+        if adapter is None:
+            known = self._kept.pop(name, None)
+            self._note_absent(name, 0 if known is None else known.adapter.version)
+        else:
+            self._set(name, adapter)
+
+    def add_page(self, adapters: Sequence[AdapterVersion]) -> bool:
+        """Some of all adapters; whether it is still filling."""
+        for adapter in adapters:
+            if self.filling:
+                self._set((adapter.tenant, adapter.name), adapter)
+        return self.filling
+
+    def end_filling(self) -> None:
+        """All pages were added."""
+        self.whole, self.filling = self.filling, False
+
+    def set(self, adapter: AdapterVersion) -> str | None:
+        """A name has a new version. It matters where the name is known. The digest that it has ceased to point to."""
+        name = (adapter.tenant, adapter.name)
+        before = self._kept.get(name)
+        digest = None if before is None else before.adapter.digest
+        if self.whole or self.filling or before is not None or name in self._absent:
+            self._set(name, adapter)
+        now = self._kept.get(name)
+        return None if now is None or now.adapter.digest == digest else digest
+
+    def delete(self, name: Name, version: int) -> str | None:
+        """A name is gone, and this was its last version. The digest that it has ceased to point to, if that is known."""
+        known = self._kept.get(name)
+        if known is None and not (self.whole or self.filling or name in self._absent):
+            return None
+        if known is not None and known.adapter.version > version:
+            return None  # an event that came late
+        self._kept.pop(name, None)
+        self._note_absent(name, version)
+        return None if known is None else known.adapter.digest
+
+    def names(self) -> list[Name]:
+        return list(self._kept)
+
+    def of(self, tenant: str) -> list[AdapterVersion]:
+        """The tenant's adapters that are kept, sorted by name."""
+        mine = [kept.adapter for (owner, _), kept in self._kept.items() if owner == tenant]
+        return sorted(mine, key=lambda adapter: adapter.name)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if an invariant is broken."""
+        assert len(self._kept) <= self.capacity and len(self._absent) <= _MAX_ABSENT
+        for name, kept in self._kept.items():
+            assert name == (kept.adapter.tenant, kept.adapter.name) and 0 <= kept.uses <= MAX_USES
+            assert name not in self._absent, f"{name} is kept, and known to be absent"
+
+    def _set(self, name: Name, adapter: AdapterVersion) -> None:
+        known = self._kept.get(name)
+        if adapter.version <= self._absent.get(name, 0) or (known and adapter.version < known.adapter.version):
+            return  # an event that came late
+        self._absent.pop(name, None)
+        if known is not None:
+            known.adapter = self._compact(adapter)
+            return
+        if len(self._kept) >= self.capacity:
+            self._make_room()
+        self._kept[name] = _Kept(self._compact(adapter))
+
+    def _make_room(self) -> None:
+        self.whole = self.filling = False
+        for _ in range(MAX_LOOKS):
+            name, kept = next(iter(self._kept.items()))
+            if kept.uses == 0:
+                break
+            kept.uses -= 1
+            self._kept.move_to_end(name)
+        self._kept.popitem(last=False)
+
+    def _note_absent(self, name: Name, version: int) -> None:
+        self._absent[name] = max(version, self._absent.get(name, 0))
+        self._absent.move_to_end(name)
+        if len(self._absent) > _MAX_ABSENT:
+            self._absent.popitem(last=False)
+            self.filling = False  # a page that is yet to come may hold this very name
+
+    def _compact(self, adapter: AdapterVersion) -> AdapterVersion:
+        """The same facts, with the ranks that many adapters have alike as one object."""
+        ranks = tuple(adapter.module_ranks.items())
+        if ranks not in self._shared_ranks and len(self._shared_ranks) >= _MAX_SHARED_RANKS:
+            self._shared_ranks.clear()
+        adapter_ranks = self._shared_ranks.setdefault(ranks, adapter.module_ranks)
+        return adapter if adapter_ranks is adapter.module_ranks else replace(adapter, module_ranks=adapter_ranks)

@@ -1,0 +1,167 @@
+"""LoRA on fused experts, as PEFT saves it with transformers 5, against PEFT's own model."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from motet.adapters.format.validation import validate
+from motet.adapters.store.store import AdapterStore
+from motet.tests.rigs.engine_rig import EngineRig
+from motet.tests.rigs.gang_rig import gang
+from motet.tests.rigs.oracle import VOCAB_SIZE, write_model
+from motet.tests.rigs.part_configs import engine_config
+from motet.workers.config import EngineConfig
+from motet.workers.engine_builder import build_engine
+from motet.workers.models.config import ModelConfig
+from motet.workers.models.sharding import ModelSharding, layouts_of_gang
+from motet.workers.wire.messages import AdapterRef, SamplingParams
+
+BLOCK_SIZE = 8
+NUM_TOKENS = 10
+TOLERANCE = 1e-3  # of log-probabilities in float32; below it a choice is a close call, which rounding may decide
+GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+BOTH = {"r": 3, "lora_alpha": 6, "target_parameters": [GATE_UP, DOWN]}
+RECIPES: dict[str, dict[str, Any]] = {
+    "both": {**BOTH, "target_modules": []},
+    "down": {"r": 2, "lora_alpha": 5, "target_modules": [], "target_parameters": ["down_proj"]},
+    "gate_up_and_attention": {
+        "r": 4,
+        "lora_alpha": 4,
+        "use_rslora": True,
+        "target_modules": ["q_proj", "o_proj"],
+        "target_parameters": [GATE_UP],
+        "layers_to_transform": [0],  # of modules only
+    },
+    "patterns": {
+        **BOTH,
+        "target_modules": ["v_proj"],
+        "rank_pattern": {"gate_up_proj": 5, r".*\.2\.mlp\.experts\.down_proj": 1},
+        "alpha_pattern": {"experts.down_proj": 9},
+    },
+    # Both parameters in one layer, one in another.
+    "layers_differ": {
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": [],
+        "target_parameters": [DOWN, "model.layers.2.mlp.experts.gate_up_proj"],
+    },
+}
+LEGACY = "legacy_names"  # PEFT turns names of transformers 4 into target_parameters of twice the rank
+ADAPTERS = (None, *RECIPES, "both", None, "patterns")
+
+
+def write_adapter(recipe: str, mixtral: bool, model_path: Path, folder: Path) -> Path:
+    """A PEFT folder with random matrices, by PEFT's own `save_pretrained`."""
+    if recipe == LEGACY:
+        names = ["w1", "w2", "w3"] if mixtral else [f"experts.{name}_proj" for name in ("gate", "up", "down")]
+        options: dict[str, Any] = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", *names]}
+    else:
+        options = RECIPES[recipe]
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **options))
+    generator = torch.Generator().manual_seed(len(recipe))
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
+        elif "lora_B" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    model.save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Case:
+    model_path: Path
+    store_path: Path
+    refs: dict[str, AdapterRef]
+    models: dict[str | None, Any]  # transformers' and PEFT's, by adapter
+
+    def config(self, degree: int, expert_sharding: Any) -> EngineConfig:
+        """A pool in which adapters evict one another."""
+        sharding = ModelSharding(ModelConfig.from_folder(self.model_path), degree, 0, expert_sharding)
+        layout = sharding.layout(BLOCK_SIZE, "float32")
+        num_pages = 14 + max(layout.num_pages(ref.module_ranks) for ref in self.refs.values())
+        return engine_config(
+            self.model_path,
+            self.store_path,
+            dtype="float32",
+            pool_bytes=num_pages * sharding.config.num_layers * sharding.slab(BLOCK_SIZE) * 4,
+            block_size=BLOCK_SIZE,
+            max_tokens_per_step=24,
+            tensor_parallel=degree,
+            expert_sharding=expert_sharding,
+        )
+
+
+@pytest.fixture(scope="module", params=["mixtral", "qwen2_moe", "qwen3_moe"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp(request.param)
+    model_path = write_model(request.param, folder / "model")
+    model, store = ModelConfig.from_folder(model_path), AdapterStore(folder / "store")
+    layouts = [ModelSharding(model).layout(BLOCK_SIZE, "float32")]
+    layouts += layouts_of_gang(model, 2, BLOCK_SIZE, "float32")
+    layouts += layouts_of_gang(model, 2, BLOCK_SIZE, "float32", "expert")
+    refs: dict[str, AdapterRef] = {}
+    models: dict[str | None, Any] = {None: AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()}
+    # PEFT has no such conversion for Qwen2-MoE, whose shared expert has projections of the same names.
+    for recipe in (*RECIPES, LEGACY) if request.param != "qwen2_moe" else RECIPES:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # PEFT looks for patterns among modules only
+            path = write_adapter(recipe, request.param == "mixtral", model_path, folder / recipe)
+            base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+            models[recipe] = PeftModel.from_pretrained(base, path).eval()
+        content = validate((path / "adapter_config.json").read_bytes(), path / "adapter_model.safetensors", model.shape)
+        store.put(content, layouts)
+        refs[recipe] = AdapterRef(content.digest, content.module_ranks)
+    return Case(model_path, folder / "store", refs, models)
+
+
+def test_the_adapters_differ(case: Case) -> None:
+    token_ids = torch.arange(9).unsqueeze(0)
+    with torch.inference_mode():
+        rows = torch.stack([model(input_ids=token_ids).logits[0, -1] for model in case.models.values()])
+    apart = (rows[:, None] - rows[None]).abs().amax(dim=-1) + torch.eye(len(rows)) * 10
+    assert apart.min() > 0.1, "the adapters make no difference to compare"
+
+
+@pytest.mark.parametrize(("degree", "expert_sharding"), [(1, "tensor"), (2, "tensor"), (2, "expert")])
+def test_mixed_batch(case: Case, degree: int, expert_sharding: str) -> None:
+    """Base and adapters in chunked batches, alone and in gangs that share the experts in either way."""
+    config = case.config(degree, expert_sharding)
+    if degree == 1:
+        with EngineRig(build_engine(config), case.refs) as rig:
+            _assert_exact(case, rig, (*ADAPTERS, LEGACY) if LEGACY in case.refs else ADAPTERS)
+    else:
+        with gang(config) as (engine, _):
+            _assert_exact(case, EngineRig(engine, case.refs), ADAPTERS)
+
+
+def _assert_exact(case: Case, rig: EngineRig, adapters: tuple[str | None, ...]) -> None:
+    generator = random.Random(1)
+    prompts = [[generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 30))] for _ in adapters]
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, num_logprobs=0)
+    for i, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True)):
+        rig.submit(i, prompt, adapter, sampling)
+    rig.finish()
+    rig.assert_idle()
+    assert rig.engine.load().counters.num_adapter_evictions > 0
+    for i, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True)):
+        told = rig.told[i]
+        assert (told.finish_reason, told.error) == ("length", None)
+        token_ids = torch.tensor([prompt + told.token_ids[:-1]])
+        with torch.inference_mode():
+            logits = case.models[adapter](input_ids=token_ids, use_cache=False).logits[0, len(prompt) - 1 :]
+        logprobs = logits.log_softmax(-1)
+        chosen = logprobs.gather(1, torch.tensor(told.token_ids).unsqueeze(1)).squeeze(1)
+        assert (logprobs.amax(dim=-1) - chosen).max() < TOLERANCE, f"adapter {adapter}"
+        said = torch.tensor([entry.chosen for entry in told.logprobs])
+        torch.testing.assert_close(said, chosen, atol=TOLERANCE, rtol=0)
