@@ -22,6 +22,7 @@ from ..router.fleet.admission import AdmissionConfig
 from ..workers.config import EngineConfig
 from ..workers.device_probe import probe_device
 from ..workers.leader.leader_config import LeaderConfig
+from .edge.edge_limits import EdgeLimits
 from .resources import Resources
 from .scaling import ScalingConfig
 from .settings.config_error import ConfigError
@@ -122,6 +123,11 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def router(self) -> RouterConfig:
         """Settings of one router."""
         return part_config(RouterConfig, self, model_name=self.name, scales_from_zero=self.min_gangs == 0)
+
+    @property
+    def edge(self) -> EdgeLimits:
+        """What the fronts let in."""
+        return part_config(EdgeLimits, self)
 
     @property
     def admission(self) -> AdmissionConfig:

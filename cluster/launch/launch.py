@@ -219,7 +219,7 @@ class Deployment:
         session = secrets.token_hex(8)
         self._session_path = Path(tempfile.mkdtemp(prefix="motet-"))  # a short path: Unix sockets lie in it
         self._parts.callback(Janitor(session, self._session_path).finish)
-        variables = serve_environment(session, self._session_path, config.listen_host, config.port)
+        variables = serve_environment(session, self._session_path, config.listen_host, config.edge)
         self._parts.callback(restore_environment, set_environment(variables))
         children = set(psutil.Process().children())
         self._parts.callback(_shut_ray_down)

@@ -37,7 +37,8 @@ from motet.cluster.commands import cli, foreground, serve_command
 from motet.cluster.config import MotetConfig
 from motet.cluster.launch import base_fingerprint, joined_cluster, launch, local_serve, model_source, preflight
 from motet.cluster.launch.local_serve import free_ports, serve_environment, set_environment
-set_environment(serve_environment("test", folder, "127.0.0.1", free_ports(1)[0]))
+limits = MotetConfig(model_path=demo / "base").edge
+set_environment(serve_environment("test", folder, "127.0.0.1", limits))
 from ray import cloudpickle
 from motet.cluster.replicas.application import build_application
 model_path = model_source.resolve_model(str(demo / "base"), folder, print)
