@@ -75,7 +75,8 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         environ = os.environ if environ is None else environ
         for field in fields_of(cls):
             if field.mark.env and given.get(field.name) is None and environ.get(field.mark.env):
-                given[field.name] = environ[field.mark.env]
+                value = environ[field.mark.env]
+                given[field.name] = value.split() if field.is_list else value
         cache_home = Path(environ.get(CACHE_VARIABLE, ""))
         if given.get("cache_path") is None and cache_home.is_absolute():  # the specification ignores relative ones
             given["cache_path"] = cache_home / "motet"
@@ -192,6 +193,12 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def sequence_wait_s(self) -> float:
         """How long a sequence waits while no gang is connected."""
         return max(self.gang_wait_s, self.cold_start_wait_s) if self.min_gangs == 0 else self.gang_wait_s
+
+    def without_secrets(self) -> MotetConfig:
+        """The same, without what nobody but this process may know: it may be sent where others look."""
+        return structs.replace(
+            self, **{field.name: field.default for field in fields_of(Settings) if field.mark.secret}
+        )
 
     def with_redis_url(self, redis_url: str) -> MotetConfig:
         """The same, with the server that was started."""

@@ -29,11 +29,20 @@ def check_keys(keys: tuple[tuple[str, str], ...]) -> Refusal | None:
             check_tenant(tenant)
         except AdapterInvalid as error:
             return tenant, str(error)
-        if not key or not key.isascii() or not key.isprintable() or " " in key:
+        if not is_sendable(key):
             return f"{tenant}=…", "a key is printable ASCII without spaces, and not empty"
         if seen.setdefault(key, tenant) != tenant:
             return f"{tenant}=…", f"the same key was given to {seen[key]}; each needs its own"
     return None
+
+
+def check_operator_key(key: str | None) -> Refusal | None:
+    return None if key is None or is_sendable(key) else ("…", "a key is printable ASCII without spaces, and not empty")
+
+
+def is_sendable(key: str) -> bool:
+    """Whether a key can stand in a header."""
+    return bool(key) and key.isascii() and key.isprintable() and " " not in key
 
 
 def check_redis_url(url: str | None) -> Refusal | None:
@@ -105,10 +114,22 @@ class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "An API key of a tenant.",
             flags=("key",),
             unset="a new one of the tenant default, which is printed",
+            env="MOTET_KEYS",
             secret=True,
             check=check_keys,
         ),
     ] = ()
+    operator_key: Annotated[
+        str | None,
+        Unit("KEY", "printable ASCII without spaces"),
+        Setting(
+            "The key that /status and /metrics ask for.",
+            unset="the one in the file operator_key of the data folder, made at the first start",
+            env="MOTET_OPERATOR_KEY",
+            secret=True,
+            check=check_operator_key,
+        ),
+    ] = None
     redis_url: Annotated[
         str | None,
         Unit("URL", "a URL that begins with redis://, rediss:// or unix://"),
