@@ -47,7 +47,7 @@ config = config.with_redis_url("redis://nowhere")
 preflight.check_settings(config)
 base_fingerprint.identify_base(model_path, "demo")
 assert config.num_cpus_of_a_gang == 1
-routers = build_application(config, "token", folder / "progress")
+routers = build_application(config, folder / "secrets", folder / "progress")
 for deployment in (routers, routers._bound_deployment.init_args[2]):  # as Serve sends them to its controller
     cloudpickle.dumps(deployment._bound_deployment.func_or_class)
 loaded()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from motet.cluster.launch.local_serve import free_ports
+from motet.cluster.registry_server.redis_server import RedisServer
 from motet.tests.rigs.neighbour import Neighbour
 from motet.tests.rigs.running_motet import BASE, KEYS, RunningMotet, running_motet
 
@@ -42,7 +43,12 @@ def motet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if RUNNING not in stash:
         stack = ExitStack()
         data_dir = tmp_path_factory.mktemp("hostile") / "data"
-        stash[RUNNING] = stack, stack.enter_context(running_motet(data_dir, free_ports(1)[0]))
+        redis = RedisServer(data_dir.parent / "redis", host="127.0.0.1")  # with a password
+        stack.callback(redis.stop)
+        options = ["--redis-url", redis.start()]
+        for tenant, key in KEYS.items():
+            options += ["--key", f"{tenant}={key}"]  # see test_secrets.py
+        stash[RUNNING] = stack, stack.enter_context(running_motet(data_dir, free_ports(1)[0], *options))
     return stash[RUNNING][1]
 
 

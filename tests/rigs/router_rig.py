@@ -43,6 +43,7 @@ BASE = "tiny/base"  # with a slash, as hub ids have
 KEYS = {"key-of-acme": "acme", "key-of-zenith": "zenith"}
 HEADERS = {"Authorization": "Bearer key-of-acme"}
 OPERATOR_KEY = "key-of-operators"
+OPERATORS = {"Authorization": f"Bearer {OPERATOR_KEY}"}
 EOS = 1
 CONTEXT = 256
 CORPUS = ["hello world, the quick brown fox jumps over the lazy dog. héllo wörld 你好 世界"] * 20

@@ -16,7 +16,7 @@ import pytest
 
 from motet.router.text.text import TextService
 from motet.tests.rigs.patience import PATIENCE_S, eventually
-from motet.tests.rigs.router_rig import BASE, CONTEXT, HEADERS, RouterRig, failing, serving, text_service
+from motet.tests.rigs.router_rig import BASE, CONTEXT, HEADERS, OPERATORS, RouterRig, failing, serving, text_service
 from motet.workers.wire.messages import SequenceUpdate
 
 ANSWER = "the quick brown fox 你好 jumps"
@@ -207,8 +207,8 @@ def test_a_client_that_goes_away_cancels(rig: RouterRig, url: str, n: int, strea
         if stream and first:
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
     eventually(lambda: all(fake.cancelled.is_set() for fake in rig.dispatcher.streams))
-    eventually(lambda: 'route="POST /v1/completions"' in httpx.get(f"{url}/metrics").text)
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    eventually(lambda: 'route="POST /v1/completions"' in httpx.get(f"{url}/metrics", headers=OPERATORS).text)
+    lines = httpx.get(f"{url}/metrics", headers=OPERATORS).text.splitlines()
     status = 200 if stream and first else 499
     assert f'motet_requests_total{{route="POST /v1/completions",status="{status}"}} 1.0' in lines
     assert "motet_open_generations 0.0" in lines
