@@ -5,11 +5,13 @@ Serve runs it anew whenever routers come or go, with a configuration that it has
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
 import shlex
 import sys
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,16 +20,41 @@ from .edge_limits import EdgeLimits
 from .error_answers import write_error_files
 
 BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"  # of Serve: what it runs for HAProxy
+PROGRAM = "motet.cluster.edge.haproxy"
+NODE_FOLDER = "motet-haproxy"
 SPARE_FILES = 512  # that HAProxy opens beside its connections, those of listeners that are handed over included
 FILES_PER_CONNECTION = 2  # the client's and the router's
 
 
 def write_haproxy(path: Path, limits: EdgeLimits, front_host: str | None) -> Path:
     """Writes a script that runs HAProxy with these limits, by this Python. `front_host`: see `edge_config`."""
-    arguments = (sys.executable, "-P", "-m", __name__, limits.to_json(), json.dumps(front_host))
-    path.write_text(f'#!/bin/sh\nexec {shlex.join(arguments)} "$@"\n')
+    path.write_text(_script(limits, front_host))
     path.chmod(0o700)
     return path
+
+
+def offer_haproxy(limits: EdgeLimits) -> None:
+    """Has a Serve that is started in this process, or by it, run HAProxy with these limits.
+
+    For processes of nodes, each of which has another place of its own for Python. Serve must not be imported yet. A
+    program that the node's environment names already stays.
+    """
+    if os.environ.get(BINARY_VARIABLE):
+        return
+    digest = hashlib.sha256(_script(limits, None).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"{NODE_FOLDER}-{os.getuid()}-{digest}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} is somebody else's")
+    program = folder / "haproxy"
+    if not program.exists():  # others of this node may write it at the same moment
+        write_haproxy(folder / f"haproxy-{os.getpid()}", limits, None).replace(program)
+    os.environ[BINARY_VARIABLE] = str(program)
+
+
+def _script(limits: EdgeLimits, front_host: str | None) -> str:
+    arguments = (sys.executable, "-P", "-m", PROGRAM, limits.to_json(), json.dumps(front_host))
+    return f'#!/bin/sh\nexec {shlex.join(arguments)} "$@"\n'
 
 
 def connections_with_room(wanted: int, max_files: int) -> int:

@@ -179,7 +179,7 @@ class Deployment:
         try:
             self._parts.callback(joined.leave)
             with step(on_event, f"joining the cluster at {config.address}"):
-                joined.join(config.address)
+                joined.join(config.address, config.edge)
             self._catch_signals()  # see _start_ray
             if not wait_for_nodes:
                 check_room(config)

@@ -106,13 +106,33 @@ async def test_metrics(rig: RouterRig) -> None:
     assert "motet_open_generations 0.0" in lines
 
 
+@pytest.mark.parametrize("path", ["/status", "/metrics"])
+async def test_operators_routes_ask_for_the_operators_key(rig: RouterRig, path: str) -> None:
+    transport = httpx.ASGITransport(app=rig.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        for headers in (
+            {},
+            HEADERS,
+            {"Authorization": "Bearer none"},
+            {"Authorization": "Bearer \u00e9".encode("latin-1")},
+        ):
+            refused = await client.get(path, headers=headers)  # type: ignore[arg-type]
+            assert refused.status_code == 401
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+            assert refused.headers["WWW-Authenticate"] == "Bearer"
+        assert (await client.get(path, headers=OPERATORS)).status_code == 200
+        assert (await client.get("/v1/models", headers=OPERATORS)).status_code == 401  # no tenant's
+        for path in ("/health", "/ready"):
+            assert (await client.get(path)).status_code == 200
+
+
 async def test_status(rig: RouterRig) -> None:
     status = (await get(rig, "/status")).json()
     assert status["model"] == BASE
     assert status["redis_connected"] is True
     assert [gang["gang_id"] for gang in status["gangs"]] == ["gang-1"]
     assert (status["gangs"][0]["model"], status["gangs"][0]["load"]["num_running"]) == (BASE, 3)
-    assert "/a/folder" not in json.dumps(status)  # anybody may read it
+    assert "/a/folder" not in json.dumps(status)
     assert status["load"]["num_running"] == 3
     rig.dispatcher.num_gangs = 2
     assert len((await get(rig, "/status")).json()["gangs"]) == 2
