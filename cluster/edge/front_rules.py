@@ -38,8 +38,8 @@ CONTROL_HEADERS = (
 TEXT_HEADERS = ("authorization", "x-request-id", "traceparent", "tracestate")  # read as text by Serve or a router
 MAX_REQUEST_ID_CHARS = 256
 MAX_HEADERS_BYTES = 16 << 10
-# What HAProxy reads of a request before it looks at it. It is more than headers may have, because what does not fit is
-# answered by a part of HAProxy that knows no other page than its own, in HTML.
+# What HAProxy reads of a request before it looks at it. It is more than headers may have, because of what does not fit
+# it says no more than that it is not valid.
 BUFFER_BYTES = 32 << 10
 
 

