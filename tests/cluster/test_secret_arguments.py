@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -76,7 +77,11 @@ def test_secrets_of_a_launch_are_read_as_they_were_written(tmp_path: Path) -> No
 
 
 def test_a_config_leaves_its_secrets_behind() -> None:
-    given = {"keys": (("acme", "very-secret"),), "operator_key": "secret-too", "redis_url": "redis://:secret-3@host"}
+    given: dict[str, Any] = {
+        "keys": (("acme", "very-secret"),),
+        "operator_key": "secret-too",
+        "redis_url": "redis://:secret-3@host",
+    }
     config = MotetConfig(model_path=DEMO / "base", **given)
     assert "secret" in repr(config)
     assert "secret" not in repr(config.without_secrets())
