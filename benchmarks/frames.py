@@ -21,8 +21,11 @@ from typing import Any, Literal
 
 import psutil
 
+from motet.cluster.config import part_config
+from motet.cluster.edge.edge_limits import EdgeLimits
 from motet.cluster.launch.janitor import Janitor
 from motet.cluster.launch.local_serve import LOOPBACK, free_ports, serve_environment, set_environment, start_serve
+from motet.cluster.settings.settings import Settings
 
 Way = Literal["frames", "handles"]
 ROOT = Path(__file__).parent
@@ -53,7 +56,7 @@ def main() -> None:
     janitor = Janitor(session, session_path)
     try:
         port = free_ports(1)[0]
-        set_environment(serve_environment(session, session_path, LOOPBACK, port))
+        set_environment(serve_environment(session, session_path, LOOPBACK, part_config(EdgeLimits, Settings())))
         start_serve(session_path, port, num_cpus=2)
         rows: list[Row] = []
         ways: tuple[Way, ...] = ("frames", "handles")

@@ -31,6 +31,8 @@ from motet.cluster.launch.local_serve import free_ports
 
 MODEL_PATH = Path(__file__).parent.parent / "examples" / "demo" / "base"
 KEY = "key-of-the-benchmark"
+OPERATOR_KEY = "key-of-operators"
+OPERATORS = {"Authorization": f"Bearer {OPERATOR_KEY}"}
 NUM_GANGS = 2
 NUM_TOKENS = 480
 KILL_AFTER = 10  # events of every stream
@@ -62,6 +64,7 @@ def main() -> None:
             data_dir=Path(folder),
             port=free_ports(1)[0],
             keys=(("benchmark", KEY),),
+            operator_key=OPERATOR_KEY,
             pool_bytes=64 << 20,
             host_bytes=64 << 20,
             min_gangs=NUM_GANGS,
@@ -139,12 +142,12 @@ def kill_busiest(processes: list[psutil.Process], number: int) -> None:
 
 
 def status(client: httpx.Client) -> dict[str, Any]:
-    found: dict[str, Any] = client.get("/status").raise_for_status().json()
+    found: dict[str, Any] = client.get("/status", headers=OPERATORS).raise_for_status().json()
     return found
 
 
 def resumed(client: httpx.Client) -> int:
-    lines = client.get("/metrics").raise_for_status().text.splitlines()
+    lines = client.get("/metrics", headers=OPERATORS).raise_for_status().text.splitlines()
     return int(float(next(line.split()[1] for line in lines if line.startswith("motet_resumed_sequences_total "))))
 
 

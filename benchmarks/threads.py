@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -52,12 +53,15 @@ def main() -> None:
 
 
 def _tokens_per_s(folder: Path, model_path: Path, num_threads: int, jobs: list[Job]) -> float:
-    command = [str(Path(sys.executable).parent / "motet"), "serve", str(model_path), "--key", f"benchmark={KEY}"]
+    command = [str(Path(sys.executable).parent / "motet"), "serve", str(model_path)]
     command += ["--port", str(free_ports(1)[0]), "--data-dir", str(folder / f"data{num_threads}")]
     command += ["--threads", str(num_threads), "--pool-bytes", "512MiB", "--no-prefix-cache"]
+    environ = os.environ | {"MOTET_KEYS": f"benchmark={KEY}"}
     log_path = folder / "log"
     with log_path.open("w") as log:
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+        server = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, env=environ
+        )
     try:
         assert server.stdout is not None
         ready = next((line for line in server.stdout if line.startswith("ready ")), None)

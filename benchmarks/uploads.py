@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -114,10 +115,13 @@ def main() -> None:
 
 def _start(folder: Path) -> subprocess.Popen[str]:
     command = [str(Path(sys.executable).parent / "motet"), "serve", str(DEMO / "base"), "--name", "demo"]
-    command += ["--port", str(free_ports(1)[0]), "--data-dir", str(folder / "data"), "--key", f"benchmark={KEY}"]
+    command += ["--port", str(free_ports(1)[0]), "--data-dir", str(folder / "data")]
     command += ["--pool-bytes", "16MiB", "--host-bytes", str(HOST_BYTES), "--kv-host-bytes", "16MiB"]
+    environ = os.environ | {"MOTET_KEYS": f"benchmark={KEY}"}
     with (folder / "log").open("w") as log:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, env=environ
+        )
 
 
 def _memory(pid: int) -> dict[str, int]:

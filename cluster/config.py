@@ -22,6 +22,7 @@ from ..router.fleet.admission import AdmissionConfig
 from ..workers.config import EngineConfig
 from ..workers.device_probe import probe_device
 from ..workers.leader.leader_config import LeaderConfig
+from .edge.edge_limits import EdgeLimits
 from .resources import Resources
 from .scaling import ScalingConfig
 from .settings.config_error import ConfigError
@@ -74,7 +75,8 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         environ = os.environ if environ is None else environ
         for field in fields_of(cls):
             if field.mark.env and given.get(field.name) is None and environ.get(field.mark.env):
-                given[field.name] = environ[field.mark.env]
+                value = environ[field.mark.env]
+                given[field.name] = value.split() if field.is_list else value
         cache_home = Path(environ.get(CACHE_VARIABLE, ""))
         if given.get("cache_path") is None and cache_home.is_absolute():  # the specification ignores relative ones
             given["cache_path"] = cache_home / "motet"
@@ -122,6 +124,11 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def router(self) -> RouterConfig:
         """Settings of one router."""
         return part_config(RouterConfig, self, model_name=self.name, scales_from_zero=self.min_gangs == 0)
+
+    @property
+    def edge(self) -> EdgeLimits:
+        """What the fronts let in."""
+        return part_config(EdgeLimits, self)
 
     @property
     def admission(self) -> AdmissionConfig:
@@ -186,6 +193,12 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def sequence_wait_s(self) -> float:
         """How long a sequence waits while no gang is connected."""
         return max(self.gang_wait_s, self.cold_start_wait_s) if self.min_gangs == 0 else self.gang_wait_s
+
+    def without_secrets(self) -> MotetConfig:
+        """The same, without what nobody but this process may know: it may be sent where others look."""
+        return structs.replace(
+            self, **{field.name: field.default for field in fields_of(Settings) if field.mark.secret}
+        )
 
     def with_redis_url(self, redis_url: str) -> MotetConfig:
         """The same, with the server that was started."""

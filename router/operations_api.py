@@ -1,4 +1,4 @@
-"""/health, /ready, /metrics and /status, for the operators of motet. None of them needs a key."""
+"""/health and /ready, for everybody; /metrics and /status, for the operators of motet, who have a key of their own."""
 
 from __future__ import annotations
 
@@ -18,12 +18,20 @@ from .fleet.dispatch import Dispatcher
 from .metrics import Metrics
 from .openai_api.errors import unavailable
 from .readiness import Readiness
+from .tenants.auth import check_operator
 
 
 class OperationsApi:
     def __init__(
-        self, base: BaseModel, dispatcher: Dispatcher, view: RegistryView, metrics: Metrics, readiness: Readiness
+        self,
+        base: BaseModel,
+        dispatcher: Dispatcher,
+        view: RegistryView,
+        metrics: Metrics,
+        readiness: Readiness,
+        operator_key: str,
     ) -> None:
+        self._operator_key = operator_key
         self._base = base
         self._dispatcher = dispatcher
         self._view = view
@@ -42,6 +50,7 @@ class OperationsApi:
         return PlainTextResponse("ready")
 
     async def metrics(self, request: Request) -> Response:
+        check_operator(request, self._operator_key)
         return Response(
             self._metrics.exposition(
                 self._dispatcher.load(),
@@ -55,6 +64,7 @@ class OperationsApi:
 
     async def status(self, request: Request) -> Response:
         """What `motet status` shows."""
+        check_operator(request, self._operator_key)
         load = self._dispatcher.load()
         status: dict[str, Any] = {
             "version": __version__,

@@ -31,12 +31,16 @@ def create_app(
     view: RegistryView,  # must be started
     uploads: UploadService,
     text: TextService,
+    operator_key: str,
 ) -> FastAPI:
-    """The app. The caller starts and stops the collaborators that it passes in."""
+    """The app. The caller starts and stops the collaborators that it passes in.
+
+    `operator_key`: what /status and /metrics ask for, since they tell of all tenants.
+    """
     metrics = Metrics()
     base = BaseModel(config.model_name, dispatcher, view, scales_from_zero=config.scales_from_zero)
     readiness = Readiness(config, dispatcher, metrics)
-    operations = OperationsApi(base, dispatcher, view, metrics, readiness)
+    operations = OperationsApi(base, dispatcher, view, metrics, readiness, operator_key)
     models = ModelsApi(base, view)
     completions = CompletionsApi(config, base, dispatcher, view, text, metrics)
     adapters = AdaptersApi(config, view, uploads)

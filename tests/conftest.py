@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--kill-seed", type=int, default=0, help="Draws the victims and the moments.")
     group.addoption("--network-seeds", type=int, default=200, help="Runs of test_network_fuzz.py.")
     group.addoption("--first-network-seed", type=int, default=0, help="The seed of the first of them.")
+    group.addoption("--hostile-scale", type=float, default=0.1, help="Size of the attacks in tests/hostile; 1: whole.")
 
 
 def pytest_configure() -> None:

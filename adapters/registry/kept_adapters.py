@@ -82,7 +82,7 @@ class KeptAdapters:
         return None if now is None or now.adapter.digest == digest else digest
 
     def delete(self, name: Name, version: int) -> str | None:
-        """A name is gone, and this was its last version. The digest that it has ceased to point to, if that is known."""
+        """A name is gone, and this was its last version. The digest that it has ceased to point to, if known."""
         known = self._kept.get(name)
         if known is None and not (self.whole or self.filling or name in self._absent):
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -111,6 +112,7 @@ class ReadyRouter:
             view=view,
             uploads=nothing,  # its routes are not asked for
             text=TextService.from_folder(model_path),
+            operator_key=secrets.token_hex(),
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import click
 
@@ -12,12 +13,22 @@ from ... import __version__
 from .adapter_commands import adapters
 from .chat import Chat
 from .client import MotetClient
-from .client_options import with_client
+from .client_options import with_client, with_operator_client
+from .secret_arguments import hide_secrets
 from .serve_command import serve
 from .status import status_lines
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+class Program(click.Group):
+    """Looks after its arguments before anything else does."""
+
+    def main(self, args: Sequence[str] | None = None, *others: Any, **options: Any) -> Any:
+        if args is None:  # as the program that a person has started
+            hide_secrets()
+        return super().main(args, *others, **options)
+
+
+@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="motet")
 def main() -> None:
     """One base model, many voices: serve LoRA fine-tunes of one base, and talk to them."""
@@ -43,7 +54,7 @@ def chat(client: MotetClient, model: str | None) -> None:
     metavar="SECONDS",
     help="Show rates per second, measured over this many seconds. 0: totals since the start.",
 )
-@with_client
+@with_operator_client
 def status(client: MotetClient, seconds: float) -> None:
     """Show what a running motet serves and how busy it is."""
     before = client.status() if seconds else None

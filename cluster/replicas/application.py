@@ -20,12 +20,12 @@ SHUTDOWN_MARGIN_S = 5.0
 
 
 def build_application(
-    config: MotetConfig, token: str, progress_path: Path | None = None, *, is_update: bool = False
+    config: MotetConfig, secrets_path: Path, progress_path: Path | None = None, *, is_update: bool = False
 ) -> Any:
-    """What `serve.run` takes. `token`: a secret that routers and gangs share.
+    """What `serve.run` takes. `secrets_path`: the file of `LaunchSecrets`, which routers and gangs read.
 
     `progress_path`: where these tell how far their start is. `is_update`: the application replaces a running one, which
-    must have had the same token. Replicas whose version is the same stay, and so does a number of gangs that follows
+    must have had the same secrets. Replicas whose version is the same stay, and so does a number of gangs that follows
     the load.
     """
     gangs: Any = serve.deployment(
@@ -55,15 +55,15 @@ def build_application(
     engine, leader = config.engine, config.leader
     gangs = _with_version(gangs, engine, leader, _place_of_a_gang(config))
     routers = _with_version(routers, *_settings_of_a_router(config))
-    gang = gangs.bind(engine, leader, token, progress_path)
-    return routers.bind(config, token, gang, progress_path)
+    gang = gangs.bind(engine, leader, secrets_path, progress_path)
+    return routers.bind(config.without_secrets(), secrets_path, gang, progress_path)
 
 
 def _settings_of_a_router(config: MotetConfig) -> tuple[object, ...]:
     """All settings that a RouterReplica reads from the config."""
     packing = (config.tensor_parallel, config.block_size, config.dtype, config.expert_sharding)
     waiting = (config.sequence_wait_s, config.min_gangs == 0, config.admission)
-    return (config.router, config.redis_url, config.model_path, config.store_path, config.name, packing, waiting)
+    return (config.router, config.model_path, config.store_path, config.name, packing, waiting)
 
 
 def _with_version(deployment: Any, *settings: object) -> Any:

@@ -18,6 +18,7 @@ import ray
 from ...workers.config import EngineConfig
 from ...workers.leader.frame_server import FrameServer
 from ...workers.leader.leader_config import LeaderConfig
+from ..launch_secrets import LaunchSecrets
 from ..progress_log import OnEvent, ProgressWriter, ignore_event, step
 from .gang_directory import ADDRESS
 from .gang_stats import gang_stats
@@ -34,9 +35,9 @@ class GangReplica:
     """Serves one engine to the routers. Tokens do not pass through Serve, which only keeps the replica alive."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: EngineConfig, leader: LeaderConfig, token: str, progress_path: Path | None
+        self, config: EngineConfig, leader: LeaderConfig, secrets_path: Path, progress_path: Path | None
     ) -> None:
-        """`token`: the cluster's secret. `progress_path`: the file for the progress of building the engine."""
+        """`secrets_path`: of `LaunchSecrets`. `progress_path`: the file for the progress of building the engine."""
         configure_replica_logging()
         self._drain_s = leader.drain_s
         self._max_num_sequences = config.max_num_sequences
@@ -46,6 +47,7 @@ class GangReplica:
         # In a thread, so that the replica answers Serve while a large model loads.
         engine = await asyncio.to_thread(_build_engine, config, on_event, workers, host)
         info = msgspec.structs.replace(engine.info, gang_id=secrets.token_hex(4))
+        token = (await asyncio.to_thread(LaunchSecrets.read, secrets_path)).token
         self._server = FrameServer(engine, info, token, leader)
         self._address = await self._server.start(host)
         _log.info("gang %s serves %s at %s", info.gang_id, info.model, self._address)

@@ -21,6 +21,7 @@ from ...router.text.text import TextService
 from ...workers.models.config import ModelConfig
 from ...workers.models.sharding import layouts_of_gang
 from ..config import MotetConfig
+from ..launch_secrets import LaunchSecrets
 from ..progress_log import ProgressWriter, ignore_event, step
 from .bounded_receive import BoundedReceive
 from .gang_demand import GangDemand
@@ -37,20 +38,18 @@ class RouterReplica:
     """Serves HTTP. Composes what `router` and `adapters` define; decides nothing itself."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: MotetConfig, token: str, gang: Any, progress_path: Path | None
+        self, config: MotetConfig, secrets_path: Path, gang: Any, progress_path: Path | None
     ) -> None:
-        """`token`: the cluster's secret. `gang`: Serve's handle of the gangs, from which their deployment's name comes.
-
-        `progress_path`: the file for the progress of the start.
+        """`secrets_path`: of `LaunchSecrets`. `gang`: Serve's handle of the gangs, from which their deployment's name
+        comes. `progress_path`: the file for the progress of the start.
         """
         configure_replica_logging()
         with step(ignore_event if progress_path is None else ProgressWriter(progress_path), "starting a router"):
-            await self._start(config, token, gang)
+            await self._start(config, await asyncio.to_thread(LaunchSecrets.read, secrets_path), gang)
 
-    async def _start(self, config: MotetConfig, token: str, gang: Any) -> None:
+    async def _start(self, config: MotetConfig, secrets: LaunchSecrets, gang: Any) -> None:
         await asyncio.to_thread(import_transformers_without_torch)
-        assert config.redis_url is not None
-        self._redis = connect(config.redis_url)
+        self._redis = connect(secrets.redis_url)
         registry = Registry(self._redis)
         self._view = RegistryView(registry)
         await self._view.start()
@@ -67,7 +66,7 @@ class RouterReplica:
             limits=UploadLimits(max_tensors_bytes=config.max_upload_bytes),
         )
         self._dispatcher = FleetDispatcher(
-            token,
+            secrets.token,
             config.sequence_wait_s,
             self._show_demand,
             adapter_pages=lambda adapter: layouts[0].num_pages(adapter.module_ranks),  # the same on every worker
@@ -84,6 +83,7 @@ class RouterReplica:
             view=self._view,
             uploads=self._uploads,
             text=self._text,
+            operator_key=secrets.operator_key,
         )
         self._app.add_middleware(BoundedReceive)
         self._sweeper = asyncio.create_task(self._sweep_forever())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from ipaddress import ip_network
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -11,7 +12,7 @@ from msgspec import Meta
 from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_tenant
 from .placement import Placement
-from .setting import Pairs, Refusal, Setting, Unit
+from .setting import CountOrNone, Pairs, Refusal, Setting, Unit
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 
@@ -28,11 +29,20 @@ def check_keys(keys: tuple[tuple[str, str], ...]) -> Refusal | None:
             check_tenant(tenant)
         except AdapterInvalid as error:
             return tenant, str(error)
-        if not key or not key.isascii() or not key.isprintable() or " " in key:
+        if not is_sendable(key):
             return f"{tenant}=…", "a key is printable ASCII without spaces, and not empty"
         if seen.setdefault(key, tenant) != tenant:
             return f"{tenant}=…", f"the same key was given to {seen[key]}; each needs its own"
     return None
+
+
+def check_operator_key(key: str | None) -> Refusal | None:
+    return None if key is None or is_sendable(key) else ("…", "a key is printable ASCII without spaces, and not empty")
+
+
+def is_sendable(key: str) -> bool:
+    """Whether a key can stand in a header."""
+    return bool(key) and key.isascii() and key.isprintable() and " " not in key
 
 
 def check_redis_url(url: str | None) -> Refusal | None:
@@ -45,6 +55,15 @@ def check_redis_url(url: str | None) -> Refusal | None:
     if scheme in REDIS_SCHEMES:
         return None
     return _without_password(url), f"{', '.join(f'{scheme}://' for scheme in REDIS_SCHEMES)} are accepted"
+
+
+def check_networks(networks: str) -> Refusal | None:
+    for network in networks.split(",") if networks else ():
+        try:
+            ip_network(network)
+        except ValueError:
+            return network, "addresses or networks with commas between them are accepted, like 10.0.0.0/8,fd00::/8"
+    return None
 
 
 def _without_password(url: str) -> str:
@@ -68,6 +87,26 @@ class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = None
     port: Annotated[int, Meta(ge=1, le=65535), Unit("NUMBER"), Setting("Port to listen at.")] = 8000
+    max_connections: Annotated[
+        int,
+        Meta(ge=16, le=1_000_000),
+        Unit("NUMBER"),
+        Setting("Most connections at once, at each front; fewer where a process may open too few files."),
+    ] = 16_384
+    max_connections_per_source: Annotated[
+        CountOrNone,
+        Setting("Most requests under way from one address, and connections once half of all are taken; 0: no bound."),
+    ] = 1024
+    max_requests_per_key: Annotated[
+        CountOrNone, Setting("Most requests under way with one key, at each front; 0: no bound.")
+    ] = 1024
+    trusted_proxies: Annotated[
+        str,
+        Unit("NETWORKS", "addresses or networks with commas between them"),
+        Setting(
+            "Proxies in front of motet, whose X-Forwarded-For tells the address.", unset="none", check=check_networks
+        ),
+    ] = ""
     keys: Annotated[
         tuple[tuple[str, str], ...],
         Pairs("TENANT=KEY", example="acme=a-long-secret"),
@@ -75,10 +114,22 @@ class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "An API key of a tenant.",
             flags=("key",),
             unset="a new one of the tenant default, which is printed",
+            env="MOTET_KEYS",
             secret=True,
             check=check_keys,
         ),
     ] = ()
+    operator_key: Annotated[
+        str | None,
+        Unit("KEY", "printable ASCII without spaces"),
+        Setting(
+            "The key that /status and /metrics ask for.",
+            unset="the one in the file operator_key of the data folder, made at the first start",
+            env="MOTET_OPERATOR_KEY",
+            secret=True,
+            check=check_operator_key,
+        ),
+    ] = None
     redis_url: Annotated[
         str | None,
         Unit("URL", "a URL that begins with redis://, rediss:// or unix://"),

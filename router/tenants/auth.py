@@ -1,6 +1,8 @@
-"""Authentication: the tenant that the bearer key of a request belongs to."""
+"""Authentication: whose the bearer key of a request is."""
 
 from __future__ import annotations
+
+import hmac
 
 from starlette.requests import Request
 
@@ -12,8 +14,20 @@ _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
 def tenant_of(request: Request, view: RegistryView) -> str:
     """The tenant of the request's key, from the copy of the registry. Raises 401 for a missing or unknown key."""
-    header = request.headers.get("authorization", "")
-    scheme, _, key = header.partition(" ")
+    tenant = view.tenant_of_key(_key_of(request))
+    if tenant is None:
+        raise _unknown()
+    return tenant
+
+
+def check_operator(request: Request, operator_key: str) -> None:
+    """Raises 401 unless the request has the operators' key. A tenant's key is none."""
+    if not hmac.compare_digest(_key_of(request).encode(), operator_key.encode()):
+        raise _unknown()
+
+
+def _key_of(request: Request) -> str:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
     key = key.strip()
     if scheme.lower() != "bearer" or not key:
         raise ApiError(
@@ -22,7 +36,8 @@ def tenant_of(request: Request, view: RegistryView) -> str:
             code="invalid_api_key",
             headers=_CHALLENGE,
         )
-    tenant = view.tenant_of_key(key)
-    if tenant is None:
-        raise ApiError(401, "Incorrect API key provided.", code="invalid_api_key", headers=_CHALLENGE)
-    return tenant
+    return key
+
+
+def _unknown() -> ApiError:
+    return ApiError(401, "Incorrect API key provided.", code="invalid_api_key", headers=_CHALLENGE)

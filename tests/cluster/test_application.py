@@ -31,7 +31,7 @@ MIG = "nvidia.com/mig-1g.10gb"
 
 def deployments(**given: Any) -> tuple[Any, Any]:
     """The deployments of the routers and of the gangs."""
-    routers = build_application(MotetConfig(model_path=BASE, data_dir=BASE, **given), "token")
+    routers = build_application(MotetConfig(model_path=BASE, data_dir=BASE, **given), Path("secrets"))
     (gangs,) = (argument for argument in routers._bound_deployment.init_args if hasattr(argument, "_bound_deployment"))
     return routers._bound_deployment, gangs._bound_deployment
 

@@ -37,7 +37,8 @@ from motet.cluster.commands import cli, foreground, serve_command
 from motet.cluster.config import MotetConfig
 from motet.cluster.launch import base_fingerprint, joined_cluster, launch, local_serve, model_source, preflight
 from motet.cluster.launch.local_serve import free_ports, serve_environment, set_environment
-set_environment(serve_environment("test", folder, "127.0.0.1", free_ports(1)[0]))
+limits = MotetConfig(model_path=demo / "base").edge
+set_environment(serve_environment("test", folder, "127.0.0.1", limits))
 from ray import cloudpickle
 from motet.cluster.replicas.application import build_application
 model_path = model_source.resolve_model(str(demo / "base"), folder, print)
@@ -46,7 +47,7 @@ config = config.with_redis_url("redis://nowhere")
 preflight.check_settings(config)
 base_fingerprint.identify_base(model_path, "demo")
 assert config.num_cpus_of_a_gang == 1
-routers = build_application(config, "token", folder / "progress")
+routers = build_application(config, folder / "secrets", folder / "progress")
 for deployment in (routers, routers._bound_deployment.init_args[2]):  # as Serve sends them to its controller
     cloudpickle.dumps(deployment._bound_deployment.func_or_class)
 loaded()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import secrets
 import socket
 import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -27,29 +23,10 @@ from motet.cluster.launch.local_serve import (
     serve_environment,
     set_environment,
     start_serve,
-    write_haproxy_wrapper,
 )
 from motet.cluster.settings.config_error import ConfigError
-from motet.tests.rigs.patience import PATIENCE_S, eventually
+from motet.tests.rigs.part_configs import edge_limits
 from motet.tests.rigs.running_motet import DEMO
-
-HAPROXY_CONFIG = """\
-defaults
-    mode http
-    timeout client 10s
-    timeout connect 10s
-    timeout server 10s
-    option splice-request
-    option splice-response
-    errorfile 503 /nowhere/500.http
-frontend prometheus
-    bind :18001
-frontend front
-    bind 127.0.0.1:18000
-listen stats
-  bind *:18002
-  stats enable
-"""
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -71,99 +48,14 @@ def test_free_ports_differ() -> None:
     assert len(set(free_ports(20))) == 20
 
 
-@pytest.mark.parametrize(
-    ("host", "front"), [("127.0.0.1", "127.0.0.1:18000"), ("0.0.0.0", "*:18000"), ("10.1.2.3", "10.1.2.3:18000")]
-)
-def test_haproxy_listens_for_strangers_only_at_its_front(tmp_path: Path, host: str, front: str) -> None:
-    config = tmp_path / "haproxy.cfg"
-    config.write_text(HAPROXY_CONFIG)
-    wrapper = write_haproxy_wrapper(tmp_path / "haproxy", host, 18000, (18001, 18002))
-    checked = subprocess.run([wrapper, "-c", "-f", config], capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stderr
-    lines = [line.strip() for line in config.read_text().splitlines()]
-    binds = [line.removeprefix("bind ") for line in lines if line.startswith("bind ")]
-    assert binds == ["127.0.0.1:18001", front, "127.0.0.1:18002"]
-    assert not any("splice" in line or "errorfile" in line for line in lines)
-    assert len(lines) == len(HAPROXY_CONFIG.splitlines()) - 3 + 1
-    assert lines[lines.index("defaults") + 1] == "option http-server-close"
-
-
-class OneAnswerServer:
-    """Answers the first request on each connection, and closes it when another one comes: as a router does that closes
-    its idle connections just when HAProxy uses one."""
-
-    def __init__(self) -> None:
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with connection, suppress(ConnectionResetError):  # HAProxy may end it in any way
-            if connection.recv(1 << 16):
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
-                connection.recv(1 << 16)
-
-
-@contextmanager
-def haproxy(folder: Path, router_port: int) -> Iterator[int]:
-    """The port of HAProxy in front of a router, with the options of Serve's template that matter here."""
-    stats_port, metrics_port, port = free_ports(3)
-    config = folder / "haproxy.cfg"
-    config.write_text(
-        f"{HAPROXY_CONFIG.replace('18001', str(metrics_port)).replace('18002', str(stats_port))}"
-        f"frontend http\n    bind 127.0.0.1:{port}\n    default_backend motet\n"
-        f"backend motet\n    http-reuse always\n    server router 127.0.0.1:{router_port}\n"
-    )
-    wrapper = write_haproxy_wrapper(folder / "haproxy", "127.0.0.1", port, (stats_port, metrics_port))
-    config.write_text(config.read_text().replace("bind 127.0.0.1:18000", f"bind 127.0.0.1:{free_ports(1)[0]}"))
-    with subprocess.Popen([wrapper, "-db", "-f", config], stderr=subprocess.DEVNULL) as process:
-        try:
-            yield port
-        finally:
-            process.kill()
-
-
-def test_a_client_does_not_notice_that_a_router_closes_its_idle_connections(tmp_path: Path) -> None:
-    server = OneAnswerServer()
-    with haproxy(tmp_path, server.port) as port:
-        client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-
-        def is_connected() -> bool:
-            with suppress(ConnectionRefusedError):
-                client.connect()
-            return client.sock is not None
-
-        eventually(is_connected)
-        kept = client.sock
-        for _ in range(4):
-            client.request("POST", "/", b"x" * 100)
-            assert client.getresponse().read() == b"ok"
-        assert client.sock is kept  # the client's own connection is kept alive
-        client.close()
-    server.close()
-
-
 def test_haproxy_lets_streams_end_when_another_one_takes_over(tmp_path: Path) -> None:
-    variables = serve_environment("session", tmp_path, "127.0.0.1", 18000)
+    variables = serve_environment("session", tmp_path, "127.0.0.1", edge_limits())
     longest_s = int(variables["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"])
     assert longest_s >= MotetConfig(model_path=DEMO / "base", data_dir=tmp_path).router_drain_s
-    assert longest_s >= int(variables["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"])
 
 
 def test_the_environment_is_put_back(tmp_path: Path) -> None:
-    variables = serve_environment("session", tmp_path, "127.0.0.1", 18000)
+    variables = serve_environment("session", tmp_path, "127.0.0.1", edge_limits())
     kept = dict(os.environ)
     before = set_environment(variables)
     assert os.environ["RAY_SERVE_ENABLE_HA_PROXY"] == "1"

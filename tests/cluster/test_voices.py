@@ -64,4 +64,5 @@ def test_the_lines_to_try_next_are_whole() -> None:
     print_next_steps(console, "http://127.0.0.1:8000", {"acme": "k"}, voice, Path("examples/pirate"))
     shown = console.export_text().splitlines()
     assert '  curl http://127.0.0.1:8000/v1/adapters -H "Authorization: Bearer k" -F name=mine \\' in shown
-    assert "  .venv/bin/motet chat --url http://127.0.0.1:8000 --key k --model pirate" in shown
+    assert "  export MOTET_URL=http://127.0.0.1:8000 MOTET_API_KEY=k" in shown
+    assert "  .venv/bin/motet chat --model pirate" in shown

@@ -19,7 +19,7 @@ from motet.router.fleet.open_sequence import OpenSequence
 from motet.router.rest_server import create_app
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.part_configs import router_config
-from motet.tests.rigs.router_rig import BASE, HEADERS, FakeUploads, FakeView, text_service
+from motet.tests.rigs.router_rig import BASE, HEADERS, OPERATOR_KEY, FakeUploads, FakeView, text_service
 from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import GangInfo, SequenceRequest
 
@@ -36,6 +36,7 @@ def client_of(dispatcher: EngineDispatcher, stock: Stock, *adapters: str) -> htt
         view=cast(RegistryView, view),
         uploads=cast(UploadService, FakeUploads(view)),
         text=text_service(),
+        operator_key=OPERATOR_KEY,
     )
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://router", headers=HEADERS)
 

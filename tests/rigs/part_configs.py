@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.cluster.config import part_config
+from motet.cluster.edge.edge_limits import EdgeLimits
 from motet.cluster.scaling import ScalingConfig
 from motet.cluster.settings.settings import Settings
 from motet.router.config import RouterConfig
@@ -35,6 +36,10 @@ def router_config(model_name: str, spool_path: Path, **given: Any) -> RouterConf
 def admission_config(**given: Any) -> AdmissionConfig:
     """Of one gang that nobody adds another to."""
     return part_config(AdmissionConfig, DEFAULTS, **{"max_gangs": 1, "queued_tokens_per_gang": 0, **given})
+
+
+def edge_limits(**given: Any) -> EdgeLimits:
+    return part_config(EdgeLimits, DEFAULTS, **given)
 
 
 def scaling_config(**given: Any) -> ScalingConfig:

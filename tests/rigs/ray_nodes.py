@@ -23,6 +23,7 @@ from motet.tests.rigs.patience import PATIENCE_S, eventually
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 BIN = Path(sys.executable).parent
 KEY = "key-of-acme"
+OPERATOR_KEY = "key-of-operators"
 NUM_START_ATTEMPTS = 3  # of a node: Ray gives up after times of its own that a busy machine may need
 
 Wrap = Callable[[int, Sequence[str]], list[str]]  # (number of a node, command) -> what runs the command there
@@ -54,6 +55,8 @@ class RayNodes:
         ports = free_ports(4)
         return {
             **os.environ,
+            "MOTET_KEYS": f"acme={KEY}",
+            "MOTET_OPERATOR_KEY": OPERATOR_KEY,
             **PATIENT_STARTS,
             **self._variables,
             "MOTET_TEST": self._mark,
@@ -124,7 +127,7 @@ class RayNodes:
                 process.wait()
 
     def serve_command(self, *options: str, data_dir: str = "data") -> list[str]:
-        command = [str(BIN / "motet"), "serve", str(DEMO / "base"), "--address", self.address, "--key", f"acme={KEY}"]
+        command = [str(BIN / "motet"), "serve", str(DEMO / "base"), "--address", self.address]
         return [*command, "--data-dir", str(self.path / data_dir), "--pool-bytes", "32MiB", *options]
 
     def output(self, number: int, command: Sequence[str]) -> tuple[int, str]:

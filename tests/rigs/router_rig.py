@@ -28,6 +28,7 @@ from motet.router.openai_api.event_seal import EventSealer
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
 from motet.tests.rigs.engine_loads import engine_load
+from motet.tests.rigs.operators import with_operator_key_in_loop
 from motet.tests.rigs.part_configs import router_config
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.workers.wire.engine_load import EngineLoad
@@ -43,6 +44,8 @@ from motet.workers.wire.messages import (
 BASE = "tiny/base"  # with a slash, as hub ids have
 KEYS = {"key-of-acme": "acme", "key-of-zenith": "zenith"}
 HEADERS = {"Authorization": "Bearer key-of-acme"}
+OPERATOR_KEY = "key-of-operators"
+OPERATORS = {"Authorization": f"Bearer {OPERATOR_KEY}"}
 EOS = 1
 CONTEXT = 256
 CORPUS = ["hello world, the quick brown fox jumps over the lazy dog. héllo wörld 你好 世界"] * 20
@@ -320,6 +323,7 @@ class RouterRig:
             view=cast(RegistryView, self.registry),
             uploads=cast(UploadService, FakeUploads(self.registry)),
             text=text,
+            operator_key=OPERATOR_KEY,
         )
 
     def ids(self, text: str) -> list[int]:
@@ -328,7 +332,8 @@ class RouterRig:
     def client(self) -> httpx.AsyncClient:
         """A client in this event loop, without a server. A whole answer arrives at once."""
         transport = httpx.ASGITransport(app=self.app)
-        return httpx.AsyncClient(transport=transport, base_url="http://router", headers=HEADERS)
+        hooks = {"request": [with_operator_key_in_loop(OPERATOR_KEY)]}
+        return httpx.AsyncClient(transport=transport, base_url="http://router", headers=HEADERS, event_hooks=hooks)
 
 
 @contextmanager

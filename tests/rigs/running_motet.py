@@ -17,6 +17,7 @@ import httpx
 import psutil
 from openai import OpenAI
 
+from motet.tests.rigs.operators import with_operator_key
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
@@ -36,7 +37,11 @@ class RunningMotet:
 
     def http(self, tenant: str = "acme") -> httpx.Client:
         headers = {"Authorization": f"Bearer {KEYS[tenant]}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE_S, trust_env=False)
+        hooks = {"request": [with_operator_key(self.operator_key())]}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE_S, trust_env=False, event_hooks=hooks)
+
+    def operator_key(self) -> str:
+        return (self.data_dir / "operator_key").read_text().strip()
 
     def upload(self, name: str, folder: Path, tenant: str = "acme") -> httpx.Response:
         config, tensors = folder / "adapter_config.json", folder / "adapter_model.safetensors"
@@ -90,11 +95,12 @@ def running_motet(data_dir: Path, port: int, *options: str, pool_bytes: str | No
     command = [str(Path(sys.executable).parent / "motet"), "serve", str(DEMO / "base"), "--name", BASE]
     command += ["--port", str(port), "--data-dir", str(data_dir), *options]
     command += [] if pool_bytes is None else ["--pool-bytes", pool_bytes]
-    for tenant, key in KEYS.items():
-        command += ["--key", f"{tenant}={key}"]
+    environ = os.environ | {"MOTET_KEYS": " ".join(f"{tenant}={key}" for tenant, key in KEYS.items())}
     log_path = data_dir.parent / f"{data_dir.name}.log"
     with log_path.open("w") as log:
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+        server = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, env=environ
+        )
     watchdog = threading.Timer(PATIENCE_S, server.kill)
     watchdog.start()
     try:

@@ -22,7 +22,7 @@ from motet.router.rest_server import create_app
 from motet.tests.rigs.part_configs import admission_config, leader_config, router_config
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
-from motet.tests.rigs.router_rig import HEADERS, FakeUploads, FakeView, text_service
+from motet.tests.rigs.router_rig import HEADERS, OPERATOR_KEY, OPERATORS, FakeUploads, FakeView, text_service
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.wire.messages import SamplingParams, SequenceError, SequenceRequest
@@ -179,6 +179,7 @@ async def test_an_objective_refuses_its_own_tenant_alone(rig: Rig, tmp_path: Pat
         view=cast(RegistryView, FakeView()),
         uploads=cast(UploadService, FakeUploads(FakeView())),
         text=text_service(),
+        operator_key=OPERATOR_KEY,
     )
     body = {"model": "base", "prompt": [1] * 10, "max_tokens": 1}
     zenith = {"Authorization": "Bearer key-of-zenith"}
@@ -200,7 +201,7 @@ async def test_an_objective_refuses_its_own_tenant_alone(rig: Rig, tmp_path: Pat
         for sequence in running:
             sequence.cancel()
         assert (await admitted).status_code == 200
-        told = (await http.get("/metrics")).text.splitlines()
+        told = (await http.get("/metrics", headers=OPERATORS)).text.splitlines()
     assert 'motet_refused_requests_total{reason="objective"} 1.0' in told
     assert 'motet_refused_requests_total{reason="wait"} 0.0' in told
 

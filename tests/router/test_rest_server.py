@@ -16,7 +16,7 @@ import pytest
 
 from motet.router.text.text import TextService
 from motet.tests.rigs.patience import PATIENCE_S, eventually
-from motet.tests.rigs.router_rig import BASE, CONTEXT, HEADERS, RouterRig, failing, serving, text_service
+from motet.tests.rigs.router_rig import BASE, CONTEXT, HEADERS, OPERATORS, RouterRig, failing, serving, text_service
 from motet.workers.wire.messages import SequenceUpdate
 
 ANSWER = "the quick brown fox 你好 jumps"
@@ -106,13 +106,33 @@ async def test_metrics(rig: RouterRig) -> None:
     assert "motet_open_generations 0.0" in lines
 
 
+@pytest.mark.parametrize("path", ["/status", "/metrics"])
+async def test_operators_routes_ask_for_the_operators_key(rig: RouterRig, path: str) -> None:
+    transport = httpx.ASGITransport(app=rig.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        for headers in (
+            {},
+            HEADERS,
+            {"Authorization": "Bearer none"},
+            {"Authorization": "Bearer \u00e9".encode("latin-1")},
+        ):
+            refused = await client.get(path, headers=headers)  # type: ignore[arg-type]
+            assert refused.status_code == 401
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+            assert refused.headers["WWW-Authenticate"] == "Bearer"
+        assert (await client.get(path, headers=OPERATORS)).status_code == 200
+        assert (await client.get("/v1/models", headers=OPERATORS)).status_code == 401  # no tenant's
+        for path in ("/health", "/ready"):
+            assert (await client.get(path)).status_code == 200
+
+
 async def test_status(rig: RouterRig) -> None:
     status = (await get(rig, "/status")).json()
     assert status["model"] == BASE
     assert status["redis_connected"] is True
     assert [gang["gang_id"] for gang in status["gangs"]] == ["gang-1"]
     assert (status["gangs"][0]["model"], status["gangs"][0]["load"]["num_running"]) == (BASE, 3)
-    assert "/a/folder" not in json.dumps(status)  # anybody may read it
+    assert "/a/folder" not in json.dumps(status)
     assert status["load"]["num_running"] == 3
     rig.dispatcher.num_gangs = 2
     assert len((await get(rig, "/status")).json()["gangs"]) == 2
@@ -207,8 +227,8 @@ def test_a_client_that_goes_away_cancels(rig: RouterRig, url: str, n: int, strea
         if stream and first:
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
     eventually(lambda: all(fake.cancelled.is_set() for fake in rig.dispatcher.streams))
-    eventually(lambda: 'route="POST /v1/completions"' in httpx.get(f"{url}/metrics").text)
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    eventually(lambda: 'route="POST /v1/completions"' in httpx.get(f"{url}/metrics", headers=OPERATORS).text)
+    lines = httpx.get(f"{url}/metrics", headers=OPERATORS).text.splitlines()
     status = 200 if stream and first else 499
     assert f'motet_requests_total{{route="POST /v1/completions",status="{status}"}} 1.0' in lines
     assert "motet_open_generations 0.0" in lines

@@ -22,7 +22,17 @@ from motet.router.text.text import TextService
 from motet.tests.rigs.part_configs import admission_config, leader_config, router_config
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
-from motet.tests.rigs.router_rig import BASE, EOS, Event, FakeUploads, FakeView, encoded, events_of, text_service
+from motet.tests.rigs.router_rig import (
+    BASE,
+    EOS,
+    OPERATOR_KEY,
+    Event,
+    FakeUploads,
+    FakeView,
+    encoded,
+    events_of,
+    text_service,
+)
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.tests.rigs.wire import Wire
 from motet.workers.leader.frame_server import FrameServer
@@ -142,6 +152,7 @@ class Cluster:
             view=cast(RegistryView, registry),
             uploads=cast(UploadService, FakeUploads(registry)),
             text=self.text,
+            operator_key=OPERATOR_KEY,
         )
         self.routers.append(Router(dispatcher, wires, app))
         await eventually(lambda: len(dispatcher.gangs()) == len(self.gangs))

@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from motet.tests.rigs.namespaces import Network, why_not
+from motet.tests.rigs.operators import PATHS
 from motet.tests.rigs.patience import PATIENCE_S, eventually
-from motet.tests.rigs.ray_nodes import KEY, RayNodes
+from motet.tests.rigs.ray_nodes import KEY, OPERATOR_KEY, RayNodes
 from motet.tests.rigs.running_motet import holds_nothing
 
 pytestmark = [
@@ -55,7 +56,7 @@ class Cluster:
 
     def call(self, method: str, path: str, **options: Any) -> httpx.Response:
         def call() -> httpx.Response:
-            headers = {"Authorization": f"Bearer {KEY}"}
+            headers = {"Authorization": f"Bearer {OPERATOR_KEY if path in PATHS else KEY}"}
             return httpx.request(
                 method, self.url + path, headers=headers, timeout=PATIENCE_S, trust_env=False, **options
             )

@@ -106,7 +106,7 @@ def test_what_kept_it_from_starting_is_told_though_nothing_can_be_ended(
 
 
 def test_logs_that_cannot_be_kept_do_not_hide_the_error(config: MotetConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_application(config: MotetConfig, token: str, progress_path: Path) -> None:
+    def run_application(config: MotetConfig, secrets_path: Path, progress_path: Path) -> None:
         raise LaunchError("the model is ill")
 
     Parts(monkeypatch, ignore)  # which makes no logs

@@ -53,6 +53,17 @@ def test_a_gang_without_a_place_is_refused_and_told_why(nodes: RayNodes) -> None
     assert "127.0.0.2 has 2 CPU, 0 nvidia.com/mig-1g.10gb; 127.0.0.3 has 2 CPU" in said
 
 
+def test_a_serve_that_motet_starts_has_its_edge(nodes: RayNodes) -> None:
+    port = free_ports(1)[0]
+    options = ["--port", str(port), "--router-resource", "front=1", "--dtype", "float32"]
+    with nodes.motet(*options) as url, httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S) as http:
+        for headers in ({"x-request-id": b"\xff"}, {"a": "x" * 20_000}):
+            answer = http.get("/v1/models", headers=headers)  # type: ignore[arg-type]
+            assert answer.status_code in (400, 431)
+            assert answer.json()["error"]["code"] in ("invalid_header", "headers_too_large")
+        assert http.get("/status").json()["error"]["code"] == "invalid_api_key"
+
+
 def test_it_comes_and_goes_beside_the_applications_of_others(nodes: RayNodes) -> None:
     port = free_ports(1)[0]
     flags = [f"{name}={value}" for name, value in SERVE_FLAGS.items()]

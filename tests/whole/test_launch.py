@@ -27,6 +27,9 @@ pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "sk-acme-of-the-test"
+OPERATOR_KEY = "key-of-operators"
+OPERATORS = {"Authorization": f"Bearer {OPERATOR_KEY}"}
+VARIABLES = {"MOTET_KEYS": f"acme={KEY}", "MOTET_OPERATOR_KEY": OPERATOR_KEY}
 LONG = 480  # tokens of a request that outlasts what is done to it; the demo model's context is 512
 MANY = 32  # such answers at once, which take the longer
 
@@ -46,7 +49,7 @@ class Motet:
         )
 
     def load(self) -> dict[str, int]:
-        answer = httpx.get(f"{self.url}/status", timeout=PATIENCE_S, trust_env=False)
+        answer = httpx.get(f"{self.url}/status", headers=OPERATORS, timeout=PATIENCE_S, trust_env=False)
         load: dict[str, int] = answer.json()["load"]
         return load
 
@@ -86,9 +89,11 @@ def motet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Motet]:
     port = free_ports(1)[0]
     command = [sys.executable, "-c", "from motet.cluster.commands.cli import main; main()", "serve"]
     command += [str(ROOT / "examples" / "demo" / "base"), "--port", str(port), "--data-dir", str(folder / "data")]
-    command += ["--key", f"acme={KEY}", "--pool-bytes", "64MiB", "--host-bytes", "64MiB"]
+    command += ["--pool-bytes", "64MiB", "--host-bytes", "64MiB"]
     with (folder / "stderr").open("w+") as stderr:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ | VARIABLES
+        )
         watchdog = threading.Timer(PATIENCE_S, process.kill)
         watchdog.start()
         assert process.stdout is not None

