@@ -26,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("motet")
     group.addoption("--kill-rounds", type=int, default=1, help="Kills of each kind of process in test_kills.py.")
     group.addoption("--kill-seed", type=int, default=0, help="Draws the victims and the moments.")
+    group.addoption("--hostile-scale", type=float, default=0.1, help="Size of the attacks in tests/hostile; 1: whole.")
 
 
 def pytest_configure() -> None:

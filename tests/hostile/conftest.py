@@ -1,0 +1,59 @@
+"""One running motet for all attacks, a tenant who attacks it and a neighbour who measures.
+
+`--hostile-scale FACTOR` sets how large attacks are: 1 is what was shown to break a motet once. Less fits into a test
+run of a person who waits for it, and finds what breaks at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from motet.cluster.launch.local_serve import free_ports
+from motet.tests.rigs.neighbour import Neighbour
+from motet.tests.rigs.running_motet import BASE, KEYS, RunningMotet, running_motet
+
+HERE = Path(__file__).parent
+ATTACKER, NEIGHBOUR = "globex", "acme"
+RUNNING = pytest.StashKey[tuple[ExitStack, RunningMotet]]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.cluster)
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ends the folder's motet with the folder's last test: pytest's own scopes know files and sessions only."""
+    if RUNNING in item.session.stash and (nextitem is None or HERE not in nextitem.path.parents):
+        stack, _ = item.session.stash[RUNNING]
+        del item.session.stash[RUNNING]
+        stack.close()
+
+
+@pytest.fixture
+def motet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunningMotet:
+    """The same one for every test here; a test must leave it as it found it."""
+    stash = request.session.stash
+    if RUNNING not in stash:
+        stack = ExitStack()
+        data_dir = tmp_path_factory.mktemp("hostile") / "data"
+        stash[RUNNING] = stack, stack.enter_context(running_motet(data_dir, free_ports(1)[0]))
+    return stash[RUNNING][1]
+
+
+@pytest.fixture
+def neighbour(motet: RunningMotet) -> Neighbour:
+    """Measures, in a process of its own. See `hold` beside it."""
+    return Neighbour(motet.url, KEYS[NEIGHBOUR], BASE)
+
+
+@pytest.fixture(scope="session")
+def scaled(pytestconfig: pytest.Config) -> Callable[[int], int]:
+    """So much of an attack's size as `--hostile-scale` wants, and at least one."""
+    scale: float = pytestconfig.getoption("hostile_scale")
+    return lambda size: max(1, round(scale * size))
