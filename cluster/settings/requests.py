@@ -11,7 +11,21 @@ from .setting import Bytes, BytesOrNone, Count, PositiveSeconds, Setting
 class Requests(Access, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of requests."""
 
-    max_body_bytes: Annotated[Bytes, Setting("Largest JSON body of a request.", "live")] = 16 << 20
+    max_body_bytes: Annotated[
+        Bytes | None,
+        Setting(
+            "Largest JSON body of a request.",
+            "live",
+            unset="what prompts that fill the context can take: 32 bytes a token and 256 KiB, at most 16 MiB",
+        ),
+    ] = None
+    max_held_body_bytes: Annotated[
+        Bytes,
+        Setting(
+            "JSON bodies that a router holds until they are decoded; a tenant may take a fourth of it.",
+            "live",
+        ),
+    ] = 128 << 20
     max_sequences_per_request: Annotated[
         Count, Setting("Sequences that one request may ask for: its prompts times n.", "live")
     ] = 128

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from ...workers.wire.messages import GangInfo
 from ..openai_api.errors import invalid_value
+from ..openai_api.prompt_field import same_kind
 from ..openai_api.request_schema import CompletionRequest
 from ..text.text import TextService
 from .model_limits import check_length, check_text, check_token_ids
-
-T = TypeVar("T")
 
 
 def count_prompts(request: CompletionRequest) -> int:
@@ -53,13 +50,7 @@ def _listed(request: CompletionRequest, gang: GangInfo) -> list[tuple[str, str |
         raise invalid_value("prompt", "it is an empty list, and at least one prompt is needed.")
     if isinstance(prompt[0], int):
         check_length(len(prompt), None, gang, prompt_param="prompt")
-        return [("prompt", [_same_kind(token_id, int, position) for position, token_id in enumerate(prompt)])]
+        return [("prompt", [same_kind(token_id, int, position) for position, token_id in enumerate(prompt)])]
     if isinstance(prompt[0], str):
-        return [(f"prompt[{position}]", _same_kind(text, str, position)) for position, text in enumerate(prompt)]
-    return [(f"prompt[{position}]", _same_kind(ids, list, position)) for position, ids in enumerate(prompt)]
-
-
-def _same_kind(value: object, kind: type[T], position: int) -> T:
-    if not isinstance(value, kind):
-        raise invalid_value(f"prompt[{position}]", "texts, token ids and lists of token ids cannot be mixed.")
-    return value
+        return [(f"prompt[{position}]", same_kind(text, str, position)) for position, text in enumerate(prompt)]
+    return [(f"prompt[{position}]", same_kind(ids, list, position)) for position, ids in enumerate(prompt)]
