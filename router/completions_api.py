@@ -25,7 +25,7 @@ from .metrics import Metrics
 from .openai_api.errors import invalid_value, unsupported
 from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from .openai_api.response_id import fingerprint_of, new_response_id
-from .openai_api.stream_position import LAST_EVENT_ID, StreamPosition, parse_position, wrong_position
+from .openai_api.stream_position import LAST_EVENT_ID, EventIds, StreamPosition, parse_position, wrong_position
 from .openai_api.unsupported_fields import refuse_unsupported
 from .requests.beams import beam_rules, check_beams
 from .requests.best_of import check_best_of, with_best_of
@@ -63,7 +63,7 @@ class CompletionsApi:
         started_at = time.perf_counter()
         tenant = tenant_of(http, self._view)
         async with self._body(http, tenant, CompletionRequest, self._config.max_sequences_per_request) as request:
-            position = _position(http, request)
+            position = self._position(http, request, tenant)
             adapter = self._admit(request, tenant)
             if request.echo and request.logprobs is not None:
                 raise unsupported(
@@ -101,7 +101,7 @@ class CompletionsApi:
         started_at = time.perf_counter()
         tenant = tenant_of(http, self._view)
         async with self._body(http, tenant, ChatRequest, 1) as request:
-            position = _position(http, request)
+            position = self._position(http, request, tenant)
             adapter = self._admit(request, tenant)
             if request.echo:
                 raise unsupported("echo", "a chat's prompt is not repeated; leave it out.")
@@ -125,6 +125,15 @@ class CompletionsApi:
             with_token_ids=bool(request.return_token_ids),
         )
         return self._response(request, generation, head, position, shape, started_at)
+
+    def _position(self, http: Request, request: GenerationFields, tenant: str) -> StreamPosition | None:
+        """The position from which the client resumes a stream; None: it does not resume one. Raises a 400."""
+        told = http.headers.get(LAST_EVENT_ID)
+        if not told:
+            return None
+        if not request.stream:
+            raise wrong_position("it is only allowed with stream: true.")
+        return parse_position(told, tenant, self._view.stream_keys)
 
     def _body(self, http: Request, tenant: str, kind: type[R], num_prompts: int) -> AbstractAsyncContextManager[R]:
         """The request in the body, which has so many prompts at most. See `BodyReader.open`."""
@@ -231,8 +240,10 @@ class CompletionsApi:
         shape: AnswerShape,
         started_at: float,
     ) -> GenerationResponse:
-        style = _stream_style(request, head.id, position)
-        if style is not None:
+        style = None
+        if request.stream:
+            event_ids = EventIds(head.id, generation.tenant, self._view.stream_keys[0])
+            style = _stream_style(request, event_ids, position)
             num_seen = () if position is None else position.num_tokens
             generation = replace(generation, key=head.id, num_seen=num_seen)
             self._metrics.num_resumed_streams += position is not None
@@ -240,23 +251,11 @@ class CompletionsApi:
         return GenerationResponse(running, shape, style, self._metrics)
 
 
-def _position(http: Request, request: GenerationFields) -> StreamPosition | None:
-    """The position from which the client resumes a stream; None: it does not resume one. Raises a 400."""
-    told = http.headers.get(LAST_EVENT_ID)
-    if not told:
-        return None
-    if not request.stream:
-        raise wrong_position("it is only allowed with stream: true.")
-    return parse_position(told)
-
-
-def _stream_style(request: GenerationFields, response_id: str, position: StreamPosition | None) -> StreamStyle | None:
-    if not request.stream:
-        return None
+def _stream_style(request: GenerationFields, event_ids: EventIds, position: StreamPosition | None) -> StreamStyle:
     options = request.stream_options
     include_usage = options is not None and bool(options.include_usage)
     in_every_chunk = options is not None and include_usage and bool(options.continuous_usage_stats)
-    return StreamStyle(response_id, include_usage, in_every_chunk, position)
+    return StreamStyle(event_ids, include_usage, in_every_chunk, position)
 
 
 def _completion_length(asked: int | None, left: int) -> int:

@@ -14,6 +14,7 @@ API_KEYS = PREFIX + "keys"  # hash: SHA-256 of an API key -> tenant
 LAUNCH_KEYS = PREFIX + "launch_keys"  # set of launch marks
 BASE = PREFIX + "base"  # fingerprint and name of the base that all adapters belong to
 NUMBER = PREFIX + "event_number"  # number of events so far
+STREAM_KEY = PREFIX + "stream_key"  # hex: with which routers seal the ids of events
 EVENTS = PREFIX + "events"  # stream of (number, kind, field, value), see events.py
 _NUM_EVENTS_KEPT = 10_000
 

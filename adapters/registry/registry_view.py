@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import secrets
 from contextlib import suppress
 
 from ..adapter import AdapterVersion
@@ -16,6 +17,7 @@ _LOG = logging.getLogger(__name__)
 _WAIT_S = 1.0  # for events; less than the client's socket timeout
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
+_STREAM_KEY_BYTES = 32
 
 
 class RegistryView:
@@ -29,6 +31,7 @@ class RegistryView:
         self._adapters: dict[tuple[str, str], AdapterVersion] = {}
         self._deleted: dict[tuple[str, str], int] = {}  # last version of names deleted since the snapshot
         self._key_tenants: dict[str, str] = {}  # by the key's hash
+        self._stream_keys = (secrets.token_bytes(_STREAM_KEY_BYTES),)
         self._event_id = "0-0"
         self._event_number = 0
         self._applied_meanwhile: list[RegistryEvent] | None = None  # a list while a snapshot is under way
@@ -65,6 +68,14 @@ class RegistryView:
     def tenant_of_key(self, key: str) -> str | None:
         return self._key_tenants.get(hash_key(key))
 
+    @property
+    def stream_keys(self) -> tuple[bytes, ...]:
+        """Secrets with which routers seal what they tell clients of their streams: the one to seal with, then an older.
+
+        The older one is of before Redis lost its data, if it did.
+        """
+        return self._stream_keys
+
     def apply(self, event: RegistryEvent) -> None:
         """Applies an event at once, before it comes by the stream. An event older than the view's state is ignored."""
         if self._applied_meanwhile is not None:
@@ -90,7 +101,10 @@ class RegistryView:
         self._applied_meanwhile = []
         try:
             snapshot = await self._registry.snapshot()
+            stream_key = await self._registry.share_stream_key(self._stream_keys[0])
             self._install(snapshot)
+            if stream_key != self._stream_keys[0]:
+                self._stream_keys = (stream_key, self._stream_keys[0])
             meanwhile, self._applied_meanwhile = self._applied_meanwhile, None
         finally:
             self._applied_meanwhile = None

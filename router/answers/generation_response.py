@@ -24,7 +24,7 @@ from ..generation.generation import Generation, SequenceFailedError
 from ..metrics import Metrics
 from ..openai_api.answer_schema import ChunkUsage
 from ..openai_api.errors import ApiError, from_sequence_error, internal_error
-from ..openai_api.stream_position import AT_USAGE, StreamPosition, event_id, wrong_position
+from ..openai_api.stream_position import AT_USAGE, EventIds, StreamPosition, wrong_position
 from .answer_shape import AnswerShape, joined
 
 CLIENT_CLOSED_REQUEST: Final = 499  # only for the metrics: the client is not there to receive it
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 class StreamStyle:
     """The options of a stream, and where it begins."""
 
-    response_id: str
+    event_ids: EventIds
     include_usage: bool = False
     usage_in_every_chunk: bool = False
     position: StreamPosition | None = None  # what the client has already had; None: nothing
@@ -119,13 +119,13 @@ class GenerationResponse:
                 usage = self._chunk_usage(style)
                 opening = b"" if self._has_started else await self._start_events(send, usage, style)
                 if not delta.is_empty:
-                    line = event_id(style.response_id, generation.num_tokens)
+                    line = style.event_ids.line(generation.num_tokens)
                     await _send_body(send, opening + line + _event(shape.chunk(index, delta, usage)))
                 elif opening:
                     await _send_body(send, opening)
         ending = b"" if self._has_started else await self._start_events(send, self._chunk_usage(style), style)
         if style.include_usage and not (style.position is not None and style.position.has_usage):
-            ending += event_id(style.response_id, generation.num_tokens, AT_USAGE)
+            ending += style.event_ids.line(generation.num_tokens, AT_USAGE)
             ending += _event(shape.closing(generation.usage()))
         await _send_body(send, ending + b"data: [DONE]\n\n", more=False)
 
@@ -138,7 +138,7 @@ class GenerationResponse:
         chunks = self._shape.opening(usage)
         suffixes = [*range(1, len(chunks)), ""]  # the last event needs no suffix: only tokens follow it
         events = [
-            event_id(style.response_id, none_yet, suffix) + _event(chunk)
+            style.event_ids.line(none_yet, suffix) + _event(chunk)
             for suffix, chunk in zip(suffixes, chunks, strict=False)
         ]
         if style.position is None:

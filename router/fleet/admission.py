@@ -39,7 +39,7 @@ class TimeLimit:
 
     timeout_s: float | None = None  # until the last token; None: as long as it takes
     num_new_tokens: int = 1  # that the sequence generates at least
-    has_begun: bool = False  # its request is being answered already: late or not, it is not refused
+    has_begun: bool = False  # it is being answered already, as is proved: late or not, it is not refused
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class GangView:
     num_sequences: int
     costs: GangCosts
     num_cached_tokens: int = 0  # of the sequence's first tokens, those that need not be computed there
-    has_sequence: bool = False  # the gang keeps the request's sequence, which it began for a router that was lost
+    has_sequence: bool = False  # the gang has the request's sequence, begun for another connection of its client
     num_waiting: int = 0  # sequences that wait for compute; not those that wait for their adapter
 
     def net_s(self, num_shared_steps: int) -> float:

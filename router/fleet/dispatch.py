@@ -72,7 +72,8 @@ class Dispatcher(Protocol):
 
         `request`: what its client asks for; the dispatcher gives it an id, and says how it goes on at another gang.
         Without a seed its draws follow from its key, without either they are random. One with a key can be asked for
-        again at any router (`is_resumed`), which gives out all its tokens from the first one on.
+        again at any router (`is_resumed`), which gives out all its tokens from the first one on. It is admitted as a new
+        one is, unless a gang holds it or `limit` says that it has begun.
 
         `limit`: a sequence that cannot be served in time gets "overloaded" at once; one that has not ended when its
         time is over gets "timeout".
@@ -171,9 +172,11 @@ class FleetDispatcher:
     def _send(self, sequence: OpenSequence) -> None:
         if self._fleet.submit(sequence):
             return
-        has_begun = sequence.has_begun or sequence.is_resumed
-        if len(self._awaiting_gang) >= MAX_AWAITING_GANG and not has_begun:
-            message = f"no gang is connected and {MAX_AWAITING_GANG} sequences wait for one; try again later"
+        num_waiting = len(self._awaiting_gang)
+        # The client of a sequence that had begun may come back for it many times: for these there is as much room again.
+        limit = (2 if sequence.limit.has_begun else 1) * MAX_AWAITING_GANG
+        if num_waiting >= limit and not sequence.has_begun:
+            message = f"no gang is connected and {num_waiting} sequences wait for one; try again later"
             sequence.refuse(SequenceError("overloaded", message, reason="no_gang"))
         else:
             sequence.outlast_waits()

@@ -73,7 +73,7 @@ class Fleet:
         return [connection for connection in self._connections.values() if connection.info is not None]
 
     def holds(self, sequence_key: str) -> bool:
-        """A connected gang keeps the sequence with this key, for any router that asks."""
+        """A connected gang keeps the sequence with this key for any router that asks, or computes it for this one."""
         return any(connection.known.holds(sequence_key) for connection in self.connected)
 
     def submit(self, sequence: OpenSequence) -> bool:

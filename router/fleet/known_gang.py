@@ -32,6 +32,7 @@ class KnownGang:
         ] = {}  # of sequences that were sent there, and that may not be computed yet
         self._orphans = set(orphans)
         self._open: Counter[str] = Counter()  # unfinished sequences of this router, by digest
+        self._open_keys: Counter[str] = Counter()  # of these sequences, those with a key
         self._num_unseen = self._num_unseen_tokens = 0  # sent, and not yet counted in `load`
         self._observed = ObservedCosts(config.belief)
 
@@ -50,11 +51,14 @@ class KnownGang:
             self.load = frame.load
             self._num_unseen = self._num_unseen_tokens = 0
 
-    def sent(self, request: RoutingRequest, page_keys: Sequence[int] = ()) -> None:
+    def sent(self, request: RoutingRequest, page_keys: Sequence[int] = (), sequence_key: str = "") -> None:
         """A sequence of this router is on its way there. Its adapter counts as coming until `ended`.
 
         `page_keys`: short keys of its full pages. They count as there too, for sequences that begin alike.
+        `sequence_key`: its own.
         """
+        if sequence_key:
+            self._open_keys[sequence_key] += 1
         self._num_unseen += 1
         self._num_unseen_tokens += request.num_tokens
         self._expected_pages.update(dict.fromkeys(key for key in page_keys if key not in self._pages))
@@ -63,8 +67,12 @@ class KnownGang:
         if request.digest is not None:
             self._open[request.digest] += 1
 
-    def ended(self, digest: str | None) -> None:
-        """A sequence with this adapter that was sent there has ended."""
+    def ended(self, digest: str | None, sequence_key: str = "") -> None:
+        """A sequence with this adapter and this key that was sent there has ended."""
+        if sequence_key:
+            self._open_keys[sequence_key] -= 1
+            if not self._open_keys[sequence_key]:
+                del self._open_keys[sequence_key]
         if digest is not None:
             self._open[digest] -= 1
             if not self._open[digest]:
@@ -84,8 +92,8 @@ class KnownGang:
         return num_pages
 
     def holds(self, sequence_key: str) -> bool:
-        """The gang keeps the sequence with this key, for any router that asks."""
-        return sequence_key in self._orphans
+        """The gang keeps the sequence with this key for any router that asks, or computes it for this one."""
+        return sequence_key in self._orphans or sequence_key in self._open_keys
 
     def view(self, key: str, digest: str | None, num_cached_tokens: int = 0, sequence_key: str = "") -> GangView:
         """The gang, called `key`, as a choice for one request sees it.
@@ -101,6 +109,6 @@ class KnownGang:
             num_sequences=now.num_running + now.num_waiting + self._num_unseen,
             costs=self._observed.costs,
             num_cached_tokens=num_cached_tokens,
-            has_sequence=sequence_key in self._orphans,
+            has_sequence=self.holds(sequence_key),
             num_waiting=max(0, now.num_waiting - now.num_waiting_for_adapters),
         )

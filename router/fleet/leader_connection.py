@@ -140,7 +140,7 @@ class LeaderConnection:
         sequence.move(None, self)
         self._sequences[sequence_id] = sequence
         self._ids[sequence] = sequence_id
-        self.known.sent(request, page_keys)
+        self.known.sent(request, page_keys, sequence.request.key)
         self._outbox.put(Submit(sequence.request_from_here(sequence_id)))
 
     def cancel(self, sequence: OpenSequence) -> None:
@@ -151,7 +151,7 @@ class LeaderConnection:
         """The sequence has ended."""
         del self._sequences[self._ids.pop(sequence)]
         adapter = sequence.request.adapter
-        self.known.ended(None if adapter is None else adapter.digest)
+        self.known.ended(None if adapter is None else adapter.digest, sequence.request.key)
         if self.retired and not self._sequences and self._task is not None:
             self._task.cancel()
 

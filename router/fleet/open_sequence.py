@@ -31,11 +31,11 @@ class OpenSequence:
     """
 
     def __init__(self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None) -> None:
-        """`is_resumed`: its client has had tokens of it, over another connection. `limit`: its time begins now."""
+        """`is_resumed`: a gang may hold it for another connection of its client. `limit`: its time begins now."""
         self.request = request
         self.is_resumed = is_resumed
         self.limit = limit or TimeLimit()
-        self.is_new = not (is_resumed or self.limit.has_begun)  # not yet sent to a gang, nor waiting for one
+        self.is_new = not self.limit.has_begun  # not yet sent to a gang, nor waiting for one
         self._wait_s: float | None = None  # how long it may wait at its gang; None: as long as it takes
         self._deadline: float | None = None  # by the event loop's clock
         self._alarm: asyncio.TimerHandle | None = None
@@ -81,7 +81,7 @@ class OpenSequence:
             self.request,
             sequence_id=sequence_id,
             generated_token_ids=[*self._token_ids],
-            has_begun=self.is_resumed or self.has_begun or self.limit.has_begun,
+            has_begun=self.has_begun or self.limit.has_begun,
             wait_s=self._wait_s,
             timeout_s=left_s,
         )

@@ -214,22 +214,26 @@ class Generation:
                 continue
             for number in range(request.n):
                 sampling = seeded(prompt.sampling, number)
+                has_delivered = self._num_seen[len(self._streams)] > 0
                 key = f"{request.key}/{len(self._streams)}" if request.key else ""
                 self._streams.append(
                     self._dispatcher.submit(
                         replace(sequence, sampling=sampling, key=key),
                         is_resumed=bool(request.num_seen),
-                        limit=self._limit(sampling),
+                        limit=self._limit(sampling, has_begun=has_delivered),
                     )
                 )
 
-    def _limit(self, sampling: SamplingParams) -> TimeLimit | None:
-        """The time that a sequence has left; None: it has no limit."""
+    def _limit(self, sampling: SamplingParams, *, has_begun: bool = False) -> TimeLimit | None:
+        """The time that a sequence has left; None: it has no limit, and is new.
+
+        `has_begun`: its client has had tokens of it.
+        """
         if self._deadline is None:
-            return None
+            return TimeLimit(has_begun=True) if has_begun else None
         may_end_at_once = not sampling.ignore_eos or bool(sampling.stop_token_ids) or bool(self.request.stop.strings)
         num_new_tokens = 1 if may_end_at_once else sampling.max_tokens or 1
-        return TimeLimit(max(0.0, self._deadline - time.perf_counter()), num_new_tokens)
+        return TimeLimit(max(0.0, self._deadline - time.perf_counter()), num_new_tokens, has_begun)
 
     async def _merged(self) -> AsyncIterator[tuple[int, SequenceUpdate]]:
         queue: asyncio.Queue[tuple[int, SequenceUpdate]] = asyncio.Queue()

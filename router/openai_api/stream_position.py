@@ -1,8 +1,9 @@
 """Positions in a stream of events: the ids of its events, and what a client that resumes the stream sends back.
 
-An id is `<response id>:<tokens of choice 0>.<tokens of choice 1>…`: the numbers of tokens that a client has had after
-this event. Events without a token have a suffix that makes their ids unique: `/2` is the second of several events
-before the first token (the last of them has no suffix), `/end` the event with the usage.
+An id is `<response id>:<tokens of choice 0>.<tokens of choice 1>…:<seal>`: the numbers of tokens that a client has had
+after this event, and the proof that this is so (`event_seal.py`). Events without a token have a suffix behind the
+numbers that makes their ids unique: `/2` is the second of several events before the first token (the last of them has no
+suffix), `/end` the event with the usage.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from .errors import ApiError, invalid_value
+from .event_seal import NUM_SEAL_CHARS, EventSealer, is_sealed
 from .response_id import ResponseId, parse_response_id
 
 LAST_EVENT_ID: Final = "Last-Event-ID"
 AT_USAGE: Final = "end"
 _MAX_CHARS: Final = 2048  # longer than the id for 128 choices of millions of tokens
-_POSITION: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})*)(?:/([0-9]{1,3}|end))?", re.ASCII)
+_POSITION: Final = re.compile(
+    rf"(([0-9]{{1,9}}(?:\.[0-9]{{1,9}})*)(?:/([0-9]{{1,3}}|end))?):([A-Za-z0-9_-]{{{NUM_SEAL_CHARS}}})", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -31,22 +35,38 @@ class StreamPosition:
     has_usage: bool = False
 
 
-def event_id(response_id: str, num_tokens: Sequence[int], suffix: str | int = "") -> bytes:
-    """The line of an event that tells the position after it."""
-    tail = f"/{suffix}" if suffix != "" else ""
-    return f"id: {response_id}:{_dotted(num_tokens)}{tail}\n".encode()
+class EventIds:
+    """The ids of one answer's events."""
+
+    def __init__(self, response_id: str, tenant: str, key: bytes) -> None:
+        """`key`: the newest that routers share."""
+        self._head = f"id: {response_id}:".encode()
+        self._sealer = EventSealer(key, tenant, response_id)
+
+    def line(self, num_tokens: Sequence[int], suffix: str | int = "") -> bytes:
+        """The line of an event that tells the position after it."""
+        tail = f"/{suffix}" if suffix != "" else ""
+        position = f"{_dotted(num_tokens)}{tail}".encode()
+        return b"%b%b:%b\n" % (self._head, position, self._sealer.seal(position))
 
 
-def parse_position(text: str) -> StreamPosition:
-    """The position in a `Last-Event-ID`. Raises a 400 for text that is no id of an event of motet."""
+def parse_position(text: str, tenant: str, keys: Sequence[bytes]) -> StreamPosition:
+    """The position in a `Last-Event-ID`. Raises a 400 for text that is no id of an event of this motet for the tenant.
+
+    `keys`: with which its routers have sealed ids.
+    """
     id_text, _, rest = text.partition(":")
     response_id = parse_response_id(id_text)
     match = _POSITION.fullmatch(rest) if len(text) <= _MAX_CHARS else None
     if response_id is None or match is None:
         shown = text if len(text) <= 80 else f"{text[:80]}…"
         raise wrong_position(f"{shown!r} is not the id of an event of these streams.")
-    counts = tuple(map(int, match[1].split(".")))
-    suffix = match[2]
+    position, dotted, suffix, seal = match.groups()
+    if not is_sealed(seal, keys, tenant, id_text, position):
+        raise wrong_position(
+            "it was not sent to this tenant by this motet, or not in this form. Send the request anew, without this header."
+        )
+    counts = tuple(map(int, dotted.split(".")))
     if suffix is None or suffix == AT_USAGE:
         return StreamPosition(response_id, counts, has_usage=suffix is not None)
     if any(counts):

@@ -23,6 +23,7 @@ from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.upload import UploadService
 from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.leader_connection import FaultKind
+from motet.router.openai_api.event_seal import EventSealer
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
 from motet.tests.rigs.engine_loads import engine_load
@@ -92,6 +93,18 @@ def events_of(body: bytes) -> list[Event]:
         fields = dict(line.split(": ", 1) for line in block.decode().split("\n"))
         events.append(Event(fields.get("id", ""), fields["data"]))
     return events
+
+
+def counts_of(event_id: str) -> str:
+    """What an event's id tells of the position in its stream."""
+    return event_id.split(":")[1]
+
+
+def sealed(answer: str, counts: str, tenant: str = "acme") -> str:
+    """The id that a router gives an event at this position; it may be one that no stream comes to."""
+    head = answer.partition(":")[0]
+    seal = EventSealer(FakeView.stream_keys[0], tenant, head).seal(counts.encode())
+    return f"{head}:{counts}:{seal.decode()}"
 
 
 def chunks_of(response: httpx.Response) -> list[Any]:
@@ -242,6 +255,8 @@ class FakeRegistry:
 
 
 class FakeView(FakeRegistry):
+    stream_keys: tuple[bytes, ...] = (b"all routers of a test share it",)
+
     def list(self, tenant: str) -> list[AdapterVersion]:
         return self.of(tenant)
 

@@ -12,7 +12,18 @@ import httpx
 import pytest
 
 from motet.router.text.text import TextService
-from motet.tests.rigs.router_rig import BASE, EOS, Event, RouterRig, events_of, logprobs_of, text_service
+from motet.tests.rigs.router_rig import (
+    BASE,
+    EOS,
+    Event,
+    FakeView,
+    RouterRig,
+    counts_of,
+    events_of,
+    logprobs_of,
+    sealed,
+    text_service,
+)
 from motet.workers.wire.messages import SequenceRequest, SequenceUpdate
 
 ANSWER = "the quick 你猫 brown fox jumps 🎉 over"
@@ -152,7 +163,7 @@ async def test_what_was_had_is_not_counted_twice(rig: RouterRig) -> None:
     async with rig.client() as client:
         metrics = (await client.get("/metrics")).text
     num_tokens = len(rig.ids(ANSWER)) + 1
-    num_had = int(whole[3].id.rpartition(":")[2])
+    num_had = int(counts_of(whole[3].id))
     assert f"motet_completion_tokens_total {2 * num_tokens - num_had}.0" in metrics
     assert "motet_resumed_streams_total 1.0" in metrics
 
@@ -169,13 +180,14 @@ async def test_what_no_stream_can_have_told(rig: RouterRig) -> None:
         (f"{answer}:1.", "not the id of an event"),
         (f"{answer}:1/", "not the id of an event"),
         (f"{answer}:\u0663", "not the id of an event"),
-        (f"{answer[:-1]}:1", "not the id of an event"),
-        (f"x{answer}:1", "another request"),
-        (f"{answer}:{'1.' * 5000}1", "not the id of an event"),
-        (f"{answer}:1/1", "before the first token only"),
-        (f"{answer}:1.1", "tells of 2 choices, and the request has 1"),
-        (f"{answer}:8", "8 tokens of choice 0, which has at most 7"),
-        (f"{answer}:3/end", "the answer goes on"),
+        (f"{answer}:1", "not the id of an event"),  # without a seal, as of a motet that sent none
+        (sealed(answer[:-1], "1"), "not the id of an event"),
+        (sealed(f"x{answer}", "1"), "another request"),
+        (sealed(answer, f"{'1.' * 5000}1"), "not the id of an event"),
+        (sealed(answer, "1/1"), "before the first token only"),
+        (sealed(answer, "1.1"), "tells of 2 choices, and the request has 1"),
+        (sealed(answer, "8"), "8 tokens of choice 0, which has at most 7"),
+        (sealed(answer, "3/end"), "the answer goes on"),
     ):
         refused = await post(rig, path, body, told.encode())  # type: ignore[arg-type]
         assert refused.status_code == 400, told
@@ -187,8 +199,9 @@ async def test_what_no_stream_can_have_told(rig: RouterRig) -> None:
 async def test_more_than_the_sequence_came_to(rig: RouterRig) -> None:
     for body in ({"max_tokens": 60}, {"max_tokens": 60, "stop": "fox"}):
         whole = events_of((await post(rig, COMPLETION, {"prompt": "hello", **body})).content)
-        answer, _, count = whole[-2].id.partition(":")
-        refused = await post(rig, COMPLETION, {"prompt": "hello", **body}, f"{answer}:{int(count) + 1}")
+        count = counts_of(whole[-2].id)
+        more = sealed(whole[-2].id, str(int(count) + 1))
+        refused = await post(rig, COMPLETION, {"prompt": "hello", **body}, more)
         assert refused.status_code == 400
         assert f"choice 0 ends after {count} tokens" in refused.json()["error"]["message"]
 
@@ -233,3 +246,45 @@ async def test_ids_are_not_to_be_guessed(rig: RouterRig) -> None:
     ids = [events_of((await post(rig, path, body)).content)[0].chunk["id"] for _ in range(3)]
     tails = {one[-21:] for one in ids}  # 126 of the 128 random bits
     assert len(tails) == 3
+
+
+async def test_what_is_not_sealed_is_refused(rig: RouterRig) -> None:
+    """A client that could change an id would have any number of sequences served before everybody's."""
+    path, body = SHAPES["several"]
+    whole = events_of((await post(rig, path, body)).content)
+    genuine = whole[-3].id
+    answer, counts, seal = genuine.split(":")
+    forged = [
+        f"{answer[:-1]}{'A' if answer[-1] != 'A' else 'B'}:{counts}:{seal}",  # another nonce
+        f"{answer}:{counts.replace('.', '.1', 1)}:{seal}",
+        f"{answer}:{counts}:{'A' * len(seal)}",
+        f"{answer}:{counts}/end:{seal}",
+        sealed(answer, counts, tenant="zenith"),
+    ]
+    num_submitted = len(rig.dispatcher.submitted)
+    for told in forged:
+        refused = await post(rig, path, body, told)
+        assert refused.status_code == 400, told
+        assert "not sent to this tenant" in refused.json()["error"]["message"]
+    assert len(rig.dispatcher.submitted) == num_submitted
+    assert (await post(rig, path, body, genuine)).status_code == 200
+
+
+async def test_ids_from_before_redis_lost_its_data(rig: RouterRig) -> None:
+    path, body = SHAPES["completion"]
+    whole = events_of((await post(rig, path, body)).content)
+    rig.registry.stream_keys = (b"another", *FakeView.stream_keys)
+    assert (await post(rig, path, body, whole[1].id)).status_code == 200
+    rig.registry.stream_keys = (b"another",)
+    assert (await post(rig, path, body, whole[1].id)).status_code == 400
+
+
+async def test_only_what_has_delivered_tokens_is_not_new(rig: RouterRig) -> None:
+    path, body = SHAPES["several"]
+    whole = events_of((await post(rig, path, body)).content)
+    await post(rig, path, body, sealed(whole[0].id, "0.2.0.1"))
+    limits = rig.dispatcher.limits[-4:]
+    assert [limit is not None and limit.has_begun for limit in limits] == [False, True, False, True]
+    assert rig.dispatcher.resumed[-4:] == [True] * 4  # a gang may hold any of them
+    await post(rig, path, {**body, "timeout": 9}, sealed(whole[0].id, "0.0.0.0"))
+    assert all(limit is not None and not limit.has_begun for limit in rig.dispatcher.limits[-4:])

@@ -28,18 +28,18 @@ class QueueLimit:
         """For how long the oldest sequence has waited; 0: none waits."""
         return now - next(iter(self._waiting.values()))[0] if self._waiting else 0.0
 
-    def refusal(self, num_tokens: int, now: float) -> SequenceError | None:
-        """Why a sequence of so many tokens may not wait here; None: it may.
+    def refusal(self, num_tokens: int, now: float, times: int = 1) -> SequenceError | None:
+        """Why a sequence of so many tokens may not wait here; None: it may. `times`: the bounds are so many times as high.
 
         The error says to come back after as long as the oldest sequence has waited so far: as long as this one would.
         """
         config, num_waiting = self._config, len(self._waiting)
-        if num_waiting >= config.max_waiting_sequences:
+        if num_waiting >= times * config.max_waiting_sequences:
             problem = f"{num_waiting} sequences wait for their first token, and no more may"
-        elif num_waiting and self._num_tokens + num_tokens > config.max_waiting_tokens:
+        elif num_waiting and self._num_tokens + num_tokens > times * config.max_waiting_tokens:
             problem = (
                 f"sequences of {self._num_tokens} tokens wait for their first token: {num_tokens} more would be over "
-                f"{config.max_waiting_tokens}"
+                f"{times * config.max_waiting_tokens}"
             )
         else:
             return None

@@ -76,8 +76,9 @@ class RoutedSequences:
         stream.refresh()  # a router that hears no more of this gang must know what had reached it
         if request.key and self._attach(stream, request):
             return
-        if not (request.has_begun or request.generated_token_ids):
-            refusal = self._queue_limit.refusal(len(request.prompt_token_ids), _now())
+        if not request.generated_token_ids and (request.key or not request.has_begun):
+            times = 2 if request.has_begun else 1
+            refusal = self._queue_limit.refusal(len(request.prompt_token_ids), _now(), times)
             if refusal is not None:
                 stream.tell(SequenceUpdate(sequence_id, error=refusal))
                 return

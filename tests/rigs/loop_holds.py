@@ -1,0 +1,40 @@
+"""How long callbacks hold an event loop, in CPU time of its thread: a busy machine does not count."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class LoopHolds:
+    """The longest that one callback took, and what it was. A step of a task is a callback."""
+
+    longest_s: float = 0.0
+    what: str = ""
+    all_s: list[float] = field(default_factory=list)  # those over a millisecond
+
+
+@contextmanager
+def measured_holds() -> Iterator[LoopHolds]:
+    """Measures every callback of asyncio's own loop, on the thread that this is called on, until the block ends."""
+    holds = LoopHolds()
+    plain_run = asyncio.events.Handle._run
+
+    def run(handle: asyncio.Handle) -> None:
+        began_at = time.thread_time()
+        plain_run(handle)
+        held_s = time.thread_time() - began_at
+        if held_s > 0.001:
+            holds.all_s.append(held_s)
+        if held_s > holds.longest_s:
+            holds.longest_s, holds.what = held_s, repr(handle)[:600]
+
+    asyncio.events.Handle._run = run  # type: ignore[method-assign]
+    try:
+        yield holds
+    finally:
+        asyncio.events.Handle._run = plain_run  # type: ignore[method-assign]
