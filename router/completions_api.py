@@ -21,6 +21,7 @@ from .bodies.body_reader import BodyReader
 from .config import RouterConfig
 from .fleet.dispatch import Dispatcher
 from .generation.generation import Generation, GenerationRequest, Prompt
+from .loop_share import LoopShare
 from .metrics import Metrics
 from .openai_api.errors import invalid_value, unsupported
 from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
@@ -86,7 +87,7 @@ class CompletionsApi:
         generation = self._generation(request, prompts, tenant, adapter)
         if request.best_of is not None and request.best_of > n:
             generation = with_best_of(generation, request.best_of)
-        head = self._head("cmpl-", request, generation, position)
+        head = await self._head("cmpl-", request, generation, position)
         shape = CompletionAnswer(
             head,
             self._text.token_bytes,
@@ -115,7 +116,7 @@ class CompletionsApi:
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
         prompt = self._prompt(request, token_ids, "messages", max_tokens, num_logprobs)
         generation = self._generation(request, [prompt], tenant, adapter)
-        head = self._head("chatcmpl-", request, generation, position)
+        head = await self._head("chatcmpl-", request, generation, position)
         shape = ChatAnswer(
             head,
             self._text.token_bytes,
@@ -189,19 +190,23 @@ class CompletionsApi:
             timeout_s=request.timeout,
         )
 
-    def _head(
+    async def _head(
         self, prefix: str, request: GenerationFields, generation: GenerationRequest, position: StreamPosition | None
     ) -> AnswerHead:
         """The head of a new answer, or of the answer whose stream the client resumes.
 
         Raises a 400 if the resumed stream belongs to another request.
         """
+        share, prompts = LoopShare(), []
+        for prompt in generation.prompts:
+            prompts.append(fingerprint_of(prompt))
+            await share.pause()
         asked = fingerprint_of(
             generation.tenant,
             None if generation.adapter is None else generation.adapter.digest,
-            generation.prompts,
+            prompts,
             generation.n,
-            generation.stop,
+            generation.stop.strings,
             generation.keep_token_ids,
         )
         if position is None:

@@ -16,16 +16,15 @@ from typing import Final
 
 import msgspec
 from msgspec import UNSET
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..generation.choice import Delta
 from ..generation.generation import Generation, SequenceFailedError
+from ..loop_share import LoopShare
 from ..metrics import Metrics
 from ..openai_api.answer_schema import ChunkUsage
 from ..openai_api.errors import ApiError, from_sequence_error, internal_error
 from ..openai_api.stream_position import AT_USAGE, EventIds, StreamPosition, wrong_position
-from .answer_shape import AnswerShape, joined
+from .answer_shape import AnswerShape
 
 CLIENT_CLOSED_REQUEST: Final = 499  # only for the metrics: the client is not there to receive it
 
@@ -34,6 +33,8 @@ _HEADERS: Final = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # otherwise proxies hold streams back
 ]
+_NO_CHOICES: Final = b'"choices":[]'
+_PIECE_BYTES: Final = 256 << 10
 _encode: Final = msgspec.json.Encoder().encode
 _log = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class GenerationResponse:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if self._stream is None:
-                await self._send_whole(scope, receive, send)
+                await self._send_whole(send)
             else:
                 await self._send_events(send, self._stream)
             return
@@ -98,17 +99,22 @@ class GenerationResponse:
             error = internal_error()
         await self._send_error(error, scope, receive, send)
 
-    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generation = self._generation
-        deltas: list[list[Delta]] = [[] for _ in generation.choices]
+    async def _send_whole(self, send: Send) -> None:
+        generation, shape = self._generation, self._shape
+        wholes = [shape.gathering() for _ in generation.choices]
         async with aclosing(generation.deltas()) as arriving:
             async for index, delta in arriving:
-                deltas[index].append(delta)
-        answer = self._shape.whole([joined(deltas[index]) for index in generation.answers()], generation.usage())
-        response = Response(_encode(answer), media_type="application/json")
-        self.status_code = response.status_code
+                wholes[index].add(delta)
+        share = LoopShare()
+        pieces: list[bytes] = []
+        for place, index in enumerate(generation.answers()):
+            pieces += [b",", _encode(shape.choice(place, wholes[index]))]
+            await share.pause()
+        # Nothing but the answer's own list can read so: in a text its quotes have backslashes before them.
+        before, after = _encode(shape.without_choices(generation.usage())).split(_NO_CHOICES, 1)
+        self.status_code = 200
         self._has_started = True
-        await response(scope, receive, send)
+        await _send_document(send, [before + b'"choices":[', *pieces[1:], b"]" + after], share)
 
     async def _send_events(self, send: Send, style: StreamStyle) -> None:
         generation, shape = self._generation, self._shape
@@ -137,14 +143,17 @@ class GenerationResponse:
         none_yet = [0] * len(self._generation.choices)
         chunks = self._shape.opening(usage)
         suffixes = [*range(1, len(chunks)), ""]  # the last event needs no suffix: only tokens follow it
-        events = [
-            style.event_ids.line(none_yet, suffix) + _event(chunk)
-            for suffix, chunk in zip(suffixes, chunks, strict=False)
-        ]
-        if style.position is None:
-            return b"".join(events)
-        num_had = style.position.num_openings
-        return b"" if num_had is None else b"".join(events[num_had:])
+        num_had = 0 if style.position is None else style.position.num_openings
+        if num_had is None:
+            return b""
+        share, opening = LoopShare(), b""
+        for suffix, chunk in [*zip(suffixes, chunks, strict=False)][num_had:]:
+            opening += style.event_ids.line(none_yet, suffix) + _event(chunk)
+            if len(opening) >= _PIECE_BYTES:
+                await _send_body(send, opening)
+                opening = b""
+            await share.pause()
+        return opening
 
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the error as the answer, or as the last event of a stream that has begun.
@@ -171,6 +180,23 @@ def _event(chunk: msgspec.Struct) -> bytes:
 
 async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def _send_document(send: Send, pieces: list[bytes], share: LoopShare) -> None:
+    """Sends JSON, which may be long, piece by piece."""
+    headers = [
+        (b"content-length", str(sum(map(len, pieces))).encode()),
+        (b"content-type", b"application/json"),
+    ]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    body = bytearray()
+    for piece in pieces:
+        body += piece
+        if len(body) >= _PIECE_BYTES:
+            await _send_body(send, bytes(body))
+            body.clear()
+            await share.pause()
+    await _send_body(send, bytes(body), more=False)
 
 
 async def _client_gone(receive: Receive) -> None:

@@ -12,7 +12,7 @@ from ...workers.wire.messages import Cancel, Submit
 from ...workers.wire.stream_options import MAX_MESSAGE_BYTES
 
 MAX_REQUEST_BYTES = 32 << 20  # encoded; a longer one would break the stream that all others share
-FULL_MESSAGE_BYTES = 4 << 20  # a message that has grown to this size takes no more requests
+FULL_MESSAGE_BYTES = 1 << 20  # a message that has grown to this size takes no more: to encode it holds the loop
 assert FULL_MESSAGE_BYTES + MAX_REQUEST_BYTES < MAX_MESSAGE_BYTES
 
 

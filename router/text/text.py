@@ -78,7 +78,9 @@ class TextService:
         """A number of tokens that the text has at least, told without tokenizing it. 0 where nothing can be told."""
         if self._max_bytes_per_token is None:
             return 0
-        return -(-len(text.encode("utf-8", "surrogatepass")) // self._max_bytes_per_token)
+        is_short = len(text) <= MAX_CHARS_ON_LOOP
+        num_bytes = len(text.encode("utf-8", "surrogatepass")) if is_short else len(text)  # at least
+        return -(-num_bytes // self._max_bytes_per_token)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text; off the event loop when it is long."""
