@@ -53,7 +53,7 @@ class CompletionsApi:
         metrics: Metrics,
     ) -> None:
         self._config = config
-        self._bodies = BodyReader(config.max_held_body_bytes)
+        self._bodies = BodyReader(config.max_held_body_bytes, metrics)
         self._base = base
         self._dispatcher = dispatcher
         self._view = view

@@ -31,9 +31,13 @@ def create_app(
     view: RegistryView,  # must be started
     uploads: UploadService,
     text: TextService,
+    metrics: Metrics | None = None,
 ) -> FastAPI:
-    """The app. The caller starts and stops the collaborators that it passes in."""
-    metrics = Metrics()
+    """The app. The caller starts and stops the collaborators that it passes in.
+
+    `metrics`: where somebody else writes into them too.
+    """
+    metrics = metrics or Metrics()
     base = BaseModel(config.model_name, dispatcher, view, scales_from_zero=config.scales_from_zero)
     readiness = Readiness(config, dispatcher, metrics)
     operations = OperationsApi(base, dispatcher, view, metrics, readiness)

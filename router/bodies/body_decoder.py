@@ -6,6 +6,7 @@ import asyncio
 import logging
 import subprocess
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
@@ -27,12 +28,13 @@ R = TypeVar("R", bound=GenerationFields)
 
 
 class BodyDecoder:
-    """Starts its processes when they are needed first. Belongs to one event loop."""
+    """Starts its processes when they are needed first; they end with it. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="bodies")
         self._places = asyncio.Semaphore(NUM_PROCESSES)
         self._idle: list[subprocess.Popen[bytes]] = []
+        weakref.finalize(self, _end_all, self._idle)
 
     async def decode(self, body: bytearray, kind: type[R], context: int | None) -> R:
         """The request in the body, checked for its extent. Raises ApiError for one that does not fit the schema.
@@ -41,7 +43,7 @@ class BodyDecoder:
         """
         loop = asyncio.get_running_loop()
         async with self._places:
-            process = self._idle.pop() if self._idle else await loop.run_in_executor(self._threads, _started)
+            process = self._taken() or await loop.run_in_executor(self._threads, _started)
             is_last = True  # also if the request is cancelled: the process is busy with what nobody waits for
             try:
                 async with asyncio.timeout(DEADLINE_S):
@@ -59,11 +61,14 @@ class BodyDecoder:
             raise ApiError(request.status_code, request.message, param=request.param, code=request.code)
         return request
 
-    def close(self) -> None:
-        for process in self._idle:
+    def _taken(self) -> subprocess.Popen[bytes] | None:
+        """A process that waits for work; None: none does."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.poll() is None:
+                return process
             _end(process)
-        self._idle.clear()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        return None
 
 
 def _started() -> subprocess.Popen[bytes]:
@@ -86,6 +91,11 @@ def _decoded(
         return msgspec.msgpack.decode(head, type=Refusal), told == LAST
     values, *pieces = rest
     return unpacked(PackedRequest(head, values, pieces), kind), told == LAST
+
+
+def _end_all(processes: list[subprocess.Popen[bytes]]) -> None:
+    while processes:
+        _end(processes.pop())
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from ..openai_api.errors import invalid_value
-from ..openai_api.request_schema import ChatMessage, ChatRequest, GenerationFields
+from ..openai_api.request_schema import ChatMessage, ChatRequest, CompletionRequest, GenerationFields
 from ..openai_api.unsupported_fields import refuse_unsupported
 
 # A token of text is about 4 bytes; 12 where JSON escapes each character, as Python's `json` does. Long tokens (runs of
@@ -15,7 +15,7 @@ from ..openai_api.unsupported_fields import refuse_unsupported
 BYTES_PER_TOKEN: Final = 32
 FIXED_BYTES: Final = 256 << 10  # beside the prompts
 MOST_BYTES: Final = 16 << 20  # unless the operator says otherwise
-MAX_MESSAGES: Final = 8192  # of a chat, and parts of all of them together: a template takes time for each
+MAX_MESSAGES: Final = 8192  # of a chat, parts of all of them together, and prompts
 MAX_NAME_CHARS: Final = 1024  # of names and ids
 MAX_FREE_BYTES: Final = 128 << 10  # of what is passed on to the chat template as it came, as JSON
 
@@ -33,9 +33,16 @@ def max_body_bytes(context: int | None, num_prompts: int, given: int | None) -> 
 
 
 def check_extent(request: GenerationFields, context: int | None) -> None:
-    """Raises a 400 for a chat of more messages than the context can hold, or than a template should have to render."""
+    """Raises a 400 for more prompts, or for a chat of more messages, than anybody can mean.
+
+    A message takes a token of the context at least, and its template some time.
+    """
     if len(request.model) > MAX_NAME_CHARS:
         raise invalid_value("model", f"it has {len(request.model)} characters: at most {MAX_NAME_CHARS} are accepted.")
+    if isinstance(request, CompletionRequest):
+        prompt = request.prompt
+        if not isinstance(prompt, str) and len(prompt) > MAX_MESSAGES and not isinstance(prompt[0], int):
+            raise invalid_value("prompt", f"there are {len(prompt)} of them: at most {MAX_MESSAGES} are accepted.")
     if not isinstance(request, ChatRequest):
         return
     most = MAX_MESSAGES if context is None else min(MAX_MESSAGES, context)

@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from ..metrics import Metrics
 from ..openai_api.errors import ApiError
 from ..openai_api.json_body import decode
 from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
@@ -32,8 +33,9 @@ R = TypeVar("R", bound=GenerationFields)
 class BodyReader:
     """Belongs to one event loop. Its budget is for the bytes of bodies, until they are decoded."""
 
-    def __init__(self, max_held_bytes: int, pace: ArrivalPace = PACE) -> None:
+    def __init__(self, max_held_bytes: int, metrics: Metrics, pace: ArrivalPace = PACE) -> None:
         self.budget = BodyBudget(max_held_bytes)
+        self._metrics = metrics
         self._pace = pace
         self._decoder = BodyDecoder()
         self._turns = Turns(1)
@@ -42,9 +44,6 @@ class BodyReader:
         }
         self._num_untrimmed = 0  # bytes of large bodies that have gone
         self._trimming: asyncio.Future[None] | None = None
-
-    def close(self) -> None:
-        self._decoder.close()
 
     @asynccontextmanager
     async def open(
@@ -83,6 +82,7 @@ class BodyReader:
                     if body.num_bytes + len(chunk) > max_bytes:
                         raise _too_large(max_bytes)
                     self.budget.take(body.tenant, len(chunk))
+                    self._metrics.num_held_body_bytes = self.budget.num_held
                     body.num_bytes += len(chunk)
                     body.data += chunk
                     limit.reschedule(began_at + pace.latest_s(body.num_bytes))
@@ -96,6 +96,7 @@ class BodyReader:
         if not num_bytes:
             return
         self.budget.give_back(body.tenant, num_bytes)
+        self._metrics.num_held_body_bytes = self.budget.num_held
         if num_bytes > MAX_BYTES_ON_LOOP:
             self._num_untrimmed += num_bytes
         if self._num_untrimmed >= TRIM_BYTES and (self._trimming is None or self._trimming.done()):

@@ -17,7 +17,8 @@ from ..openai_api.request_schema import ChatMessage, ChatRequest, CompletionRequ
 
 PIECE_CHARS: Final = 128 << 10
 PIECE_IDS: Final = 64 << 10
-_ID: Final = "q"  # 64 bits, as JSON's integers have here
+_ID: Final = "q"
+_MOST_ID: Final = 2**63 - 1
 
 R = TypeVar("R", bound=GenerationFields)
 Kind = Literal["text", "ids"]
@@ -30,7 +31,7 @@ class PackedRequest(NamedTuple):
 
 
 def packed(request: GenerationFields) -> PackedRequest:
-    """Raises a 400 for a prompt that mixes texts and token ids, or has an id of more than 63 bits."""
+    """Raises a 400 for a prompt that mixes texts and token ids."""
     if isinstance(request, ChatRequest):
         found: list[str | list[int]] = [text for message in request.messages for text in _texts_of(message)]
         bare = [_with_texts(message, iter([""] * len(_texts_of(message)))) for message in request.messages]
@@ -100,6 +101,10 @@ def _text_pieces(text: str) -> list[bytes]:
 
 
 def _id_pieces(token_ids: list[int]) -> list[bytes]:
+    try:
+        array(_ID, token_ids)
+    except OverflowError:  # no vocabulary has such ids, which is said when they are looked at
+        token_ids = [max(min(token_id, _MOST_ID), -_MOST_ID) for token_id in token_ids]
     starts = range(0, len(token_ids), PIECE_IDS)
     return [array(_ID, token_ids[start : start + PIECE_IDS]).tobytes() for start in starts]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import cast
 
 from ...workers.wire.messages import GangInfo
+from ..loop_share import LoopShare
 from ..openai_api.errors import invalid_value
 from ..openai_api.prompt_field import same_kind
 from ..openai_api.request_schema import CompletionRequest
-from ..loop_share import LoopShare
 from ..text.text import TextService
 from .model_limits import check_length, check_text, check_token_ids
 

@@ -23,7 +23,7 @@ class StopStrings:
 
 
 class StopAutomaton:
-    """States are numbers, 0 is the first. A state stands for the longest beginning of a string that the text ends with."""
+    """States are numbers, 0 the first. A state stands for the longest beginning of a string that the text ends with."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         """Takes time linear in the strings' lengths together."""

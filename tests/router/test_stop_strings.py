@@ -23,9 +23,7 @@ def naive_held(text: str, strings: tuple[str, ...]) -> int:
 def test_it_finds_what_a_search_of_the_whole_text_finds(seed: int) -> None:
     rng = random.Random(seed)
     letters = "ab" if seed % 2 else "abc\u00e9\U0001f600"
-    strings = tuple(
-        "".join(rng.choices(letters, k=rng.randrange(1, 2 + seed % 9))) for _ in range(rng.randrange(1, 6))
-    )
+    strings = tuple("".join(rng.choices(letters, k=rng.randrange(1, 2 + seed % 9))) for _ in range(rng.randrange(1, 6)))
     matcher, text = StopMatcher(StopStrings(strings).automaton), ""
     for _ in range(60):
         piece = "".join(rng.choices(letters, k=rng.randrange(4)))
