@@ -19,6 +19,9 @@ class RouterConfig:
     max_body_bytes: int | None  # of a JSON request; None: what the context can hold (bodies/body_limits.py)
     max_held_body_bytes: int  # of JSON requests, of all tenants together, until they are decoded
     max_open_uploads: int  # that arrive at once; more wait their turn unread
+    max_tenant_uploads: int  # of these, of one tenant
+    upload_bytes_per_s: float  # an upload that comes more slowly on average is given up
+    upload_deadline_s: float  # as is one that has not come by then
     upload_idle_s: float  # an upload from which nothing arrives for so long gives up its turn
     min_free_bytes: int  # of disk that uploads leave to the registry and the logs
     max_sequences_per_request: int  # prompts times n
