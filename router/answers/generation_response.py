@@ -1,7 +1,7 @@
 """The HTTP response of a generation: one JSON document, or server-sent events.
 
 It is an ASGI response of its own, because every token passes here: one event of a step goes straight to the server. The
-status is sent with the first token, so that an early failure gets its own status. When the client disconnects, the
+status is sent with the first token, or after a second: an early failure gets its own status. When the client disconnects, the
 sequences are cancelled. Each event has an id that tells the position in the stream; a client that reconnects with such
 an id gets the events that follow it.
 """
@@ -33,6 +33,11 @@ _HEADERS: Final = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # otherwise proxies hold streams back
 ]
+# A refusal that is known at once gets its own status. What takes longer has been admitted, or waits for a gang: its
+# client, and proxies on the way, must see that somebody is there.
+HEADERS_AFTER_S: Final = 1.0
+HEARTBEAT_S: Final = 15.0  # proxies cut streams that are silent for a minute
+_HEARTBEAT: Final = b": waiting\n\n"  # a comment, which readers of events skip
 _NO_CHOICES: Final = b'"choices":[]'
 _PIECE_BYTES: Final = 256 << 10
 _encode: Final = msgspec.json.Encoder().encode
@@ -61,14 +66,25 @@ class GenerationResponse:
         self._shape = shape
         self._stream = stream
         self._metrics = metrics
-        self._has_started = False
+        self._has_started = False  # the headers are out
+        self._has_opened = False  # the events before the first token are out
+        self._is_ending = False  # the last of the body is on its way
+        self._starting = asyncio.Lock()
+        self._num_sent = 0  # events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = asyncio.create_task(self._answer(scope, receive, send))
         gone = asyncio.create_task(_client_gone(receive))
         self._metrics.num_open_generations += 1
         try:
-            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            silence_s, num_sent = None if self._stream is None else HEADERS_AFTER_S, 0
+            while not (
+                await asyncio.wait((answer, gone), timeout=silence_s, return_when=asyncio.FIRST_COMPLETED)
+            )[0]:
+                if self._num_sent == num_sent and not self._is_ending:
+                    await self._start(send)
+                    await _send_body(send, _HEARTBEAT)
+                silence_s, num_sent = HEARTBEAT_S, self._num_sent
         finally:
             self._metrics.num_open_generations -= 1
             self._generation.cancel()
@@ -120,26 +136,27 @@ class GenerationResponse:
         generation, shape = self._generation, self._shape
         async with aclosing(generation.deltas()) as arriving:
             async for index, delta in arriving:
-                if not self._has_started and style.position is not None and style.position.has_usage:
+                if not self._has_opened and style.position is not None and style.position.has_usage:
                     raise wrong_position("it tells of the answer's end, and the answer goes on.")
                 usage = self._chunk_usage(style)
-                opening = b"" if self._has_started else await self._start_events(send, usage, style)
+                opening = b"" if self._has_opened else await self._start_events(send, usage, style)
+                self._num_sent += 1
                 if not delta.is_empty:
                     line = style.event_ids.line(generation.num_tokens)
                     await _send_body(send, opening + line + _event(shape.chunk(index, delta, usage)))
                 elif opening:
                     await _send_body(send, opening)
-        ending = b"" if self._has_started else await self._start_events(send, self._chunk_usage(style), style)
+        ending = b"" if self._has_opened else await self._start_events(send, self._chunk_usage(style), style)
         if style.include_usage and not (style.position is not None and style.position.has_usage):
             ending += style.event_ids.line(generation.num_tokens, AT_USAGE)
             ending += _event(shape.closing(generation.usage()))
+        self._is_ending = True
         await _send_body(send, ending + b"data: [DONE]\n\n", more=False)
 
     async def _start_events(self, send: Send, usage: ChunkUsage, style: StreamStyle) -> bytes:
         """Sends the headers. Returns the events before the first token, without those that the client has had."""
-        self.status_code = 200
-        self._has_started = True
-        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await self._start(send)
+        self._has_opened = True
         none_yet = [0] * len(self._generation.choices)
         chunks = self._shape.opening(usage)
         suffixes = [*range(1, len(chunks)), ""]  # the last event needs no suffix: only tokens follow it
@@ -155,11 +172,20 @@ class GenerationResponse:
             await share.pause()
         return opening
 
+    async def _start(self, send: Send) -> None:
+        """Sends the headers of a stream, unless they are out."""
+        async with self._starting:
+            if not self._has_started:
+                self.status_code = 200
+                self._has_started = True
+                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the error as the answer, or as the last event of a stream that has begun.
 
         No [DONE] follows, so that no client takes such a stream for complete.
         """
+        self._is_ending = True
         if self._has_started:
             self._metrics.num_broken_streams += 1
             await _send_body(send, b"data: " + error.body() + b"\n\n", more=False)
