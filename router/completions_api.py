@@ -75,7 +75,7 @@ class CompletionsApi:
             self._check_num_sequences(count_prompts(request), request, "prompt")
             await self._base.wait_for_first_gang()
             token_lists = await completion_prompts(request, self._text, self._base.gang())
-            echoes = await self._text.decode_all(token_lists) if request.echo else [""] * len(token_lists)
+            echoes = await self._text.echoes(token_lists) if request.echo else [""] * len(token_lists)
         context = self._base.gang().max_model_len
         prompts = [
             self._prompt(
@@ -188,6 +188,7 @@ class CompletionsApi:
             beams=beam_rules(request, prompts, self._base.gang()),
             cache_salt=request.cache_salt or "",
             timeout_s=request.timeout,
+            is_echoed=isinstance(request, CompletionRequest) and bool(request.echo),
         )
 
     async def _head(

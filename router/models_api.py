@@ -11,8 +11,9 @@ from starlette.responses import Response
 from ..adapters.adapter import AdapterVersion
 from ..adapters.registry.registry_view import RegistryView
 from .base_model import BaseModel
-from .openai_api.answer_schema import Model, ModelList
+from .openai_api.answer_schema import Model
 from .openai_api.errors import model_not_found
+from .openai_api.list_page import encoded_list, page_of, page_request
 from .tenants.auth import tenant_of
 
 OWNER_OF_BASE = "motet"
@@ -27,8 +28,14 @@ class ModelsApi:
     async def list(self, request: Request) -> Response:
         """The base first, then the tenant's adapters by name."""
         tenant = tenant_of(request, self._view)
-        models = [self._base_model(), *map(self._adapter_model, self._view.list(tenant))]
-        return Response(msgspec.json.encode(ModelList(models)), media_type="application/json")
+        wanted = page_request(request)
+        adapters = self._view.list(tenant)
+        names = [self._base.name, *(adapter.name for adapter in adapters)]
+        page = page_of(names, wanted)
+        models: list[Model] = [self._base_model()] if page.start == 0 else []
+        models += map(self._adapter_model, adapters[max(page.start - 1, 0) : page.stop - 1])
+        body = await encoded_list(models, names[page], more=page.stop < len(names))
+        return Response(body, media_type="application/json")
 
     async def show(self, request: Request) -> Response:
         tenant = tenant_of(request, self._view)

@@ -78,9 +78,7 @@ class GenerationResponse:
         self._metrics.num_open_generations += 1
         try:
             silence_s, num_sent = None if self._stream is None else HEADERS_AFTER_S, 0
-            while not (
-                await asyncio.wait((answer, gone), timeout=silence_s, return_when=asyncio.FIRST_COMPLETED)
-            )[0]:
+            while not (await asyncio.wait((answer, gone), timeout=silence_s, return_when=asyncio.FIRST_COMPLETED))[0]:
                 if self._num_sent == num_sent and not self._is_ending:
                     await self._start(send)
                     await _send_body(send, _HEARTBEAT)

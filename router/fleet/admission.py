@@ -99,7 +99,9 @@ def admit(
             refusals[key] = refusal
     in_time = [gang for gang in gangs if gang.key not in refusals]
     if not in_time:
-        return min(refusals.values(), key=lambda error: math.inf if error.retry_after_s is None else error.retry_after_s)
+        return min(
+            refusals.values(), key=lambda error: math.inf if error.retry_after_s is None else error.retry_after_s
+        )
     other = choose_gang(request, in_time, routing)
     assert other is not None
     return Admitted(other, _wait_s(request, by_key[other], config))
@@ -120,7 +122,9 @@ def _refusal(
         is_hopeless = expectation.alone_s > limit.timeout_s  # also without a queue: no time is worth another try
         queue = "with nobody before it" if is_hopeless else f"as {_told(expectation.queue_s)} are expected in the queue"
         needed_s = expectation.alone_s if is_hopeless else expectation.answer_s
-        left = f"{_told(limit.timeout_s)} of its timeout are left" if limit.timeout_s else "nothing of its timeout is left"
+        left = (
+            f"{_told(limit.timeout_s)} of its timeout are left" if limit.timeout_s else "nothing of its timeout is left"
+        )
         return SequenceError(
             "overloaded",
             f"the answer needs up to {_told(needed_s)}, {queue}, and {left}",

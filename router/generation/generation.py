@@ -63,6 +63,7 @@ class GenerationRequest:
     key: str = ""  # of the answer; empty: its client cannot come back for its sequences
     cache_salt: str = ""  # the tenant's sequences share KV only where this is the same
     timeout_s: float | None = None  # from the request's arrival to the last token; None: as long as it takes
+    is_echoed: bool = False  # the answer's text begins with the prompt's
     num_seen: Sequence[int] = ()  # tokens of each choice that the client had before it came back; empty: a new request
 
 
@@ -80,7 +81,7 @@ class Generation:
         self.request = request
         self.choices = [
             Choice(
-                text.detokenizer(prompt.token_ids),
+                text.detokenizer(prompt.token_ids, is_echoed=request.is_echoed),
                 request.stop,
                 keep_token_ids=request.keep_token_ids,
                 keep_logprobs=request.keep_logprobs,

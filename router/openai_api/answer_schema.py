@@ -127,8 +127,3 @@ class Model(msgspec.Struct, frozen=True):
     parent: str | None  # the base's name; null for the base itself
     max_model_len: int | None  # null until a gang has connected
     object: Literal["model"] = "model"
-
-
-class ModelList(msgspec.Struct, frozen=True):
-    data: list[Model]
-    object: Literal["list"] = "list"

@@ -18,6 +18,7 @@ from ..bodies.arrival import ArrivalPace
 from ..bodies.turns import Turns
 from ..config import RouterConfig
 from ..openai_api.errors import ApiError, unavailable
+from ..openai_api.list_page import encoded_list, page_of, page_request
 from ..tenants.auth import tenant_of
 from .upload_form import check_form, declared_bytes, receive_upload
 from .upload_spool import UploadSpool
@@ -44,7 +45,10 @@ class AdaptersApi:
         if self._tenants_uploads.num_here(tenant) >= MAX_WAITING_UPLOADS:
             raise _too_many_uploads()
         # Its own turns first, so that a tenant who waits for them takes nobody else's.
-        async with self._tenants_uploads.of(tenant), self._open_uploads:  # held until the adapter is stored, because until then the spool takes disk
+        async with (
+            self._tenants_uploads.of(tenant),
+            self._open_uploads,
+        ):  # held until the adapter is stored, because until then the spool takes disk
             try:
                 adapter, created = await self._receive(request, tenant)
             except AdapterInvalid as error:
@@ -70,11 +74,16 @@ class AdaptersApi:
 
     async def list(self, request: Request) -> Response:
         tenant = tenant_of(request, self._view)
+        wanted = page_request(request)
         try:
             adapters = await self._uploads.list(tenant)
         except RegistryUnavailable as error:
             raise _registry_away(error) from error
-        return _json({"object": "list", "data": [_shown(adapter) for adapter in adapters]})
+        names = [adapter.name for adapter in adapters]
+        page = page_of(names, wanted)
+        shown = [_shown(adapter) for adapter in adapters[page]]
+        body = await encoded_list(shown, names[page], more=page.stop < len(names))
+        return Response(body, media_type="application/json")
 
     async def show(self, request: Request) -> Response:
         tenant = tenant_of(request, self._view)

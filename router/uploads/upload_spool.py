@@ -44,7 +44,9 @@ class UploadSpool:
             self._num_written -= room.num_written
 
     def _promise(self, num_bytes: int) -> None:
-        left = _NUM_COPIES * (self._num_promised + num_bytes) - self._num_written  # to be written by uploads in progress
+        left = (
+            _NUM_COPIES * (self._num_promised + num_bytes) - self._num_written
+        )  # to be written by uploads in progress
         if shutil.disk_usage(self._path).free < left + self._min_free_bytes:
             raise OSError(errno.ENOSPC, "the disk has no room for this upload")
         self._num_promised += num_bytes

@@ -199,7 +199,10 @@ def test_a_chat_comes_out_of_its_pieces_as_it_went_in() -> None:
     messages = [
         {"role": "system", "content": None, "tool_calls": [{"id": "1", "x": [1.5, None, True]}]},
         {"role": "user", "content": "你" * 200_000, "name": "n"},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}, {"type": "text", "text": ""}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a"}, {"type": "image_url"}, {"type": "text", "text": ""}],
+        },
         {"role": "tool", "content": "", "tool_call_id": "1"},
     ]
     request = msgspec.json.decode(json.dumps({"model": "m", "messages": messages}), type=ChatRequest)

@@ -40,7 +40,10 @@ CHATS = {
     "empty messages": HEAD + b'"messages":' + listed(b'{"role":"user","content":""}', 140_000) + b"}",
     "many messages": HEAD + b'"messages":' + listed(b'{"role":"user","content":"a"}', 8_000) + b"}",
     "many messages in a small body": HEAD + b'"messages":' + listed(b'{"role":"user","content":"a"}', 2_000) + b"}",
-    "many parts": HEAD + b'"messages":[{"role":"user","content":' + listed(b'{"type":"text","text":""}', 99_999) + b"}]}",
+    "many parts": HEAD
+    + b'"messages":[{"role":"user","content":'
+    + listed(b'{"type":"text","text":""}', 99_999)
+    + b"}]}",
     "arguments of the template": HEAD + b'"chat_template_kwargs":{"mood":' + listed(b"[]", 1_000_000) + b"}," + HELLO,
 }
 COMPLETIONS = {
