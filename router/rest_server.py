@@ -26,7 +26,6 @@ from .readiness import Readiness
 from .text.text import TextService
 from .uploads.adapters_api import AdaptersApi
 
-
 UNKNOWN_ROUTE: Final = "unknown"  # in the metrics: what clients ask for must not make labels
 
 

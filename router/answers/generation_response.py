@@ -1,7 +1,7 @@
 """The HTTP response of a generation: one JSON document, or server-sent events.
 
 It is an ASGI response of its own, because every token passes here: one event of a step goes straight to the server. The
-status is sent with the first token, or after a second: an early failure gets its own status. When the client disconnects, the
+status is sent with the first token, or after a second: an early failure gets its own. When the client disconnects, the
 sequences are cancelled. Each event has an id that tells the position in the stream; a client that reconnects with such
 an id gets the events that follow it.
 """

@@ -138,8 +138,8 @@ def _refusal(
     if objective_s is not None and first.answer_s > max(objective_s, first.alone_s):
         return SequenceError(
             "overloaded",
-            f"the first token needs up to {_told(first.answer_s)}, as {_told(first.queue_s)} are expected in the queue, "
-            f"and the tenant's latency objective is {objective_s:g} s",
+            f"the first token needs up to {_told(first.answer_s)}, as {_told(first.queue_s)} are expected in the "
+            f"queue, and the tenant's latency objective is {objective_s:g} s",
             first.queue_s,
             "objective",
         )

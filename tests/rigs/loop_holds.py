@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-
 USUAL_S = 0.00011  # for what `slowness` does
 
 
@@ -35,14 +34,14 @@ def measured_holds() -> Iterator[LoopHolds]:
     gc.disable()
     plain_run = asyncio.events.Handle._run
 
-    def run(handle: asyncio.Handle) -> None:
+    def run(self: asyncio.Handle) -> None:
         began_at = time.thread_time()
-        plain_run(handle)
+        plain_run(self)
         held_s = time.thread_time() - began_at
         if held_s > 0.001:
             holds.all_s.append(held_s)
         if held_s > holds.longest_s:
-            holds.longest_s, holds.what = held_s, repr(handle)[:600]
+            holds.longest_s, holds.what = held_s, repr(self)[:600]
 
     asyncio.events.Handle._run = run  # type: ignore[method-assign]
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +109,7 @@ async def test_a_trickle_does_not_last_to_the_deadline() -> None:
     client = Client()
     task = asyncio.create_task(read(reader, client))
     async with asyncio.timeout(PATIENCE_S / 2):
-        while not task.done():  # noqa: ASYNC110
+        while not task.done():
             client.send(b" ")
             await asyncio.sleep(0.02)
     with pytest.raises(ApiError, match="too slowly"):
@@ -238,8 +237,8 @@ async def test_large_bodies_get_the_same_errors_as_small_ones(rig: RouterRig) ->
 
 
 @pytest.fixture
-async def reader() -> AsyncIterator[BodyReader]:
-    yield BodyReader(64 * MIB, Metrics(), PATIENT)
+async def reader() -> BodyReader:
+    return BodyReader(64 * MIB, Metrics(), PATIENT)
 
 
 async def test_a_decoding_process_that_dies_fails_one_body(reader: BodyReader) -> None:

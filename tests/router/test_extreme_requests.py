@@ -24,7 +24,7 @@ NUMBERS = (
     *("NaN", "Infinity", "1" + "0" * 400, "0." + "0" * 400 + "1", "129", "2147483648", "9223372036854775807"),
     *("-9223372036854775809", "1.5", "1e2", "01", "+1"),
 )
-TEXTS = ('""', '"\\u0000"', '"\\ud800"', '"\\udfff\\ud800"', '"😀"', '"‮‍"', '"a', '"' + "x" * 2000 + '"')
+TEXTS = ('""', '"\\u0000"', '"\\ud800"', '"\\udfff\\ud800"', '"😀"', '"\u202e\u200d"', '"a', '"' + "x" * 2000 + '"')
 OTHERS = ("null", "true", "false", "[]", "{}", "[[]]", "[null]", '{"":null}', "[" * 2000, "[" * 500 + "]" * 500)
 KEYS = ('{"%s": %s}', '{"1": 1, "%s": %s}')
 BIASES = [form % (key, value) for form in KEYS for key in ("1", "-1", "01", "1e3", "²", "") for value in NUMBERS[4:11]]
@@ -80,7 +80,7 @@ async def test_each_field_with_each_value(
             is_refused = field in UnsupportedFields.__struct_fields__
             values = OTHERS if is_refused else (*NUMBERS, *TEXTS, *OTHERS, *(BIASES if field == "logit_bias" else ()))
             for value in values:
-                num_served += 200 == await check(client, route, body_of({**start, field: value}))
+                num_served += await check(client, route, body_of({**start, field: value})) == 200
     assert num_served > 100  # not all of it is refused
 
 
