@@ -43,7 +43,9 @@ class BodyDecoder:
         """
         loop = asyncio.get_running_loop()
         async with self._places:
-            process = self._taken() or await loop.run_in_executor(self._threads, _started)
+            process = self._taken()
+            if process is None:
+                process = await loop.run_in_executor(self._threads, _started)
             is_last = True  # also if the request is cancelled: the process is busy with what nobody waits for
             try:
                 async with asyncio.timeout(DEADLINE_S):

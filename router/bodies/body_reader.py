@@ -60,11 +60,11 @@ class BodyReader:
         try:
             await self._receive(http, body, max_bytes)
             if body.num_bytes <= MAX_BYTES_ON_LOOP:
-                request = decode(body.data, self._json[kind])
-                assert isinstance(request, kind)
-                check_extent(request, context)
+                small = decode(body.data, self._json[kind])
+                assert isinstance(small, kind)
+                check_extent(small, context)
                 self._let_go(body)
-                yield request
+                yield small
                 return
             async with self._turns.of(tenant):
                 request = await self._decoder.decode(body.data, kind, context)

@@ -11,7 +11,7 @@ import os
 import resource
 import sys
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import IO, Final
 
 import msgspec
 
@@ -71,7 +71,7 @@ def _packed(question: Question, body: bytes) -> PackedRequest:
         raise invalid_value("messages", "they are nested too deeply.") from error
 
 
-def main(source: BinaryIO, sink: BinaryIO) -> None:
+def main(source: IO[bytes], sink: IO[bytes]) -> None:
     gc.disable()  # what is decoded has no cycles, and looking for some takes longer than decoding
     os.nice(NICENESS)
     decoder = msgspec.msgpack.Decoder(Question)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import BinaryIO, Final
+from typing import IO, Final
 
 _NUMBER: Final = struct.Struct("<Q")
 
 
-def write_frames(sink: BinaryIO, frames: Sequence[bytes | bytearray]) -> None:
+def write_frames(sink: IO[bytes], frames: Sequence[bytes | bytearray]) -> None:
     """Blocking. Raises OSError if nobody reads any more."""
     sink.write(b"".join(map(_NUMBER.pack, (len(frames), *map(len, frames)))))
     for frame in frames:
@@ -17,7 +17,7 @@ def write_frames(sink: BinaryIO, frames: Sequence[bytes | bytearray]) -> None:
     sink.flush()
 
 
-def read_frames(source: BinaryIO) -> list[bytes]:
+def read_frames(source: IO[bytes]) -> list[bytes]:
     """The frames that were written together; empty at the end. Blocking. Raises EOFError if they are cut off."""
     start = source.read(_NUMBER.size)
     if not start:

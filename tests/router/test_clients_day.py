@@ -162,7 +162,7 @@ async def test_a_stream_that_waits_shows_that_it_is_there(rig: RouterRig, monkey
 async def test_heartbeats_change_nothing_of_what_is_told(rig: RouterRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation_response, "HEADERS_AFTER_S", 0.01)
     monkeypatch.setattr(generation_response, "HEARTBEAT_S", 0.01)
-    fields = {"stream": True, "echo": True, "stream_options": {"include_usage": True}, "n": 2}
+    fields: dict[str, Any] = {"stream": True, "echo": True, "stream_options": {"include_usage": True}, "n": 2}
     quiet = [event.chunk for event in events_of((await post(rig, **fields)).content)[:-1]]
     submit = rig.dispatcher.submit
 
