@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import Final
+from typing import TypeVar
 
-import msgspec
 from starlette.requests import Request
 
 from ..adapters.registry.registry_view import RegistryView
@@ -16,12 +16,14 @@ from .answers.chat_answer import ChatAnswer
 from .answers.completion_answer import CompletionAnswer
 from .answers.generation_response import GenerationResponse, StreamStyle
 from .base_model import BaseModel
+from .bodies.body_limits import max_body_bytes
+from .bodies.body_reader import BodyReader
 from .config import RouterConfig
 from .fleet.dispatch import Dispatcher
 from .generation.generation import Generation, GenerationRequest, Prompt
+from .loop_share import LoopShare
 from .metrics import Metrics
 from .openai_api.errors import invalid_value, unsupported
-from .openai_api.json_body import read_json
 from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from .openai_api.response_id import fingerprint_of, new_response_id
 from .openai_api.stream_position import LAST_EVENT_ID, EventIds, StreamPosition, parse_position, wrong_position
@@ -35,8 +37,7 @@ from .requests.sampling_params import sampling_params, stop_strings
 from .tenants.auth import tenant_of
 from .text.text import TextService
 
-_COMPLETION: Final = msgspec.json.Decoder(CompletionRequest)
-_CHAT: Final = msgspec.json.Decoder(ChatRequest)
+R = TypeVar("R", bound=GenerationFields)
 
 _DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions; a chat may fill the context, or the pool
 
@@ -52,6 +53,7 @@ class CompletionsApi:
         metrics: Metrics,
     ) -> None:
         self._config = config
+        self._bodies = BodyReader(config.max_held_body_bytes, metrics)
         self._base = base
         self._dispatcher = dispatcher
         self._view = view
@@ -61,16 +63,19 @@ class CompletionsApi:
     async def complete(self, http: Request) -> GenerationResponse:
         started_at = time.perf_counter()
         tenant = tenant_of(http, self._view)
-        request = await read_json(http, _COMPLETION, self._config.max_body_bytes)
-        position = self._position(http, request, tenant)
-        adapter = await self._admit(request, tenant)
-        if request.echo and request.logprobs is not None:
-            raise unsupported("echo", "the prompt's log probabilities are not computed; leave echo or logprobs out.")
-        check_best_of(request)
-        check_beams(request)
-        self._check_num_sequences(count_prompts(request), request, "prompt")
-        await self._base.wait_for_first_gang()
-        token_lists = await completion_prompts(request, self._text, self._base.gang())
+        async with self._body(http, tenant, CompletionRequest, self._config.max_sequences_per_request) as request:
+            position = self._position(http, request, tenant)
+            adapter = await self._admit(request, tenant)
+            if request.echo and request.logprobs is not None:
+                raise unsupported(
+                    "echo", "the prompt's log probabilities are not computed; leave echo or logprobs out."
+                )
+            check_best_of(request)
+            check_beams(request)
+            self._check_num_sequences(count_prompts(request), request, "prompt")
+            await self._base.wait_for_first_gang()
+            token_lists = await completion_prompts(request, self._text, self._base.gang())
+            echoes = await self._text.echoes(token_lists) if request.echo else [""] * len(token_lists)
         context = self._base.gang().max_model_len
         prompts = [
             self._prompt(
@@ -78,12 +83,11 @@ class CompletionsApi:
             )
             for ids in token_lists
         ]
-        echoes = await self._text.decode_all(token_lists) if request.echo else [""] * len(token_lists)
         n = request.n or 1
         generation = self._generation(request, prompts, tenant, adapter)
         if request.best_of is not None and request.best_of > n:
             generation = with_best_of(generation, request.best_of)
-        head = self._head("cmpl-", request, generation, position)
+        head = await self._head("cmpl-", request, generation, position)
         shape = CompletionAnswer(
             head,
             self._text.token_bytes,
@@ -97,22 +101,22 @@ class CompletionsApi:
     async def chat(self, http: Request) -> GenerationResponse:
         started_at = time.perf_counter()
         tenant = tenant_of(http, self._view)
-        request = await read_json(http, _CHAT, self._config.max_body_bytes)
-        position = self._position(http, request, tenant)
-        adapter = await self._admit(request, tenant)
-        if request.echo:
-            raise unsupported("echo", "a chat's prompt is not repeated; leave it out.")
-        if request.top_logprobs is not None and not request.logprobs:
-            raise invalid_value("top_logprobs", "it needs logprobs to be true.")
-        check_beams(request)
-        self._check_num_sequences(1, request, "n")
-        await self._base.wait_for_first_gang()
-        token_ids = await chat_prompt(request, self._text, self._base.gang())
+        async with self._body(http, tenant, ChatRequest, 1) as request:
+            position = self._position(http, request, tenant)
+            adapter = await self._admit(request, tenant)
+            if request.echo:
+                raise unsupported("echo", "a chat's prompt is not repeated; leave it out.")
+            if request.top_logprobs is not None and not request.logprobs:
+                raise invalid_value("top_logprobs", "it needs logprobs to be true.")
+            check_beams(request)
+            self._check_num_sequences(1, request, "n")
+            await self._base.wait_for_first_gang()
+            token_ids = await chat_prompt(request, self._text, self._base.gang())
         max_tokens = request.max_completion_tokens or request.max_tokens
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
         prompt = self._prompt(request, token_ids, "messages", max_tokens, num_logprobs)
         generation = self._generation(request, [prompt], tenant, adapter)
-        head = self._head("chatcmpl-", request, generation, position)
+        head = await self._head("chatcmpl-", request, generation, position)
         shape = ChatAnswer(
             head,
             self._text.token_bytes,
@@ -131,6 +135,13 @@ class CompletionsApi:
         if not request.stream:
             raise wrong_position("it is only allowed with stream: true.")
         return parse_position(told, tenant, self._view.stream_keys)
+
+    def _body(self, http: Request, tenant: str, kind: type[R], num_prompts: int) -> AbstractAsyncContextManager[R]:
+        """The request in the body, which has so many prompts at most. See `BodyReader.open`."""
+        gang = self._base.known_gang()
+        context = None if gang is None else gang.max_model_len
+        max_bytes = max_body_bytes(context, num_prompts, self._config.max_body_bytes)
+        return self._bodies.open(http, tenant, kind, max_bytes=max_bytes, context=context)
 
     async def _admit(self, request: GenerationFields, tenant: str) -> AdapterRef | None:
         """The adapter that `model` names; None: the base. Raises 404, and 400 for fields that are refused."""
@@ -177,21 +188,26 @@ class CompletionsApi:
             beams=beam_rules(request, prompts, self._base.gang()),
             cache_salt=request.cache_salt or "",
             timeout_s=request.timeout,
+            is_echoed=isinstance(request, CompletionRequest) and bool(request.echo),
         )
 
-    def _head(
+    async def _head(
         self, prefix: str, request: GenerationFields, generation: GenerationRequest, position: StreamPosition | None
     ) -> AnswerHead:
         """The head of a new answer, or of the answer whose stream the client resumes.
 
         Raises a 400 if the resumed stream belongs to another request.
         """
+        share, prompts = LoopShare(), []
+        for prompt in generation.prompts:
+            prompts.append(fingerprint_of(prompt))
+            await share.pause()
         asked = fingerprint_of(
             generation.tenant,
             None if generation.adapter is None else generation.adapter.digest,
-            generation.prompts,
+            prompts,
             generation.n,
-            generation.stop,
+            generation.stop.strings,
             generation.keep_token_ids,
         )
         if position is None:

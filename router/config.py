@@ -16,8 +16,12 @@ class RouterConfig:
     model_name: str  # the base's name in `model`
     spool_path: Path  # uploads lie here while they arrive; made if absent; the store's file system is the best one
     max_upload_bytes: int  # of adapter_model.safetensors
-    max_body_bytes: int  # of a JSON request
+    max_body_bytes: int | None  # of a JSON request; None: what the context can hold (bodies/body_limits.py)
+    max_held_body_bytes: int  # of JSON requests, of all tenants together, until they are decoded
     max_open_uploads: int  # that arrive at once; more wait their turn unread
+    max_tenant_uploads: int  # of these, of one tenant
+    upload_bytes_per_s: float  # an upload that comes more slowly on average is given up
+    upload_deadline_s: float  # as is one that has not come by then
     upload_idle_s: float  # an upload from which nothing arrives for so long gives up its turn
     min_free_bytes: int  # of disk that uploads leave to the registry and the logs
     max_sequences_per_request: int  # prompts times n

@@ -20,6 +20,7 @@ from .histogram import Histogram
 FIRST_TOKEN_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 QUEUE_WAIT_BOUNDS_S = (0.001, *FIRST_TOKEN_BOUNDS_S, 120.0, 300.0, 600.0)  # up to the start of a gang on a new machine
 INTER_TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+LOOP_HELD_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
 class Metrics:
@@ -37,6 +38,8 @@ class Metrics:
         self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS_S)
         self.queue_wait_s = Histogram(QUEUE_WAIT_BOUNDS_S)  # of sequences that got a first token
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)  # between updates of a sequence
+        self.loop_held_s = Histogram(LOOP_HELD_BOUNDS_S)  # written by the watchdog of the loop
+        self.num_held_body_bytes = 0  # of JSON bodies that arrive or wait to be decoded
         self.last_token_at: float | None = None  # time.perf_counter()
 
     def count_failure(self, error: SequenceError) -> None:
@@ -98,6 +101,8 @@ class _Families(Collector):
         yield CounterMetricFamily(
             "motet_timed_out_requests", "Answers that were not complete within their timeout.", metrics.num_timed_out
         )
+        help_text = "Bytes of JSON bodies that arrive or wait to be decoded."
+        yield GaugeMetricFamily("motet_held_body_bytes", help_text, metrics.num_held_body_bytes)
         yield GaugeMetricFamily(
             "motet_registry_connected",
             "1 if this router receives changes from the registry; if not, uploads fail and chats go on.",
@@ -109,6 +114,7 @@ class _Families(Collector):
             ("motet_first_token_seconds", "From request to first token.", metrics.first_token_s),
             ("motet_queue_wait_seconds", "From request to the plan of its first step.", metrics.queue_wait_s),
             ("motet_inter_token_seconds", "Between updates of a sequence.", metrics.inter_token_s),
+            ("motet_loop_held_seconds", "By how much the router's own timer came late.", metrics.loop_held_s),
         ):
             yield HistogramMetricFamily(name, help_text, histogram.buckets(), histogram.sum)
         help_text = "Sequences that went on at another gang after theirs was lost."

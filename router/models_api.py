@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from functools import partial
+from operator import attrgetter
 
 import msgspec
 from starlette.requests import Request
@@ -10,14 +12,15 @@ from starlette.responses import Response
 
 from ..adapters.adapter import AdapterVersion
 from ..adapters.errors import RegistryUnavailable
-from ..adapters.registry.registry import PAGE_SIZE
 from ..adapters.registry.registry_view import RegistryView
 from .base_model import BaseModel, resolved
-from .openai_api.answer_schema import Model, ModelList
+from .openai_api.answer_schema import Model
 from .openai_api.errors import model_not_found, unavailable
+from .openai_api.list_page import PageRequest, encoded_list, page_request, read_page
 from .tenants.auth import tenant_of
 
 OWNER_OF_BASE = "motet"
+_name = attrgetter("name")
 
 
 class ModelsApi:
@@ -29,16 +32,20 @@ class ModelsApi:
     async def list(self, request: Request) -> Response:
         """The base first, then the tenant's adapters by name."""
         tenant = tenant_of(request, self._view)
-        models = [self._base_model()]
-        after, page_size = "", PAGE_SIZE
-        while page_size == PAGE_SIZE:
-            try:
-                page = await self._view.list_adapters(tenant, after)
-            except RegistryUnavailable as error:
-                raise unavailable(f"Models cannot be listed now, try again: {error}", "registry_unavailable") from error
-            models += map(self._adapter_model, page)
-            after, page_size = page[-1].name if page else "", len(page)
-        return Response(msgspec.json.encode(ModelList(models)), media_type="application/json")
+        wanted = page_request(request)
+        models: list[Model] = []
+        if wanted.after is None:
+            models.append(self._base_model())
+            wanted = PageRequest(None if wanted.limit is None else wanted.limit - 1)
+        elif wanted.after == self._base.name:
+            wanted = PageRequest(wanted.limit)
+        try:
+            adapters, more = await read_page(partial(self._view.list_adapters, tenant), _name, wanted)
+        except RegistryUnavailable as error:
+            raise unavailable(f"Models cannot be listed now, try again: {error}", "registry_unavailable") from error
+        models += map(self._adapter_model, adapters)
+        body = await encoded_list(models, [model.id for model in models], more)
+        return Response(body, media_type="application/json")
 
     async def show(self, request: Request) -> Response:
         tenant = tenant_of(request, self._view)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Final
+
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -23,6 +26,8 @@ from .readiness import Readiness
 from .text.text import TextService
 from .uploads.adapters_api import AdaptersApi
 
+UNKNOWN_ROUTE: Final = "unknown"  # in the metrics: what clients ask for must not make labels
+
 
 def create_app(
     *,
@@ -32,12 +37,14 @@ def create_app(
     uploads: UploadService,
     text: TextService,
     operator_key: str,
+    metrics: Metrics | None = None,
 ) -> FastAPI:
     """The app. The caller starts and stops the collaborators that it passes in.
 
-    `operator_key`: what /status and /metrics ask for, since they tell of all tenants.
+    `operator_key`: what /status and /metrics ask for, since they tell of all tenants. `metrics`: where somebody else
+    writes into them too.
     """
-    metrics = Metrics()
+    metrics = metrics or Metrics()
     base = BaseModel(config.model_name, dispatcher, view, scales_from_zero=config.scales_from_zero)
     readiness = Readiness(config, dispatcher, metrics)
     operations = OperationsApi(base, dispatcher, view, metrics, readiness, operator_key)
@@ -48,6 +55,7 @@ def create_app(
         ("POST", "/v1/chat/completions", completions.chat),
         ("POST", "/v1/completions", completions.complete),
         ("GET", "/v1/models", models.list),
+        ("GET", "/v1/models/", models.list),
         ("GET", "/v1/models/{model:path}", models.show),  # the name of a base may have slashes
         ("POST", "/v1/adapters", adapters.upload),
         ("GET", "/v1/adapters", adapters.list),
@@ -61,13 +69,14 @@ def create_app(
     app = FastAPI(title="motet", openapi_url=None, docs_url=None, redoc_url=None)
     for method, path, handler in routes:
         app.router.routes.append(Route(path, Endpoint(f"{method} {path}", handler, metrics), methods=[method]))
-    app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(HTTPException, partial(_no_route, metrics))
     app.add_exception_handler(Exception, _internal)
     return app
 
 
-async def _no_route(request: Request, error: Exception) -> Response:
+async def _no_route(metrics: Metrics, request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    metrics.requests[UNKNOWN_ROUTE, error.status_code] += 1
     message = f"{error.detail}: {request.method} {request.url.path}"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     return ApiError(error.status_code, message, code=code, headers=error.headers).response()

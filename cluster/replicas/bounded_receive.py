@@ -7,7 +7,7 @@ from typing import Any
 from ray.serve._private.direct_ingress_http_util import ASGIDIReceiveProxy
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-MAX_MESSAGES = 16  # of a body, read and not yet consumed; each holds some 64 KiB to 256 KiB
+MAX_MESSAGES = 4  # of a body, read and not yet consumed; each holds some 64 KiB to 256 KiB
 
 
 class BoundedReceive:

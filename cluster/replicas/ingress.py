@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from ...adapters.registry.registry_view import RegistryView
 from ...adapters.store.store import AdapterStore
 from ...adapters.upload import UploadLimits, UploadService
 from ...router.fleet.dispatch import FleetDispatcher
+from ...router.loop_watchdog import LoopWatchdog
+from ...router.metrics import Metrics
 from ...router.rest_server import create_app
 from ...router.text.model_tokenizer import import_transformers_without_torch
 from ...router.text.text import TextService
@@ -30,6 +34,8 @@ from .replica_logging import configure_replica_logging
 
 SWEEP_INTERVAL_S = 3600.0
 SWEEP_TRY_S = 300.0  # how often each router asks whether a sweep is due
+SWITCH_INTERVAL_S = 0.0005  # after which a thread that renders or tokenizes gives way to the event loop
+GC_THRESHOLDS = (10_000, 20, 1000)  # a search of all objects takes 100 ms where many requests are under way
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +83,8 @@ class RouterReplica:
         self._directory = GangDirectory(gang.app_name, gang.deployment_name, self._dispatcher.update)
         self._directory.start()
         self._text = await asyncio.to_thread(TextService.from_folder, config.model_path)
+        metrics = Metrics()
+        self._watchdog = LoopWatchdog(metrics.loop_held_s)
         self._app = create_app(
             config=config.router,
             dispatcher=self._dispatcher,
@@ -84,8 +92,11 @@ class RouterReplica:
             uploads=self._uploads,
             text=self._text,
             operator_key=secrets.operator_key,
+            metrics=metrics,
         )
         self._app.add_middleware(BoundedReceive)
+        _keep_pauses_short()
+        self._watchdog.start()
         self._sweeper = asyncio.create_task(self._sweep_forever())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -94,6 +105,7 @@ class RouterReplica:
 
     async def __del__(self) -> None:
         """Serve's hook for a graceful end, after the last request."""
+        self._watchdog.stop()
         self._sweeper.cancel()
         if self._demand is not None:
             self._demand.stop()
@@ -118,3 +130,11 @@ class RouterReplica:
             except (RegistryUnavailable, OSError) as error:
                 _log.warning("the store was not swept: %s", error)
             await asyncio.sleep(SWEEP_TRY_S)
+
+
+def _keep_pauses_short() -> None:
+    """What the interpreter does by itself must not hold up every stream of this router."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()  # what the libraries made stays for good, and need not be searched
+    gc.set_threshold(*GC_THRESHOLDS)

@@ -5,13 +5,27 @@ from __future__ import annotations
 from typing import Annotated
 
 from .access import Access
-from .setting import Bytes, BytesOrNone, Count, PositiveSeconds, Setting
+from .setting import Bytes, BytesOrNone, Count, PositiveAmount, PositiveSeconds, Setting
 
 
 class Requests(Access, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of requests."""
 
-    max_body_bytes: Annotated[Bytes, Setting("Largest JSON body of a request.", "live")] = 16 << 20
+    max_body_bytes: Annotated[
+        Bytes | None,
+        Setting(
+            "Largest JSON body of a request.",
+            "live",
+            unset="what prompts that fill the context can take: 32 bytes a token and 256 KiB, at most 16 MiB",
+        ),
+    ] = None
+    max_held_body_bytes: Annotated[
+        Bytes,
+        Setting(
+            "JSON bodies that a router holds until they are decoded; a tenant may take a fourth of it.",
+            "live",
+        ),
+    ] = 128 << 20
     max_sequences_per_request: Annotated[
         Count, Setting("Sequences that one request may ask for: its prompts times n.", "live")
     ] = 128
@@ -19,9 +33,16 @@ class Requests(Access, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_open_uploads: Annotated[
         Count, Setting("Uploads that a router receives at once; more wait their turn unread.", "live")
     ] = 8
+    max_tenant_uploads: Annotated[
+        Count, Setting("Of these, uploads of one tenant; more of it wait their turn unread.", "live")
+    ] = 2
     upload_idle_s: Annotated[
         PositiveSeconds, Setting("An upload from which nothing arrives for so long gives up its turn.", "live")
     ] = 60.0
+    upload_bytes_per_s: Annotated[
+        PositiveAmount, Setting("An upload must come as fast as this on average, or it is given up.", "live")
+    ] = 64 << 10
+    upload_deadline_s: Annotated[PositiveSeconds, Setting("An upload must be there within so long.", "live")] = 3600.0
     min_free_bytes: Annotated[BytesOrNone, Setting("Disk that uploads leave to the registry and the logs.", "live")] = (
         256 << 20
     )

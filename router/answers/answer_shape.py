@@ -8,8 +8,10 @@ from typing import Protocol
 
 import msgspec
 
+from ...workers.wire.messages import FinishReason
 from ..generation.choice import Delta
 from ..openai_api.answer_schema import ChunkUsage, Usage
+from .logprobs_json import LogprobsJson
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,37 @@ class AnswerShape(Protocol):
     def closing(self, usage: Usage) -> msgspec.Struct:
         """The chunk without choices, which tells the usage at the end of a stream."""
 
-    def whole(self, deltas: Sequence[Delta], usage: Usage) -> msgspec.Struct:
-        """The answer in one piece; `deltas` has one delta for each choice."""
+    def gathering(self) -> WholeChoice:
+        """What the deltas of one choice of a whole answer are added to."""
+
+    def choice(self, index: int, whole: WholeChoice) -> msgspec.Struct:
+        """The choice at this place of a whole answer."""
+
+    def without_choices(self, usage: Usage) -> msgspec.Struct:
+        """A whole answer whose list of choices is empty."""
 
 
-def joined(deltas: Sequence[Delta]) -> Delta:
-    """All deltas of one choice, joined into one."""
-    return Delta(
-        "".join(delta.text for delta in deltas),
-        [token_id for delta in deltas for token_id in delta.token_ids],
-        [token for delta in deltas for token in delta.logprobs],
-        deltas[-1].finish_reason,
-    )
+class WholeChoice:
+    """All deltas of one choice, joined."""
+
+    def __init__(self, logprobs: LogprobsJson | None) -> None:
+        """`logprobs`: None if none are shown."""
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._texts: list[str] = []
+        self._logprobs = logprobs
+
+    def add(self, delta: Delta) -> None:
+        self._texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.finish_reason = delta.finish_reason
+        if self._logprobs is not None and delta.logprobs:
+            self._logprobs.add(delta.logprobs)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def logprobs(self) -> msgspec.Raw | None:
+        return None if self._logprobs is None else self._logprobs.whole()

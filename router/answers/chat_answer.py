@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from msgspec import UNSET
 
 from ..generation.choice import Delta
@@ -18,7 +16,8 @@ from ..openai_api.answer_schema import (
     ChunkUsage,
     Usage,
 )
-from .answer_shape import AnswerHead
+from .answer_shape import AnswerHead, WholeChoice
+from .logprobs_json import ChatLogprobsJson
 from .openai_logprobs import BytesOfToken, chat_logprobs
 
 
@@ -67,20 +66,22 @@ class ChatAnswer:
         head = self._head
         return ChatChunk(head.id, head.created, head.model, [], usage)
 
-    def whole(self, deltas: Sequence[Delta], usage: Usage) -> ChatCompletion:
+    def gathering(self) -> WholeChoice:
+        return WholeChoice(ChatLogprobsJson(self._bytes_of) if self._with_logprobs else None)
+
+    def choice(self, index: int, whole: WholeChoice) -> ChatChoice:
+        return ChatChoice(
+            index,
+            AnswerMessage(whole.text),
+            whole.logprobs,
+            whole.finish_reason,
+            whole.token_ids if self._with_token_ids else UNSET,
+        )
+
+    def without_choices(self, usage: Usage) -> ChatCompletion:
         head = self._head
-        choices = [
-            ChatChoice(
-                index,
-                AnswerMessage(delta.text),
-                self._logprobs(delta),
-                delta.finish_reason,
-                delta.token_ids if self._with_token_ids else UNSET,
-            )
-            for index, delta in enumerate(deltas)
-        ]
         prompt = self._prompt if self._with_token_ids else UNSET
-        return ChatCompletion(head.id, head.created, head.model, choices, usage, prompt)
+        return ChatCompletion(head.id, head.created, head.model, [], usage, prompt)
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         return chat_logprobs(delta.logprobs, self._bytes_of) if self._with_logprobs else None

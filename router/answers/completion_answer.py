@@ -8,7 +8,8 @@ from msgspec import UNSET
 
 from ..generation.choice import Delta
 from ..openai_api.answer_schema import ChunkUsage, Completion, CompletionChoice, CompletionLogprobs, Usage
-from .answer_shape import AnswerHead
+from .answer_shape import AnswerHead, WholeChoice
+from .logprobs_json import CompletionLogprobsJson
 from .openai_logprobs import BytesOfToken, completion_logprobs
 
 
@@ -46,12 +47,21 @@ class CompletionAnswer:
     def closing(self, usage: Usage) -> Completion:
         return self._completion([], usage)
 
-    def whole(self, deltas: Sequence[Delta], usage: Usage) -> Completion:
-        choices = [
-            self._choice(index, delta._replace(text=self._echoes[index] + delta.text), with_prompt=True)
-            for index, delta in enumerate(deltas)
-        ]
-        return self._completion(choices, usage)
+    def gathering(self) -> WholeChoice:
+        return WholeChoice(CompletionLogprobsJson(self._bytes_of) if self._with_logprobs else None)
+
+    def choice(self, index: int, whole: WholeChoice) -> CompletionChoice:
+        return CompletionChoice(
+            index,
+            self._echoes[index] + whole.text,
+            whole.logprobs,
+            whole.finish_reason,
+            whole.token_ids if self._with_token_ids else UNSET,
+            self._prompts[index] if self._with_token_ids else UNSET,
+        )
+
+    def without_choices(self, usage: Usage) -> Completion:
+        return self._completion([], usage)
 
     def _completion(self, choices: list[CompletionChoice], usage: ChunkUsage) -> Completion:
         head = self._head

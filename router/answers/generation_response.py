@@ -1,7 +1,7 @@
 """The HTTP response of a generation: one JSON document, or server-sent events.
 
 It is an ASGI response of its own, because every token passes here: one event of a step goes straight to the server. The
-status is sent with the first token, so that an early failure gets its own status. When the client disconnects, the
+status is sent with the first token, or after a second: an early failure gets its own. When the client disconnects, the
 sequences are cancelled. Each event has an id that tells the position in the stream; a client that reconnects with such
 an id gets the events that follow it.
 """
@@ -16,11 +16,10 @@ from typing import Final
 
 import msgspec
 from msgspec import UNSET
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..generation.choice import Delta
 from ..generation.generation import Generation, SequenceFailedError
+from ..loop_share import LoopShare
 from ..metrics import Metrics
 from ..openai_api.answer_schema import ChunkUsage
 from ..openai_api.errors import ApiError, from_sequence_error, internal_error
@@ -34,6 +33,13 @@ _HEADERS: Final = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # otherwise proxies hold streams back
 ]
+# A refusal that is known at once gets its own status. What takes longer has been admitted, or waits for a gang: its
+# client, and proxies on the way, must see that somebody is there.
+HEADERS_AFTER_S: Final = 1.0
+HEARTBEAT_S: Final = 15.0  # proxies cut streams that are silent for a minute
+_HEARTBEAT: Final = b": waiting\n\n"  # a comment, which readers of events skip
+_NO_CHOICES: Final = b'"choices":[]'
+_PIECE_BYTES: Final = 256 << 10
 _encode: Final = msgspec.json.Encoder().encode
 _log = logging.getLogger(__name__)
 
@@ -60,14 +66,23 @@ class GenerationResponse:
         self._shape = shape
         self._stream = stream
         self._metrics = metrics
-        self._has_started = False
+        self._has_started = False  # the headers are out
+        self._has_opened = False  # the events before the first token are out
+        self._is_ending = False  # the last of the body is on its way
+        self._starting = asyncio.Lock()
+        self._num_sent = 0  # events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = asyncio.create_task(self._answer(scope, receive, send))
         gone = asyncio.create_task(_client_gone(receive))
         self._metrics.num_open_generations += 1
         try:
-            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            silence_s, num_sent = None if self._stream is None else HEADERS_AFTER_S, 0
+            while not (await asyncio.wait((answer, gone), timeout=silence_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+                if self._num_sent == num_sent and not self._is_ending:
+                    await self._start(send)
+                    await _send_body(send, _HEARTBEAT)
+                silence_s, num_sent = HEARTBEAT_S, self._num_sent
         finally:
             self._metrics.num_open_generations -= 1
             self._generation.cancel()
@@ -82,7 +97,7 @@ class GenerationResponse:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if self._stream is None:
-                await self._send_whole(scope, receive, send)
+                await self._send_whole(send)
             else:
                 await self._send_events(send, self._stream)
             return
@@ -98,59 +113,77 @@ class GenerationResponse:
             error = internal_error()
         await self._send_error(error, scope, receive, send)
 
-    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generation = self._generation
-        deltas: list[list[Delta]] = [[] for _ in generation.choices]
+    async def _send_whole(self, send: Send) -> None:
+        generation, shape = self._generation, self._shape
+        wholes = [shape.gathering() for _ in generation.choices]
         async with aclosing(generation.deltas()) as arriving:
             async for index, delta in arriving:
-                deltas[index].append(delta)
-        answer = self._shape.whole([joined(deltas[index]) for index in generation.answers()], generation.usage())
-        response = Response(_encode(answer), media_type="application/json")
-        self.status_code = response.status_code
+                wholes[index].add(delta)
+        share = LoopShare()
+        pieces: list[bytes] = []
+        for place, index in enumerate(generation.answers()):
+            pieces += [b",", _encode(shape.choice(place, wholes[index]))]
+            await share.pause()
+        # Nothing but the answer's own list can read so: in a text its quotes have backslashes before them.
+        before, after = _encode(shape.without_choices(generation.usage())).split(_NO_CHOICES, 1)
+        self.status_code = 200
         self._has_started = True
-        await response(scope, receive, send)
+        await _send_document(send, [before + b'"choices":[', *pieces[1:], b"]" + after], share)
 
     async def _send_events(self, send: Send, style: StreamStyle) -> None:
         generation, shape = self._generation, self._shape
         async with aclosing(generation.deltas()) as arriving:
             async for index, delta in arriving:
-                if not self._has_started and style.position is not None and style.position.has_usage:
+                if not self._has_opened and style.position is not None and style.position.has_usage:
                     raise wrong_position("it tells of the answer's end, and the answer goes on.")
                 usage = self._chunk_usage(style)
-                opening = b"" if self._has_started else await self._start_events(send, usage, style)
+                opening = b"" if self._has_opened else await self._start_events(send, usage, style)
+                self._num_sent += 1
                 if not delta.is_empty:
                     line = style.event_ids.line(generation.num_tokens)
                     await _send_body(send, opening + line + _event(shape.chunk(index, delta, usage)))
                 elif opening:
                     await _send_body(send, opening)
-        ending = b"" if self._has_started else await self._start_events(send, self._chunk_usage(style), style)
+        ending = b"" if self._has_opened else await self._start_events(send, self._chunk_usage(style), style)
         if style.include_usage and not (style.position is not None and style.position.has_usage):
             ending += style.event_ids.line(generation.num_tokens, AT_USAGE)
             ending += _event(shape.closing(generation.usage()))
+        self._is_ending = True
         await _send_body(send, ending + b"data: [DONE]\n\n", more=False)
 
     async def _start_events(self, send: Send, usage: ChunkUsage, style: StreamStyle) -> bytes:
         """Sends the headers. Returns the events before the first token, without those that the client has had."""
-        self.status_code = 200
-        self._has_started = True
-        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await self._start(send)
+        self._has_opened = True
         none_yet = [0] * len(self._generation.choices)
         chunks = self._shape.opening(usage)
         suffixes = [*range(1, len(chunks)), ""]  # the last event needs no suffix: only tokens follow it
-        events = [
-            style.event_ids.line(none_yet, suffix) + _event(chunk)
-            for suffix, chunk in zip(suffixes, chunks, strict=False)
-        ]
-        if style.position is None:
-            return b"".join(events)
-        num_had = style.position.num_openings
-        return b"" if num_had is None else b"".join(events[num_had:])
+        num_had = 0 if style.position is None else style.position.num_openings
+        if num_had is None:
+            return b""
+        share, opening = LoopShare(), b""
+        for suffix, chunk in [*zip(suffixes, chunks, strict=False)][num_had:]:
+            opening += style.event_ids.line(none_yet, suffix) + _event(chunk)
+            if len(opening) >= _PIECE_BYTES:
+                await _send_body(send, opening)
+                opening = b""
+            await share.pause()
+        return opening
+
+    async def _start(self, send: Send) -> None:
+        """Sends the headers of a stream, unless they are out."""
+        async with self._starting:
+            if not self._has_started:
+                self.status_code = 200
+                self._has_started = True
+                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
 
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the error as the answer, or as the last event of a stream that has begun.
 
         No [DONE] follows, so that no client takes such a stream for complete.
         """
+        self._is_ending = True
         if self._has_started:
             self._metrics.num_broken_streams += 1
             await _send_body(send, b"data: " + error.body() + b"\n\n", more=False)
@@ -171,6 +204,23 @@ def _event(chunk: msgspec.Struct) -> bytes:
 
 async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def _send_document(send: Send, pieces: list[bytes], share: LoopShare) -> None:
+    """Sends JSON, which may be long, piece by piece."""
+    headers = [
+        (b"content-length", str(sum(map(len, pieces))).encode()),
+        (b"content-type", b"application/json"),
+    ]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    body = bytearray()
+    for piece in pieces:
+        body += piece
+        if len(body) >= _PIECE_BYTES:
+            await _send_body(send, bytes(body))
+            body.clear()
+            await share.pause()
+    await _send_body(send, bytes(body), more=False)
 
 
 async def _client_gone(receive: Receive) -> None:

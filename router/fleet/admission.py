@@ -12,6 +12,7 @@ high.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -98,7 +99,9 @@ def admit(
             refusals[key] = refusal
     in_time = [gang for gang in gangs if gang.key not in refusals]
     if not in_time:
-        return min(refusals.values(), key=lambda error: error.retry_after_s or 0.0)
+        return min(
+            refusals.values(), key=lambda error: math.inf if error.retry_after_s is None else error.retry_after_s
+        )
     other = choose_gang(request, in_time, routing)
     assert other is not None
     return Admitted(other, _wait_s(request, by_key[other], config))
@@ -116,11 +119,16 @@ def _refusal(
         return None
     expectation = expect(request, gang, limit.num_new_tokens)
     if limit.timeout_s is not None and expectation.answer_s > limit.timeout_s:
+        is_hopeless = expectation.alone_s > limit.timeout_s  # also without a queue: no time is worth another try
+        queue = "with nobody before it" if is_hopeless else f"as {_told(expectation.queue_s)} are expected in the queue"
+        needed_s = expectation.alone_s if is_hopeless else expectation.answer_s
+        left = (
+            f"{_told(limit.timeout_s)} of its timeout are left" if limit.timeout_s else "nothing of its timeout is left"
+        )
         return SequenceError(
             "overloaded",
-            f"the answer needs up to {expectation.answer_s:.1f} s, as {expectation.queue_s:.1f} s are expected in the "
-            f"queue, and {limit.timeout_s:.1f} s of its timeout are left",
-            expectation.queue_s,
+            f"the answer needs up to {_told(needed_s)}, {queue}, and {left}",
+            None if is_hopeless else expectation.queue_s,
             "timeout",
         )
     may_grow = num_gangs < config.max_gangs
@@ -130,15 +138,15 @@ def _refusal(
     if objective_s is not None and first.answer_s > max(objective_s, first.alone_s):
         return SequenceError(
             "overloaded",
-            f"the first token needs up to {first.answer_s:.2f} s, as {first.queue_s:.2f} s are expected in the queue, "
-            f"and the tenant's latency objective is {objective_s:g} s",
+            f"the first token needs up to {_told(first.answer_s)}, as {_told(first.queue_s)} are expected in the "
+            f"queue, and the tenant's latency objective is {objective_s:g} s",
             first.queue_s,
             "objective",
         )
     if config.max_queue_wait_s and expectation.queue_s > config.max_queue_wait_s:
         return SequenceError(
             "overloaded",
-            f"the request is expected to wait {expectation.queue_s:.1f} s for its turn, and at most "
+            f"the request is expected to wait {_told(expectation.queue_s)} for its turn, and at most "
             f"{config.max_queue_wait_s:g} s are accepted",
             expectation.queue_s,
             "wait",
@@ -151,3 +159,8 @@ def _wait_s(request: RoutingRequest, gang: GangView, config: AdmissionConfig) ->
     if not config.max_queue_wait_s or gang.has_sequence:
         return None
     return SLACK * max(config.max_queue_wait_s, expect(request, gang, 1).queue_s)
+
+
+def _told(seconds: float) -> str:
+    """A time for people to read: never 0.0 s of what is not nothing."""
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

@@ -7,8 +7,9 @@ Pure functions of plain values. A round is one token for each live beam: the cal
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -57,24 +58,24 @@ def advanced(
     rules: BeamRules,
     is_stopped: Callable[[Beam], bool] = lambda _: False,
 ) -> BeamSearch:
-    """The search after one more token. `told`: for each live beam its likeliest next tokens; `chosen` is not looked at.
+    """The search after one more token. `told`: for each live beam its likeliest next tokens, the likeliest
+    first; `chosen` is not looked at.
 
     Among the best `width` continuations of all beams, those with an end token are finished. Of those without one the
     best `width` go on, unless they are stopped, which finishes them too. The search is over at `max_tokens`, and as
     soon as no live beam can become one of the best `width` finished ones.
     """
-    candidates = [
-        (beam.total + logprob, beam, row, token_id, logprob)
-        for beam, row in zip(search.live, told, strict=True)
-        for token_id, logprob in zip(row.top_ids, row.top_logprobs, strict=True)
-        if math.isfinite(logprob)
-    ]
-    candidates.sort(key=lambda candidate: candidate[0], reverse=True)  # ties stay as they are
+    # Only the best are looked at: rows come in the order of their log-probabilities. Ties stay as they are.
+    rows = [_continuations(beam, row) for beam, row in zip(search.live, told, strict=True)]
+    candidates = heapq.merge(*rows, key=lambda candidate: candidate[0], reverse=True)
     finished, live = [*search.finished], list[Beam]()
     for rank, (total, beam, row, token_id, logprob) in enumerate(candidates):
         is_end = token_id in rules.end_token_ids
-        if rank >= rules.width and (is_end or len(live) == rules.width):
-            continue
+        if rank >= rules.width:
+            if len(live) == rules.width:
+                break
+            if is_end:
+                continue
         shown = TokenLogprobs(logprob, row.top_ids[: rules.num_logprobs], row.top_logprobs[: rules.num_logprobs])
         grown = Beam((*beam.token_ids, token_id), (*beam.logprobs, shown), total)
         is_last = len(grown.token_ids) >= rules.max_tokens
@@ -84,6 +85,13 @@ def advanced(
     if len(best) == rules.width and live and _bound(live[0], rules) <= best[-1].score(rules.length_penalty):
         return BeamSearch((), best)
     return BeamSearch(tuple(live), best)
+
+
+def _continuations(beam: Beam, row: TokenLogprobs) -> Iterator[tuple[float, Beam, TokenLogprobs, int, float]]:
+    """The beam's candidates, the best first. Those that cannot be have no finite log-probability."""
+    for token_id, logprob in zip(row.top_ids, row.top_logprobs, strict=True):
+        if math.isfinite(logprob):
+            yield beam.total + logprob, beam, row, token_id, logprob
 
 
 def _bound(beam: Beam, rules: BeamRules) -> float:

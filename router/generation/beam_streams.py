@@ -23,27 +23,10 @@ from ...workers.wire.messages import (
 )
 from ..fleet.admission import TimeLimit
 from ..fleet.dispatch import Dispatcher, SequenceStream
-from ..text.stop_strings import StopStrings
-from ..text.text import TextService
+from ..loop_share import LoopShare
 from .beam_search import NEW_SEARCH, Beam, BeamRules, advanced
 
 _TOO_FEW: Final = "the model gives too few continuations a chance to fill {width} beams: n must be smaller"
-_NUM_CONTEXT_TOKENS: Final = 16  # more than a detokenizer looks at
-
-
-def stopped_by(stop: StopStrings, text: TextService, prompt_token_ids: list[int]) -> Callable[[Beam], bool]:
-    """A test whether a beam's last token completes one of the strings; its earlier tokens must not have done so."""
-    if not stop.strings:
-        return lambda _: False
-    num_tokens = 1 + max(len(string.encode()) for string in stop.strings)  # that a string may stretch over
-    context = prompt_token_ids[-_NUM_CONTEXT_TOKENS:]
-
-    def is_stopped(beam: Beam) -> bool:
-        before = [*context, *beam.token_ids[:-num_tokens]]
-        detokenizer = text.detokenizer(before[-_NUM_CONTEXT_TOKENS:])
-        return stop.find("".join(map(detokenizer.step, beam.token_ids[-num_tokens:]))) is not None
-
-    return is_stopped
 
 
 class _BeamLostError(Exception):
@@ -103,13 +86,11 @@ class BeamRun:
         if beams != NEW_SEARCH.live:  # a search that was admitted is not refused half-way
             limit = replace(limit or TimeLimit(), has_begun=True)
         prompt_token_ids = self._request.prompt_token_ids
-        self._open = [
-            self._dispatcher.submit(
-                msgspec.structs.replace(self._request, prompt_token_ids=[*prompt_token_ids, *beam.token_ids]),
-                limit=limit,
-            )
-            for beam in beams
-        ]
+        self._open, share = [], LoopShare()
+        for beam in beams:
+            request = msgspec.structs.replace(self._request, prompt_token_ids=[*prompt_token_ids, *beam.token_ids])
+            self._open.append(self._dispatcher.submit(request, limit=limit))
+            await share.pause()
         told = [await _only_update(stream) for stream in self._open]
         if beams == NEW_SEARCH.live:
             self._num_cached_tokens = told[0].num_cached_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...workers.wire.messages import FinishReason, SequenceUpdate, TokenLogprobs
-from ..text.stop_strings import StopStrings
+from ..text.stop_strings import StopMatcher, StopStrings
 from ..text.text import Detokenizer
 
 
@@ -55,7 +55,7 @@ class Choice:
         self.num_tokens = 0  # up to the one that completed a stop string
         self.finish_reason: FinishReason | None = None
         self._detokenizer = detokenizer
-        self._stop = stop
+        self._stop = StopMatcher(stop.automaton) if stop.strings else None
         self._keep_token_ids = keep_token_ids
         self._keep_logprobs = keep_logprobs
         self._held_text = ""  # text that may turn out to start a stop string
@@ -73,8 +73,8 @@ class Choice:
         elif update.finish_reason is not None:
             self.finish_reason = update.finish_reason
             text, self._held_text = text + self._detokenizer.flush(), ""
-        elif self._stop.strings:
-            num_held = self._stop.num_held(text)
+        elif self._stop is not None:
+            num_held = self._stop.num_held
             if num_held:
                 text, self._held_text = text[:-num_held], text[-num_held:]
             else:
@@ -102,11 +102,12 @@ class Choice:
             piece = self._detokenizer.step(token_id)
             if not piece:
                 continue
+            num_before = len(self._held_text)
             self._held_text += piece
-            if self._stop.strings:
-                cut = self._stop.find(self._held_text)
+            if self._stop is not None:
+                cut = self._stop.find(piece)
                 if cut is not None:
-                    return cut
+                    return num_before + cut
         return None
 
     def _with_tokens(self, text: str, *, is_cut: bool) -> Delta:

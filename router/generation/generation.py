@@ -13,14 +13,17 @@ from msgspec.structs import replace
 from ...workers.wire.messages import AdapterRef, SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
 from ..fleet.admission import TimeLimit
 from ..fleet.dispatch import Dispatcher, SequenceStream
+from ..loop_share import LoopShare
 from ..metrics import Metrics
 from ..openai_api.answer_schema import PromptTokensDetails, Usage
 from ..openai_api.stream_position import wrong_position
 from ..text.stop_strings import StopStrings
 from ..text.text import TextService
 from .beam_search import BeamRules
-from .beam_streams import BeamRun, stopped_by
+from .beam_stops import BeamStops
+from .beam_streams import BeamRun
 from .choice import Choice, Delta
+from .portions import portions
 from .seeds import seeded
 
 _LOST = SequenceError("internal", "the sequence ended without saying why")
@@ -60,6 +63,7 @@ class GenerationRequest:
     key: str = ""  # of the answer; empty: its client cannot come back for its sequences
     cache_salt: str = ""  # the tenant's sequences share KV only where this is the same
     timeout_s: float | None = None  # from the request's arrival to the last token; None: as long as it takes
+    is_echoed: bool = False  # the answer's text begins with the prompt's
     num_seen: Sequence[int] = ()  # tokens of each choice that the client had before it came back; empty: a new request
 
 
@@ -77,7 +81,7 @@ class Generation:
         self.request = request
         self.choices = [
             Choice(
-                text.detokenizer(prompt.token_ids),
+                text.detokenizer(prompt.token_ids, is_echoed=request.is_echoed),
                 request.stop,
                 keep_token_ids=request.keep_token_ids,
                 keep_logprobs=request.keep_logprobs,
@@ -102,22 +106,24 @@ class Generation:
 
         Ends when every choice is finished. Raises `SequenceFailedError` once any of the sequences fails.
         """
-        self._submit()
+        await self._submit()
         source = self._merged() if len(self._streams) > 1 else _numbered(self._streams[0])
-        async for index, update in source:
+        async for index, whole in source:
             choice = self.choices[index]
-            if choice.finish_reason is not None:
-                continue  # after a stop string
-            if self._num_cached[index] is None:  # else a gang that goes on with the sequence tells its own number
-                self._num_cached[index] = update.num_cached_tokens
-            if choice.num_tokens < self._num_seen[index]:
-                update = self._take_seen(index, update)
-            if choice.finish_reason is None and (update.token_ids or update.finish_reason is not None):
-                yield index, self._take(index, update)
-            if update.error is not None:
-                raise SequenceFailedError(update.error)
-            if self._num_unfinished == 0:
-                return
+            for number, part in enumerate(portions(whole)):
+                if number:
+                    await asyncio.sleep(0)
+                if choice.finish_reason is not None:
+                    break  # after a stop string
+                if self._num_cached[index] is None:  # else a gang that goes on with the sequence tells its own number
+                    self._num_cached[index] = part.num_cached_tokens
+                update = part if choice.num_tokens >= self._num_seen[index] else self._take_seen(index, part)
+                if choice.finish_reason is None and (update.token_ids or update.finish_reason is not None):
+                    yield index, self._take(index, update)
+                if update.error is not None:
+                    raise SequenceFailedError(update.error)
+                if self._num_unfinished == 0:
+                    return
         raise SequenceFailedError(_LOST)
 
     def _take(self, index: int, update: SequenceUpdate) -> Delta:
@@ -196,8 +202,8 @@ class Generation:
     def _mean_logprob(self, index: int) -> float:
         return self._total_logprobs[index] / max(self.choices[index].num_tokens, 1)
 
-    def _submit(self) -> None:
-        request = self.request
+    async def _submit(self) -> None:
+        request, share = self.request, LoopShare()
         for position, prompt in enumerate(request.prompts):
             self._metrics.num_prompt_tokens += len(prompt.token_ids)
             sequence = SequenceRequest(
@@ -208,9 +214,10 @@ class Generation:
                 cache_salt=request.cache_salt,
             )
             if request.beams:
-                is_stopped = stopped_by(request.stop, self._text, prompt.token_ids)
+                is_stopped = BeamStops(request.stop, self._text, prompt.token_ids)
                 search = BeamRun(self._dispatcher, sequence, request.beams[position], is_stopped, self._limit)
                 self._streams += search.streams()
+                await share.pause()
                 continue
             for number in range(request.n):
                 sampling = seeded(prompt.sampling, number)
@@ -223,6 +230,7 @@ class Generation:
                         limit=self._limit(sampling, has_begun=has_delivered),
                     )
                 )
+                await share.pause()
 
     def _limit(self, sampling: SamplingParams, *, has_begun: bool = False) -> TimeLimit | None:
         """The time that a sequence has left; None: it has no limit, and is new.
@@ -239,8 +247,15 @@ class Generation:
         # As long as one for each, so that a client that does not read holds the streams back.
         queue: asyncio.Queue[tuple[int, SequenceUpdate]] = asyncio.Queue(len(self._streams))
         self._pumps = [asyncio.create_task(_pump(stream, index, queue)) for index, stream in enumerate(self._streams)]
+        share = LoopShare()
         while True:
-            yield await queue.get()
+            if queue.empty():
+                found = await queue.get()
+                share = LoopShare()
+            else:  # without this a request of many sequences would take in all of a frame in one go
+                found = queue.get_nowait()
+                await share.pause()
+            yield found
 
     def _observe(self, index: int, num_tokens: int, computing_s: float | None, *, is_first: bool) -> None:
         now = time.perf_counter()

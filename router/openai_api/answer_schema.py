@@ -37,7 +37,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 class CompletionChoice(msgspec.Struct, frozen=True):
     index: int
     text: str
-    logprobs: CompletionLogprobs | None
+    logprobs: CompletionLogprobs | msgspec.Raw | None
     finish_reason: FinishReason | None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -104,7 +104,7 @@ class AnswerMessage(msgspec.Struct, frozen=True):
 class ChatChoice(msgspec.Struct, frozen=True):
     index: int
     message: AnswerMessage
-    logprobs: ChatLogprobs | None
+    logprobs: ChatLogprobs | msgspec.Raw | None
     finish_reason: FinishReason | None
     token_ids: list[int] | UnsetType = UNSET
 
@@ -127,8 +127,3 @@ class Model(msgspec.Struct, frozen=True):
     parent: str | None  # the base's name; null for the base itself
     max_model_len: int | None  # null until a gang has connected
     object: Literal["model"] = "model"
-
-
-class ModelList(msgspec.Struct, frozen=True):
-    data: list[Model]
-    object: Literal["list"] = "list"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -13,6 +14,7 @@ from ...workers.wire.messages import SequenceError
 
 RETRY_AFTER_S: Final = 1
 LONGEST_RETRY_AFTER_S: Final = 3600  # estimates beyond an hour mean no more than that the queue is long
+DO_NOT_RETRY: Final[Mapping[str, str]] = MappingProxyType({"x-should-retry": "false"})  # OpenAI's clients obey it
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -90,9 +92,12 @@ def from_sequence_error(error: SequenceError) -> ApiError:
         case "store_unavailable":
             return unavailable(error.message, "store_unavailable")
         case "overloaded":
-            return ApiError(429, error.message, code="overloaded", headers={"Retry-After": _retry_after(error)})
-        case "timeout":
-            return ApiError(408, error.message, code="timeout")
+            # A timeout that is too short without any queue will be so the next time.
+            is_in_vain = error.reason == "timeout" and error.retry_after_s is None
+            headers = DO_NOT_RETRY if is_in_vain else {"Retry-After": _retry_after(error)}
+            return ApiError(429, error.message, code="overloaded", headers=headers)
+        case "timeout":  # nobody waits for the answer any more, and it would be computed anew
+            return ApiError(408, error.message, code="timeout", headers=DO_NOT_RETRY)
         case "gang_lost" | "handed_over" | "given_back" | "withdrawn":  # the last three are for routers, which go on
             return unavailable(error.message, "gang_lost")
         case "taken_over":

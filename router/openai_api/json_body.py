@@ -1,4 +1,4 @@
-"""Reads JSON bodies of requests: bounds their size, and names the field in every error."""
+"""Decodes JSON bodies of requests, and names the field in every error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from typing import Final, TypeVar
 
 import msgspec
-from starlette.requests import Request
 
 from .errors import ApiError, invalid_value
 
@@ -16,19 +15,8 @@ _AT_PATH: Final = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", r
 _MISSING: Final = re.compile(r"^Object missing required field `(?P<field>.*)`$")
 
 
-async def read_json(request: Request, decoder: msgspec.json.Decoder[T], max_bytes: int) -> T:
-    """The decoded body. Raises 413 for a body over the limit, 400 for a body that does not fit the schema."""
-    chunks = []
-    num_bytes = 0
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes > max_bytes:
-            raise ApiError(413, f"The request's body is larger than {max_bytes} bytes.", code="request_too_large")
-        chunks.append(chunk)
-    return decode(b"".join(chunks), decoder)
-
-
-def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+def decode(body: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
+    """The decoded body. Raises 400 for a body that does not fit the schema."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

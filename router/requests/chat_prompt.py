@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from ...workers.wire.messages import GangInfo
 from ..openai_api.errors import ApiError, invalid_value, unsupported
 from ..openai_api.request_schema import ChatMessage, ChatRequest
-from ..text.text import ChatTemplateError, TextService
+from ..text.text import MAX_MESSAGES_ON_LOOP, ChatTemplateError, TextService
 from .model_limits import check_text
 
 
@@ -17,7 +19,10 @@ async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -
     if continues and request.add_generation_prompt:
         raise invalid_value("continue_final_message", "it cannot go with add_generation_prompt: true.")
     begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    messages = [_as_template_expects(message, position) for position, message in enumerate(request.messages)]
+    if len(request.messages) <= MAX_MESSAGES_ON_LOOP:
+        messages = _as_template_expects(request.messages)
+    else:
+        messages = await asyncio.to_thread(_as_template_expects, request.messages)
     try:
         prompt = await text.render_chat(
             messages,
@@ -35,8 +40,13 @@ async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -
     return token_ids
 
 
-def _as_template_expects(message: ChatMessage, position: int) -> dict[str, Any]:
-    """The message as plain values, which templates need. Newer clients call the role "system" "developer"."""
+def _as_template_expects(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """The messages as plain values, which templates need."""
+    return [_fields_of(message, position) for position, message in enumerate(messages)]
+
+
+def _fields_of(message: ChatMessage, position: int) -> dict[str, Any]:
+    """Newer clients call the role "system" "developer"."""
     role = "system" if message.role == "developer" else message.role
     content = _text_of(message, f"messages[{position}].content")
     if content is None and message.tool_calls is None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import cast
 
 from ...workers.wire.messages import GangInfo
+from ..loop_share import LoopShare
 from ..openai_api.errors import invalid_value
+from ..openai_api.prompt_field import same_kind
 from ..openai_api.request_schema import CompletionRequest
 from ..text.text import TextService
 from .model_limits import check_length, check_text, check_token_ids
-
-T = TypeVar("T")
 
 
 def count_prompts(request: CompletionRequest) -> int:
@@ -25,12 +25,16 @@ async def completion_prompts(request: CompletionRequest, text: TextService, gang
     The field `prompt` is a text, a list of texts, a list of token ids or a list of such lists. A prompt that is too
     long for the context is refused before it is tokenized, if its length in characters already shows that.
     """
+    share = LoopShare()
     prompts = _listed(request, gang)
+    await share.pause()
     texts = [(param, prompt) for param, prompt in prompts if isinstance(prompt, str)]
     token_lists = [(param, prompt) for param, prompt in prompts if not isinstance(prompt, str)]
     for _, prompt in texts:
         check_text(prompt, text, gang, "prompt")
+        await share.pause()
     for param, token_ids in token_lists:
+        await share.pause()
         check_length(len(token_ids), None, gang, prompt_param="prompt")
         check_token_ids(token_ids, gang.vocab_size, param)
     if texts:  # then all prompts are texts
@@ -53,13 +57,10 @@ def _listed(request: CompletionRequest, gang: GangInfo) -> list[tuple[str, str |
         raise invalid_value("prompt", "it is an empty list, and at least one prompt is needed.")
     if isinstance(prompt[0], int):
         check_length(len(prompt), None, gang, prompt_param="prompt")
-        return [("prompt", [_same_kind(token_id, int, position) for position, token_id in enumerate(prompt)])]
+        if {*map(type, prompt)} != {int}:
+            for position, token_id in enumerate(prompt):
+                same_kind(token_id, int, position)
+        return [("prompt", cast("list[int]", prompt))]
     if isinstance(prompt[0], str):
-        return [(f"prompt[{position}]", _same_kind(text, str, position)) for position, text in enumerate(prompt)]
-    return [(f"prompt[{position}]", _same_kind(ids, list, position)) for position, ids in enumerate(prompt)]
-
-
-def _same_kind(value: object, kind: type[T], position: int) -> T:
-    if not isinstance(value, kind):
-        raise invalid_value(f"prompt[{position}]", "texts, token ids and lists of token ids cannot be mixed.")
-    return value
+        return [(f"prompt[{position}]", same_kind(text, str, position)) for position, text in enumerate(prompt)]
+    return [(f"prompt[{position}]", same_kind(ids, list, position)) for position, ids in enumerate(prompt)]

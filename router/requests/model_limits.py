@@ -8,24 +8,26 @@ from ..text.text import TextService
 
 
 def check_length(num_prompt_tokens: int, max_tokens: int | None, gang: GangInfo, *, prompt_param: str) -> None:
-    """Raises a 400 if the prompt and `max_tokens` do not fit the context. None: the completion takes what is left."""
+    """Raises a 400 if the prompt and `max_tokens` do not fit the context. None: the completion takes what is left.
+
+    The message begins as vLLM's and OpenAI's do: clients look for it, to shorten what they send.
+    """
     context = gang.max_model_len
     left = context - num_prompt_tokens
-    if left < 0:
+    if left <= 0:
+        need = "the completion needs room, too" if left == 0 else f"these are {-left} too many"
         raise context_length_exceeded(
-            f"The prompt has {num_prompt_tokens} tokens, {-left} more than the model's context of {context} tokens.",
-            prompt_param,
-        )
-    if left == 0:
-        raise context_length_exceeded(
-            f"The prompt fills the model's context of {context} tokens: shorten it by at least 1 token, "
-            "as the completion needs room.",
+            f"This model's maximum context length is {context} tokens. However, your {prompt_param} resulted in "
+            f"{num_prompt_tokens} tokens: {need}. Please reduce the length of the {prompt_param} by at least "
+            f"{1 - left} tokens.",
             prompt_param,
         )
     if max_tokens is not None and max_tokens > left:
         raise context_length_exceeded(
-            f"The prompt's {num_prompt_tokens} tokens and the {max_tokens} of max_tokens are {max_tokens - left} more "
-            f"than the model's context of {context} tokens: max_tokens may be at most {left} here.",
+            f"This model's maximum context length is {context} tokens. However, you requested "
+            f"{num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the {prompt_param}, {max_tokens} in the "
+            f"completion): these are {max_tokens - left} too many. Please reduce the length of the {prompt_param} or "
+            f"completion: max_tokens may be at most {left} here.",
             "max_tokens",
         )
 
@@ -35,8 +37,9 @@ def check_text(text: str, service: TextService, gang: GangInfo, prompt_param: st
     num_tokens, context = service.min_tokens(text), gang.max_model_len
     if num_tokens > context:
         raise context_length_exceeded(
-            f"The prompt has at least {num_tokens} tokens, at least {num_tokens - context} more than the model's "
-            f"context of {context} tokens.",
+            f"This model's maximum context length is {context} tokens. However, your {prompt_param} resulted in at "
+            f"least {num_tokens} tokens, at least {num_tokens - context} too many. Please reduce the length of the "
+            f"{prompt_param}.",
             prompt_param,
         )
 

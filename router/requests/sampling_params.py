@@ -8,6 +8,8 @@ from ..openai_api.request_schema import GenerationFields
 from ..text.stop_strings import StopStrings
 from .model_limits import check_token_ids
 
+MAX_STOP_CHARS = 4096  # of all stop strings of a request: an automaton is built of them
+
 
 def sampling_params(
     request: GenerationFields,
@@ -37,9 +39,14 @@ def sampling_params(
 
 
 def stop_strings(request: GenerationFields) -> StopStrings:
-    """The stop strings of the field `stop`, which is a text or a list of texts."""
+    """The stop strings of the field `stop`, which is a text or a list of texts. Raises a 400 if they are too long."""
     stop = request.stop or ()
-    return StopStrings((stop,) if isinstance(stop, str) else tuple(stop))
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    num_chars = sum(map(len, strings))
+    if num_chars > MAX_STOP_CHARS:
+        message = f"its strings have {num_chars} characters together: at most {MAX_STOP_CHARS} are accepted."
+        raise invalid_value("stop", message)
+    return StopStrings(strings)
 
 
 def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:

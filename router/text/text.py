@@ -28,6 +28,7 @@ NUM_THREADS: Final = 2
 # A decoder must see what came just before, or a completion of SentencePiece tokens would lose its first space.
 NUM_CONTEXT_TOKENS: Final = 6
 MAX_CONTINUATION_BYTES: Final = 3  # of a character in UTF-8
+_CUT: Final = "�"  # what bytes decode to that are no character
 # Arguments of the template's renderer that are ours to set.
 RESERVED_TEMPLATE_ARGUMENTS: Final = frozenset(
     {
@@ -78,7 +79,9 @@ class TextService:
         """A number of tokens that the text has at least, told without tokenizing it. 0 where nothing can be told."""
         if self._max_bytes_per_token is None:
             return 0
-        return -(-len(text.encode("utf-8", "surrogatepass")) // self._max_bytes_per_token)
+        is_short = len(text) <= MAX_CHARS_ON_LOOP
+        num_bytes = len(text.encode("utf-8", "surrogatepass")) if is_short else len(text)  # at least
+        return -(-num_bytes // self._max_bytes_per_token)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text; off the event loop when it is long."""
@@ -94,13 +97,30 @@ class TextService:
         work = partial(self._backend.decode_batch, token_lists, skip_special_tokens=True)
         return await self._done(work, sum(map(len, token_lists)) <= MAX_TOKENS_ON_LOOP)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
-        """A new one for a sequence that continues this prompt."""
+    async def echoes(self, token_lists: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each prompt up to where the detokenizer of an echoed prompt goes on, see `detokenizer`."""
+        texts = await self.decode_all(token_lists)
+        return [text[: len(text) - self._num_cut(ids)] for text, ids in zip(texts, token_lists, strict=True)]
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], *, is_echoed: bool = False) -> Detokenizer:
+        """A new one for a sequence that continues this prompt.
+
+        `is_echoed`: bytes at the prompt's end that are no character yet come with the first piece, as the character
+        that they turn out to be, and are not in the prompt's own text (`echoes`).
+        """
+        return Detokenizer(self._backend, self._context(prompt_token_ids), is_echoed=is_echoed)
+
+    def _num_cut(self, prompt_token_ids: Sequence[int]) -> int:
+        """How many characters at the end of the prompt's text are bytes that are none yet."""
+        known = str(self._backend.decode(self._context(prompt_token_ids), skip_special_tokens=True))
+        return len(known) - len(known.rstrip(_CUT))
+
+    def _context(self, prompt_token_ids: Sequence[int]) -> Sequence[int]:
         start = max(len(prompt_token_ids) - NUM_CONTEXT_TOKENS, 0)
         for _ in range(MAX_CONTINUATION_BYTES):  # not inside of a character, which would spoil the bytes after it
             if start > 0 and self._continues_a_character(prompt_token_ids[start]):
                 start -= 1
-        return Detokenizer(self._backend, prompt_token_ids[start:])
+        return prompt_token_ids[start:]
 
     def _continues_a_character(self, token_id: int) -> bool:
         raw = self.token_bytes(token_id)
@@ -161,13 +181,17 @@ def _are_short(messages: Sequence[Mapping[str, Any]]) -> bool:
 class Detokenizer:
     """Text of one growing sequence. The pieces and the flush joined are the text of all tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
-        """`context`: the last tokens before it. A character that they begin comes whole, with the first piece."""
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], *, is_echoed: bool = False) -> None:
+        """`context`: the last tokens before it. A character that they begin comes whole, with the first piece.
+
+        `is_echoed`: if nothing ends that character, its bytes come all the same, as they are not told otherwise.
+        """
+        self._is_echoed = is_echoed
         self._tokenizer = tokenizer
         self._stream = DecodeStream(list(context), skip_special_tokens=True)
         self._pending: list[int] = []  # tokens since the last piece
         # Context that may end inside of a character, as long as it is not clear what becomes of that.
-        self._cut_context = list(context) if self._decode(context).endswith("�") else None
+        self._cut_context = list(context) if self._decode(context).endswith(_CUT) else None
 
     def step(self, token_id: int) -> str:
         """The text that this token completes; empty for a special token or in the middle of a character."""
@@ -188,7 +212,7 @@ class Detokenizer:
     def _complete(self, context: list[int]) -> str:
         """The first piece after context that ends inside of a character, once the pending tokens end at one's end."""
         text = self._decode([*context, *self._pending])
-        if text.endswith("�"):
+        if text.endswith(_CUT):
             return ""
         self._stream = DecodeStream([*context, *self._pending], skip_special_tokens=True)
         self._cut_context = None
@@ -201,6 +225,8 @@ class Detokenizer:
         Its bytes that were � alone may be a character now: that one is not the context's. And where one � made all of
         a run of byte tokens so, those before it tell what they are once it is left out.
         """
+        if self._is_echoed:
+            return len(self._decode(context).rstrip(_CUT))
         longest = 0
         for end in range(len(context), max(len(context) - MAX_CONTINUATION_BYTES, 0) - 1, -1):
             known = self._decode(context[:end])
@@ -224,7 +250,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What is left of a character that will not be completed. The detokenizer is used up after it."""
-        if not self._pending:
+        if not self._pending and not (self._is_echoed and self._cut_context is not None):
             return ""
         if self._cut_context is not None:
             text = self._decode([*self._cut_context, *self._pending])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from functools import partial
+from operator import attrgetter
 from typing import Any, Final
 
 import msgspec
@@ -14,12 +16,17 @@ from ...adapters.adapter import AdapterVersion
 from ...adapters.errors import AdapterInvalid, RegistryUnavailable, UploadTooLarge
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.upload import UploadService
+from ..bodies.arrival import ArrivalPace
+from ..bodies.turns import Turns
 from ..config import RouterConfig
 from ..openai_api.errors import ApiError, unavailable
+from ..openai_api.list_page import encoded_list, page_request, read_page
 from ..tenants.auth import tenant_of
 from .upload_form import check_form, declared_bytes, receive_upload
 from .upload_spool import UploadSpool
 
+MAX_WAITING_UPLOADS: Final = 64  # of a tenant at a router, with those under way: each holds a connection
+_name: Final = attrgetter("name")
 DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -32,11 +39,19 @@ class AdaptersApi:
         self._uploads = uploads
         self._spool = UploadSpool(config.spool_path, config.min_free_bytes)
         self._open_uploads = asyncio.Semaphore(config.max_open_uploads)
+        self._tenants_uploads = Turns(config.max_tenant_uploads)
+        self._pace = ArrivalPace(config.upload_idle_s, config.upload_bytes_per_s, config.upload_deadline_s)
 
     async def upload(self, request: Request) -> Response:
         """201 for a new version, 200 for content that the name already points to."""
         tenant = tenant_of(request, self._view)
-        async with self._open_uploads:  # held until the adapter is stored, because until then the spool takes disk
+        if self._tenants_uploads.num_here(tenant) >= MAX_WAITING_UPLOADS:
+            raise _too_many_uploads()
+        # Its own turns first, so that a tenant who waits for them takes nobody else's.
+        async with (
+            self._tenants_uploads.of(tenant),
+            self._open_uploads,
+        ):  # held until the adapter is stored, because until then the spool takes disk
             try:
                 adapter, created = await self._receive(request, tenant)
             except AdapterInvalid as error:
@@ -54,19 +69,21 @@ class AdaptersApi:
     async def _receive(self, request: Request, tenant: str) -> tuple[AdapterVersion, bool]:
         config = self._config
         check_form(request, config.max_upload_bytes)
-        if not self._spool.has_room(declared_bytes(request) or 0):
-            raise _disk_full()
-        with self._spool.file() as tensors_path:
-            form = await receive_upload(request, tensors_path, config.max_upload_bytes, config.upload_idle_s)
+        with self._spool.room(declared_bytes(request) or 0) as room, self._spool.file() as tensors_path:
+            form = await receive_upload(
+                request, tensors_path, config.max_upload_bytes, config.upload_idle_s, self._pace, room
+            )
             return await self._uploads.upload(tenant, form.name, form.config, tensors_path)
 
     async def list(self, request: Request) -> Response:
         tenant = tenant_of(request, self._view)
+        wanted = page_request(request)
         try:
-            adapters = await self._uploads.list(tenant)
+            adapters, more = await read_page(partial(self._uploads.list_page, tenant), _name, wanted)
         except RegistryUnavailable as error:
             raise _registry_away(error) from error
-        return _json({"object": "list", "data": [_shown(adapter) for adapter in adapters]})
+        body = await encoded_list([_shown(adapter) for adapter in adapters], [*map(_name, adapters)], more)
+        return Response(body, media_type="application/json")
 
     async def show(self, request: Request) -> Response:
         tenant = tenant_of(request, self._view)
@@ -117,6 +134,12 @@ def _disk_full() -> ApiError:
         "The server's disk is too full for this adapter, which was not stored: free some space, then upload it again."
     )
     return ApiError(507, message, code="insufficient_storage")
+
+
+def _too_many_uploads() -> ApiError:
+    message = f"{MAX_WAITING_UPLOADS} uploads of yours are under way or wait for their turn: try again later."
+    headers = {"Retry-After": "10", "Connection": "close"}
+    return ApiError(429, message, code="uploads_full", headers=headers)
 
 
 def _registry_away(error: RegistryUnavailable) -> ApiError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
 from ...adapters.format.peft import CONFIG_FILE, TENSORS_FILE
+from ..bodies.arrival import ArrivalPace
 from ..openai_api.errors import ApiError
+from .upload_spool import UploadRoom
 
 if TYPE_CHECKING:  # the library has it for type checkers only
     from python_multipart.multipart import MultipartCallbacks
@@ -54,36 +57,47 @@ def check_form(request: Request, max_tensors_bytes: int) -> bytes:
     return boundary
 
 
-async def receive_upload(request: Request, tensors_path: Path, max_tensors_bytes: int, idle_s: float) -> UploadForm:
+async def receive_upload(
+    request: Request, tensors_path: Path, max_tensors_bytes: int, idle_s: float, pace: ArrivalPace, room: UploadRoom
+) -> UploadForm:
     """The small fields of the form; the tensors are written to `tensors_path`.
 
-    Raises 413 for a part over its limit, 400 for any other form, 408 if nothing arrives for `idle_s`, and OSError if
-    the disk fails.
+    Raises 413 for a part over its limit, 400 for any other form, 408 if nothing arrives for `idle_s` or the upload
+    falls behind the pace, and OSError if the disk fails or has no room for what arrives.
     """
     boundary = check_form(request, max_tensors_bytes)
     reader = _FormReader({NAME_FIELD: MAX_NAME_BYTES, CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: max_tensors_bytes})
+    began_at, num_bytes = time.monotonic(), 0
     try:
         parser = MultipartParser(boundary, reader.callbacks())
         with tensors_path.open("wb") as file:
             chunks = request.stream()
-            while chunk := await _next(chunks, idle_s):
+            while chunk := await _next(chunks, idle_s, began_at + pace.latest_s(num_bytes)):
+                num_bytes += len(chunk)
+                room.grow(num_bytes)
                 parser.write(chunk)
                 if len(reader.tensors) >= FLUSH_BYTES:
-                    await asyncio.to_thread(file.write, reader.take_tensors())
-            await asyncio.to_thread(file.write, reader.take_tensors())
+                    room.wrote(await asyncio.to_thread(file.write, reader.take_tensors()))
+            room.wrote(await asyncio.to_thread(file.write, reader.take_tensors()))
     except FormParserError as error:
         raise _bad_form(f"The multipart body is malformed: {error}") from error
     return reader.form()
 
 
-async def _next(chunks: AsyncGenerator[bytes, None], idle_s: float) -> bytes:
-    """The next bytes to arrive; empty at the end of the body."""
+async def _next(chunks: AsyncGenerator[bytes, None], idle_s: float, latest_at: float) -> bytes:
+    """The next bytes to arrive; empty at the end of the body. `latest_at`: by `time.monotonic()`."""
+    left_s = latest_at - time.monotonic()
     try:
-        async with asyncio.timeout(idle_s):
+        async with asyncio.timeout(min(idle_s, left_s)):
             return await anext(chunks, b"")
     except TimeoutError:
-        message = f"Nothing of the upload arrived for {idle_s:g} s: send it again."
-        raise ApiError(408, message, code="upload_timeout") from None
+        message = (
+            f"Nothing of the upload arrived for {idle_s:g} s: send it again."
+            if idle_s <= left_s
+            else "The upload arrives too slowly: send it again over a faster connection."
+        )
+        headers = {"Connection": "close"}  # what is left of the body is not read
+        raise ApiError(408, message, code="upload_timeout", headers=headers) from None
 
 
 class _FormReader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -23,18 +24,32 @@ class UploadSpool:
         """Makes the folder, and removes files that routers left there when they were killed long ago."""
         self._path = path
         self._min_free_bytes = min_free_bytes
+        self._num_promised = 0  # bytes of uploads in progress: what they declared, or what has come
+        self._num_written = 0  # of these, to the spool
         path.mkdir(parents=True, exist_ok=True)
         oldest = time.time() - _ABANDONED_S
         for left in path.glob(f"{_PREFIX}*"):
             if left.stat().st_mtime < oldest:
                 left.unlink(missing_ok=True)
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether the disk has room for an upload in the spool and in the store, and `min_free_bytes` beside it.
+    @contextmanager
+    def room(self, num_bytes: int) -> Iterator[UploadRoom]:
+        """Room on the disk for an upload of so many bytes; see `UploadRoom`. It is given back when the block ends."""
+        room = UploadRoom(self)
+        try:
+            room.grow(num_bytes)
+            yield room
+        finally:
+            self._num_promised -= room.num_bytes
+            self._num_written -= room.num_written
 
-        Other uploads that arrive at the same time are not counted; an upload that fills the disk then fails.
-        """
-        return shutil.disk_usage(self._path).free >= _NUM_COPIES * num_bytes + self._min_free_bytes
+    def _promise(self, num_bytes: int) -> None:
+        left = (
+            _NUM_COPIES * (self._num_promised + num_bytes) - self._num_written
+        )  # to be written by uploads in progress
+        if shutil.disk_usage(self._path).free < left + self._min_free_bytes:
+            raise OSError(errno.ENOSPC, "the disk has no room for this upload")
+        self._num_promised += num_bytes
 
     @contextmanager
     def file(self) -> Iterator[Path]:
@@ -46,3 +61,27 @@ class UploadSpool:
             yield path
         finally:
             path.unlink(missing_ok=True)
+
+
+class UploadRoom:
+    """What the disk must have for one upload: in the spool, and twice in the store, beside `min_free_bytes`.
+
+    Uploads in progress are counted with what they may still write, so that they do not fill the disk together.
+    """
+
+    def __init__(self, spool: UploadSpool) -> None:
+        self._spool = spool
+        self.num_bytes = 0
+        self.num_written = 0
+
+    def grow(self, num_bytes: int) -> None:
+        """The upload turns out to have so many bytes. Raises OSError (ENOSPC) where there is no room for them."""
+        more = num_bytes - self.num_bytes
+        if more > 0:
+            self._spool._promise(more)
+            self.num_bytes = num_bytes
+
+    def wrote(self, num_bytes: int) -> None:
+        """So many bytes more are in the spool, and no longer in what the disk has free."""
+        self.num_written += num_bytes
+        self._spool._num_written += num_bytes

@@ -164,6 +164,7 @@ class FakeDispatcher:
     num_moved: int = 0
     num_gang_faults: Mapping[FaultKind, int] = field(default_factory=dict)
     num_gangs: int = 1
+    context: int = CONTEXT  # tokens
     submitted: list[SequenceRequest] = field(default_factory=list)
     limits: list[TimeLimit | None] = field(default_factory=list)  # of what was submitted
     resumed: list[bool] = field(default_factory=list)  # whether it was submitted as a resumed sequence
@@ -188,7 +189,7 @@ class FakeDispatcher:
             device="cpu",
             dtype="float32",
             kernels="torch",
-            max_model_len=CONTEXT,
+            max_model_len=self.context,
             block_size=16,
             num_pages=64,
             page_bytes=1024,

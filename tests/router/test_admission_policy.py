@@ -45,6 +45,11 @@ CROWDED = GangView("a", True, 1000, 20, GangCosts(s_per_waiting_token=0.1), num_
 SHORT = RoutingRequest(None, 10, 0)
 
 
+def is_hopeless(request: RoutingRequest, limit: TimeLimit, gang: GangView) -> bool:
+    """Its timeout is too short for its answer, whether or not others wait there."""
+    return limit.timeout_s is not None and expect(request, gang, limit.num_new_tokens).alone_s > limit.timeout_s
+
+
 def is_late(request: RoutingRequest, limit: TimeLimit, gang: GangView, config: AdmissionConfig) -> bool:
     found = expect(request, gang, limit.num_new_tokens)
     misses_timeout = limit.timeout_s is not None and found.answer_s > limit.timeout_s
@@ -73,7 +78,8 @@ def test_refused_is_only_who_would_be_late_everywhere(
         assert verdict.kind == "overloaded"
         assert all(is_late(request, limit, g, config) or misses_objective(request, g, objective_s) for g in gangs)
         assert verdict.reason in {"timeout", "objective", "wait"} - ({"objective"} if objective_s is None else set())
-        assert verdict.retry_after_s == min(expect(request, gang, 1).queue_s for gang in gangs)
+        worth_a_wait = [gang for gang in gangs if not is_hopeless(request, limit, gang)]
+        assert verdict.retry_after_s == min((expect(request, gang, 1).queue_s for gang in worth_a_wait), default=None)
     else:
         gang = next(gang for gang in gangs if gang.key == verdict.gang_key)
         fixed = len(gangs) >= config.max_gangs
@@ -146,7 +152,7 @@ def test_what_is_told_of_a_refusal() -> None:
     late = admit(SHORT, NO_LIMIT, [CROWDED], ROUTING, admission_config(), 2.5)
     assert late == SequenceError(
         "overloaded",
-        "the first token needs up to 125.00 s, as 100.00 s are expected in the queue, and the tenant's latency "
+        "the first token needs up to 125.0 s, as 100.0 s are expected in the queue, and the tenant's latency "
         "objective is 2.5 s",
         100.0,
         "objective",
@@ -208,3 +214,20 @@ def test_no_queue_is_refused_that_the_autoscaler_has_to_see() -> None:
     refused = admit(SHORT, NO_LIMIT, [longer], ROUTING, may_grow, 1.0)
     assert isinstance(refused, SequenceError)
     assert refused.reason == "objective"
+
+
+def test_a_refusal_says_small_times_too() -> None:
+    """None of them is told as 0.0 s."""
+    gang = replace(CROWDED, num_waiting=1, num_queued_tokens=1, costs=replace(CROWDED.costs, s_per_waiting_token=0.004))
+    refused = admit(SHORT, TimeLimit(0.003), [gang], ROUTING, admission_config())
+    assert isinstance(refused, SequenceError)
+    assert "0.0 s" not in refused.message and "3 ms of its timeout are left" in refused.message
+
+
+def test_a_timeout_that_no_wait_mends_has_no_time_to_come_back() -> None:
+    alone_s = expect(SHORT, CROWDED, 1).alone_s
+    refused = admit(SHORT, TimeLimit(alone_s / 2), [CROWDED], ROUTING, admission_config())
+    assert isinstance(refused, SequenceError)
+    assert (refused.reason, refused.retry_after_s) == ("timeout", None)
+    late = admit(SHORT, TimeLimit(2 * alone_s), [CROWDED], ROUTING, admission_config())
+    assert isinstance(late, SequenceError) and late.retry_after_s is not None

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from motet.router.generation.choice import Choice, Delta
-from motet.router.text.stop_strings import StopStrings
+from motet.router.text.stop_strings import StopMatcher, StopStrings
 from motet.router.text.text import TextService
 from motet.tests.rigs.router_rig import EOS, decoded, encoded, logprobs_of, text_service
 from motet.workers.wire.messages import SequenceUpdate
@@ -103,7 +103,7 @@ def test_text_that_could_start_a_stop_string_is_held(text: TextService) -> None:
     ],
 )
 def test_stop_strings(strings: tuple[str, ...], string: str, found: int | None, held: int) -> None:
-    stop = StopStrings(strings)
+    stop = StopMatcher(StopStrings(strings).automaton)
     assert stop.find(string) == found
     if found is None:
-        assert stop.num_held(string) == held
+        assert stop.num_held == held

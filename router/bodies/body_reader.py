@@ -1,0 +1,127 @@
+"""Receives the JSON bodies of requests and decodes them, so that no tenant takes others' time or memory by them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from ..metrics import Metrics
+from ..openai_api.errors import ApiError
+from ..openai_api.json_body import decode
+from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
+from .arrival import ArrivalPace
+from .body_budget import BodyBudget
+from .body_decoder import BodyDecoder
+from .body_limits import check_extent
+from .heap import trim_heap
+from .turns import Turns
+
+# What decodes in a millisecond or two whatever it holds; more is decoded in another process.
+MAX_BYTES_ON_LOOP: Final = 64 << 10
+PACE: Final = ArrivalPace(grace_s=10.0, bytes_per_s=32 << 10, deadline_s=120.0)
+TRIM_BYTES: Final = 8 << 20  # of bodies that have gone, after which their memory is given back to the machine
+
+R = TypeVar("R", bound=GenerationFields)
+
+
+class BodyReader:
+    """Belongs to one event loop. Its budget is for the bytes of bodies, until they are decoded."""
+
+    def __init__(self, max_held_bytes: int, metrics: Metrics, pace: ArrivalPace = PACE) -> None:
+        self.budget = BodyBudget(max_held_bytes)
+        self._metrics = metrics
+        self._pace = pace
+        self._decoder = BodyDecoder()
+        self._turns = Turns(1)
+        self._json: Final[dict[type[GenerationFields], msgspec.json.Decoder[GenerationFields]]] = {
+            kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest)
+        }
+        self._num_untrimmed = 0  # bytes of large bodies that have gone
+        self._trimming: asyncio.Future[None] | None = None
+
+    @asynccontextmanager
+    async def open(
+        self, http: Request, tenant: str, kind: type[R], *, max_bytes: int, context: int | None
+    ) -> AsyncIterator[R]:
+        """The request in the body, decoded. `context`: tokens of the model's context; None: not known yet.
+
+        A tenant's large requests are inside of the block one at a time: what is done there for a long prompt takes
+        others' time too. Raises 400 for a body that does not fit the schema, 408 for one that comes too slowly, 413 for
+        one over the limit, 415 for one that is compressed, and 429 where the memory for bodies is taken.
+        """
+        _check_headers(http, max_bytes)
+        body = _HeldBody(tenant)
+        try:
+            await self._receive(http, body, max_bytes)
+            if body.num_bytes <= MAX_BYTES_ON_LOOP:
+                small = decode(body.data, self._json[kind])
+                assert isinstance(small, kind)
+                check_extent(small, context)
+                self._let_go(body)
+                yield small
+                return
+            async with self._turns.of(tenant):
+                request = await self._decoder.decode(body.data, kind, context)
+                self._let_go(body)
+                yield request
+        finally:
+            self._let_go(body)
+
+    async def _receive(self, http: Request, body: _HeldBody, max_bytes: int) -> None:
+        loop, pace = asyncio.get_running_loop(), self._pace
+        began_at = loop.time()
+        try:
+            async with asyncio.timeout(pace.latest_s(0)) as limit:
+                async for chunk in http.stream():
+                    if body.num_bytes + len(chunk) > max_bytes:
+                        raise _too_large(max_bytes)
+                    self.budget.take(body.tenant, len(chunk))
+                    self._metrics.num_held_body_bytes = self.budget.num_held
+                    body.num_bytes += len(chunk)
+                    body.data += chunk
+                    limit.reschedule(began_at + pace.latest_s(body.num_bytes))
+        except TimeoutError:
+            message = f"The request's body comes too slowly: {body.num_bytes} bytes in {loop.time() - began_at:.0f} s."
+            raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
+
+    def _let_go(self, body: _HeldBody) -> None:
+        """Forgets the bytes, if it still has them. A thread that is cut off may hold them for a moment longer."""
+        num_bytes, body.num_bytes, body.data = body.num_bytes, 0, bytearray()
+        if not num_bytes:
+            return
+        self.budget.give_back(body.tenant, num_bytes)
+        self._metrics.num_held_body_bytes = self.budget.num_held
+        if num_bytes > MAX_BYTES_ON_LOOP:
+            self._num_untrimmed += num_bytes
+        if self._num_untrimmed >= TRIM_BYTES and (self._trimming is None or self._trimming.done()):
+            self._num_untrimmed = 0
+            self._trimming = asyncio.get_running_loop().run_in_executor(None, trim_heap)
+
+
+@dataclass
+class _HeldBody:
+    tenant: str
+    num_bytes: int = 0  # as the budget counts them
+    data: bytearray = field(default_factory=bytearray)
+
+
+def _check_headers(http: Request, max_bytes: int) -> None:
+    """Refuses by what the client says of the body, before any of it is read."""
+    encoding = http.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        message = f"Bodies are accepted as they are, not with Content-Encoding {encoding[:40]!r}: send it uncompressed."
+        raise ApiError(415, message, code="unsupported_encoding", headers={"Connection": "close"})
+    declared = http.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):
+        raise _too_large(max_bytes)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    message = f"The request's body is larger than {max_bytes} bytes."
+    return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})

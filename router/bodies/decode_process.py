@@ -1,0 +1,96 @@
+"""The process that decodes large bodies for a router: `python -m motet.router.bodies.decode_process`.
+
+Decoding holds the interpreter's lock until it is done, in a thread too: 2.9 s were seen for 15 MB of JSON. Here it
+holds up nobody. It answers one question after the other and ends with its standard input. It imports little.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import IO, Final
+
+import msgspec
+
+from ..openai_api.errors import ApiError, invalid_value
+from ..openai_api.json_body import decode
+from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
+from .body_limits import check_extent, without_ballast
+from .packed_request import PackedRequest, packed
+from .process_frames import read_frames, write_frames
+
+NICENESS: Final = 5  # whoever sends large bodies waits, and nobody else
+MOST_RESIDENT_BYTES: Final = 256 << 20  # a process that has grown beyond ends, and the router starts another
+
+LAST: Final = b"last"  # the first frame of an answer: does the process answer another question?
+NOT_LAST: Final = b""
+
+_DECODERS: Final[dict[str, msgspec.json.Decoder[GenerationFields]]] = {
+    kind.__name__: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest)
+}
+
+
+class Question(msgspec.Struct, frozen=True):
+    """What is asked, in a frame before that of the body."""
+
+    kind: str  # name of the request's class
+    context: int | None  # of the model
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """What `ApiError` is made of."""
+
+    status_code: int
+    message: str
+    param: str | None
+    code: str | None
+
+
+def answer(question: Question, body: bytes) -> list[bytes]:
+    """The frames of the answer after its first one: a `PackedRequest`'s, or one with a `Refusal`."""
+    try:
+        found = _packed(question, body)
+    except ApiError as error:
+        detail = error.detail
+        return [msgspec.msgpack.encode(Refusal(error.status_code, detail.message, detail.param, detail.code))]
+    return [found.head, found.values, *found.pieces]
+
+
+def _packed(question: Question, body: bytes) -> PackedRequest:
+    request = decode(body, _DECODERS[question.kind])
+    check_extent(request, question.context)
+    try:
+        return packed(without_ballast(request))
+    except OverflowError:
+        message = "The request's body has a whole number of more than 63 bits."
+        raise ApiError(400, message, code="invalid_value") from None
+    except RecursionError as error:
+        raise invalid_value("messages", "they are nested too deeply.") from error
+
+
+def main(source: IO[bytes], sink: IO[bytes]) -> None:
+    gc.disable()  # what is decoded has no cycles, and looking for some takes longer than decoding
+    os.nice(NICENESS)
+    decoder = msgspec.msgpack.Decoder(Question)
+    while frames := read_frames(source):
+        question, body = frames
+        found = answer(decoder.decode(question), body)
+        del frames, body
+        is_last = _resident_bytes() > MOST_RESIDENT_BYTES
+        write_frames(sink, [LAST if is_last else NOT_LAST, *found])
+        del found
+        if is_last:
+            return
+
+
+def _resident_bytes() -> int:
+    """What the process takes now. What it once took at most would have the router's own in it, which started it."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
+
+
+if __name__ == "__main__":
+    main(sys.stdin.buffer, sys.stdout.buffer)

@@ -1,0 +1,30 @@
+"""An update of many tokens, as it comes of a reader that was slow or resumes a stream, in several of a few tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from ...workers.wire.messages import SequenceUpdate
+
+MAX_TOKENS: Final = 32  # that are taken in at once: with 20 log-probabilities each a few ms
+
+
+def portions(update: SequenceUpdate) -> Sequence[SequenceUpdate]:
+    """Updates of at most `MAX_TOKENS` tokens that tell together what `update` tells."""
+    token_ids, logprobs = update.token_ids, update.logprobs
+    if len(token_ids) <= MAX_TOKENS:
+        return (update,)
+    starts = range(0, len(token_ids), MAX_TOKENS)
+    return [
+        SequenceUpdate(
+            update.sequence_id,
+            token_ids[start : start + MAX_TOKENS],
+            None if logprobs is None else logprobs[start : start + MAX_TOKENS],
+            update.finish_reason if start == starts[-1] else None,
+            update.error if start == starts[-1] else None,
+            update.num_cached_tokens if start == 0 else None,
+            update.computing_s if start == 0 else None,
+        )
+        for start in starts
+    ]

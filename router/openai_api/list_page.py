@@ -1,0 +1,63 @@
+"""Pages of lists, as OpenAI's API has them: `limit`, and `after`, the id of the last entry of the page before."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from ...adapters.registry.registry import PAGE_SIZE
+from ..loop_share import LoopShare
+from .errors import invalid_value
+
+MAX_LIMIT: Final = 10_000
+Entry = TypeVar("Entry")
+_encode: Final = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True)
+class PageRequest:
+    limit: int | None = None  # None: all
+    after: str | None = None  # None: from the first entry on
+
+
+def page_request(request: Request) -> PageRequest:
+    """What the query asks for. Raises 400."""
+    told = request.query_params.get("limit")
+    if told is not None and not (told.isascii() and told.isdigit() and len(told) <= 9 and 1 <= int(told) <= MAX_LIMIT):
+        raise invalid_value("limit", f"{told[:20]!r} is no whole number from 1 to {MAX_LIMIT}.")
+    return PageRequest(None if told is None else int(told), request.query_params.get("after"))
+
+
+async def read_page(
+    read: Callable[[str, int], Awaitable[Sequence[Entry]]], name_of: Callable[[Entry], str], wanted: PageRequest
+) -> tuple[list[Entry], bool]:
+    """The entries that are asked for, and whether there are more after them.
+
+    `read` gives at most so many entries, sorted by name, from behind a name. This need not be there any more: who goes
+    from page to page misses nothing when an entry is deleted meanwhile.
+    """
+    entries: list[Entry] = []
+    after, most = wanted.after or "", sys.maxsize if wanted.limit is None else wanted.limit
+    while len(entries) <= most:  # one more than wanted tells that there are more
+        size = min(PAGE_SIZE, most + 1 - len(entries))
+        page = await read(after, size)
+        entries += page
+        if len(page) < size:
+            break
+        after = name_of(page[-1])
+    return entries[:most], len(entries) > most
+
+
+async def encoded_list(entries: Sequence[msgspec.Struct | dict[str, object]], ids: Sequence[str], more: bool) -> bytes:
+    """The JSON of a page, which may be long. `more`: the list goes on after it."""
+    share, data = LoopShare(), bytearray()
+    for entry in entries:
+        data += b"," + _encode(entry)
+        await share.pause()
+    ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None, "has_more": more}
+    return b'{"object":"list","data":[' + data[1:] + b"]," + _encode(ends)[1:]

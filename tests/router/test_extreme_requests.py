@@ -1,0 +1,154 @@
+"""No request gets a 500: each field with the values that are furthest out, through a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from motet.router.openai_api.request_schema import ChatRequest, CompletionRequest, UnsupportedFields
+from motet.tests.rigs.engine_dispatcher import EngineDispatcher, client_of
+from motet.tests.rigs.engine_rig import EngineRig, Stock
+from motet.tests.rigs.oracle import write_model
+from motet.tests.rigs.patience import PATIENCE_S
+from motet.tests.rigs.router_rig import BASE, RouterRig, failing, text_service
+
+NUMBERS = (
+    *("0", "-0.0", "1", "-1", "0.001", "1e-38", "1e-45", "1e-300", "5e-324", "-5e-324", "2", "100", "1e308", "1e309"),
+    *("NaN", "Infinity", "1" + "0" * 400, "0." + "0" * 400 + "1", "129", "2147483648", "9223372036854775807"),
+    *("-9223372036854775809", "1.5", "1e2", "01", "+1"),
+)
+TEXTS = ('""', '"\\u0000"', '"\\ud800"', '"\\udfff\\ud800"', '"😀"', '"\u202e\u200d"', '"a', '"' + "x" * 2000 + '"')
+OTHERS = ("null", "true", "false", "[]", "{}", "[[]]", "[null]", '{"":null}', "[" * 2000, "[" * 500 + "]" * 500)
+KEYS = ('{"%s": %s}', '{"1": 1, "%s": %s}')
+BIASES = [form % (key, value) for form in KEYS for key in ("1", "-1", "01", "1e3", "²", "") for value in NUMBERS[4:11]]
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
+    folder = tmp_path_factory.mktemp("extreme")
+    return Stock.make(write_model("llama", folder / "model"), {}, folder / "store")
+
+
+@pytest.fixture(scope="module")
+def engine(stock: Stock) -> Iterator[EngineRig]:
+    with stock.engine(num_pages=200) as rig:
+        yield rig
+
+
+async def check(client: httpx.AsyncClient, route: str, body: bytes) -> int:
+    """Sends it; fails for a 500, and for an error that has not OpenAI's shape."""
+    async with asyncio.timeout(PATIENCE_S):
+        response = await client.post(f"/v1/{route}", content=body)
+    assert response.status_code < 500, (body[:300], response.text)
+    if response.status_code != 200:
+        error = response.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["message"] and error["type"] == "invalid_request_error"
+    else:
+        assert "internal" not in response.text
+    return response.status_code
+
+
+def body_of(fields: dict[str, str]) -> bytes:
+    """The JSON of fields whose values are JSON already, or should not be."""
+    joined = ",".join(f"{json.dumps(name)}:{value}" for name, value in fields.items())
+    return f"{{{joined}}}".encode("utf-8", "surrogatepass")
+
+
+ROUTES = (
+    ("completions", CompletionRequest, {"prompt": "[5,6,7]"}),
+    ("chat/completions", ChatRequest, {"messages": '[{"role":"user","content":"a"}]'}),
+)
+
+
+@pytest.mark.parametrize(("route", "kind", "needed"), ROUTES, ids=["completions", "chats"])
+async def test_each_field_with_each_value(
+    stock: Stock, engine: EngineRig, tmp_path: Path, route: str, kind: type[msgspec.Struct], needed: dict[str, str]
+) -> None:
+    start = {"model": json.dumps(BASE), **needed, "max_tokens": "1"}
+    num_served = 0
+    scripted = RouterRig(tmp_path / "spool", text_service())  # the engine's model is too small for texts
+    async with scripted.client() if kind is ChatRequest else client_of(EngineDispatcher(engine), stock) as client:
+        for field in kind.__struct_fields__:
+            is_refused = field in UnsupportedFields.__struct_fields__
+            values = OTHERS if is_refused else (*NUMBERS, *TEXTS, *OTHERS, *(BIASES if field == "logit_bias" else ()))
+            for value in values:
+                num_served += await check(client, route, body_of({**start, field: value})) == 200
+    assert num_served > 100  # not all of it is refused
+
+
+async def test_what_is_accepted_of_each_field_together(stock: Stock, engine: EngineRig) -> None:
+    extremes = {
+        "temperature": ("0", "5e-324", "1e-300", "1e-45", "1e-38", "1e-5", "2"),
+        "top_p": ("5e-324", "1e-300", "1e-45", "1"),
+        "top_k": ("-1", "0", "1", "2147483647"),
+        "min_p": ("0", "5e-324", "1e-45", "1"),
+        "repetition_penalty": ("5e-324", "1e-300", "1e-45", "1e-38", "0.001", "0.01", "100"),
+        "presence_penalty": ("-2", "5e-324", "2"),
+        "frequency_penalty": ("-2", "5e-324", "2"),
+        "logit_bias": ('{"5":100}', '{"5":-100,"6":-100,"7":5e-324}'),
+        "seed": ("-9223372036854775808", "9223372036854775807", "0"),
+        "logprobs": ("0", "20"),
+        "n": ("1", "5"),
+        "stop": ('"a"', '["\\u0000","\U0001f600"]'),
+        "ignore_eos": ("true", "false"),
+        "use_beam_search": ("true", "false", "false"),
+        "length_penalty": ("-10", "10", "1"),
+        "timeout": ("5e-324", "1e-300", "86400"),
+        "stream": ("true", "false"),
+    }
+    rng, statuses = random.Random(7), []
+    async with client_of(EngineDispatcher(engine), stock) as client:
+        for _ in range(60):
+            chosen = rng.sample(sorted(extremes), rng.randrange(1, 9))
+            fields = {name: rng.choice(extremes[name]) for name in chosen}
+            body = body_of({"model": json.dumps(BASE), "prompt": "[5,6,7,8]", "max_tokens": "6", **fields})
+            statuses.append(await check(client, "completions", body))
+    assert statuses.count(200) > 20
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(
+            b"",
+            b"{",
+            b"[]",
+            b"null",
+            b'"x"',
+            b"1",
+            b"\xff\xfe",
+            b"\xef\xbb\xbf{}",
+            b"\x00",
+            b"{}" * 10,
+            b'{"model":"\xff"}',
+        ),
+        *(b'{"model":"\xed\xa0\x80"}', b"[" * 60_000, b'{"a":' * 20_000, b'{"messages":' * 30_000, b" " * 70_000),
+        *(
+            b'{"model":' * 30_000,
+            b'{"model": ' + b"[" * 100_000,
+            b'{"model":"m","messages":[{"tool_calls":' + b"[" * 90_000,
+        ),
+        *(b'{"chat_template_kwargs":' + b'{"a":' * 900 + b"1" + b"}" * 901, b'{"model":1}', b'{"model":""}'),
+    ],
+)
+async def test_bodies_that_are_none(tmp_path: Path, body: bytes) -> None:
+    rig = RouterRig(tmp_path / "spool", text_service())
+    async with rig.client() as client:
+        for route in ("completions", "chat/completions"):
+            assert await check(client, route, body) in (400, 413)
+
+
+async def test_faults_of_ours_have_the_shape_too(tmp_path: Path) -> None:
+    rig = RouterRig(tmp_path / "spool", text_service())
+    rig.dispatcher.script = failing("internal", "it broke")
+    async with rig.client() as client:
+        response = await client.post("/v1/completions", json={"model": BASE, "prompt": "a"})
+    assert response.json()["error"].keys() == {"message", "type", "param", "code"}

@@ -1,0 +1,92 @@
+"""No request holds the router's event loop: what was sent once to hold it, and what is like it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motet.router.text.text import TextService
+from motet.tests.rigs.loop_holds import measured_holds, slowness
+from motet.tests.rigs.patience import PATIENCE_S
+from motet.tests.rigs.router_rig import BASE, RouterRig, text_service
+
+MOST_S = 0.010
+CONTEXT = 131_072
+WORDS = "hello world, the quick brown fox "
+HEAD = f'{{"model":"{BASE}",'.encode()
+HELLO = b'"messages":[{"role":"user","content":"hello"}]}'
+
+
+def listed(element: bytes, number: int) -> bytes:
+    return b"[" + b",".join([element] * number) + b"]"
+
+
+def completion(**fields: Any) -> bytes:
+    return json.dumps({"model": BASE, "prompt": "hello", **fields}).encode()
+
+
+CHATS = {
+    "a long chat": HEAD + b'"messages":[{"role":"user","content":"' + WORDS.encode() * 10_000 + b'"}]}',
+    "a chat beyond the context": HEAD + b'"messages":[{"role":"user","content":"' + "你好".encode() * 600_000 + b'"}]}',
+    "escapes": HEAD + b'"messages":[{"role":"user","content":"' + b"\\n" * 1_000_000 + b'"}]}',
+    "lists of nothing": HEAD + b'"tools":' + listed(b"[]", 1_000_000) + b"," + HELLO,
+    "lists that nobody looks at": HEAD + b'"tool_choice":"none","tools":' + listed(b"[]", 1_000_000) + b"," + HELLO,
+    "lists in a small body": HEAD + b'"tool_choice":"none","tools":' + listed(b"[]", 19_000) + b"," + HELLO,
+    "an unknown field": HEAD + b'"unknown":' + listed(b"{}", 1_000_000) + b"," + HELLO,
+    "empty messages": HEAD + b'"messages":' + listed(b'{"role":"user","content":""}', 140_000) + b"}",
+    "many messages": HEAD + b'"messages":' + listed(b'{"role":"user","content":"a"}', 8_000) + b"}",
+    "many messages in a small body": HEAD + b'"messages":' + listed(b'{"role":"user","content":"a"}', 2_000) + b"}",
+    "many parts": HEAD
+    + b'"messages":[{"role":"user","content":'
+    + listed(b'{"type":"text","text":""}', 99_999)
+    + b"}]}",
+    "arguments of the template": HEAD + b'"chat_template_kwargs":{"mood":' + listed(b"[]", 1_000_000) + b"}," + HELLO,
+}
+COMPLETIONS = {
+    "token ids": HEAD + b'"prompt":' + listed(b"300", 131_000) + b"}",
+    "token ids that are none": HEAD + b'"prompt":' + listed(b"300", 1_000_000) + b"}",
+    "lists of token ids": HEAD + b'"prompt":' + listed(listed(b"300", 30_000), 64) + b"}",
+    "texts": HEAD + b'"prompt":' + listed(b'"' + WORDS.encode() * 1_000 + b'"', 64) + b"}",
+    "empty texts": HEAD + b'"prompt":' + listed(b'""', 1_000_000) + b"}",
+    "n of a long prompt": HEAD + b'"n":128,"prompt":' + listed(b"300", 60_000) + b"}",
+    "the prompt's ids n times": completion(prompt=WORDS * 3_000, n=128, return_token_ids=True),
+    "the prompt's ids n times, streamed": completion(prompt=WORDS * 3_000, n=128, return_token_ids=True, stream=True),
+    "biases": HEAD + b'"prompt":"a","logit_bias":{' + b",".join(b'"%d":1' % i for i in range(200_000)) + b"}}",
+    "a long name": completion(model="x" * 1_000_000),
+    "a long salt": completion(cache_salt="x" * 1_000_000),
+    "log-probabilities": completion(n=64, logprobs=20, max_tokens=200),
+    "log-probabilities, streamed": completion(n=64, logprobs=20, max_tokens=200, stream=True),
+    "stop strings": completion(stop=["a" * 255 + chr(98 + i) for i in range(16)], n=64, max_tokens=200),
+    "stop strings beyond the limit": completion(stop=["a" * 2999 + chr(98 + i) for i in range(16)], n=16),
+    "long echo": completion(prompt=WORDS * 8_000, echo=True),
+}
+CASES = [("chat/completions", name, body) for name, body in CHATS.items()]
+CASES += [("completions", name, body) for name, body in COMPLETIONS.items()]
+
+
+@pytest.fixture(scope="module")
+def text() -> TextService:
+    return text_service()
+
+
+@pytest.fixture
+def rig(tmp_path: Path, text: TextService) -> RouterRig:
+    rig = RouterRig(tmp_path / "spool", text)
+    rig.dispatcher.context = CONTEXT
+    rig.dispatcher.answer = rig.ids("a" * 190)
+    return rig
+
+
+@pytest.mark.parametrize(("route", "body"), [case[::2] for case in CASES], ids=[case[1] for case in CASES])
+async def test_no_request_holds_the_loop(rig: RouterRig, route: str, body: bytes) -> None:
+    async with rig.client() as client:
+        await client.post("/v1/completions", json={"model": BASE, "prompt": "a", "max_tokens": 1})
+        with measured_holds() as holds:
+            async with asyncio.timeout(PATIENCE_S):
+                response = await client.post(f"/v1/{route}", content=body)
+    assert response.status_code in (200, 400, 404, 413)
+    assert holds.longest_s <= MOST_S * slowness(), holds
