@@ -305,13 +305,6 @@ class Registry:
             held = await client.set(STREAM_KEY, key.hex(), nx=True, get=True)
         return key if held is None else bytes.fromhex(held)
 
-    async def share_stream_key(self, key: bytes) -> bytes:
-        """The secret with which all routers seal what they tell clients of their streams: `key` if there was none yet."""
-        async with self._bounded():
-            client: Any = self._client
-            held = await client.set(STREAM_KEY, key.hex(), nx=True, get=True)
-        return key if held is None else bytes.fromhex(held)
-
     async def read_events(self, after: str, wait_s: float) -> Sequence[NumberedEvent]:
         """Events after the event with the id `after`; waits up to `wait_s` for the first one, and may return none."""
         async with self._bounded(wait_s):

@@ -119,14 +119,6 @@ class RegistryView:
         """Secrets with which routers seal event ids: that of now, and that of before Redis lost its data if it did."""
         return self._stream_keys
 
-    @property
-    def stream_keys(self) -> tuple[bytes, ...]:
-        """Secrets with which routers seal what they tell clients of their streams: the one to seal with, then an older.
-
-        The older one is of before Redis lost its data, if it did.
-        """
-        return self._stream_keys
-
     def apply(self, event: RegistryEvent) -> None:
         """Applies an event at once, before it comes by the stream. An event older than the view's state is ignored."""
         if self._applied_meanwhile is not None:

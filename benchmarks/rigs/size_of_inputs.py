@@ -7,7 +7,7 @@ import time
 import torch
 
 from motet.workers.execution.inputs import make_inputs
-from motet.workers.plan import SamplePlan, SequencePlan, StepPlan
+from motet.workers.plan import SamplePlan, SequencePlan, StepPlan, packed
 from motet.workers.wire.messages import SamplingParams
 
 BLOCK_SIZE = 16
@@ -26,6 +26,6 @@ def inputs_ms(num_short: int, num_long: int) -> float:
 
 
 def _decode(sequence_id: int, num_tokens: int) -> SequencePlan:
-    sample = SamplePlan(SamplingParams(temperature=0.0), 0, 1, (), ())
-    pages = tuple(range(num_tokens // BLOCK_SIZE))
+    sample = SamplePlan(SamplingParams(temperature=0.0), 0, 1)
+    pages = packed(range(num_tokens // BLOCK_SIZE))
     return SequencePlan(sequence_id, (1,), num_tokens - 1, pages, None, sample)

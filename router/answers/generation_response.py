@@ -24,7 +24,7 @@ from ..metrics import Metrics
 from ..openai_api.answer_schema import ChunkUsage
 from ..openai_api.errors import ApiError, from_sequence_error, internal_error
 from ..openai_api.stream_position import AT_USAGE, EventIds, StreamPosition, wrong_position
-from .answer_shape import AnswerShape, joined
+from .answer_shape import AnswerShape
 
 CLIENT_CLOSED_REQUEST: Final = 499  # only for the metrics: the client is not there to receive it
 

@@ -87,6 +87,9 @@ class SimulatedEngine:
     def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
         self._put((sequence_id, error))
 
+    def outdate(self, digest: str) -> None:
+        """Nothing: its sequences have no adapters."""
+
     def stop(self) -> None:
         self.alive = False
         self.requests.clear()
@@ -166,7 +169,7 @@ class SimulatedGang:
         self.engine.check_idle()
         sequences = self.server._sequences
         assert not sequences._listeners and not len(sequences._timers) and not len(sequences._queue_limit)
-        assert not any(stream.live or stream.pending for stream in self.server._streams.values())
+        assert not any(stream.live or stream.unsent for stream in self.server._streams.values())
         assert all(entry.is_finished for entry in sequences._journal._entries.values())
         sequences._journal.check_integrity()
         sequences._queue_limit.check_integrity()

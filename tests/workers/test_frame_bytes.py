@@ -43,9 +43,9 @@ class WordyEngine(StandInEngine):
         self.num_wordy_steps: int | None = None
         self._tokens_a_step = tokens_a_step
 
-    def _next(self, request: SequenceRequest, count: int) -> SequenceUpdate:  # type: ignore[override]
+    def _next(self, request: SequenceRequest, count: int) -> SequenceUpdate:
         num = self._tokens_a_step if request.sampling.num_logprobs else 1
-        update = StandInEngine._next(request, count)
+        update = super()._next(request, count)
         if request.sampling.num_logprobs and self.num_wordy_steps is not None and count >= self.num_wordy_steps:
             return SequenceUpdate(request.sequence_id)
         rows = [TOP] * num if request.sampling.num_logprobs else None

@@ -139,7 +139,7 @@ def test_what_was_begun_elsewhere_goes_on_where_it_was() -> None:
     of = limits(num_pages=40, budget=8)
     s, worker = scheduler(of), Worker(of)
     asked = request(0, num_prompt=5, max_tokens=20, repetition_penalty=1.5)
-    worker.sequence_of = s._running.__getitem__  # it checks what a penalty sees
+    worker.sequence_of = s._running.by_id.__getitem__  # it checks what a penalty sees
     s.add(msgspec.structs.replace(asked, generated_token_ids=list(range(12))), seed=7)
     chunks = []
     while s.has_work():
