@@ -52,7 +52,8 @@ class PagedMemory:
     def has_room(self, num_pages: int, keep: AbstractSet[Item], found: Sequence[int] = ()) -> bool:
         """Whether `make_room` would succeed if `found` were held: pages of a kept prefix, of which some are idle."""
         num_kept = self._idle.num_pages_of(keep)
-        num_kept += sum([page not in keep for page in self.allocator.held_once(found)])  # once: by the prefix cache
+        once = self.allocator.held_once(found)  # by the prefix cache, and idle, or by a copy that is under way
+        num_kept += sum([page in self._idle and page not in keep for page in once])
         return num_pages <= self.allocator.num_free + self._idle.num_pages - num_kept
 
     def make_room(self, num_pages: int, keep: AbstractSet[Item]) -> bool:

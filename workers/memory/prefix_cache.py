@@ -56,9 +56,10 @@ class PrefixCache:
         return page is not None and page not in self._idle
 
     def acquire(self, pages: Sequence[int]) -> None:
-        """One more sequence holds these pages, which are here, until `release`."""
-        for page in self._allocator.held_once(pages):  # by this cache: they are idle
-            self._idle.remove(page)
+        """One more sequence holds these pages, which are here or are being copied here, until `release`."""
+        for page in self._allocator.held_once(pages):  # by this cache, and idle, or by the copy
+            if page in self._idle:
+                self._idle.remove(page)
         self._allocator.share(pages)
 
     def count_uses(self, pages: Iterable[int]) -> None:
