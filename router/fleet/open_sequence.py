@@ -103,6 +103,7 @@ class OpenSequence:
             sequence_id=sequence_id,
             generated_token_ids=[*self._token_ids],
             has_begun=self.has_begun or self.limit.has_begun,
+            is_resumed=self.is_resumed,
             was_admitted=self.num_moves > 0,
             wait_s=self._wait_s,
             timeout_s=left_s,

@@ -172,7 +172,7 @@ class RoutedSequences:
         A sequence that somebody reads is only given to a client who has come back for it. One who asks for the first
         time has asked before that one, and was overtaken on the way.
         """
-        if not request.has_begun and self._journal.is_read(request):
+        if not (request.is_resumed or request.has_begun) and self._journal.is_read(request):
             stream.tell(SequenceUpdate(request.sequence_id, error=_TAKEN_OVER))
             return True
         found = self._journal.attach(request, stream.number, _now())

@@ -94,6 +94,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""  # sequences of one tenant share KV only if this is the same
     key: str = ""  # names it among its tenant's sequences, on all gangs; empty: it cannot be asked for again
     has_begun: bool = False  # a client has had tokens of it: it is never refused for want of room
+    is_resumed: bool = False  # a client has come back for it: it is given to him though somebody else may read it
     was_admitted: bool = False  # it waited in another gang's queue: it is not refused for want of room either
     wait_s: float | None = None  # it is given up if it still waits after so long; None: it waits as long as it takes
     timeout_s: float | None = None  # it is given up, waiting or running, after so long; None: never
