@@ -58,6 +58,14 @@ class Batching(Memory, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Share of both, of a gang's queue, that one tenant may take; what it sends beyond that is refused.", "live"
         ),
     ] = 0.5
+    tenant_running_share: Annotated[
+        Share,
+        Setting(
+            "Share of the sequences that run at once in a gang, that one tenant may have there. What he has beyond that "
+            "waits, even if there are places. 1: no bound.",
+            "live",
+        ),
+    ] = 1.0
     max_queue_wait_s: Annotated[
         Seconds,
         Setting("A request that would have to wait longer for its turn is refused at once. 0: no limit.", "live"),

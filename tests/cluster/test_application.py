@@ -16,6 +16,8 @@ LIVE = [field.name for field in fields_of(Settings) if field.mark.change == "liv
 # What a setting becomes that one more does not suit.
 OTHERS = {
     "tenant_queue_share": 0.25,
+    "max_body_bytes": 1 << 20,
+    "tenant_running_share": 0.25,
     "max_model_len": 100,
     "prefix_cache": False,
     "latency_objectives_s": (("acme", 1.0),),

@@ -147,7 +147,13 @@ class FrameServer:
     def _deliver(self, updates: Sequence[SequenceUpdate], load: EngineLoad, residency: ResidencyChange) -> None:
         """Takes in one step: sorts its updates by router, and notes what else the frames tell."""
         self._sequences.deliver(updates)
-        gauges = msgspec.structs.replace(load.gauges, oldest_waiting_s=self._sequences.oldest_waiting_s)
+        sequences = self._sequences
+        gauges = msgspec.structs.replace(
+            load.gauges,
+            num_waiting=load.gauges.num_waiting + sequences.num_held,
+            num_queued_tokens=load.gauges.num_queued_tokens + sequences.num_held_tokens,
+            oldest_waiting_s=sequences.oldest_waiting_s,
+        )
         self._load = EngineLoad(gauges, load.counters)
         self._residency.apply(residency)
         for stream in self._streams.values():

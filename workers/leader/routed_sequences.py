@@ -20,6 +20,7 @@ from .router_stream import RouterStream
 from .sequence_journal import SequenceJournal
 from .sequence_timers import SequenceTimers
 from .served_engine import ServedEngine
+from .tenant_places import TenantPlaces
 
 _MAX_ID = (1 << 63) - 1
 _HANDED_OVER = SequenceError("handed_over", "the gang leaves")
@@ -51,6 +52,7 @@ class RoutedSequences:
         self._last_engine_id = 0
         self._journal = SequenceJournal(config)
         self._queue_limit = QueueLimit(config)
+        self._places = TenantPlaces(config.num_tenant_places)
         self._timers = SequenceTimers(self._queue_limit, self._give_up_waiting, self._time_out)
 
     def __len__(self) -> int:
@@ -61,6 +63,16 @@ class RoutedSequences:
     def orphans(self) -> list[str]:
         """Keys that any router may ask for."""
         return self._journal.orphans
+
+    @property
+    def num_held(self) -> int:
+        """Sequences that the engine does not know yet, because their tenants have their shares of it."""
+        return self._places.num_held
+
+    @property
+    def num_held_tokens(self) -> int:
+        """Of their prompts."""
+        return self._places.num_held_tokens
 
     @property
     def oldest_waiting_s(self) -> float:
@@ -93,7 +105,9 @@ class RoutedSequences:
             self._tell_orphans()
         self._listen(engine_id, stream, sequence_id)
         self._timers.start(engine_id, request)
-        self._engine.submit(msgspec.structs.replace(request, sequence_id=engine_id))
+        numbered = msgspec.structs.replace(request, sequence_id=engine_id)
+        if self._places.enter(numbered):
+            self._engine.submit(numbered)
 
     def cancel(self, stream: RouterStream, sequence_id: int) -> None:
         """Unknown ids are ignored."""
@@ -109,7 +123,7 @@ class RoutedSequences:
         """Gives the sequence back to its router, unless it runs or has ended. Unknown ids are ignored."""
         engine_id = stream.live.get(sequence_id)
         if engine_id is not None:
-            self._engine.give_up_waiting(engine_id, _WITHDRAWN)
+            self._give_up(engine_id, _WITHDRAWN)
 
     def deliver(self, updates: Sequence[SequenceUpdate]) -> None:
         """Sorts one step's updates by router."""
@@ -117,6 +131,8 @@ class RoutedSequences:
         for update in updates:
             self._timers.follow(update)
             self._tell(update, now)
+            if update.finish_reason is not None or update.error is not None:
+                self._leave_place(update.sequence_id)
         self._tell_orphans()
 
     def close(self, stream: RouterStream) -> None:
@@ -222,7 +238,23 @@ class RoutedSequences:
         """A sequence has waited as long as it may: the engine gives it up, unless it is computing its prompt."""
         message = "it waited longer than was expected when it came, and longer than it may; try again later"
         error = SequenceError("overloaded", message, self.oldest_waiting_s, "waited")
-        self._engine.give_up_waiting(engine_id, error)
+        self._give_up(engine_id, error)
+
+    def _give_up(self, engine_id: int, error: SequenceError) -> None:
+        """Ends a sequence with this error if it waits, in the engine or for a place of its tenant."""
+        if not self._places.is_held(engine_id):
+            self._engine.give_up_waiting(engine_id, error)
+            return
+        self._timers.end(engine_id)
+        self._leave_place(engine_id)
+        self._tell(SequenceUpdate(engine_id, error=error), _now())
+        self._tell_orphans()
+
+    def _leave_place(self, engine_id: int) -> None:
+        """The sequence has ended: another one of its tenant may take its place."""
+        following = self._places.leave(engine_id)
+        if following is not None:
+            self._engine.submit(following)
 
     def _time_out(self, engine_id: int) -> None:
         """A sequence's time is over, whether it waits or runs, and whether or not a router hears of it."""
@@ -231,7 +263,9 @@ class RoutedSequences:
 
     def _cancel_in_engine(self, engine_id: int) -> None:
         self._timers.end(engine_id)
-        self._engine.cancel(engine_id)
+        if not self._places.is_held(engine_id):
+            self._engine.cancel(engine_id)
+        self._leave_place(engine_id)
 
     def _tell_orphans(self) -> None:
         changed = self._journal.take_changed()

@@ -1,0 +1,69 @@
+"""How many sequences of a tenant an engine has at once, and who follows them."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motet.tests.rigs.leader_rig import TOKEN, Router, submit
+from motet.tests.rigs.part_configs import leader_config
+from motet.tests.rigs.patience import eventually_in_loop as eventually
+from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
+from motet.workers.leader.frame_server import FrameServer
+from motet.workers.leader.tenant_places import TenantPlaces
+from motet.workers.wire.messages import Cancel, SamplingParams, SequenceRequest, Submit
+
+actions = st.lists(st.tuples(st.booleans(), st.sampled_from("ab"), st.integers(0, 40)), max_size=80)
+
+
+def asked(engine_id: int, tenant: str) -> SequenceRequest:
+    return SequenceRequest(sequence_id=engine_id, prompt_token_ids=[1, 2], sampling=SamplingParams(), tenant=tenant)
+
+
+@given(actions, st.integers(1, 4))
+def test_each_tenant_in_turn_and_never_more_than_its_places(todo: list[tuple[bool, str, int]], num_places: int) -> None:
+    places = TenantPlaces(num_places)
+    inside: dict[int, str] = {}
+    outside: dict[int, str] = {}  # the oldest first
+    for number, (comes, tenant, which) in enumerate(todo):
+        if comes:
+            if places.enter(asked(number, tenant)):
+                inside[number] = tenant
+            else:
+                outside[number] = tenant
+        elif outside.pop(which, None) is not None:
+            assert places.leave(which) is None
+        else:
+            whose = inside.pop(which, None)
+            oldest = next((one for one, owner in outside.items() if owner == whose), None)
+            following = places.leave(which)
+            assert (None if following is None else following.sequence_id) == oldest
+            if oldest is not None:
+                inside[oldest] = outside.pop(oldest)
+        places.check_integrity()
+        assert places.num_held == len(outside)
+        for owner in "ab":
+            used = sum(one == owner for one in inside.values())
+            assert used <= num_places
+            assert used == num_places or owner not in outside.values()
+
+
+async def test_who_has_its_share_waits_though_there_are_places() -> None:
+    engine = StandInEngine()
+    config = leader_config(max_num_sequences=4, tenant_running_share=0.5)
+    server = FrameServer(engine, INFO, TOKEN, config)
+    router = Router(await server.start("127.0.0.1"))
+    await router.read()
+    acme = [submit(number, 0, None) for number in range(1, 6)]
+    globex = Submit(SequenceRequest(sequence_id=9, prompt_token_ids=[1], sampling=SamplingParams(), tenant="globex"))
+    await router.send(*acme, globex)
+    await eventually(lambda: len(engine.submitted) == 3)
+    assert sorted(request.tenant for request in engine.submitted) == ["acme", "acme", "globex"]
+    await eventually(lambda: server.load.gauges.num_waiting == 3)
+
+    await router.send(Cancel(3), Cancel(1))  # one that waits, and one that runs
+    await eventually(lambda: len(engine.submitted) == 4)
+    await eventually(lambda: server.load.gauges.num_waiting == 1)
+    await router.channel.close()
+    await eventually(lambda: engine.num_running == 0)
+    await server.stop()
