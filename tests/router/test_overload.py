@@ -192,7 +192,7 @@ async def test_an_objective_refuses_its_own_tenant_alone(rig: Rig, tmp_path: Pat
         error = refused.json()["error"]
         assert error["code"] == "overloaded"
         assert re.fullmatch(
-            r"the first token needs up to \d+\.\d\d s, as \d+\.\d\d s are expected in the queue, "
+            r"the first token needs up to \d+ ms, as \d+ ms are expected in the queue, "
             r"and the tenant's latency objective is 1e-09 s",
             error["message"],
         )

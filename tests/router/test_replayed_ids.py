@@ -25,7 +25,7 @@ class Rig:
     """Two gangs with one place each."""
 
     def __init__(self) -> None:
-        config = leader_config(max_waiting_sequences=NUM_WAITING)
+        config = leader_config(max_waiting_sequences=NUM_WAITING, tenant_queue_share=1.0)
         self.engines = [StandInEngine(num_places=1) for _ in range(2)]
         self.servers = [FrameServer(engine, INFO, TOKEN, config) for engine in self.engines]
         self.router = FleetDispatcher(
