@@ -34,6 +34,7 @@ from motet.cluster.launch.local_serve import free_ports
 MODEL_PATH = Path(__file__).parent.parent / "examples" / "demo" / "base"
 TENANTS = ("acme", "globex")
 MALLORY = "mallory"
+OPERATOR_KEY = "key-of-operators"
 NUM_GANGS = 2
 STREAMS_EACH = 6
 UPLOAD_EVERY_S = 2.0
@@ -52,11 +53,11 @@ def main() -> None:
             data_dir=Path(folder),
             port=free_ports(1)[0],
             keys=tuple((tenant, f"key-of-{tenant}") for tenant in (*TENANTS, MALLORY)),
+            operator_key=OPERATOR_KEY,
             pool_bytes=64 << 20,
             host_bytes=64 << 20,
             min_gangs=NUM_GANGS,
             max_num_sequences=32,
-            tenant_running_share=0.5,
             num_threads=1,
         )
         deployment.start(config, lambda name, done, total: None)
@@ -148,7 +149,9 @@ class Soak:
     async def _pages_left(self) -> int:
         """Pages that neither are free nor keep something, a minute after the last request at the latest."""
         left = 0
-        async with httpx.AsyncClient(base_url=self._config.url, trust_env=False, timeout=30.0) as http:
+        headers = {"Authorization": f"Bearer {OPERATOR_KEY}"}
+        url = self._config.url
+        async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=30.0) as http:
             for _ in range(60):
                 load = (await http.get("/status")).raise_for_status().json()["load"]
                 kept = load["num_free_pages"] + load["num_adapter_pages"] + load["num_idle_prefix_pages"]

@@ -142,7 +142,7 @@ def test_errors_have_the_right_type_and_say_what_is_wrong(motet: RunningMotet) -
         stranger.models.list()
     with motet.openai() as client:
         assert {model.id for model in client.models.list()} == {BASE, "shout", "pirate"}
-        with pytest.raises(openai.BadRequestError, match="88 more"):
+        with pytest.raises(openai.BadRequestError, match="88 too many"):
             client.completions.create(model=BASE, prompt=[1] * 600)
         with pytest.raises(openai.BadRequestError, match="temperature"):
             client.completions.create(model=BASE, prompt="x", temperature=-1)
@@ -199,9 +199,8 @@ def test_the_first_request_after_an_upload_gets_its_version(motet: RunningMotet)
         http.delete("/v1/adapters/eager").raise_for_status()
 
 
-def test_strangers_learn_no_paths(motet: RunningMotet) -> None:
-    with httpx.Client(base_url=motet.url, trust_env=False) as http:
-        status = http.get("/status").json()
+def test_the_status_shows_no_paths(motet: RunningMotet) -> None:
+    status = motet.status()
     assert {gang["model"] for gang in status["gangs"]} == {BASE}
     assert str(DEMO) not in json.dumps(status)
 
@@ -360,7 +359,8 @@ def test_health_readiness_and_metrics(motet: RunningMotet) -> None:
     with httpx.Client(base_url=motet.url, trust_env=False) as http:
         assert http.get("/health").status_code == 200
         assert http.get("/ready").status_code == 200
-        metrics = http.get("/metrics").text
+    with motet.http() as http:
+        metrics = http.get("/metrics").raise_for_status().text
     assert "motet_" in metrics
 
 
