@@ -41,6 +41,7 @@ def pytest_configure() -> None:
 # scripts/test --quick leaves them out.
 SLOW_FILES = (
     "kernels/test_sanitizers.py",
+    "router/test_network_fuzz.py",
     "workers/test_tensor_parallel.py",
     "kernels/test_triton.py",
     "workers/test_exactness.py",
