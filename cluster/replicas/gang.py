@@ -23,6 +23,7 @@ from ..progress_log import OnEvent, ProgressWriter, ignore_event, step
 from .gang_directory import ADDRESS
 from .gang_stats import gang_stats
 from .gang_workers import RayWorkers
+from .garbage_collection import make_garbage_collection_rare
 from .replica_logging import configure_replica_logging
 
 if TYPE_CHECKING:  # the module imports torch, which launchers need not: they only name the class below
@@ -50,6 +51,7 @@ class GangReplica:
         token = (await asyncio.to_thread(LaunchSecrets.read, secrets_path)).token
         self._server = FrameServer(engine, info, token, leader)
         self._address = await self._server.start(host)
+        make_garbage_collection_rare()
         _log.info("gang %s serves %s at %s", info.gang_id, info.model, self._address)
 
     def record_replica_metadata(self) -> dict[str, str]:

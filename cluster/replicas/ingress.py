@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import sys
 from pathlib import Path
@@ -30,12 +29,12 @@ from ..progress_log import ProgressWriter, ignore_event, step
 from .bounded_receive import BoundedReceive
 from .gang_demand import GangDemand
 from .gang_directory import GangDirectory
+from .garbage_collection import make_garbage_collection_rare
 from .replica_logging import configure_replica_logging
 
 SWEEP_INTERVAL_S = 3600.0
 SWEEP_TRY_S = 300.0  # how often each router asks whether a sweep is due
 SWITCH_INTERVAL_S = 0.0005  # after which a thread that renders or tokenizes gives way to the event loop
-GC_THRESHOLDS = (10_000, 20, 1000)  # a search of all objects takes 100 ms where many requests are under way
 
 _log = logging.getLogger(__name__)
 
@@ -135,6 +134,4 @@ class RouterReplica:
 def _keep_pauses_short() -> None:
     """What the interpreter does by itself must not hold up every stream of this router."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    gc.collect()
-    gc.freeze()  # what the libraries made stays for good, and need not be searched
-    gc.set_threshold(*GC_THRESHOLDS)
+    make_garbage_collection_rare()

@@ -296,7 +296,7 @@ class Scheduler:
                 break  # an older sequence's adapter went; else the two sequences would wait for each other
             else:
                 return False
-        sequence.hold((*sequence.pages, *(self._memory.allocator.allocate(1) or ())))
+        sequence.grow(self._memory.allocator.allocate(1) or ())
         return True
 
     def _preempt(self, victim: Sequence) -> None:

@@ -23,7 +23,7 @@ class Sequence:
     num_computed: int = 0  # tokens whose KV is in `pages`
     num_planned: int = 0  # tokens that uncommitted plans compute
     num_coming: int = 0  # tokens that uncommitted plans choose
-    pages: tuple[int, ...] = ()  # changed by `hold`
+    pages: tuple[int, ...] = ()  # changed by `hold` and `grow`
     packed_pages: Int32s = b""  # the same as plans carry them, which is made when pages are added and not in every step
     sequence_id: int = field(init=False)
     sampling: SamplingParams = field(init=False)
@@ -65,6 +65,11 @@ class Sequence:
     def hold(self, pages: tuple[int, ...]) -> None:
         """These are the sequence's pages from now on."""
         self.pages, self.packed_pages = pages, packed(pages)
+
+    def grow(self, pages: tuple[int, ...]) -> None:
+        """The sequence has these pages too, after its others."""
+        self.pages += pages
+        self.packed_pages += packed(pages)
 
     def sample_plan(self, known: list[int]) -> SamplePlan:
         """How to choose the token after these, which are all of the sequence's so far.
