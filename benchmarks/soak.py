@@ -58,6 +58,7 @@ def main() -> None:
             host_bytes=64 << 20,
             min_gangs=NUM_GANGS,
             max_num_sequences=32,
+            tenant_running_share=0.5,
             num_threads=1,
         )
         deployment.start(config, lambda name, done, total: None)

@@ -61,8 +61,8 @@ class Batching(Memory, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tenant_running_share: Annotated[
         Share,
         Setting(
-            "Share of the sequences that run at once in a gang, that one tenant may have there. What he has beyond that "
-            "waits, even if there are places. 1: no bound.",
+            "Share of the sequences that run at once in a gang, that one tenant may have there. What it has beyond "
+            "that waits, even if there are places. 1: no bound.",
             "live",
         ),
     ] = 1.0

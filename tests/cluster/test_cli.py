@@ -177,6 +177,7 @@ def test_a_gang_is_told_without_what_its_model_tells() -> None:
         num_threads=2,
         vocab_size=512,
         eos_token_ids=(2,),
+        max_num_sequences=64,
     )
     assert list(status_lines({"gangs": [msgspec.to_builtins(info)]})) == [
         "gangs 1 of 1",
@@ -189,6 +190,7 @@ def test_a_gang_is_told_without_what_its_model_tells() -> None:
         "  page: 16 tokens, 16 KiB",
         "  pages: 4,096",
         "  threads: 2",
+        "  sequences at once, at most: 64",
     ]
 
 
