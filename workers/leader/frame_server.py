@@ -48,6 +48,7 @@ from .residency import Residency
 from .routed_sequences import RoutedSequences
 from .router_stream import RouterStream
 from .served_engine import ServedEngine
+from .unsent_updates import UnsentUpdates
 
 _BEAT_S = 0.25
 _FAREWELL_S = 2.0  # how long routers may take to read what they are told at the end
@@ -210,7 +211,7 @@ class FrameServer:
             return False
         for other in others:
             self._sequences.close(other)
-            other.pending.clear()  # its last write may go on for a while
+            other.unsent = UnsentUpdates()  # its last write may go on for a while
             other.fail("its router has connected again")
             del self._streams[other.number]
         return True
