@@ -72,6 +72,25 @@ def test_samples_of_one_prompt_store_it_once_though_they_come_together() -> None
     run(s, worker)
 
 
+def test_what_an_earlier_run_looked_for_says_nothing_of_the_next_one() -> None:
+    """A preempted sequence looks anew: its pages may have gone, and that of its last look-up may be somebody else's."""
+    s, worker = rig(budget=2)
+    ask(s, worker, asking(0, PROMPT, max_tokens=1))
+    keys = next_keys(first_link(asking(0, PROMPT)), PROMPT, 0, 4, 7)
+    s._memory.prefixes.forget(keys[5:])
+    for i in (1, 2):
+        s.add(asking(i, PROMPT, max_tokens=1), 0)
+    plan = s.schedule()
+    s.commit(plan, worker.execute(plan))
+    preempted, other = s._running.by_id[1], s._waiting.get(2)
+    assert other is not None
+    s._preempt(preempted)
+    s._memory.prefixes.forget(keys[1:2])
+    s._prefixes._coming[keys[5]] = other  # it has begun, and is beyond the page that is not there any more
+    found = s._prefixes.find(preempted, frozenset())
+    assert found is not None or s._prefixes.key_to_await(preempted) in s._prefixes._coming, "nobody would wake it"
+
+
 def test_who_waits_for_another_goes_on_alone_when_that_one_is_cancelled() -> None:
     s, worker = rig(budget=8)
     for i in range(2):

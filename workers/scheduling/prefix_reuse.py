@@ -216,7 +216,7 @@ class PrefixReuse:
         sequence.hold(())
         sequence.num_computed = sequence.num_kept_pages = sequence.num_found = 0
         sequence.was_looked_up = sequence.is_told = False
-        sequence.num_brought = None
+        sequence.awaited_key = sequence.num_brought = None
 
     def disown(self, sequence: Sequence) -> None:
         """Forgets what the sequence has computed, in all tiers: its numbers are not finite, so nobody may use them."""
