@@ -297,9 +297,9 @@ class FakeUploads:
         self._answer()
         return self._registry.adapters.pop((tenant, name), None) is not None
 
-    async def list(self, tenant: str) -> list[AdapterVersion]:
+    async def list_page(self, tenant: str, after: str, limit: int) -> list[AdapterVersion]:
         self._answer()
-        return self._registry.of(tenant)
+        return [adapter for adapter in self._registry.of(tenant) if adapter.name > after][:limit]
 
     async def get(self, tenant: str, name: str) -> AdapterVersion | None:
         self._answer()
