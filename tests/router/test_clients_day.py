@@ -111,6 +111,7 @@ async def test_pages_of_lists(rig: RouterRig, path: str) -> None:
     assert [entry[key] for entry in (await get(rig, f"{path}?after={found[4]}")).json()["data"]] == found[5:]
     end = (await get(rig, f"{path}?after={found[-1]}")).json()
     assert (end["data"], end["first_id"], end["has_more"]) == ([], None, False)
+    assert [entry[key] for entry in (await get(rig, f"{path}?after=")).json()["data"]] == all_of_them
     for bad in ("limit=0", "limit=-1", "limit=x", "limit=1e9", "limit=99999999999", "limit=²"):
         response = await get(rig, f"{path}?{bad}")
         assert (response.status_code, response.json()["error"]["param"]) == (400, bad.split("=")[0])
