@@ -81,7 +81,8 @@ class GenerationResponse:
             while not (await asyncio.wait((answer, gone), timeout=silence_s, return_when=asyncio.FIRST_COMPLETED))[0]:
                 if self._num_sent == num_sent and not self._is_ending:
                     await self._start(send)
-                    await _send_body(send, _HEARTBEAT)
+                    if self._num_sent == num_sent and not self._is_ending:  # nothing came while that took its time
+                        await _send_body(send, _HEARTBEAT)
                 silence_s, num_sent = HEARTBEAT_S, self._num_sent
         finally:
             self._metrics.num_open_generations -= 1
@@ -184,12 +185,13 @@ class GenerationResponse:
         No [DONE] follows, so that no client takes such a stream for complete.
         """
         self._is_ending = True
-        if self._has_started:
+        async with self._starting:  # the headers may be on their way
+            has_started, self._has_started = self._has_started, True
+        if has_started:
             self._metrics.num_broken_streams += 1
             await _send_body(send, b"data: " + error.body() + b"\n\n", more=False)
         else:
             self.status_code = error.status_code
-            self._has_started = True
             await error.response()(scope, receive, send)
 
     def _chunk_usage(self, style: StreamStyle) -> ChunkUsage:

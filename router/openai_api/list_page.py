@@ -30,7 +30,7 @@ def page_request(request: Request) -> PageRequest:
     told = request.query_params.get("limit")
     if told is not None and not (told.isascii() and told.isdigit() and len(told) <= 9 and 1 <= int(told) <= MAX_LIMIT):
         raise invalid_value("limit", f"{told[:20]!r} is no whole number from 1 to {MAX_LIMIT}.")
-    return PageRequest(None if told is None else int(told), request.query_params.get("after"))
+    return PageRequest(None if told is None else int(told), request.query_params.get("after") or None)
 
 
 async def read_page(

@@ -145,7 +145,7 @@ def test_a_budget_that_is_taken_and_given_back_at_random() -> None:
         if held and rng.random() < 0.5:
             budget.give_back(*held.pop(rng.randrange(len(held))))
         else:
-            tenant, num_bytes = rng.choice("abcdefgh"), rng.randrange(1, 120)
+            tenant, num_bytes = rng.choice("abcdefgh"), rng.randrange(120)
             own = sum(size for owner, size in held if owner == tenant)
             fits = own + num_bytes <= 1000 // TENANT_SHARE and sum(size for _, size in held) + num_bytes <= 1000
             if fits:

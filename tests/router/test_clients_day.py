@@ -111,6 +111,7 @@ async def test_pages_of_lists(rig: RouterRig, path: str) -> None:
     assert [entry[key] for entry in (await get(rig, f"{path}?after={found[4]}")).json()["data"]] == found[5:]
     end = (await get(rig, f"{path}?after={found[-1]}")).json()
     assert (end["data"], end["first_id"], end["has_more"]) == ([], None, False)
+    assert [entry[key] for entry in (await get(rig, f"{path}?after=")).json()["data"]] == all_of_them
     for bad in ("limit=0", "limit=-1", "limit=x", "limit=1e9", "limit=99999999999", "limit=²"):
         response = await get(rig, f"{path}?{bad}")
         assert (response.status_code, response.json()["error"]["param"]) == (400, bad.split("=")[0])
@@ -119,8 +120,13 @@ async def test_pages_of_lists(rig: RouterRig, path: str) -> None:
 class Reader:
     """A client of a stream that says what came, message by message."""
 
-    def __init__(self, rig: RouterRig, body: bytes) -> None:
+    def __init__(self, rig: RouterRig, body: bytes, *, is_ready: bool = True) -> None:
+        """`is_ready`: it takes in the headers at once, and not first when `ready` is set."""
         self.messages: list[Message] = []
+        self.num_begun = 0  # messages that were given to it
+        self.ready = asyncio.Event()
+        if is_ready:
+            self.ready.set()
         self._ended = asyncio.Event()
         self._requests = [{"type": "http.request", "body": body, "more_body": False}]
         path = "/v1/completions"
@@ -135,6 +141,12 @@ class Reader:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
+        self.num_begun += 1
+        if message["type"] == "http.response.start":
+            await self.ready.wait()
+        else:
+            assert self.messages, "a body before its headers"
+            assert len(self.messages) == 1 or self.messages[-1]["more_body"], "something follows on the end"
         self.messages.append(message)
 
     @property
@@ -189,6 +201,26 @@ async def test_heartbeats_change_nothing_of_what_is_told(rig: RouterRig, monkeyp
         return sorted(str({**chunk, "id": "", "created": 0}) for chunk in chunks)
 
     assert told(waited) == told(quiet)
+
+
+@pytest.mark.parametrize(("fails", "headers_after_s"), [(False, 0.05), (True, 0.0)])
+async def test_headers_that_take_their_time_are_followed_by_what_belongs_there(
+    rig: RouterRig, monkeypatch: pytest.MonkeyPatch, fails: bool, headers_after_s: float
+) -> None:
+    """A token comes before the headers are to go out by themselves, or an error when they are going out."""
+    monkeypatch.setattr(generation_response, "HEADERS_AFTER_S", headers_after_s)
+    rig.dispatcher.hangs = True
+    answer = SequenceUpdate(1, rig.ids("the"), finish_reason="length")
+    rig.dispatcher.script = lambda request: [] if fails else [answer]
+    reader = Reader(rig, b'{"model":"%s","prompt":"a","stream":true}' % BASE.encode(), is_ready=False)
+    await eventually_in_loop(lambda: reader.num_begun > 0)
+    await asyncio.sleep(0.1)
+    if fails:
+        rig.dispatcher.streams[0].cancelled.set()  # it ends without having said why
+        await asyncio.sleep(0.1)
+    reader.ready.set()
+    await asyncio.wait_for(reader.task, PATIENCE_S)
+    assert reader.body.endswith(b"data: [DONE]\n\n") != fails
 
 
 @pytest.mark.parametrize(("kind", "status"), [("overloaded", 429), ("invalid_request", 400)])

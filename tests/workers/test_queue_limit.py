@@ -98,3 +98,12 @@ def test_a_tenant_who_fills_the_queue_keeps_nobody_else_out() -> None:
     assert room.refusal("globex", 10, 1.0) is None
     room.leave(0)
     assert room.refusal("acme", 10, 1.0) is None
+
+
+def test_a_refusal_names_the_bound_that_was_met() -> None:
+    room = QueueLimit(leader_config(max_waiting_sequences=8, max_waiting_tokens=200, tenant_queue_share=0.5))
+    room.enter(1, "acme", 90, 0.0)
+    for times, more in ((1, 20), (2, 120)):
+        refusal = room.refusal("acme", more, 0.0, times)
+        assert refusal is not None
+        assert refusal.message.endswith(f"{more} more would be over {times * 100}; try again later")

@@ -70,7 +70,7 @@ class QueueLimit:
             reason = "tenant_full"
             problem = (
                 f"sequences of {own.num_tokens} tokens of this tenant wait for their first token: {num_tokens} more "
-                f"would be over {self._tenant_tokens}"
+                f"would be over {times * self._tenant_tokens}"
             )
         else:
             return None
