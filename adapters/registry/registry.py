@@ -7,6 +7,7 @@ to a stream. The commands are those of Redis 7.0.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -210,9 +211,9 @@ class Registry:
                 return sorted(tenants)
 
     async def hold_sweep(self, store_id: str, sweep_id: str, hold_s: float) -> bool:
-        """Gives a store to one sweep for `hold_s`, as often as it asks; False: another sweep holds it."""
+        """Gives a store to one sweep for `hold_s`, as often as it asks; 0: sets it free. False: another sweep holds it."""
         async with self._bounded():
-            held = await self._hold_sweep_script(keys=[SWEEP + store_id], args=[sweep_id, max(1, int(hold_s * 1000))])
+            held = await self._hold_sweep_script(keys=[SWEEP + store_id], args=[sweep_id, math.ceil(hold_s * 1000)])
         return bool(held)
 
     async def set_key(self, tenant: str, key: str) -> None:
