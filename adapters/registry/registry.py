@@ -211,7 +211,7 @@ class Registry:
                 return sorted(tenants)
 
     async def hold_sweep(self, store_id: str, sweep_id: str, hold_s: float) -> bool:
-        """Gives a store to one sweep for `hold_s`, as often as it asks; 0: sets it free. False: another sweep holds it."""
+        """Gives a store to one sweep for `hold_s`, as often as it asks; 0 frees it. False: another holds it."""
         async with self._bounded():
             held = await self._hold_sweep_script(keys=[SWEEP + store_id], args=[sweep_id, math.ceil(hold_s * 1000)])
         return bool(held)
