@@ -56,6 +56,7 @@ def main() -> None:
             operator_key=OPERATOR_KEY,
             pool_bytes=64 << 20,
             host_bytes=64 << 20,
+            kv_host_bytes=64 << 20,  # full long before memory counts
             min_gangs=NUM_GANGS,
             max_num_sequences=32,
             tenant_running_share=0.5,
