@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from msgspec import structs
 
@@ -44,6 +44,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The settings, and what this machine adds to them. It checks what holds between two settings."""
 
     model_path: Path  # a complete model folder
+    hub_id: str | None = None  # nodes download this to `model_path`; None: it is there
     gangs_beside: int | None = None  # gangs that share this machine's cores; None: max_gangs. An update keeps it
 
     def __post_init__(self) -> None:
@@ -56,8 +57,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise ConfigError("--name", self.name, "the base needs a name, and its folder has none")
             if (refusal := check_base_name(self.name)) is not None:
                 raise ConfigError("--name", *refusal)
-        if not (self.model_path / "config.json").is_file():
-            raise ConfigError("model_path", str(self.model_path), "a folder that holds a config.json is needed")
+        self._check_model()
         if self.placement != "strict-pack" and self.tensor_parallel == 1:
             raise ConfigError("--placement", self.placement, "a gang of one worker is on one node: strict-pack is it")
         try:  # these check what holds between their settings
@@ -65,8 +65,12 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         except ValueError as error:
             raise ValueError(_with_options(str(error))) from error
 
+    def _check_model(self) -> None:
+        if not (self.model_path / "config.json").is_file():
+            raise ConfigError("model_path", str(self.model_path), "a folder that holds a config.json is needed")
+
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None, **given: Any) -> MotetConfig:
+    def from_environment(cls, environ: Mapping[str, str] | None = None, **given: Any) -> Self:
         """The config with `given` fields; what is not given, or None, comes from the environment, then the defaults.
 
         Beside the variables that settings name: `cache_path` lies in XDG_CACHE_HOME (XDG base directory specification).
