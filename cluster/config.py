@@ -148,17 +148,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def scaling(self) -> ScalingConfig:
         """How many gangs there are, and when."""
-        queued_tokens_per_gang = self.queued_tokens_per_gang
-        if queued_tokens_per_gang is None:
-            queued_tokens_per_gang = STEPS_QUEUED_PER_GANG * self.max_tokens_per_step
-        return part_config(
-            ScalingConfig,
-            self,
-            max_gangs=max(self.min_gangs, 1) if self.max_gangs is None else self.max_gangs,
-            queued_tokens_per_gang=queued_tokens_per_gang,
-            start_grace_s=self.cold_start_wait_s,
-            window_s=self.scaling_window_s,
-        )
+        return scaling_of(self)
 
     @property
     def num_worker_threads(self) -> int:
@@ -221,3 +211,18 @@ def part_config(kind: type[P], settings: Settings, **given: object) -> P:
     """A part's own config: each of its fields is `given`, or the setting of the same name."""
     names = {field.name for field in fields(kind)} - given.keys()  # type: ignore[arg-type]
     return kind(**{name: getattr(settings, name) for name in names}, **given)
+
+
+def scaling_of(settings: Settings) -> ScalingConfig:
+    """How many gangs there are, and when. Raises ValueError for bounds that do not go together."""
+    queued_tokens_per_gang = settings.queued_tokens_per_gang
+    if queued_tokens_per_gang is None:
+        queued_tokens_per_gang = STEPS_QUEUED_PER_GANG * settings.max_tokens_per_step
+    return part_config(
+        ScalingConfig,
+        settings,
+        max_gangs=max(settings.min_gangs, 1) if settings.max_gangs is None else settings.max_gangs,
+        queued_tokens_per_gang=queued_tokens_per_gang,
+        start_grace_s=settings.cold_start_wait_s,
+        window_s=settings.scaling_window_s,
+    )
