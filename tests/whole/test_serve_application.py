@@ -80,6 +80,9 @@ class Application:
         ] = written
         self.deploy()
 
+    def shown_by_front(self, path: str) -> int:
+        return httpx.get(self.url + path, trust_env=False, timeout=PATIENCE_S).status_code
+
     def ask(self, key: str, **fields: Any) -> httpx.Response:
         body = {"model": "base", "prompt": "capital", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
         return httpx.post(
@@ -119,6 +122,7 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applicatio
             nodes.start(0, dashboard_port=dashboard_port)
             application = Application(nodes, dashboard_port, yaml.safe_load(text), secrets)
             application.deploy()
+            eventually(lambda: application.shown_by_front("/ready") == 200)
             yield application
     finally:
         redis.stop()
