@@ -123,7 +123,7 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applicatio
             nodes.start(0, dashboard_port=dashboard_port)
             application = Application(nodes, dashboard_port, yaml.safe_load(text), secrets)
             application.deploy()
-            eventually(lambda: application.shown_by_front("/ready") == 200)
+            eventually(lambda: application.shown_by_front("/ready") == 200, application.front)
             yield application
     finally:
         redis.stop()
