@@ -1,0 +1,214 @@
+"""Two RayClusters on one Redis and one store: clients move from the old one to the new one, and nothing is lost.
+
+It is what KubeRay does to upgrade a RayService: another RayCluster beside the one that serves, clients sent there step
+by step, and then the old one's pods told to end. Who sends the clients is played by the test, for each connection.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from motet.tests.rigs.kuberay_pods import HEAD, RayClusterPods, redis_on
+from motet.tests.rigs.lasting_load import Ask, Heard, LastingLoad, client_of, same_stream, stream
+from motet.tests.rigs.namespaces import Network, why_not
+from motet.tests.rigs.patience import PATIENCE_S, eventually
+from motet.tests.rigs.ray_nodes import DEMO, KEY, OPERATOR_KEY
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
+
+OLD, NEW, BESIDE = 0, 1, 2  # machines; `BESIDE` are Redis and the clients
+NICE = 19  # of gangs: a cluster that starts has machines of its own elsewhere, and here must not wait for them
+NUM_STREAMS = 8
+JOBS: list[dict[str, Any]] = [
+    {
+        "model": ("pirate", "base")[number % 2],
+        "prompt": f"{number} capital",
+        "max_tokens": 300,
+        "ignore_eos": True,
+        "temperature": (0, 1.1)[number // 2 % 2],
+        "seed": number,
+    }
+    for number in range(NUM_STREAMS)
+]
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+# A pod that is told to end stays for what it serves. No test waits so long: what is served has ended before.
+LASTS = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(int(PATIENCE_S))}
+
+
+@dataclass
+class Gateway:
+    """Where the next connection goes: to each cluster by its weight."""
+
+    weights: dict[str, float]  # by URL
+    random: random.Random = field(default_factory=lambda: random.Random(14))
+
+    def url(self) -> str:
+        (chosen,) = self.random.choices(list(self.weights), list(self.weights.values()))
+        return chosen
+
+
+@dataclass(frozen=True)
+class Clusters:
+    pods: Sequence[RayClusterPods]  # old, new
+    clients: ThreadPoolExecutor
+    deploy: Callable[[int], None]
+
+    def url(self, number: int) -> str:
+        return f"http://{self.pods[number].addresses[HEAD]}:8000"
+
+    def on(self, number: int, ask: Callable[[httpx.Client], Any], key: str = KEY) -> Any:
+        """What a client there says of the cluster."""
+
+        def call() -> Any:
+            with client_of(self.url(number), key) as http:
+                return ask(http)
+
+        return self.clients.submit(call).result()
+
+
+@pytest.fixture(scope="module")
+def clusters() -> Iterator[Clusters]:
+    with ExitStack() as parts:
+        network = parts.enter_context(Network(3))
+        redis_url = parts.enter_context(redis_on(network, BESIDE))
+        pods = [
+            parts.enter_context(RayClusterPods(network, [machine], name, redis_url, REDIS_URL=redis_url, **LASTS))
+            for machine, name in ((OLD, "cluster-old"), (NEW, "cluster-new"))
+        ]
+        clients = parts.enter_context(network.threads(BESIDE, NUM_STREAMS + 4))
+        data_dirs = [one.nodes.path / "data" for one in pods]
+        for folder in data_dirs:
+            folder.mkdir()
+        (data_dirs[OLD] / "store").mkdir()
+        (data_dirs[NEW] / "store").symlink_to(data_dirs[OLD] / "store")
+
+        def deploy(number: int) -> None:
+            pods[number].nodes.start(HEAD, num_cpus=1)
+            parts.enter_context(pods[number].nodes.abandoned_motet("--dtype", "float32"))
+            for gang in pods[number].processes(HEAD, "ServeReplica:motet:gang").values():
+                gang.nice(NICE)
+
+        yield Clusters(pods, clients, deploy)
+
+
+def test_clients_move_from_one_cluster_to_another_and_lose_nothing(clusters: Clusters) -> None:
+    clusters.deploy(OLD)
+    assert clusters.on(OLD, lambda http: upload(http, "pirate", "pirate")) == 201
+    undisturbed = [clusters.on(OLD, lambda http, job=job: stream(http, job)) for job in JOBS]
+    gateway = Gateway({clusters.url(OLD): 100})
+    asks: list[Ask] = [same_stream(job, heard) for job, heard in zip(JOBS, undisturbed, strict=True)]
+    asks += [chat, upload_and_use()]
+    with LastingLoad(clusters.clients, gateway.url, KEY, asks) as load:
+        clusters.deploy(NEW)
+        gateway.weights = {clusters.url(OLD): 50, clusters.url(NEW): 50}
+        load.wait_for_all()
+        for here, there, name in ((OLD, NEW, "of-old"), (NEW, OLD, "of-new")):
+            for version, adapter in enumerate(("spanish", "json"), 1):
+                assert clusters.on(here, lambda http, n=name, a=adapter: upload(http, n, a)) == 201
+                eventually(lambda n=name, v=version, t=there: clusters.on(t, lambda http: version_of(http, n)) == v)
+                assert clusters.on(there, lambda http, n=name: complete(http, n)).status_code == 200
+        for job, heard in list(zip(JOBS, undisturbed, strict=True))[:4]:
+            begun, last_id = clusters.on(OLD, lambda http, job=job: beginning(http, job))
+            rest = clusters.on(NEW, lambda http, job=job, last_id=last_id: ending(http, job, last_id))
+            assert begun + rest == heard.text
+
+        gateway.weights = {clusters.url(NEW): 100}
+        load.wait_for_all()  # nobody new comes to the old one, which has streams when it is told to end
+        last = [clusters.clients.submit(same_old_stream, clusters.url(OLD), JOBS[n], undisturbed[n]) for n in (0, 3)]
+        eventually(lambda: clusters.on(OLD, num_running, OPERATOR_KEY) == len(last))
+        clusters.pods[OLD].tell_to_end(HEAD)
+        for one in last:
+            one.result()
+        clusters.pods[OLD].nodes.kill(HEAD)
+        load.wait_for_all()
+    # What came through the old one stays: keys, adapters, and who may upload.
+    assert {"pirate", "of-old", "of-new"} <= clusters.on(NEW, adapters)
+    assert clusters.on(NEW, lambda http: complete(http, "of-old")).status_code == 200
+    assert clusters.on(NEW, lambda http: upload(http, "after", "spanish")) == 201
+
+
+def upload(http: httpx.Client, name: str, adapter: str) -> int:
+    folder = DEMO / "adapters" / adapter
+    files = {file: (file, (folder / file).read_bytes()) for file in FILES}
+    return http.post("/v1/adapters", data={"name": name}, files=files).status_code
+
+
+def upload_and_use() -> Ask:
+    """A client that uploads a name's other version each time, and asks for it over the same connection."""
+    turns = iter(lambda: None, 0)
+
+    def ask(http: httpx.Client) -> None:
+        next(turns)
+        for adapter in ("spanish", "json"):
+            assert upload(http, "turns", adapter) in (200, 201)
+            assert complete(http, "turns").status_code == 200
+
+    return ask
+
+
+def complete(http: httpx.Client, model: str) -> httpx.Response:
+    return http.post("/v1/completions", json={"model": model, "prompt": "capital", "max_tokens": 3, "ignore_eos": True})
+
+
+def chat(http: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "capital"}]
+    answer = http.post("/v1/chat/completions", json={"model": "pirate", "messages": messages, "max_tokens": 3})
+    assert answer.status_code == 200, answer.text
+
+
+def adapters(http: httpx.Client) -> set[str]:
+    return {adapter["name"] for adapter in http.get("/v1/adapters").raise_for_status().json()["data"]}
+
+
+def version_of(http: httpx.Client, name: str) -> int | None:
+    found = http.get("/v1/adapters").raise_for_status().json()["data"]
+    return next((adapter["version"] for adapter in found if adapter["name"] == name), None)
+
+
+def num_running(http: httpx.Client) -> int:
+    return int(http.get("/status").raise_for_status().json()["load"]["num_running"])
+
+
+def same_old_stream(url: str, job: dict[str, Any], undisturbed: Heard) -> None:
+    with client_of(url, KEY) as http:
+        assert stream(http, job) == undisturbed
+
+
+def beginning(http: httpx.Client, job: dict[str, Any]) -> tuple[str, str]:
+    """The text of a stream's first events, and the id of the last of these."""
+    text, last_id, num_events = "", "", 0
+    with http.stream("POST", "/v1/completions", json={**job, "stream": True}) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("id: "):
+                last_id = line.removeprefix("id: ")
+            elif line.startswith("data: "):
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+            elif last_id and (num_events := num_events + 1) == 5:
+                return text, last_id
+    raise AssertionError("the stream ended too soon")
+
+
+def ending(http: httpx.Client, job: dict[str, Any], last_id: str) -> str:
+    """The text of the events after this one."""
+    text = ""
+    with http.stream("POST", "/v1/completions", json={**job, "stream": True}, headers={"Last-Event-ID": last_id}) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                chunk = json.loads(line.removeprefix("data: "))
+                assert "error" not in chunk, chunk
+                text += "".join(choice["text"] for choice in chunk["choices"])
+    return text
