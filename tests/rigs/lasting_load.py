@@ -1,4 +1,4 @@
-"""Clients that ask again and again while something is done to the servers, each answer compared with an undisturbed one.
+"""Clients that ask again and again while something is done to the servers; answers must be as undisturbed ones.
 
 They are threads that the test hands over, because connections must begin where the test's network is.
 """
@@ -77,8 +77,8 @@ def client_of(url: str, key: str) -> httpx.Client:
     return httpx.Client(base_url=url, headers=headers, timeout=PATIENCE_S, trust_env=False)
 
 
-def stream(http: httpx.Client, body: Mapping[str, Any]) -> Heard:
-    """The whole answer to a streamed completion, which must come over one connection."""
+def stream(http: httpx.Client, body: Mapping[str, Any], on_event: Callable[[], None] = lambda: None) -> Heard:
+    """The whole answer to a streamed completion, which must come over one connection. `on_event`: called for each."""
     fields = {**body, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     text, token_ids, finish_reason, num_tokens, has_ended = "", list[int](), None, 0, False
     with http.stream("POST", "/v1/completions", json=fields) as answer:
@@ -87,6 +87,7 @@ def stream(http: httpx.Client, body: Mapping[str, Any]) -> Heard:
             if line == "data: [DONE]":
                 has_ended = True
             elif line.startswith("data: "):
+                on_event()
                 chunk = json.loads(line.removeprefix("data: "))
                 assert "error" not in chunk, chunk
                 for choice in chunk["choices"]:

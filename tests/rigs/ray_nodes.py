@@ -90,7 +90,11 @@ class RayNodes:
         """Returns when the node is up. A head that was killed may be started anew; as a pod it has a new folder then."""
         ports = free_ports(2)
         command = [str(BIN / "ray"), "start", "--block", f"--node-ip-address={self._addresses[number]}"]
-        command += [f"--num-cpus={num_cpus:g}", f"--resources={json.dumps(resources)}", f"--object-store-memory={100 << 20}"]
+        command += [
+            f"--num-cpus={num_cpus:g}",
+            f"--resources={json.dumps(resources)}",
+            f"--object-store-memory={100 << 20}",
+        ]
         command += [f"--dashboard-agent-listen-port={ports[0]}"]
         if number == 0:
             self._num_heads += 1

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import json
 import random
-import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from motet.tests.rigs.kuberay_pods import HEAD, RayClusterPods, redis_on
 from motet.tests.rigs.lasting_load import Ask, Heard, LastingLoad, client_of, same_stream, stream
 from motet.tests.rigs.namespaces import Network, why_not
 from motet.tests.rigs.patience import PATIENCE_S, eventually
-from motet.tests.rigs.ray_nodes import DEMO, KEY, OPERATOR_KEY
+from motet.tests.rigs.ray_nodes import DEMO, KEY
 
 pytestmark = [
     pytest.mark.cluster,
@@ -30,7 +32,6 @@ pytestmark = [
 ]
 
 OLD, NEW, BESIDE = 0, 1, 2  # machines; `BESIDE` are Redis and the clients
-NICE = 19  # of gangs: a cluster that starts has machines of its own elsewhere, and here must not wait for them
 NUM_STREAMS = 8
 JOBS: list[dict[str, Any]] = [
     {
@@ -43,6 +44,8 @@ JOBS: list[dict[str, Any]] = [
     }
     for number in range(NUM_STREAMS)
 ]
+LONG_JOBS = [{**job, "max_tokens": 450} for job in JOBS[:4]]
+AFTER_S = 2.0  # in which a pod that does not stay has ended
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 # A pod that is told to end stays for what it serves. No test waits so long: what is served has ended before.
 LASTS = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(int(PATIENCE_S))}
@@ -69,14 +72,39 @@ class Clusters:
     def url(self, number: int) -> str:
         return f"http://{self.pods[number].addresses[HEAD]}:8000"
 
-    def on(self, number: int, ask: Callable[[httpx.Client], Any], key: str = KEY) -> Any:
+    def on(self, number: int, ask: Callable[[httpx.Client], Any]) -> Any:
         """What a client there says of the cluster."""
 
         def call() -> Any:
-            with client_of(self.url(number), key) as http:
+            with client_of(self.url(number), KEY) as http:
                 return ask(http)
 
         return self.clients.submit(call).result()
+
+    def gangs(self, number: int) -> Sequence[psutil.Process]:
+        return list(self.pods[number].processes(HEAD, "ServeReplica:motet:gang").values())
+
+    @contextmanager
+    def paused_streams(self, number: int, jobs: Sequence[tuple[dict[str, Any], Heard]]) -> Iterator[list[Future[None]]]:
+        """Streams there that have begun, and go on when the block ends; each must be as undisturbed."""
+        begun = [threading.Event() for _ in jobs]
+
+        def run(job: dict[str, Any], undisturbed: Heard, begun: threading.Event) -> None:
+            with client_of(self.url(number), KEY) as http:
+                assert stream(http, job, begun.set) == undisturbed
+
+        running = [self.clients.submit(run, *job, event) for job, event in zip(jobs, begun, strict=True)]
+        for event in begun:
+            assert event.wait(PATIENCE_S)
+        gangs = self.gangs(number)
+        try:
+            for gang in gangs:
+                gang.suspend()
+            assert not all(one.done() for one in running)
+            yield running
+        finally:
+            for gang in gangs:
+                gang.resume()
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +126,6 @@ def clusters() -> Iterator[Clusters]:
         def deploy(number: int) -> None:
             pods[number].nodes.start(HEAD, num_cpus=1)
             parts.enter_context(pods[number].nodes.abandoned_motet("--dtype", "float32"))
-            for gang in pods[number].processes(HEAD, "ServeReplica:motet:gang").values():
-                gang.nice(NICE)
 
         yield Clusters(pods, clients, deploy)
 
@@ -108,6 +134,7 @@ def test_clients_move_from_one_cluster_to_another_and_lose_nothing(clusters: Clu
     clusters.deploy(OLD)
     assert clusters.on(OLD, lambda http: upload(http, "pirate", "pirate")) == 201
     undisturbed = [clusters.on(OLD, lambda http, job=job: stream(http, job)) for job in JOBS]
+    undisturbed_long = [clusters.on(OLD, lambda http, job=job: stream(http, job)) for job in LONG_JOBS]
     gateway = Gateway({clusters.url(OLD): 100})
     asks: list[Ask] = [same_stream(job, heard) for job, heard in zip(JOBS, undisturbed, strict=True)]
     asks += [chat, upload_and_use()]
@@ -127,10 +154,11 @@ def test_clients_move_from_one_cluster_to_another_and_lose_nothing(clusters: Clu
 
         gateway.weights = {clusters.url(NEW): 100}
         load.wait_for_all()  # nobody new comes to the old one, which has streams when it is told to end
-        last = [clusters.clients.submit(same_old_stream, clusters.url(OLD), JOBS[n], undisturbed[n]) for n in (0, 3)]
-        eventually(lambda: clusters.on(OLD, num_running, OPERATOR_KEY) == len(last))
-        clusters.pods[OLD].tell_to_end(HEAD)
-        for one in last:
+        last = [(job, heard) for job, heard in zip(LONG_JOBS, undisturbed_long, strict=True)]
+        with clusters.paused_streams(OLD, last) as running:
+            clusters.pods[OLD].tell_to_end(HEAD)
+            time.sleep(AFTER_S)
+        for one in running:
             one.result()
         clusters.pods[OLD].nodes.kill(HEAD)
         load.wait_for_all()
@@ -178,15 +206,6 @@ def version_of(http: httpx.Client, name: str) -> int | None:
     return next((adapter["version"] for adapter in found if adapter["name"] == name), None)
 
 
-def num_running(http: httpx.Client) -> int:
-    return int(http.get("/status").raise_for_status().json()["load"]["num_running"])
-
-
-def same_old_stream(url: str, job: dict[str, Any], undisturbed: Heard) -> None:
-    with client_of(url, KEY) as http:
-        assert stream(http, job) == undisturbed
-
-
 def beginning(http: httpx.Client, job: dict[str, Any]) -> tuple[str, str]:
     """The text of a stream's first events, and the id of the last of these."""
     text, last_id, num_events = "", "", 0
@@ -204,7 +223,9 @@ def beginning(http: httpx.Client, job: dict[str, Any]) -> tuple[str, str]:
 def ending(http: httpx.Client, job: dict[str, Any], last_id: str) -> str:
     """The text of the events after this one."""
     text = ""
-    with http.stream("POST", "/v1/completions", json={**job, "stream": True}, headers={"Last-Event-ID": last_id}) as answer:
+    with http.stream(
+        "POST", "/v1/completions", json={**job, "stream": True}, headers={"Last-Event-ID": last_id}
+    ) as answer:
         assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":

@@ -23,7 +23,6 @@ pytestmark = [
 ]
 
 WORKER, OTHER_WORKER, BESIDE = 1, 2, 3  # `BESIDE` is no node: Redis and the clients are there
-NICE = 19  # of the gangs: a head that starts has a machine of its own elsewhere, and here must not wait for them
 GANG = "ServeReplica:motet:gang"
 NUM_STREAMS = 16
 JOBS: list[dict[str, Any]] = [
@@ -87,10 +86,7 @@ def cluster() -> Iterator[Cluster]:
         pods.start_worker(WORKER, front=1)
         pods.start_worker(OTHER_WORKER)
         with pods.nodes.abandoned_motet("--gangs", "2", "--router-resource", "front=1", "--dtype", "float32"):
-            found = Cluster(pods, f"http://{pods.addresses[WORKER]}:8000", clients)
-            for gang in found.gangs().values():
-                gang.nice(NICE)
-            yield found
+            yield Cluster(pods, f"http://{pods.addresses[WORKER]}:8000", clients)
 
 
 def test_streams_uploads_and_new_requests_go_on_without_a_head(cluster: Cluster) -> None:
