@@ -86,8 +86,18 @@ class RayNodes:
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         }
 
-    def start(self, number: int, num_cpus: float = 2, **resources: float) -> None:
-        """Returns when the node is up. A head that was killed may be started anew; as a pod it has a new folder then."""
+    @property
+    def token(self) -> str:
+        """What Ray's own servers ask for."""
+        return self._token
+
+    def start(
+        self, number: int, *, num_cpus: float = 2, dashboard_port: int | None = None, **resources: float
+    ) -> None:
+        """Returns when the node is up. `dashboard_port`: of the head's dashboard; None: it has none.
+
+        A head that was killed may be started anew. It has a new folder then, as a pod has.
+        """
         ports = free_ports(2)
         command = [str(BIN / "ray"), "start", "--block", f"--node-ip-address={self._addresses[number]}"]
         command += [
@@ -98,8 +108,10 @@ class RayNodes:
         command += [f"--dashboard-agent-listen-port={ports[0]}"]
         if number == 0:
             self._num_heads += 1
-            temp_dir = self.path / f"r{self._num_heads}"
-            command += ["--head", f"--port={self._port}", "--include-dashboard=false", f"--temp-dir={temp_dir}"]
+            command += ["--head", f"--port={self._port}", f"--temp-dir={self.path}/r{self._num_heads}"]
+            command += [f"--include-dashboard={dashboard_port is not None}".lower()]
+            if dashboard_port is not None:
+                command += [f"--dashboard-host={self._addresses[0]}", f"--dashboard-port={dashboard_port}"]
             command += [f"--ray-client-server-port={ports[1]}"]
             if "REDIS_PASSWORD" in self._head_variables:  # as KubeRay hands it over
                 command += [f"--redis-password={self._head_variables['REDIS_PASSWORD']}"]
@@ -143,20 +155,6 @@ class RayNodes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-
-    @contextmanager
-    def abandoned_motet(self, *options: str, data_dir: str = "data") -> Iterator[None]:
-        """The same, of which the command on the head may be killed: what it has deployed stays."""
-        log_path = self.path / "motet.log"
-        with log_path.open("wb") as log:
-            process = self.popen(0, self.serve_command(*options, data_dir=data_dir), log)
-        try:
-            eventually(lambda: _ready_lines(log_path) or process.poll() is not None, log_path.read_text)
-            assert _ready_lines(log_path), log_path.read_text()
-            yield
-        finally:
-            process.kill()
-            process.wait()
 
     def serve_command(self, *options: str, data_dir: str = "data") -> list[str]:
         command = [str(BIN / "motet"), "serve", str(DEMO / "base"), "--address", self.address]
