@@ -6,6 +6,8 @@ the Redis, under a namespace that is the cluster's own.
 
 from __future__ import annotations
 
+import json
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,13 +16,29 @@ from pathlib import Path
 import psutil
 from redis.connection import parse_url
 
+from motet.cluster.config import MotetConfig
+from motet.cluster.edge.haproxy import BINARY_VARIABLE, write_haproxy
+from motet.cluster.launch.joined_cluster import SERVE_FLAGS
+from motet.cluster.launch.local_serve import LASTING_STREAMS
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.tests.rigs.namespaces import Network
-from motet.tests.rigs.ray_nodes import RayNodes
+from motet.tests.rigs.ray_nodes import DEMO, RayNodes
 
 HEAD = 0
 # As KubeRay sets it in the pods of workers where the GCS is fault-tolerant: so long they wait for another head.
 RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
+
+# What Serve does when it is given the application over HTTP. The command's end is not the application's.
+DEPLOY = """
+import json, sys
+import ray
+from ray import serve
+from motet.cluster.serve_application import build
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+serve.start(proxy_location="EveryNode", http_options={"host": "0.0.0.0", "port": 8000})
+serve.run(build(json.loads(sys.argv[2])), name="motet", route_prefix="/")
+"""
 
 
 @contextmanager
@@ -41,14 +59,28 @@ class RayClusterPods:
         """`name`: of the cluster, which is its namespace in Redis. `variables`: of each container."""
         self.addresses = [network.addresses[machine] for machine in machines]
         redis = parse_url(redis_url)
+        self._folder = tempfile.TemporaryDirectory()
+        edge = MotetConfig(model_path=DEMO / "base").edge
+        haproxy = write_haproxy(Path(self._folder.name) / "haproxy", edge, None)
         self.nodes = RayNodes(
             self.addresses,
             lambda number, command: network.command(machines[number], command),
             {"RAY_REDIS_ADDRESS": f"{redis['host']}:{redis['port']}", "REDIS_PASSWORD": str(redis["password"])},
             RAY_external_storage_namespace=name,
+            REDIS_URL=redis_url,
+            **SERVE_FLAGS,
+            **LASTING_STREAMS,
             **RECONNECT,
+            **{BINARY_VARIABLE: str(haproxy)},
             **variables,
         )
+
+    def deploy(self, data_dir: Path, **args: object) -> None:
+        """motet of the demo model, which runs when this returns."""
+        args = {"model": str(DEMO / "base"), "data-dir": str(data_dir), "pool-bytes": "32MiB", **args}
+        command = [sys.executable, "-c", DEPLOY, self.nodes.address, json.dumps(args)]
+        status, said = self.nodes.output(HEAD, command)
+        assert status == 0, said
 
     def start_head(self) -> None:
         self.nodes.start(HEAD, num_cpus=0)
@@ -74,6 +106,7 @@ class RayClusterPods:
 
     def __exit__(self, *error: object) -> None:
         self.nodes.__exit__(*error)
+        self._folder.cleanup()
 
 
 def _title(process: psutil.Process) -> str:

@@ -91,9 +91,7 @@ class RayNodes:
         """What Ray's own servers ask for."""
         return self._token
 
-    def start(
-        self, number: int, *, num_cpus: float = 2, dashboard_port: int | None = None, **resources: float
-    ) -> None:
+    def start(self, number: int, *, num_cpus: float = 2, dashboard_port: int | None = None, **resources: float) -> None:
         """Returns when the node is up. `dashboard_port`: of the head's dashboard; None: it has none.
 
         A head that was killed may be started anew. It has a new folder then, as a pod has.

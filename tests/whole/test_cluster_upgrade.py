@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -113,19 +115,15 @@ def clusters() -> Iterator[Clusters]:
         network = parts.enter_context(Network(3))
         redis_url = parts.enter_context(redis_on(network, BESIDE))
         pods = [
-            parts.enter_context(RayClusterPods(network, [machine], name, redis_url, REDIS_URL=redis_url, **LASTS))
+            parts.enter_context(RayClusterPods(network, [machine], name, redis_url, **LASTS))
             for machine, name in ((OLD, "cluster-old"), (NEW, "cluster-new"))
         ]
-        clients = parts.enter_context(network.threads(BESIDE, NUM_STREAMS + 4))
-        data_dirs = [one.nodes.path / "data" for one in pods]
-        for folder in data_dirs:
-            folder.mkdir()
-        (data_dirs[OLD] / "store").mkdir()
-        (data_dirs[NEW] / "store").symlink_to(data_dirs[OLD] / "store")
+        clients = parts.enter_context(network.threads(BESIDE, NUM_STREAMS + 6))
+        data_dir = Path(parts.enter_context(tempfile.TemporaryDirectory()))
 
         def deploy(number: int) -> None:
             pods[number].nodes.start(HEAD, num_cpus=1)
-            parts.enter_context(pods[number].nodes.abandoned_motet("--dtype", "float32"))
+            pods[number].deploy(data_dir, dtype="float32")
 
         yield Clusters(pods, clients, deploy)
 

@@ -79,14 +79,14 @@ def cluster() -> Iterator[Cluster]:
     with (
         Network(4) as network,
         redis_on(network, BESIDE) as redis_url,
-        RayClusterPods(network, [HEAD, WORKER, OTHER_WORKER], "cluster-1", redis_url, REDIS_URL=redis_url) as pods,
+        RayClusterPods(network, [HEAD, WORKER, OTHER_WORKER], "cluster-1", redis_url) as pods,
         network.threads(BESIDE, NUM_STREAMS + 2) as clients,
     ):
         pods.start_head()
         pods.start_worker(WORKER, front=1)
         pods.start_worker(OTHER_WORKER)
-        with pods.nodes.abandoned_motet("--gangs", "2", "--router-resource", "front=1", "--dtype", "float32"):
-            yield Cluster(pods, f"http://{pods.addresses[WORKER]}:8000", clients)
+        pods.deploy(pods.nodes.path / "data", **{"dtype": "float32", "gangs": 2, "router-resource": ["front=1"]})
+        yield Cluster(pods, f"http://{pods.addresses[WORKER]}:8000", clients)
 
 
 def test_streams_uploads_and_new_requests_go_on_without_a_head(cluster: Cluster) -> None:
