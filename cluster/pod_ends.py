@@ -32,8 +32,8 @@ def pod_ends(*, router_drain_s: float, drain_s: float, start_s: float) -> PodEnd
 
     A cluster that another one replaces gets no requests once the endpoints have changed. The last one's stream may last
     as long as a router that is told to go would serve it. Then its pods are told to end, as a single one is when its
-    node is cleared. Ray tells Serve until when the pod stays; Serve starts a replacement, and tells a replica to go when
-    that is up, or when the replica's own time would reach the end: with a shorter drain it would be gone before.
+    node is cleared. Ray tells Serve until when the pod stays. Serve starts a replacement and tells a replica to go when
+    that is up, or when the replica's own time would reach the end: with a shorter drain, before there is another.
     """
     node_drain_s = math.ceil(start_s + max(router_drain_s, gang_end_s(drain_s)))
     return PodEnds(

@@ -12,9 +12,9 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
-from redis.connection import parse_url
 
 from motet.cluster.config import MotetConfig
 from motet.cluster.edge.haproxy import BINARY_VARIABLE, write_haproxy
@@ -58,14 +58,14 @@ class RayClusterPods:
     def __init__(self, network: Network, machines: Sequence[int], name: str, redis_url: str, **variables: str) -> None:
         """`name`: of the cluster, which is its namespace in Redis. `variables`: of each container."""
         self.addresses = [network.addresses[machine] for machine in machines]
-        redis = parse_url(redis_url)
+        redis = urlsplit(redis_url)
         self._folder = tempfile.TemporaryDirectory()
         edge = MotetConfig(model_path=DEMO / "base").edge
         haproxy = write_haproxy(Path(self._folder.name) / "haproxy", edge, None)
         self.nodes = RayNodes(
             self.addresses,
             lambda number, command: network.command(machines[number], command),
-            {"RAY_REDIS_ADDRESS": f"{redis['host']}:{redis['port']}", "REDIS_PASSWORD": str(redis["password"])},
+            {"RAY_REDIS_ADDRESS": f"{redis.hostname}:{redis.port}", "REDIS_PASSWORD": str(redis.password)},
             RAY_external_storage_namespace=name,
             REDIS_URL=redis_url,
             **SERVE_FLAGS,
@@ -85,8 +85,9 @@ class RayClusterPods:
     def start_head(self) -> None:
         self.nodes.start(HEAD, num_cpus=0)
 
-    def start_worker(self, number: int, **resources: float) -> None:
-        self.nodes.start(number, num_cpus=1, **resources)
+    def start_worker(self, number: int, front: float = 0) -> None:
+        """`front`: how much of the resource of this name it has."""
+        self.nodes.start(number, num_cpus=1, front=front)
 
     def processes(self, number: int, part: str) -> Mapping[int, psutil.Process]:
         """Processes of a pod with this part in their titles, by id."""

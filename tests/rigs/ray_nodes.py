@@ -38,6 +38,7 @@ class RayNodes:
         addresses: Sequence[str],
         wrap: Wrap = lambda _, command: list(command),
         head_variables: Mapping[str, str] = MappingProxyType({}),
+        /,
         **variables: str,
     ) -> None:
         """`variables` are in the environment of every process of the nodes, `head_variables` in those of the head."""

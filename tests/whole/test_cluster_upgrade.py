@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import psutil
@@ -25,7 +25,7 @@ import pytest
 from motet.tests.rigs.kuberay_pods import HEAD, RayClusterPods, redis_on
 from motet.tests.rigs.lasting_load import Ask, Heard, LastingLoad, client_of, same_stream, stream
 from motet.tests.rigs.namespaces import Network, why_not
-from motet.tests.rigs.patience import PATIENCE_S, eventually
+from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.ray_nodes import DEMO, KEY
 
 pytestmark = [
@@ -33,6 +33,7 @@ pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 
+T = TypeVar("T")
 OLD, NEW, BESIDE = 0, 1, 2  # machines; `BESIDE` are Redis and the clients
 NUM_STREAMS = 8
 JOBS: list[dict[str, Any]] = [
@@ -74,12 +75,12 @@ class Clusters:
     def url(self, number: int) -> str:
         return f"http://{self.pods[number].addresses[HEAD]}:8000"
 
-    def on(self, number: int, ask: Callable[[httpx.Client], Any]) -> Any:
-        """What a client there says of the cluster."""
+    def on(self, number: int, ask: Callable[..., T], *arguments: Any) -> T:
+        """What the cluster answers a client."""
 
-        def call() -> Any:
+        def call() -> T:
             with client_of(self.url(number), KEY) as http:
-                return ask(http)
+                return ask(http, *arguments)
 
         return self.clients.submit(call).result()
 
@@ -130,25 +131,22 @@ def clusters() -> Iterator[Clusters]:
 
 def test_clients_move_from_one_cluster_to_another_and_lose_nothing(clusters: Clusters) -> None:
     clusters.deploy(OLD)
-    assert clusters.on(OLD, lambda http: upload(http, "pirate", "pirate")) == 201
-    undisturbed = [clusters.on(OLD, lambda http, job=job: stream(http, job)) for job in JOBS]
-    undisturbed_long = [clusters.on(OLD, lambda http, job=job: stream(http, job)) for job in LONG_JOBS]
+    assert clusters.on(OLD, upload, "pirate", "pirate") == 201
+    undisturbed = [clusters.on(OLD, stream, job) for job in JOBS]
+    undisturbed_long = [clusters.on(OLD, stream, job) for job in LONG_JOBS]
     gateway = Gateway({clusters.url(OLD): 100})
     asks: list[Ask] = [same_stream(job, heard) for job, heard in zip(JOBS, undisturbed, strict=True)]
-    asks += [chat, upload_and_use()]
+    asks += [chat, upload_and_use]
     with LastingLoad(clusters.clients, gateway.url, KEY, asks) as load:
         clusters.deploy(NEW)
         gateway.weights = {clusters.url(OLD): 50, clusters.url(NEW): 50}
         load.wait_for_all()
         for here, there, name in ((OLD, NEW, "of-old"), (NEW, OLD, "of-new")):
-            for version, adapter in enumerate(("spanish", "json"), 1):
-                assert clusters.on(here, lambda http, n=name, a=adapter: upload(http, n, a)) == 201
-                eventually(lambda n=name, v=version, t=there: clusters.on(t, lambda http: version_of(http, n)) == v)
-                assert clusters.on(there, lambda http, n=name: complete(http, n)).status_code == 200
-        for job, heard in list(zip(JOBS, undisturbed, strict=True))[:4]:
-            begun, last_id = clusters.on(OLD, lambda http, job=job: beginning(http, job))
-            rest = clusters.on(NEW, lambda http, job=job, last_id=last_id: ending(http, job, last_id))
-            assert begun + rest == heard.text
+            for adapter in ("spanish", "json"):
+                check_that_both_have_it(clusters, here, there, name, adapter)
+        for job, heard in zip(JOBS[:4], undisturbed, strict=False):
+            begun, last_id = clusters.on(OLD, beginning, job)
+            assert begun + clusters.on(NEW, ending, job, last_id) == heard.text
 
         gateway.weights = {clusters.url(NEW): 100}
         load.wait_for_all()  # nobody new comes to the old one, which has streams when it is told to end
@@ -161,9 +159,16 @@ def test_clients_move_from_one_cluster_to_another_and_lose_nothing(clusters: Clu
         clusters.pods[OLD].nodes.kill(HEAD)
         load.wait_for_all()
     # What came through the old one stays: keys, adapters, and who may upload.
-    assert {"pirate", "of-old", "of-new"} <= clusters.on(NEW, adapters)
-    assert clusters.on(NEW, lambda http: complete(http, "of-old")).status_code == 200
-    assert clusters.on(NEW, lambda http: upload(http, "after", "spanish")) == 201
+    assert {"pirate", "of-old", "of-new"} <= clusters.on(NEW, versions).keys()
+    assert clusters.on(NEW, complete, "of-old").status_code == 200
+    assert clusters.on(NEW, upload, "after", "spanish") == 201
+
+
+def check_that_both_have_it(clusters: Clusters, here: int, there: int, name: str, adapter: str) -> None:
+    assert clusters.on(here, upload, name, adapter) == 201
+    uploaded = clusters.on(here, versions)[name]
+    assert clusters.on(there, complete, name).status_code == 200
+    assert clusters.on(there, versions)[name] == uploaded
 
 
 def upload(http: httpx.Client, name: str, adapter: str) -> int:
@@ -172,17 +177,11 @@ def upload(http: httpx.Client, name: str, adapter: str) -> int:
     return http.post("/v1/adapters", data={"name": name}, files=files).status_code
 
 
-def upload_and_use() -> Ask:
-    """A client that uploads a name's other version each time, and asks for it over the same connection."""
-    turns = iter(lambda: None, 0)
-
-    def ask(http: httpx.Client) -> None:
-        next(turns)
-        for adapter in ("spanish", "json"):
-            assert upload(http, "turns", adapter) in (200, 201)
-            assert complete(http, "turns").status_code == 200
-
-    return ask
+def upload_and_use(http: httpx.Client) -> None:
+    """Versions of one name in turn, each asked for at once."""
+    for adapter in ("spanish", "json"):
+        assert upload(http, "turns", adapter) in (200, 201)
+        assert complete(http, "turns").status_code == 200
 
 
 def complete(http: httpx.Client, model: str) -> httpx.Response:
@@ -195,13 +194,9 @@ def chat(http: httpx.Client) -> None:
     assert answer.status_code == 200, answer.text
 
 
-def adapters(http: httpx.Client) -> set[str]:
-    return {adapter["name"] for adapter in http.get("/v1/adapters").raise_for_status().json()["data"]}
-
-
-def version_of(http: httpx.Client, name: str) -> int | None:
+def versions(http: httpx.Client) -> dict[str, int]:
     found = http.get("/v1/adapters").raise_for_status().json()["data"]
-    return next((adapter["version"] for adapter in found if adapter["name"] == name), None)
+    return {adapter["name"]: adapter["version"] for adapter in found}
 
 
 def beginning(http: httpx.Client, job: dict[str, Any]) -> tuple[str, str]:
