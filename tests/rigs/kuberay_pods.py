@@ -39,6 +39,14 @@ ray.init(address=sys.argv[1], log_to_driver=False)
 serve.start(proxy_location="EveryNode", http_options={"host": "0.0.0.0", "port": 8000})
 serve.run(build(json.loads(sys.argv[2])), name="motet", route_prefix="/")
 """
+# What KubeRay's job does for a cluster that was deleted.
+CLEAN_UP = """
+import sys
+from ray._private.gcs_utils import cleanup_redis_storage
+
+host, port, password, namespace = sys.argv[1:]
+cleanup_redis_storage(host, int(port), password, False, namespace)
+"""
 
 
 @contextmanager
@@ -59,6 +67,15 @@ class RayClusterPods:
         """`name`: of the cluster, which is its namespace in Redis. `variables`: of each container."""
         self.addresses = [network.addresses[machine] for machine in machines]
         redis = urlsplit(redis_url)
+        self._clean_up = [
+            sys.executable,
+            "-c",
+            CLEAN_UP,
+            str(redis.hostname),
+            str(redis.port),
+            str(redis.password),
+            name,
+        ]
         self._folder = tempfile.TemporaryDirectory()
         edge = MotetConfig(model_path=DEMO / "base").edge
         haproxy = write_haproxy(Path(self._folder.name) / "haproxy", edge, None)
@@ -95,6 +112,12 @@ class RayClusterPods:
 
     def kill_head(self) -> None:
         self.nodes.kill(HEAD)
+
+    def remove(self) -> None:
+        """What is left of it, and what its GCS has written into Redis."""
+        self.nodes.kill(HEAD)
+        status, said = self.nodes.output(HEAD, self._clean_up)
+        assert status == 0, said
 
     def tell_to_end(self, number: int) -> None:
         """As the kubelet does with a pod that is deleted. It may stay for what it serves."""

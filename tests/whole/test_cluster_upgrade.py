@@ -156,7 +156,7 @@ def test_clients_move_from_one_cluster_to_another_and_lose_nothing(clusters: Clu
             time.sleep(AFTER_S)
         for one in running:
             one.result()
-        clusters.pods[OLD].nodes.kill(HEAD)
+        clusters.pods[OLD].remove()
         load.wait_for_all()
     # What came through the old one stays: keys, adapters, and who may upload.
     assert {"pirate", "of-old", "of-new"} <= clusters.on(NEW, versions).keys()
