@@ -38,7 +38,7 @@ class Client:
 
 
 def start(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> GangDirectory:
-    monkeypatch.setattr(gang_directory.ray, "get_actor", cluster.get_actor)
+    monkeypatch.setattr("ray.get_actor", cluster.get_actor)
     monkeypatch.setattr(gang_directory, "LongPollClient", cluster.listen)
     monkeypatch.setattr(gang_directory, "CHECK_INTERVAL_S", 0.001)
     directory = GangDirectory("motet", "gang", lambda _: None)
