@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -107,7 +107,8 @@ class Clusters:
             yield running
         finally:
             for gang in gangs:
-                gang.resume()
+                with suppress(psutil.NoSuchProcess):  # then the streams say what was lost
+                    gang.resume()
 
 
 @pytest.fixture(scope="module")
