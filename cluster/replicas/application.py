@@ -10,6 +10,7 @@ from ray import serve
 
 from ..application.live_settings import user_config_of, without_live
 from ..config import MotetConfig
+from ..pod_ends import gang_end_s
 from ..resources import Resources, actor_options
 from ..scaling import ScalingConfig
 from .autoscaler import autoscaling_config
@@ -17,7 +18,6 @@ from .gang import GangReplica
 from .ingress import RouterReplica
 
 APP = "motet"
-SHUTDOWN_MARGIN_S = 5.0
 
 
 def build_application(
@@ -39,7 +39,7 @@ def build_application(
         # A process that dies is noticed at once; this is for an engine that stopped inside a living one.
         health_check_period_s=1.0,
         health_check_timeout_s=30.0,
-        graceful_shutdown_timeout_s=config.drain_s + SHUTDOWN_MARGIN_S,
+        graceful_shutdown_timeout_s=gang_end_s(config.drain_s),
         max_constructor_retry_count=1,  # a model that cannot be loaded cannot be loaded again
     )
     routers: Any = serve.deployment(

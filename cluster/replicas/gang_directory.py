@@ -38,7 +38,7 @@ class GangDirectory:
 
     def start(self) -> None:
         """Needs a running event loop, on which `on_change` is called."""
-        self._listen()
+        self._listen(_controller())
         self._task = asyncio.create_task(self._keep_listening())
 
     def stop(self) -> None:
@@ -47,9 +47,9 @@ class GangDirectory:
         if self._client is not None:
             self._client.stop()
 
-    def _listen(self) -> None:
+    def _listen(self, controller: Any) -> None:
         self._client = LongPollClient(
-            ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE),
+            controller,
             {(LongPollNamespace.DEPLOYMENT_TARGETS, self._deployment_id): self._update},
             call_in_event_loop=asyncio.get_running_loop(),
             client_id=f"motet:{self._deployment_id}",
@@ -61,9 +61,10 @@ class GangDirectory:
             await asyncio.sleep(CHECK_INTERVAL_S)
             if not self._client.is_running:
                 try:
-                    self._listen()
-                except ValueError:
-                    _log.warning("the Serve controller is away; gangs known before stay in use")
+                    # In a thread: where the head is gone as well, Ray waits a minute or two before it says so.
+                    self._listen(await asyncio.to_thread(_controller))
+                except Exception as error:  # Ray's are many, and none may keep it from hearing of the next controller
+                    _log.warning("the Serve controller is away; gangs known before stay in use: %s", error)
 
     def _update(self, targets: DeploymentTargetInfo) -> None:
         self._on_change(
@@ -73,3 +74,7 @@ class GangDirectory:
                 if ADDRESS in replica.replica_metadata
             }
         )
+
+
+def _controller() -> Any:
+    return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)

@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 import psutil
@@ -33,16 +34,23 @@ class RayNodes:
     """Nodes by number; the head is 0. All their processes are ended when the context ends."""
 
     def __init__(
-        self, addresses: Sequence[str], wrap: Wrap = lambda _, command: list(command), **variables: str
+        self,
+        addresses: Sequence[str],
+        wrap: Wrap = lambda _, command: list(command),
+        head_variables: Mapping[str, str] = MappingProxyType({}),
+        /,
+        **variables: str,
     ) -> None:
-        """`variables` are in the environment of every process of the nodes."""
+        """`variables` are in the environment of every process of the nodes, `head_variables` in those of the head."""
         self._addresses, self._wrap, self._variables = addresses, wrap, variables
+        self._head_variables = head_variables
         self._folder = tempfile.TemporaryDirectory(prefix="mt", dir="/tmp", ignore_cleanup_errors=True)  # short
         self.path = Path(self._folder.name)
         self._mark = secrets.token_hex(8)
         self._token = secrets.token_hex(32)
         self._port = free_ports(1)[0]
         self._started: list[subprocess.Popen[bytes]] = []
+        self._num_heads = 0
 
     @property
     def address(self) -> str:
@@ -59,7 +67,9 @@ class RayNodes:
             "MOTET_OPERATOR_KEY": OPERATOR_KEY,
             **PATIENT_STARTS,
             **self._variables,
+            **(self._head_variables if number == 0 else {}),
             "MOTET_TEST": self._mark,
+            "MOTET_TEST_NODE": str(number),
             "SPT_NOENV": "1",  # or process titles are written over the mark
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self._token,
@@ -82,28 +92,39 @@ class RayNodes:
         """What Ray's own servers ask for."""
         return self._token
 
-    def start(self, number: int, *, dashboard_port: int | None = None, **resources: float) -> None:
-        """Returns when the node is up. `dashboard_port`: of the head's dashboard; None: it has none."""
+    def start(self, number: int, *, num_cpus: float = 2, dashboard_port: int | None = None, **resources: float) -> None:
+        """Returns when the node is up. `dashboard_port`: of the head's dashboard; None: it has none.
+
+        A head that was killed may be started anew. It has a new folder then, as a pod has.
+        """
         ports = free_ports(2)
-        command = [str(BIN / "ray"), "start", "--block", f"--node-ip-address={self._addresses[number]}", "--num-cpus=2"]
-        command += [f"--resources={json.dumps(resources)}", f"--object-store-memory={100 << 20}"]
+        command = [str(BIN / "ray"), "start", "--block", f"--node-ip-address={self._addresses[number]}"]
+        command += [
+            f"--num-cpus={num_cpus:g}",
+            f"--resources={json.dumps(resources)}",
+            f"--object-store-memory={100 << 20}",
+        ]
         command += [f"--dashboard-agent-listen-port={ports[0]}"]
         if number == 0:
-            command += ["--head", f"--port={self._port}", f"--temp-dir={self.path}/r"]
+            self._num_heads += 1
+            command += ["--head", f"--port={self._port}", f"--temp-dir={self.path}/r{self._num_heads}"]
             command += [f"--include-dashboard={dashboard_port is not None}".lower()]
             if dashboard_port is not None:
                 command += [f"--dashboard-host={self._addresses[0]}", f"--dashboard-port={dashboard_port}"]
             command += [f"--ray-client-server-port={ports[1]}"]
+            if "REDIS_PASSWORD" in self._head_variables:  # as KubeRay hands it over
+                command += [f"--redis-password={self._head_variables['REDIS_PASSWORD']}"]
         else:
             command += [f"--address={self.address}"]
         log_path = self.path / f"node{number}.log"
         for _ in range(NUM_START_ATTEMPTS):
-            with log_path.open("ab") as log:
+            with log_path.open("wb") as log:
                 process = self.popen(number, command, log)
             self._started.append(process)
             eventually(partial(_has_started_or_ended, process, log_path), log_path.read_text)
             if _is_up(log_path):
                 return
+            self.kill(number)
         raise AssertionError(log_path.read_text())
 
     def popen(self, number: int, command: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -151,10 +172,21 @@ class RayNodes:
 
     def processes(self) -> list[psutil.Process]:
         """All processes of the nodes."""
+        return self._processes_with(MOTET_TEST=self._mark)
+
+    def processes_of(self, number: int) -> list[psutil.Process]:
+        """All processes of one node."""
+        return self._processes_with(MOTET_TEST=self._mark, MOTET_TEST_NODE=str(number))
+
+    def kill(self, number: int) -> None:
+        """All processes of one node at once, as when its machine fails."""
+        _kill(lambda: self.processes_of(number))
+
+    def _processes_with(self, **variables: str) -> list[psutil.Process]:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get("MOTET_TEST") == self._mark:
+                if variables.items() <= process.environ().items():
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
@@ -164,19 +196,23 @@ class RayNodes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for _attempt in range(5):  # what is killed may have started something meanwhile
-            left = self.processes()
-            for process in left:
-                try:
-                    process.kill()
-                except psutil.NoSuchProcess:
-                    pass
-            psutil.wait_procs(left, timeout=5)
-            if not left:
-                break
+        _kill(self.processes)
         for started in self._started:
             started.wait()
         self._folder.cleanup()
+
+
+def _kill(find: Callable[[], list[psutil.Process]]) -> None:
+    for _attempt in range(5):  # what is killed may have started something meanwhile
+        left = find()
+        for process in left:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        psutil.wait_procs(left, timeout=5)
+        if not left:
+            break
 
 
 def _has_started_or_ended(process: subprocess.Popen[bytes], log_path: Path) -> bool:

@@ -1,0 +1,43 @@
+"""How long Kubernetes must let clusters and pods live that are to go, so that each stream comes to its end.
+
+KubeRay and Ray know nothing of streams: by themselves they wait 60 and 30 seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+ENDPOINT_LAG_S = 30.0  # after which every proxy has heard that a cluster or a pod takes nothing new
+HAND_OVER_S = 5.0  # in which a gang that has drained hands its streams over
+TEARDOWN_S = 30.0  # in which Ray ends the processes of a pod
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodEnds:
+    """The least seconds that lose no stream."""
+
+    cluster_deletion_delay_s: int  # of a RayService: rayClusterDeletionDelaySeconds
+    node_drain_s: int  # in each container: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
+    termination_grace_s: int  # of each pod: terminationGracePeriodSeconds
+
+
+def gang_end_s(drain_s: float) -> float:
+    """How long Serve must wait for a gang that it has told to go."""
+    return drain_s + HAND_OVER_S
+
+
+def pod_ends(*, router_drain_s: float, drain_s: float, start_s: float) -> PodEnds:
+    """The seconds for these settings. `start_s`: in which another node's gang or router is up in a lost one's place.
+
+    A cluster that another one replaces gets no requests once the endpoints have changed. The last one's stream may last
+    as long as a router that is told to go would serve it. Then its pods are told to end, as a single one is when its
+    node is cleared. Ray tells Serve until when the pod stays. Serve starts a replacement and tells a replica to go when
+    that is up, or when the replica's own time would reach the end: with a shorter drain, before there is another.
+    """
+    node_drain_s = math.ceil(start_s + max(router_drain_s, gang_end_s(drain_s)))
+    return PodEnds(
+        cluster_deletion_delay_s=math.ceil(ENDPOINT_LAG_S + router_drain_s),
+        node_drain_s=node_drain_s,
+        termination_grace_s=math.ceil(node_drain_s + TEARDOWN_S),
+    )
