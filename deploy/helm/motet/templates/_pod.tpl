@@ -82,6 +82,9 @@ spec:
         - {name: MOTET_SECRETS_DIR, value: /etc/motet/secrets}
         - {name: HOME, value: /tmp}
         - {name: XDG_CACHE_HOME, value: /var/cache}
+        {{- range $name, $value := $values.environment }}
+        - {name: {{ $name }}, value: {{ $value | quote }}}
+        {{- end }}
       {{- with .probes }}
       {{- toYaml . | nindent 6 }}
       {{- end }}
