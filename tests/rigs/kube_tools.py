@@ -56,7 +56,12 @@ def run_tool(*arguments: str, check: bool = True) -> subprocess.CompletedProcess
 
 def kustomized(folder: Path) -> list[Manifest]:
     """What `kubectl apply -k` would send."""
-    return manifests_of(run_tool("kubectl", "kustomize", str(folder)).stdout)
+    return manifests_of(_kustomized_text(folder))
+
+
+@cache
+def _kustomized_text(folder: Path) -> str:
+    return run_tool("kubectl", "kustomize", str(folder)).stdout
 
 
 def templated(*options: str) -> list[Manifest]:

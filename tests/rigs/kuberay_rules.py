@@ -138,8 +138,6 @@ def _of_authentication(cluster: Manifest) -> Iterator[str]:
 
 
 def _of_upgrade(spec: Manifest, cluster: Manifest) -> Iterator[str]:
-    if spec.get("rayClusterDeletionDelaySeconds", 0) < 0:
-        yield "rayClusterDeletionDelaySeconds is negative"
     strategy = spec.get("upgradeStrategy", {})
     kind = strategy.get("type", "NewCluster")
     if kind not in UPGRADES:
@@ -152,10 +150,10 @@ def _of_upgrade(spec: Manifest, cluster: Manifest) -> Iterator[str]:
     if options is None:
         yield "an incremental upgrade needs clusterUpgradeOptions"
         return
-    surge, step = options.get("maxSurgePercent", 100), options.get("stepSizePercent")
+    surge, step = options.get("maxSurgePercent", 100), options["stepSizePercent"]  # which the schema wants
     if not 0 <= surge <= 100:
         yield "maxSurgePercent is not between 0 and 100"
-    if step is None or not 0 <= step <= 100:
+    if not 0 <= step <= 100:
         yield "stepSizePercent is not between 0 and 100"
     elif step > surge:
         yield "stepSizePercent is more than maxSurgePercent"
