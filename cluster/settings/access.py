@@ -91,20 +91,30 @@ class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(ge=16, le=1_000_000),
         Unit("NUMBER"),
-        Setting("Most connections at once, at each front; fewer where a process may open too few files."),
+        Setting(
+            "Most connections at once, at each front; fewer where a process may open too few files.",
+            env="MOTET_MAX_CONNECTIONS",
+        ),
     ] = 16_384
     max_connections_per_source: Annotated[
         CountOrNone,
-        Setting("Most requests under way from one address, and connections once half of all are taken; 0: no bound."),
+        Setting(
+            "Most requests under way from one address, and connections once half of all are taken; 0: no bound.",
+            env="MOTET_MAX_CONNECTIONS_PER_SOURCE",
+        ),
     ] = 1024
     max_requests_per_key: Annotated[
-        CountOrNone, Setting("Most requests under way with one key, at each front; 0: no bound.")
+        CountOrNone,
+        Setting("Most requests under way with one key, at each front; 0: no bound.", env="MOTET_MAX_REQUESTS_PER_KEY"),
     ] = 1024
     trusted_proxies: Annotated[
         str,
         Unit("NETWORKS", "addresses or networks with commas between them"),
         Setting(
-            "Proxies in front of motet, whose X-Forwarded-For tells the address.", unset="none", check=check_networks
+            "Proxies in front of motet, whose X-Forwarded-For tells the address.",
+            unset="none",
+            env="MOTET_TRUSTED_PROXIES",
+            check=check_networks,
         ),
     ] = ""
     keys: Annotated[
