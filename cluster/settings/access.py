@@ -99,6 +99,7 @@ class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Unit("NUMBER"),
         Setting(
             "Most connections at once, at each front; fewer where a process may open too few files.",
+            env="MOTET_MAX_CONNECTIONS",
             not_in_args=OF_THE_EDGE,
         ),
     ] = 16_384
@@ -106,12 +107,17 @@ class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
         CountOrNone,
         Setting(
             "Most requests under way from one address, and connections once half of all are taken; 0: no bound.",
+            env="MOTET_MAX_CONNECTIONS_PER_SOURCE",
             not_in_args=OF_THE_EDGE,
         ),
     ] = 1024
     max_requests_per_key: Annotated[
         CountOrNone,
-        Setting("Most requests under way with one key, at each front; 0: no bound.", not_in_args=OF_THE_EDGE),
+        Setting(
+            "Most requests under way with one key, at each front; 0: no bound.",
+            env="MOTET_MAX_REQUESTS_PER_KEY",
+            not_in_args=OF_THE_EDGE,
+        ),
     ] = 1024
     trusted_proxies: Annotated[
         str,
@@ -119,6 +125,7 @@ class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Setting(
             "Proxies in front of motet, whose X-Forwarded-For tells the address.",
             unset="none",
+            env="MOTET_TRUSTED_PROXIES",
             check=check_networks,
             not_in_args=OF_THE_EDGE,
         ),

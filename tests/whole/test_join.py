@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from motet.cluster.launch.joined_cluster import SERVE_FLAGS
-from motet.cluster.launch.local_serve import LASTING_STREAMS, free_ports
+from motet.cluster.edge.serve_variables import LASTING_STREAMS, SERVE_FLAGS
+from motet.cluster.launch.local_serve import free_ports
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.ray_nodes import KEY, RayNodes
 
