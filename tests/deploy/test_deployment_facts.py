@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from motet.cluster.launch.joined_cluster import SERVE_FLAGS
-from motet.cluster.launch.local_serve import HUGE_PAGES, LASTING_STREAMS
+from motet.cluster.application.secret_files import SECRETS_VARIABLE
+from motet.cluster.edge.serve_variables import HUGE_PAGES, LASTING_STREAMS, SERVE_FLAGS, image_variables
 from motet.cluster.settings.setting_field import fields_of
 from motet.cluster.settings.settings import Settings
 from motet.tests.rigs.kube_schemas import pod_templates
@@ -19,8 +20,8 @@ from motet.tests.rigs.kube_tools import OVERLAY_NAMES, OVERLAYS, ROOT, Manifest,
 from motet.tests.rigs.serve_config import arguments
 
 SETTINGS = {flag: field for field in fields_of(Settings) for flag in field.flags}
-RAY_FOLDERS = ("_private", "serve/_private")  # of Ray, where it reads its environment
-VARIABLES_OF_MOTET = {"MOTET_SECRETS_DIR"}  # of cluster/application
+RAY_FOLDERS = ("_private", "_common/usage", "serve/_private")  # where Ray's Python reads its environment
+RAY_PROGRAMS = ("_raylet.so", "core/src/ray/raylet/raylet")  # which know RAY_x as x
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 SERVE_PORT, METRICS_PORTS = 8000, range(9400, 9408)
 
@@ -63,18 +64,27 @@ def test_serve_has_its_flags_on_every_node(name: str) -> None:
         assert {key: found.get(key) for key in wanted} == wanted, group
 
 
-def test_every_variable_is_read_by_somebody() -> None:
+@cache
+def text_of_ray() -> str:
     import ray
 
     folder = Path(ray.__file__).parent
-    text = "".join(path.read_text() for part in RAY_FOLDERS for path in (folder / part).glob("*.py"))
-    text += (folder / "_raylet.so").read_bytes().decode("latin-1")  # the C++ side knows RAY_x as x
-    for _, pod in pod_templates(ray_service("incremental-upgrade")):
-        for variable in environment(pod):
-            if variable.startswith("RAY_"):
-                assert variable in text or variable.removeprefix("RAY_") in text, variable
-            elif variable.startswith("MOTET_"):
-                assert variable in VARIABLES_OF_MOTET, variable
+    python = [path.read_text() for part in RAY_FOLDERS for path in (folder / part).glob("*.py")]
+    return "".join([*python, *((folder / part).read_bytes().decode("latin-1") for part in RAY_PROGRAMS)])
+
+
+def is_read(variable: str) -> bool:
+    """Whether Ray or motet has a use for it."""
+    if variable.startswith("RAY_"):
+        return any(name in text_of_ray() for name in (f'"{variable}"', f"\0{variable.removeprefix('RAY_')}\0"))
+    return variable in {SECRETS_VARIABLE, *(field.mark.env for field in fields_of(Settings))}
+
+
+def test_every_variable_is_read_by_somebody() -> None:
+    found = {one for _, pod in pod_templates(ray_service("incremental-upgrade")) for one in environment(pod)}
+    ours = {one for one in found if one.startswith(("RAY_", "MOTET_"))}
+    assert len(ours) > 5 and [one for one in ours if not is_read(one)] == []
+    assert not is_read("RAY_SERVE_ENABLE_HAPROXY") and not is_read("MOTET_SECRETS")  # as one might misspell them
 
 
 @every_overlay
@@ -220,10 +230,42 @@ def test_ports_have_one_meaning(name: str) -> None:
             assert [ports[f"metrics-{n}"] for n in range(len(METRICS_PORTS))] == list(METRICS_PORTS)
 
 
-def test_images_have_the_version_and_the_files() -> None:
+@every_overlay
+def test_images_are_of_this_version(name: str) -> None:
     version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
     assert version is not None
-    for name in OVERLAY_NAMES:
-        for _, pod in pod_templates(ray_service(name)):
-            image = pod["spec"]["containers"][0]["image"]
-            assert image in (f"motet-cpu:{version[1]}", f"motet-cuda:{version[1]}")
+    for _, pod in pod_templates(ray_service(name)):
+        (container,) = pod["spec"]["containers"]
+        kind = "cpu" if name == "cpu-trial" else "cuda"
+        assert container["image"] == f"motet-{kind}:{version[1]}"
+
+
+@every_overlay
+def test_what_images_bring_is_where_manifests_look(name: str) -> None:
+    service = ray_service(name)
+    kind = "cpu" if name == "cpu-trial" else "cuda"
+    made = (ROOT / "deploy" / "images" / f"{kind}.Dockerfile").read_text()
+    model = arguments(service)["model"]
+    folders = [model, *re.findall(r"/var/lib/motet", arguments(service)["data-dir"])]
+    for folder in folders:
+        assert folder in made or folder.startswith("/models/") and "/models" in made, folder
+    assert "USER 1000:1000" in made
+    of_image = image_variables("")
+    for _, pod in pod_templates(service):
+        mounts = {one["mountPath"] for one in pod["spec"]["containers"][0]["volumeMounts"]}
+        assert arguments(service)["data-dir"] in mounts and environment(pod)[SECRETS_VARIABLE] in mounts
+        assert model.startswith("/opt/") or "/models" in mounts
+        for variable, value in environment(pod).items():  # said twice, but not differently
+            assert of_image.get(variable, value) == value, variable
+
+
+def test_a_different_redis_password_cannot_be_meant() -> None:
+    """What starts the server, what asks how it does and what Ray is told read one Secret, which motet's pods do not."""
+    redis = only(kustomized(OVERLAYS / "cpu-trial"), "StatefulSet")["spec"]["template"]["spec"]
+    (secret,) = (one["secret"] for one in redis["volumes"] if one["name"] == "secrets")
+    recovery = ray_service("high-availability")["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
+    reference = recovery["redisPassword"]["valueFrom"]["secretKeyRef"]
+    assert (reference["name"], reference["key"]) == (secret["secretName"], secret["items"][0]["key"])
+    for _, pod in pod_templates(ray_service("cpu-trial")):
+        named = [one["secret"]["secretName"] for one in pod["spec"]["volumes"] if "secret" in one]
+        assert named == ["motet"] != [secret["secretName"]]

@@ -7,7 +7,19 @@ from typing import Any
 import pytest
 import yaml
 
-from motet.tests.rigs.kube_tools import CHART, OVERLAY_NAMES, OVERLAYS, Manifest, kustomized, run_tool, templated
+from motet.tests.rigs.kube_tools import (
+    CHART,
+    OVERLAY_NAMES,
+    OVERLAYS,
+    Manifest,
+    kustomized,
+    manifests_of,
+    only,
+    run_tool,
+    templated,
+)
+from motet.tests.rigs.manifest_checks import problems
+from motet.tests.rigs.serve_config import serve_config
 
 PRESETS = CHART / "presets"
 
@@ -52,3 +64,44 @@ def test_the_chart_makes_the_same_as_kustomize(name: str) -> None:
 
 def test_there_is_a_preset_for_each_overlay() -> None:
     assert sorted(path.stem for path in PRESETS.iterdir()) == OVERLAY_NAMES
+
+
+def test_the_chart_is_clean() -> None:
+    linted = run_tool("helm", "lint", "--strict", str(CHART))
+    assert "WARNING" not in linted.stdout and "ERROR" not in linted.stdout, linted.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("gangz.replicas=2", "gangz"),
+        ("gangs.replica=2", "replica"),
+        ("gangs.replicas=two", "gangs/replicas"),
+        ("settings.redis-url=redis://r", "redis-url"),
+        ("settings.operator-key=x", "operator-key"),
+        ("redis.address=redis://:password@r:6379", "redis/address"),
+        ("incrementalUpgrade.stepSizePercent=200", "stepSizePercent"),
+    ],
+)
+def test_a_value_that_is_none_is_refused_by_name(given: str, named: str) -> None:
+    ended = run_tool("helm", "template", str(CHART), "--set", given, check=False)
+    assert ended.returncode != 0 and named in ended.stderr, ended.stderr
+
+
+def test_a_head_that_comes_back_needs_to_know_the_redis() -> None:
+    ended = run_tool("helm", "template", str(CHART), "--set", "headRecovery=true,redis.embedded=false", check=False)
+    assert ended.returncode != 0 and "redis.address" in ended.stderr
+
+
+def test_another_name_and_live_settings_pass_every_check() -> None:
+    values = ["image.pullSecrets={registry}", "environment.MOTET_TRUSTED_PROXIES=10.0.0.0/8"]
+    values += ["liveSettings.gang.max-waiting-sequences=64", "liveSettings.router.max-queue-wait=30"]
+    rendered = run_tool("helm", "template", "blue", str(CHART), "--set", ",".join(values)).stdout
+    manifests = manifests_of(rendered)
+    assert list(problems(manifests)) == []
+    assert all(one["metadata"]["name"].split("-")[0] == "blue" for one in manifests)
+    (application,) = serve_config(only(manifests, "RayService"))["applications"]
+    assert application["deployments"] == [
+        {"name": "router", "user_config": {"max-queue-wait": 30}},
+        {"name": "gang", "user_config": {"max-waiting-sequences": 64}},
+    ]

@@ -94,8 +94,8 @@ SERVE: dict[str, Plant] = {
     "is not motet's application": in_serve(lambda c: c["applications"][0].update(import_path="motet.cluster:build")),
     "no setting pool-byte": in_serve(lambda c: c["applications"][0]["args"].update({"pool-byte": "1GiB"})),
     "pool-bytes": in_serve(lambda c: c["applications"][0]["args"].update({"pool-bytes": "much"})),
-    "redis-url is a secret": in_serve(lambda c: c["applications"][0]["args"].update({"redis-url": "redis://r"})),
-    "tensor-parallel does not change while": in_serve(
+    "redis-url = '…': arguments show": in_serve(lambda c: c["applications"][0]["args"].update({"redis-url": "redis://r"})),
+    "replicas of gang do not take this over": in_serve(
         lambda c: c["applications"][0].update(deployments=[{"name": "gang", "user_config": {"tensor-parallel": 2}}])
     ),
 }

@@ -8,15 +8,15 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from motet.cluster.application.application_config import application_config
+from motet.cluster.application.live_settings import live_values
 from motet.cluster.settings.config_error import ConfigError
-from motet.cluster.settings.setting_field import fields_of
-from motet.cluster.settings.settings import Settings
+from motet.cluster.settings.setting import Part
 
 from .kube_tools import Manifest
 
 IMPORT_PATH = "motet.cluster.serve_application:build"
-DEPLOYMENTS = ("router", "gang")
-MODEL = "model"
+DEPLOYMENTS: tuple[Part, ...] = ("router", "gang")
 
 
 def serve_config(ray_service: Manifest) -> dict[str, Any]:
@@ -47,26 +47,19 @@ def serve_problems(ray_service: Manifest) -> Iterator[str]:
         if application["import_path"] != IMPORT_PATH:
             yield f"serveConfigV2: {application['import_path']} is not motet's application"
         for deployment in application.get("deployments", ()):
-            if deployment["name"] not in DEPLOYMENTS:
-                yield f"serveConfigV2: motet has no deployment {deployment['name']}"
-            for key, value in (deployment.get("user_config") or {}).items():
-                yield from _of_setting(key, value, live=True)
-        for key, value in application["args"].items():
-            if key != MODEL:
-                yield from _of_setting(key, value, live=False)
+            yield from _of_deployment(deployment["name"], deployment.get("user_config") or {})
+        try:
+            application_config(application["args"], {})
+        except ValueError as error:  # ConfigError among them
+            yield f"serveConfigV2: {error}"
 
 
-def _of_setting(key: str, value: Any, *, live: bool) -> Iterator[str]:
-    field = next((one for one in fields_of(Settings) if key in one.flags), None)
-    if field is None:
-        yield f"serveConfigV2: there is no setting {key}"
+def _of_deployment(name: str, user_config: dict[str, Any]) -> Iterator[str]:
+    if name not in DEPLOYMENTS:
+        yield f"serveConfigV2: motet has no deployment {name}"
         return
-    if field.mark.secret:
-        yield f"serveConfigV2: {key} is a secret"
-    if live and field.mark.change != "live":
-        yield f"serveConfigV2: {key} does not change while motet serves"
     try:
-        field.converted(tuple(value) if isinstance(value, list) else value)
+        live_values(name, user_config)
     except ConfigError as error:
         yield f"serveConfigV2: {error}"
 
