@@ -1,6 +1,6 @@
 """A CustomResourceDefinition as tests need it: the schema of one version, without descriptions, parts that repeat once.
 
-    .venv/bin/python scripts/compact_crd.py ray.io_rayservices.yaml > tests/deploy/crds/rayservice.json
+.venv/bin/python scripts/compact_crd.py ray.io_rayservices.yaml > tests/deploy/crds/rayservice.json
 """
 
 from __future__ import annotations

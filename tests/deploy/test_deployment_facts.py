@@ -248,7 +248,7 @@ def test_what_images_bring_is_where_manifests_look(name: str) -> None:
     model = arguments(service)["model"]
     folders = [model, *re.findall(r"/var/lib/motet", arguments(service)["data-dir"])]
     for folder in folders:
-        assert folder in made or folder.startswith("/models/") and "/models" in made, folder
+        assert folder in made or (folder.startswith("/models/") and "/models" in made), folder
     assert "USER 1000:1000" in made
     of_image = image_variables("")
     for _, pod in pod_templates(service):

@@ -76,7 +76,9 @@ TYPOS: dict[str, Plant] = {
 }
 WRONG_TYPES: dict[str, Plant] = {
     "rayClusterConfig.workerGroupSpecs.1.replicas": lambda m: gangs(m).update(replicas="two"),
-    "rayClusterConfig.headGroupSpec.rayStartParams.num-cpus": lambda m: head(m)["rayStartParams"].update({"num-cpus": 0}),
+    "rayClusterConfig.headGroupSpec.rayStartParams.num-cpus": lambda m: head(m)["rayStartParams"].update(
+        {"num-cpus": 0}
+    ),
     "rayClusterDeletionDelaySeconds": lambda m: m["spec"].update(rayClusterDeletionDelaySeconds="660s"),
     "authOptions.mode": lambda m: cluster(m)["authOptions"].update(mode="tokens"),
     "serveConfigV2": lambda m: m["spec"].update(serveConfigV2={"applications": []}),
@@ -94,7 +96,9 @@ SERVE: dict[str, Plant] = {
     "is not motet's application": in_serve(lambda c: c["applications"][0].update(import_path="motet.cluster:build")),
     "no setting pool-byte": in_serve(lambda c: c["applications"][0]["args"].update({"pool-byte": "1GiB"})),
     "pool-bytes": in_serve(lambda c: c["applications"][0]["args"].update({"pool-bytes": "much"})),
-    "redis-url = '…': arguments show": in_serve(lambda c: c["applications"][0]["args"].update({"redis-url": "redis://r"})),
+    "redis-url = '…': arguments show": in_serve(
+        lambda c: c["applications"][0]["args"].update({"redis-url": "redis://r"})
+    ),
     "replicas of gang do not take this over": in_serve(
         lambda c: c["applications"][0].update(deployments=[{"name": "gang", "user_config": {"tensor-parallel": 2}}])
     ),

@@ -38,6 +38,14 @@ AUTHORIZATION = {
     "properties": {"type": {"const": "Bearer"}, "credentials": SECRET_KEY},
     "additionalProperties": False,
 }
+RELABELING = {
+    "type": "object",
+    "properties": {
+        "sourceLabels": {"type": "array", "items": {"type": "string", "pattern": "^[a-zA-Z_][a-zA-Z0-9_]*$"}},
+        "targetLabel": {"type": "string"},
+    },
+    "additionalProperties": False,
+}
 POD_MONITOR = {
     "type": "object",
     "properties": {
@@ -63,6 +71,7 @@ POD_MONITOR = {
                             "path": {"type": "string", "pattern": "^/"},
                             "interval": {"type": "string", "pattern": "^[0-9]+s$"},
                             "authorization": AUTHORIZATION,
+                            "relabelings": {"type": "array", "items": RELABELING},
                         },
                         "additionalProperties": False,
                     },
@@ -83,7 +92,12 @@ def schema_problems(manifest: Manifest) -> Iterator[str]:
     if kind == "RayService":
         yield from (f"RayService {name}: {problem}" for problem in _against(_ray_service(), manifest))
         for group, template in pod_templates(manifest):
-            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": template.get("metadata", {}), "spec": template["spec"]}
+            pod = {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": template.get("metadata", {}),
+                "spec": template["spec"],
+            }
             yield from (f"RayService {name}: pod of {group}: {problem}" for problem in _of_kubernetes(pod))
     elif kind == "PodMonitor":
         yield from (f"PodMonitor {name}: {problem}" for problem in _against(POD_MONITOR, manifest))
@@ -122,12 +136,14 @@ def _ray_service() -> dict[str, Any]:
 
 
 def _strict(part: Any, *, are_names: bool = False) -> Any:
-    """The schema as an API server uses it when it is told to accept no unknown field; what has a default may be missing."""
+    """The schema as a strict API server uses it: no field is unknown, and what has a default may be missing."""
     if isinstance(part, list):
         return [_strict(one) for one in part]
     if not isinstance(part, dict):
         return part
-    found = {key: _strict(value, are_names=key in ("properties", "$defs") and not are_names) for key, value in part.items()}
+    found = {
+        key: _strict(value, are_names=key in ("properties", "$defs") and not are_names) for key, value in part.items()
+    }
     if are_names:
         return found
     if "properties" in part and not part.get("x-kubernetes-preserve-unknown-fields"):

@@ -13,7 +13,9 @@ from typing import Any
 
 from .kube_tools import Manifest
 
-MAX_NAME_CHARS = 63 - len("-serve-svc") - len("-abcde")  # of the service of a cluster that is named after the RayService
+MAX_NAME_CHARS = (
+    63 - len("-serve-svc") - len("-abcde")
+)  # of the service of a cluster that is named after the RayService
 TIMEOUT_ANNOTATION = "ray.io/initializing-timeout"
 DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")

@@ -11,7 +11,7 @@ from .serve_config import serve_problems
 
 
 def problems(manifests: list[Manifest]) -> Iterator[str]:
-    """What an API server, KubeRay's operator, Ray Serve or motet would refuse; nothing: nobody would refuse anything."""
+    """What an API server, KubeRay's operator, Ray Serve or motet would refuse."""
     names = [(one["kind"], one["metadata"]["name"]) for one in manifests]
     yield from (f"{kind} {name} is there twice" for kind, name in set(names) if names.count((kind, name)) > 1)
     for manifest in manifests:
