@@ -61,8 +61,8 @@ def in_serve(change: Callable[[Any], object]) -> Plant:
     return plant
 
 
-def set_variable(group: Any, name: str, value: str) -> None:
-    ray(group)["env"].append({"name": name, "value": value})
+def set_variable(group: Any, name: str, value: str) -> object:
+    return ray(group)["env"].append({"name": name, "value": value})
 
 
 TYPOS: dict[str, Plant] = {

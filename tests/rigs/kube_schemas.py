@@ -130,7 +130,7 @@ def _against(schema: dict[str, Any], manifest: Manifest) -> Iterator[str]:
 
 @cache
 def _ray_service() -> dict[str, Any]:
-    schema = _strict(json.loads((CRDS / "rayservice.json").read_text()))
+    schema: dict[str, Any] = _strict(json.loads((CRDS / "rayservice.json").read_text()))
     schema["properties"]["metadata"] = {"type": "object"}  # its own, of which the pods' are an example
     return schema
 
