@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import ray
+from ray import serve
 
 from ...workers.config import EngineConfig
 from ...workers.leader.frame_server import FrameServer
 from ...workers.leader.leader_config import LeaderConfig
 from ..launch_secrets import LaunchSecrets
+from ..logs.log_config import LogConfig
 from ..progress_log import OnEvent, ProgressWriter, ignore_event, step
 from .gang_directory import ADDRESS
 from .gang_stats import gang_stats
@@ -36,18 +38,27 @@ class GangReplica:
     """Serves one engine to the routers. Tokens do not pass through Serve, which only keeps the replica alive."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: EngineConfig, leader: LeaderConfig, secrets_path: Path, progress_path: Path | None
+        self,
+        config: EngineConfig,
+        leader: LeaderConfig,
+        secrets_path: Path,
+        progress_path: Path | None,
+        logs: LogConfig,
     ) -> None:
         """`secrets_path`: of `LaunchSecrets`. `progress_path`: the file for the progress of building the engine."""
-        configure_replica_logging()
+        gang_id = secrets.token_hex(4)
+        replica = serve.get_replica_context().replica_id.unique_id
+        self._log = configure_replica_logging(logs, "gang", gang=gang_id, replica=replica)
         self._drain_s = leader.drain_s
         self._max_num_sequences = config.max_num_sequences
         on_event = ignore_event if progress_path is None else ProgressWriter(progress_path)
         host = ray.util.get_node_ip_address()  # loopback on a cluster of one machine
-        workers = None if config.tensor_parallel == 1 else RayWorkers(ray.util.get_current_placement_group())
+        workers = (
+            None if config.tensor_parallel == 1 else RayWorkers(ray.util.get_current_placement_group(), logs, gang_id)
+        )
         # In a thread, so that the replica answers Serve while a large model loads.
         engine = await asyncio.to_thread(_build_engine, config, on_event, workers, host)
-        info = msgspec.structs.replace(engine.info, gang_id=secrets.token_hex(4))
+        info = msgspec.structs.replace(engine.info, gang_id=gang_id)
         token = (await asyncio.to_thread(LaunchSecrets.read, secrets_path)).token
         self._server = FrameServer(engine, info, token, leader)
         self._address = await self._server.start(host)
@@ -76,6 +87,7 @@ class GangReplica:
         if num_handed_over:
             _log.info("%d sequences were handed over", num_handed_over)
         await self._server.stop()
+        self._log.close()
 
 
 def _build_engine(config: EngineConfig, on_event: OnEvent, workers: RayWorkers | None, host: str) -> EngineLoop:
