@@ -81,7 +81,7 @@ async def test_the_answers_id_is_told_by_what_is_random_in_it(rig: RouterRig, ca
         ("GET", f"/v1/adapters/{MARK}", None, 404, "adapter_not_found", "GET /v1/adapters/{name}"),
         ("POST", "/v1/completions", {"model": MARK, "prompt": MARK}, 404, "model_not_found", None),
         ("POST", "/v1/completions", {"model": BASE, "prompt": MARK, "n": MARK}, 400, None, None),
-        ("POST", "/v1/completions", {"model": BASE, "prompt": MARK * 60_000}, 413, "request_too_large", None),
+        ("POST", "/v1/chat/completions", {"model": MARK * 60_000}, 413, "request_too_large", None),
         ("POST", "/v1/chat/completions", {"model": BASE, "messages": [{"role": MARK}]}, 400, None, None),
     ],
 )
