@@ -1,9 +1,9 @@
 """Ends what a motet on this machine left running: run as a process beside it, it outlives even a killed launcher.
 
 Its standard input is a pipe whose other end the launcher holds. When the pipe closes, because the launcher stopped or
-died, every process of the session is killed, its logs are kept and its folder is removed. A process of the session is one whose
-environment carries the session's mark, which Ray, its workers and HAProxy inherit. The Redis server is started before
-the mark is set: it ends with the process that started it.
+died, every process of the session is killed, its logs are kept and its folder is removed. A process of the session is
+one whose environment carries the session's mark, which Ray, its workers and HAProxy inherit. The Redis server is
+started before the mark is set: it ends with the process that started it.
 """
 
 from __future__ import annotations
