@@ -15,12 +15,17 @@ import logging
 import traceback
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, Final
+
+import msgspec
 
 OWN: Final = ("motet.workers.", "motet.cluster.", "motet.adapters.", "motet.kernels.")  # whose errors are about motet
 MAX_CHARS: Final = 8192  # of a message, or of a field; the rest is cut off
 MAX_FRAMES: Final = 32
-_encode: Final = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"), default=str).encode
+_DELETE: Final = 0x7F  # the one control character that JSON lets stand
+_quick: Final = msgspec.json.Encoder(enc_hook=str).encode
+_thorough: Final = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"), default=str).encode
 
 
 class JsonLines(logging.Formatter):
@@ -68,8 +73,8 @@ def fields_of(record: logging.LogRecord) -> Mapping[str, Any]:
 
 def time_of(record: logging.LogRecord) -> str:
     """UTC, to the millisecond, as RFC 3339 writes it."""
-    moment = datetime.fromtimestamp(record.created, UTC)
-    return f"{moment:%Y-%m-%dT%H:%M:%S}.{moment.microsecond // 1000:03d}Z"
+    second, rest = divmod(record.created, 1)
+    return f"{_second(int(second))}.{int(rest * 1000):03d}Z"
 
 
 def summary_of(error: BaseException, logger: str) -> str:
@@ -97,6 +102,22 @@ def stack_of(error: BaseException, logger: str) -> list[str]:
 def _message(record: logging.LogRecord) -> str:
     message = record.getMessage()
     return _cut(message if record.name.startswith("motet.") else message.partition("\n")[0])
+
+
+@lru_cache(maxsize=2)
+def _second(seconds: int) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}"
+
+
+def _encode(value: Any) -> str:
+    """JSON of ASCII characters that all can be seen."""
+    try:
+        data = _quick(value)
+    except UnicodeEncodeError:  # half of a pair of surrogates
+        data = b"\xff"
+    if data.isascii() and _DELETE not in data:
+        return data.decode("ascii")
+    return _thorough(value).replace(chr(_DELETE), "\\u007f")
 
 
 def _may_quote(logger: str) -> bool:

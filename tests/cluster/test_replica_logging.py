@@ -25,7 +25,9 @@ from motet.cluster.logs.process_log import FOLDER, TO_STDERR, start_process_log
 from motet.tests.rigs.patience import eventually
 
 ORIGIN = {"process": "router", "node": "10.0.0.1", "replica": "r1"}
-ANYTHING = st.text() | st.sampled_from(["\n", "\r\n", "\x1b[2J", "\x85", "\u2028", "\ud800", '"', "a=b", "", "\x00"])
+ANYTHING = st.text() | st.sampled_from(
+    ["\n", "\r\n", "\x7f", "\x1b[2J", "\x85", "\u2028", "\ud800", '"', "a=b", "", "\x00"]
+)
 
 
 def record(message: str, *args: Any, logger: str = "motet.router.x", **fields: Any) -> logging.LogRecord:
