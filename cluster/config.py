@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from msgspec import structs
 
@@ -45,6 +45,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The settings, and what this machine adds to them. It checks what holds between two settings."""
 
     model_path: Path  # a complete model folder
+    hub_id: str | None = None  # nodes download this to `model_path`; None: it is there
     gangs_beside: int | None = None  # gangs that share this machine's cores; None: max_gangs. An update keeps it
 
     def __post_init__(self) -> None:
@@ -57,8 +58,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise ConfigError("--name", self.name, "the base needs a name, and its folder has none")
             if (refusal := check_base_name(self.name)) is not None:
                 raise ConfigError("--name", *refusal)
-        if not (self.model_path / "config.json").is_file():
-            raise ConfigError("model_path", str(self.model_path), "a folder that holds a config.json is needed")
+        self._check_model()
         if self.placement != "strict-pack" and self.tensor_parallel == 1:
             raise ConfigError("--placement", self.placement, "a gang of one worker is on one node: strict-pack is it")
         try:  # these check what holds between their settings
@@ -66,8 +66,12 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         except ValueError as error:
             raise ValueError(_with_options(str(error))) from error
 
+    def _check_model(self) -> None:
+        if not (self.model_path / "config.json").is_file():
+            raise ConfigError("model_path", str(self.model_path), "a folder that holds a config.json is needed")
+
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None, **given: Any) -> MotetConfig:
+    def from_environment(cls, environ: Mapping[str, str] | None = None, **given: Any) -> Self:
         """The config with `given` fields; what is not given, or None, comes from the environment, then the defaults.
 
         Beside the variables that settings name: `cache_path` lies in XDG_CACHE_HOME (XDG base directory specification).
@@ -150,17 +154,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def scaling(self) -> ScalingConfig:
         """How many gangs there are, and when."""
-        queued_tokens_per_gang = self.queued_tokens_per_gang
-        if queued_tokens_per_gang is None:
-            queued_tokens_per_gang = STEPS_QUEUED_PER_GANG * self.max_tokens_per_step
-        return part_config(
-            ScalingConfig,
-            self,
-            max_gangs=max(self.min_gangs, 1) if self.max_gangs is None else self.max_gangs,
-            queued_tokens_per_gang=queued_tokens_per_gang,
-            start_grace_s=self.cold_start_wait_s,
-            window_s=self.scaling_window_s,
-        )
+        return scaling_of(self)
 
     @property
     def num_worker_threads(self) -> int:
@@ -223,3 +217,18 @@ def part_config(kind: type[P], settings: Settings, **given: object) -> P:
     """A part's own config: each of its fields is `given`, or the setting of the same name."""
     names = {field.name for field in fields(kind)} - given.keys()  # type: ignore[arg-type]
     return kind(**{name: getattr(settings, name) for name in names}, **given)
+
+
+def scaling_of(settings: Settings) -> ScalingConfig:
+    """How many gangs there are, and when. Raises ValueError for bounds that do not go together."""
+    queued_tokens_per_gang = settings.queued_tokens_per_gang
+    if queued_tokens_per_gang is None:
+        queued_tokens_per_gang = STEPS_QUEUED_PER_GANG * settings.max_tokens_per_step
+    return part_config(
+        ScalingConfig,
+        settings,
+        max_gangs=max(settings.min_gangs, 1) if settings.max_gangs is None else settings.max_gangs,
+        queued_tokens_per_gang=queued_tokens_per_gang,
+        start_grace_s=settings.cold_start_wait_s,
+        window_s=settings.scaling_window_s,
+    )

@@ -19,7 +19,7 @@ from .answers.generation_response import GenerationResponse, StreamStyle
 from .base_model import BaseModel
 from .bodies.body_limits import max_body_bytes
 from .bodies.body_reader import BodyReader
-from .config import RouterConfig
+from .config import CurrentConfig
 from .fleet.dispatch import Dispatcher
 from .generation.generation import Generation, GenerationRequest, Prompt
 from .loop_share import LoopShare
@@ -46,7 +46,7 @@ _DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions; a chat may fill the conte
 class CompletionsApi:
     def __init__(
         self,
-        config: RouterConfig,
+        config: CurrentConfig,
         base: BaseModel,
         dispatcher: Dispatcher,
         view: RegistryView,
@@ -54,7 +54,7 @@ class CompletionsApi:
         metrics: Metrics,
     ) -> None:
         self._config = config
-        self._bodies = BodyReader(config.max_held_body_bytes, metrics)
+        self._bodies = BodyReader(config.now.max_held_body_bytes, metrics)
         self._base = base
         self._dispatcher = dispatcher
         self._view = view
@@ -64,7 +64,7 @@ class CompletionsApi:
     async def complete(self, http: Request) -> GenerationResponse:
         started_at = time.perf_counter()
         tenant = tenant_of(http, self._view)
-        async with self._body(http, tenant, CompletionRequest, self._config.max_sequences_per_request) as request:
+        async with self._body(http, tenant, CompletionRequest, self._config.now.max_sequences_per_request) as request:
             position = self._position(http, request, tenant)
             adapter = await self._admit(http, request, tenant)
             if request.echo and request.logprobs is not None:
@@ -143,7 +143,7 @@ class CompletionsApi:
         """The request in the body, which has so many prompts at most. See `BodyReader.open`."""
         gang = self._base.known_gang()
         context = None if gang is None else gang.max_model_len
-        max_bytes = max_body_bytes(context, num_prompts, self._config.max_body_bytes)
+        max_bytes = max_body_bytes(context, num_prompts, self._config.now.max_body_bytes)
         return self._bodies.open(http, tenant, kind, max_bytes=max_bytes, context=context)
 
     async def _admit(self, http: Request, request: GenerationFields, tenant: str) -> AdapterRef | None:
@@ -156,7 +156,7 @@ class CompletionsApi:
         return adapter
 
     def _check_num_sequences(self, num_prompts: int, request: GenerationFields, param: str) -> None:
-        limit = self._config.max_sequences_per_request
+        limit = self._config.now.max_sequences_per_request
         field = "best_of" if (request.best_of or 1) > (request.n or 1) else "n"
         num_sequences = num_prompts * max(request.n or 1, request.best_of or 1)
         if num_sequences > limit:

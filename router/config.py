@@ -29,3 +29,10 @@ class RouterConfig:
     ready_timeout_s: float  # how long /ready waits for that token
     access_log: bool  # one line for each request
     scales_from_zero: bool  # there may be no gang while nobody asks, and a request brings one
+
+
+class CurrentConfig:
+    """The config that a router goes by now. Its maker may put another in its place; readers ask for each request."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.now = config

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from ..workers.wire.messages import GangInfo
-from .config import RouterConfig
+from .config import CurrentConfig
 from .fleet.dispatch import Dispatcher
 from .fleet.probe import probe
 from .metrics import Metrics
@@ -19,7 +19,7 @@ class Readiness:
     then probed only once: further probes would count as demand and keep the gang from being stopped.
     """
 
-    def __init__(self, config: RouterConfig, dispatcher: Dispatcher, metrics: Metrics) -> None:
+    def __init__(self, config: CurrentConfig, dispatcher: Dispatcher, metrics: Metrics) -> None:
         self._config = config
         self._dispatcher = dispatcher
         self._metrics = metrics
@@ -31,7 +31,7 @@ class Readiness:
         """Why no token can be served now; None: one can."""
         gang = self._dispatcher.gang()
         if gang is None:
-            return None if self._config.scales_from_zero else "no gang of workers is connected"
+            return None if self._config.now.scales_from_zero else "no gang of workers is connected"
         async with self._lock:
             if self._is_proved(gang):
                 return None
@@ -42,14 +42,14 @@ class Readiness:
             return problem
 
     def _is_proved(self, gang: GangInfo) -> bool:
-        if self._config.scales_from_zero and self._probed_gang_id == gang.gang_id:
+        if self._config.now.scales_from_zero and self._probed_gang_id == gang.gang_id:
             return True
         times = [at for at in (self._probed_at, self._metrics.last_token_at) if at is not None]
-        return bool(times) and time.perf_counter() - max(times) < self._config.ready_interval_s
+        return bool(times) and time.perf_counter() - max(times) < self._config.now.ready_interval_s
 
     async def _probe(self) -> str | None:
         try:
-            async with asyncio.timeout(self._config.ready_timeout_s):
+            async with asyncio.timeout(self._config.now.ready_timeout_s):
                 return await probe(self._dispatcher)
         except TimeoutError:
-            return f"no token was served within {self._config.ready_timeout_s:g} s"
+            return f"no token was served within {self._config.now.ready_timeout_s:g} s"

@@ -17,7 +17,7 @@ from .access.access_log import AccessLog
 from .access.request_record import begin_record
 from .base_model import BaseModel
 from .completions_api import CompletionsApi
-from .config import RouterConfig
+from .config import CurrentConfig
 from .endpoint import Endpoint, Handler
 from .fleet.dispatch import Dispatcher
 from .metrics import Metrics
@@ -33,7 +33,7 @@ UNKNOWN_ROUTE: Final = "unknown"  # in the metrics: what clients ask for must no
 
 def create_app(
     *,
-    config: RouterConfig,
+    config: CurrentConfig,
     dispatcher: Dispatcher,
     view: RegistryView,  # must be started
     uploads: UploadService,
@@ -44,16 +44,16 @@ def create_app(
     """The app. The caller starts and stops the collaborators that it passes in.
 
     `operator_key`: what /status and /metrics ask for, since they tell of all tenants. `metrics`: where somebody else
-    writes into them too.
+    writes into them too. `config`: what in it can change takes effect with the next request.
     """
     metrics = metrics or Metrics()
-    base = BaseModel(config.model_name, dispatcher, view, scales_from_zero=config.scales_from_zero)
+    base = BaseModel(config.now.model_name, dispatcher, view, scales_from_zero=config.now.scales_from_zero)
     readiness = Readiness(config, dispatcher, metrics)
     operations = OperationsApi(base, dispatcher, view, metrics, readiness, operator_key)
     models = ModelsApi(base, view)
     completions = CompletionsApi(config, base, dispatcher, view, text, metrics)
     adapters = AdaptersApi(config, view, uploads)
-    access_log = AccessLog(enabled=config.access_log)
+    access_log = AccessLog(config)
     routes: tuple[tuple[str, str, Handler], ...] = (
         ("POST", "/v1/chat/completions", completions.chat),
         ("POST", "/v1/completions", completions.complete),

@@ -54,6 +54,10 @@ class Engine:
         """No name points to the adapter any more: what there is of it goes first. Sequences that need it go on."""
         self._scheduler.outdate(digest)
 
+    def change_token_interval(self, token_interval_s: float) -> None:
+        """Steps that are planned from now on should take no longer while sequences decode; 0: as long as they take."""
+        self._scheduler.token_interval_s = token_interval_s
+
     def has_work(self) -> bool:
         return bool(self._refused) or self._ahead.has_plan or self._scheduler.has_work()
 

@@ -24,6 +24,7 @@ from .models.config import ModelConfig
 from .models.sharding import ModelSharding
 from .models.weights import Progress
 from .parallel import Alone
+from .scheduling.prompt_budget import token_interval_of
 from .scheduling.request_limits import GangLimits
 from .scheduling.scheduler import Scheduler
 from .wire.messages import GangInfo
@@ -31,7 +32,6 @@ from .worker import WorkerSettings
 from .worker_builder import build_executor, tier_sizes
 
 _SLACK_S = 10.0
-_CPU_TOKEN_INTERVAL_S, _GPU_TOKEN_INTERVAL_S = 0.1, 0.05  # faster than most people read
 Spawn = Callable[[WorkerSettings], None]  # starts `run_worker` in a process of its own and returns at once
 
 
@@ -70,7 +70,7 @@ def build_engine(
         lambda ref: layout.num_pages(ref.module_ranks),
         config.prefix_cache,
         tier_sizes(config, geometry),
-        token_interval_s=_token_interval_s(config, device),
+        token_interval_s=token_interval_of(config.token_interval_s, device),
     )
     return Engine(scheduler, executor, _info(config, geometry, kernels, device, model))
 
@@ -153,13 +153,6 @@ def _limits(config: EngineConfig, geometry: PoolGeometry, model: ModelConfig) ->
         config.max_tokens_per_step,
         config.max_num_sequences,
     )
-
-
-def _token_interval_s(config: EngineConfig, device: str) -> float:
-    """`token_interval_s`, with what "auto" means on this device."""
-    if config.token_interval_s != "auto":
-        return config.token_interval_s
-    return _CPU_TOKEN_INTERVAL_S if device == "cpu" else _GPU_TOKEN_INTERVAL_S
 
 
 def _info(config: EngineConfig, geometry: PoolGeometry, kernels: str, device: str, model: ModelConfig) -> GangInfo:

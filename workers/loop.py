@@ -6,11 +6,13 @@ import logging
 import threading
 import time
 from collections import deque
+from typing import Literal
 
 import msgspec
 
 from .engine import Engine
 from .leader.served_engine import OnStep
+from .scheduling.prompt_budget import token_interval_of
 from .step_deadline import StepDeadline
 from .step_times import StepTimes
 from .wire.messages import (
@@ -35,7 +37,13 @@ class GiveUpWaiting(msgspec.Struct, frozen=True):
     error: SequenceError
 
 
-_Message = Submit | Cancel | GiveUpWaiting | Outdated  # what the loop's thread is told by others
+class TokenInterval(msgspec.Struct, frozen=True):
+    """Steps should take no longer than this while sequences decode."""
+
+    seconds: float
+
+
+_Message = Submit | Cancel | GiveUpWaiting | Outdated | TokenInterval  # what the loop's thread is told by others
 
 
 class EngineLoop:
@@ -87,6 +95,10 @@ class EngineLoop:
 
     def outdate(self, digest: str) -> None:
         self._put(Outdated(digest))
+
+    def change_token_interval(self, token_interval_s: float | Literal["auto"]) -> None:
+        """As the setting of an engine has it, from the next plan on."""
+        self._put(TokenInterval(token_interval_of(token_interval_s, self.info.device)))
 
     def stop(self) -> None:
         """Ends the thread after its current step; unfinished sequences get no more updates."""
@@ -159,6 +171,8 @@ class EngineLoop:
                 self._submitted.discard(sequence_id)
             case Outdated(digest):
                 self._engine.outdate(digest)
+            case TokenInterval(seconds):
+                self._engine.change_token_interval(seconds)
             case GiveUpWaiting(sequence_id, error):
                 self._engine.give_up_waiting(sequence_id, error)
 

@@ -6,7 +6,6 @@ to a stream. The commands are those of Redis 7.0.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -18,14 +17,14 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisClusterException, RedisError
 
 from ..adapter import AdapterVersion
 from ..base_identity import BaseIdentity
-from ..errors import KeyTaken, RegistryUnavailable
+from ..errors import KeyTaken
 from ..names import check_name, check_tenant
 from .digest_set import DigestSet
 from .events import RegistryEvent, decode_adapter, decode_event, encode_facts
+from .redis_deadline import answered_within
 from .registry_scripts import (
     ADAPTERS,
     API_KEYS,
@@ -343,12 +342,8 @@ class Registry:
 
     @asynccontextmanager
     async def _bounded(self, extra_s: float = 0.0) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(self._timeout_s + extra_s):
-                yield
-        except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
-            problem = str(error) or type(error).__name__
-            raise RegistryUnavailable(f"the registry cannot be reached ({problem}): try again in a moment") from error
+        async with answered_within(self._timeout_s + extra_s):
+            yield
 
 
 def _pages(hashes: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from motet.cluster.config import part_config
 from motet.cluster.replicas.gang_directory import GangDirectory
 from motet.cluster.settings.settings import Settings
-from motet.router.config import RouterConfig
+from motet.router.config import CurrentConfig, RouterConfig
 from motet.router.fleet.admission import AdmissionConfig, TimeLimit
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.rest_server import create_app
@@ -101,12 +101,14 @@ class ReadyRouter:
         nothing: Any = None
         view: Any = OneTenant()
         self._app = create_app(
-            config=part_config(
-                RouterConfig,
-                DEFAULTS,
-                model_name="ready",
-                spool_path=Path(tempfile.gettempdir()),
-                scales_from_zero=False,
+            config=CurrentConfig(
+                part_config(
+                    RouterConfig,
+                    DEFAULTS,
+                    model_name="ready",
+                    spool_path=Path(tempfile.gettempdir()),
+                    scales_from_zero=False,
+                )
             ),
             dispatcher=dispatcher,
             view=view,

@@ -71,9 +71,9 @@ def serve(
             check_port_is_free(settings["host"] or LOOPBACK, settings["port"])
         except ValueError as error:
             raise click.ClickException(str(error)) from error
+    from ..application.model_source import ModelUnavailable, resolve_model
     from ..config import MotetConfig
     from ..launch.launch import LaunchError
-    from ..launch.model_source import ModelUnavailable, resolve_model
     from ..launch.preflight import check_data_dir, check_settings, check_sizes
     from .foreground import deployed
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from ... import __version__
 from ...adapters.registry.registry_scripts import PREFIX
+from ..application.base_fingerprint import identify_base
 from ..config import MotetConfig
-from .base_fingerprint import identify_base
 from .feasibility import Demand, Node, can_host, why_no_place
 from .node_check import NodeExpectations, problems_of_this_node
 

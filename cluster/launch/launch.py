@@ -20,6 +20,7 @@ import psutil
 
 from ...adapters.errors import RegistryUnavailable
 from ...workers.models.config import ModelConfig
+from ..application.registration import check_objectives, forget_launch_keys, register_launch
 from ..config import MotetConfig
 from ..launch_secrets import SECRETS_FILE, LaunchSecrets, operator_key_in
 from ..progress_log import OnEvent, ProgressReader, step
@@ -28,7 +29,6 @@ from .cluster_nodes import CannotJoin, check_nodes, check_room, room_taken
 from .janitor import Janitor
 from .joined_cluster import SERVE_FLAGS, JoinedCluster
 from .local_serve import check_port_is_free, restore_environment, serve_environment, set_environment, start_serve
-from .registration import check_objectives, forget_launch_keys, register_launch
 from .update_check import updated
 
 POLL_S = 0.1

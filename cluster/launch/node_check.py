@@ -14,8 +14,8 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from ... import __version__
+from ..application.base_fingerprint import identify_base
 from ..byte_size import format_byte_size
-from .base_fingerprint import identify_base
 
 REDIS_TIMEOUT_S = 5.0
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ray import serve
 
+from ..application.live_settings import user_config_of, without_live
 from ..config import MotetConfig
 from ..resources import Resources, actor_options
 from ..scaling import ScalingConfig
@@ -20,17 +21,19 @@ SHUTDOWN_MARGIN_S = 5.0
 
 
 def build_application(
-    config: MotetConfig, secrets_path: Path, progress_path: Path | None = None, *, is_update: bool = False
+    config: MotetConfig, secrets_path: Path | None, progress_path: Path | None = None, *, is_update: bool = False
 ) -> Any:
-    """What `serve.run` takes. `secrets_path`: the file of `LaunchSecrets`, which routers and gangs read.
+    """What `serve.run` takes. `secrets_path`: the file of `LaunchSecrets`, which routers and gangs read; None: each
+    reads what its node has.
 
     `progress_path`: where these tell how far their start is. `is_update`: the application replaces a running one, which
-    must have had the same secrets. Replicas whose version is the same stay, and so does a number of gangs that follows
-    the load.
+    must have had the same secrets. Replicas whose version is the same stay and take over what they can, and so does a
+    number of gangs that follows the load.
     """
     gangs: Any = serve.deployment(
         GangReplica,
         name="gang",
+        user_config=user_config_of("gang", config),
         **_number_of_gangs(config.scaling, is_update),
         **_place_of_a_gang(config),
         # A process that dies is noticed at once; this is for an engine that stopped inside a living one.
@@ -42,6 +45,7 @@ def build_application(
     routers: Any = serve.deployment(
         serve.ingress()(RouterReplica),
         name="router",
+        user_config=user_config_of("router", config),
         max_surge_percent=100,  # an update starts new ones first, so that there is always one to connect to
         num_replicas=config.num_routers,
         # No CPUs: a router waits more than it works, so the gangs get all of them.
@@ -52,10 +56,10 @@ def build_application(
         graceful_shutdown_timeout_s=config.router_drain_s,
         max_constructor_retry_count=3,
     )
-    engine, leader = config.engine, config.leader
-    gangs = _with_version(gangs, engine, leader, config.logs, _place_of_a_gang(config))
-    routers = _with_version(routers, *_settings_of_a_router(config))
-    gang = gangs.bind(engine, leader, secrets_path, progress_path, config.logs)
+    lasting = without_live(config)
+    gangs = _with_version(gangs, lasting.engine, lasting.leader, config.logs, _place_of_a_gang(config))
+    routers = _with_version(routers, *_settings_of_a_router(lasting))
+    gang = gangs.bind(config.engine, config.leader, config.logs, secrets_path, progress_path, config.hub_id)
     return routers.bind(config.without_secrets(), secrets_path, gang, progress_path)
 
 
@@ -69,7 +73,8 @@ def _settings_of_a_router(config: MotetConfig) -> tuple[object, ...]:
 def _with_version(deployment: Any, *settings: object) -> Any:
     """The deployment, whose replicas an update replaces only if these settings have changed.
 
-    Serve replaces all replicas at each `serve.run` unless it is told a version, which only its own code may tell.
+    Serve replaces all replicas at each `serve.run` unless it is told a version, which only its own code may tell. Where
+    Serve builds the application by itself, it takes the arguments as the version of all deployments.
     """
     version = hashlib.sha256(repr(settings).encode()).hexdigest()
     return deployment.options(version=version, _internal=True)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
+from ..config import scaling_of
 from ..scaling import FleetState, ScalingConfig, ScalingHistory, decide
+from ..settings.settings import Settings
 from .gang_stats import NUM_SEQUENCES, gang_load
 
 HISTORY = "history"  # key in the state that Serve keeps for the policy
@@ -23,18 +25,31 @@ SAMPLES_PER_WINDOW = 5
 
 
 class GangAutoscaler:
-    """Serve makes one and calls it with a context; what it must remember travels in the context."""
+    """Serve makes one and calls it with a context; what it must remember travels in the context.
+
+    A configuration of Serve may name it as the policy of its own `autoscaling_config`.
+    """
 
     def __init__(self, **config: Any) -> None:
-        """`config`: the fields of ScalingConfig, because Serve hands arguments over as JSON."""
-        self._config = ScalingConfig(**config)
+        """`config`: fields of ScalingConfig, as Serve hands arguments over as JSON; others are the settings' defaults.
+
+        How many gangs there may be each call says: Serve changes these bounds while the policy runs.
+        """
+        self._config = replace(scaling_of(Settings()), **config)
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         # Monotonic: the context's time would jump with the machine's clock.
         state = fleet_state(context, time.monotonic())
-        history = context.policy_state.get(HISTORY) or ScalingHistory.start(state, self._config)
-        history = history.observe(state, self._config)
-        return decide(state, self._config, history), {HISTORY: history}
+        config = replace(
+            self._config,
+            min_gangs=context.capacity_adjusted_min_replicas,
+            max_gangs=max(1, context.capacity_adjusted_max_replicas),
+        )
+        history = context.policy_state.get(HISTORY)
+        if history is None or len(history.last_needed_s) != config.max_gangs:
+            history = ScalingHistory.start(state, config)
+        history = history.observe(state, config)
+        return decide(state, config, history), {HISTORY: history}
 
 
 def fleet_state(context: AutoscalingContext, now_s: float) -> FleetState:

@@ -7,10 +7,12 @@ replica's placement group; they end with the replica that owns them, so a gang i
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import ray
@@ -19,9 +21,13 @@ from ray import serve
 from ...workers.config import EngineConfig
 from ...workers.leader.frame_server import FrameServer
 from ...workers.leader.leader_config import LeaderConfig
-from ..launch_secrets import LaunchSecrets
+from ..application.live_settings import live_values
+from ..application.model_source import check_model
+from ..application.secret_files import read_secrets
+from ..application.shared_token import shared_token
 from ..logs.log_config import LogConfig
 from ..progress_log import OnEvent, ProgressWriter, ignore_event, step
+from ..settings.config_error import ConfigError
 from .gang_directory import ADDRESS
 from .gang_stats import gang_stats
 from .gang_workers import RayWorkers
@@ -41,26 +47,30 @@ class GangReplica:
         self,
         config: EngineConfig,
         leader: LeaderConfig,
-        secrets_path: Path,
-        progress_path: Path | None,
         logs: LogConfig,
+        secrets_path: Path | None,
+        progress_path: Path | None,
+        hub_id: str | None = None,
     ) -> None:
-        """`secrets_path`: of `LaunchSecrets`. `progress_path`: the file for the progress of building the engine."""
+        """`secrets_path`: of `LaunchSecrets`; None: the node has them. `progress_path`: the file for the progress of
+        building the engine. `hub_id`: of the model, where nodes download it.
+        """
         gang_id = secrets.token_hex(4)
         replica = serve.get_replica_context().replica_id.unique_id
         self._log = configure_replica_logging(logs, "gang", gang=gang_id, replica=replica)
-        self._drain_s = leader.drain_s
-        self._max_num_sequences = config.max_num_sequences
+        self._config, self._leader = config, leader
+        self._is_up = False
         on_event = ignore_event if progress_path is None else ProgressWriter(progress_path)
         host = ray.util.get_node_ip_address()  # loopback on a cluster of one machine
         workers = (
             None if config.tensor_parallel == 1 else RayWorkers(ray.util.get_current_placement_group(), logs, gang_id)
         )
+        await asyncio.to_thread(check_model, config.model_path, hub_id, on_event)
         # In a thread, so that the replica answers Serve while a large model loads.
         engine = await asyncio.to_thread(_build_engine, config, on_event, workers, host)
         info = msgspec.structs.replace(engine.info, gang_id=gang_id)
-        token = (await asyncio.to_thread(LaunchSecrets.read, secrets_path)).token
-        self._server = FrameServer(engine, info, token, leader)
+        token = await shared_token(await asyncio.to_thread(read_secrets, secrets_path))
+        self._engine, self._server = engine, FrameServer(engine, info, token, leader)
         self._address = await self._server.start(host)
         make_garbage_collection_rare()
         _log.info("gang %s serves %s at %s", info.gang_id, info.model, self._address)
@@ -71,19 +81,35 @@ class GangReplica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What this replica tells the autoscaler."""
-        return gang_stats(self._server.load, self._max_num_sequences)
+        return gang_stats(self._server.load, self._config.max_num_sequences)
 
     async def wake(self) -> None:
         """Does nothing: a router calls it so that Serve sees that a gang is wanted."""
 
+    def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Serve's hook for settings of a replica. Raises ConfigError as it starts; one that runs goes on as before.
+
+        Serve would replace a running replica that refuses, by others that refuse as well.
+        """
+        try:
+            values = live_values("gang", user_config)
+        except ConfigError as error:
+            if not self._is_up:
+                raise
+            _log.error("the settings stay as they were: %s", error)
+            return
+        self._engine.change_token_interval(values.pop("token_interval_s", self._config.token_interval_s))
+        self._server.change(dataclasses.replace(self._leader, **values))
+
     async def check_health(self) -> None:
         """Raises when the replica must be replaced."""
+        self._is_up = True
         if not self._server.healthy:
             raise RuntimeError("the gang's engine or frame server has stopped")
 
     async def __del__(self) -> None:
         """Serve's hook for a graceful end; routers have heard by now that this gang takes nothing new."""
-        num_handed_over = await self._server.drain(self._drain_s)
+        num_handed_over = await self._server.drain(self._leader.drain_s)
         if num_handed_over:
             _log.info("%d sequences were handed over", num_handed_over)
         await self._server.stop()

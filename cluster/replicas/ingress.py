@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
+from msgspec import structs
 from ray import serve
 
 from ...adapters.errors import RegistryUnavailable
+from ...adapters.registry.launches import Launches
 from ...adapters.registry.registry import Registry, connect
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.store.store import AdapterStore
 from ...adapters.upload import UploadLimits, UploadService
+from ...router.config import CurrentConfig
 from ...router.fleet.dispatch import FleetDispatcher
 from ...router.loop_watchdog import LoopWatchdog
 from ...router.metrics import Metrics
@@ -24,13 +29,20 @@ from ...router.text.model_tokenizer import import_transformers_without_torch
 from ...router.text.text import TextService
 from ...workers.models.config import ModelConfig
 from ...workers.models.sharding import layouts_of_gang
+from ..application.live_settings import live_values
+from ..application.model_source import check_model
+from ..application.registration import check_objectives_of, register_router
+from ..application.secret_files import read_secrets
+from ..application.shared_token import shared_token
 from ..config import MotetConfig
-from ..launch_secrets import LaunchSecrets
+from ..launch_secrets import LaunchSecrets, operator_key_in
 from ..progress_log import ProgressWriter, ignore_event, step
+from ..settings.config_error import ConfigError
 from .bounded_receive import BoundedReceive
 from .gang_demand import GangDemand
 from .gang_directory import GangDirectory
 from .garbage_collection import make_garbage_collection_rare
+from .launch_keeper import LaunchKeeper, id_of_this_cluster
 from .replica_logging import configure_replica_logging
 
 SWEEP_INTERVAL_S = 3600.0
@@ -44,20 +56,31 @@ class RouterReplica:
     """Serves HTTP. Composes what `router` and `adapters` define; decides nothing itself."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: MotetConfig, secrets_path: Path, gang: Any, progress_path: Path | None
+        self, config: MotetConfig, secrets_path: Path | None, gang: Any, progress_path: Path | None
     ) -> None:
-        """`secrets_path`: of `LaunchSecrets`. `gang`: Serve's handle of the gangs, from which their deployment's name
-        comes. `progress_path`: the file for the progress of the start.
+        """`secrets_path`: of `LaunchSecrets`; None: the node has them. `gang`: Serve's handle of the gangs, from which
+        their deployment's name comes. `progress_path`: the file for the progress of the start.
         """
         replica = serve.get_replica_context().replica_id.unique_id
         self._log = configure_replica_logging(config.logs, "router", replica=replica)
-        with step(ignore_event if progress_path is None else ProgressWriter(progress_path), "starting a router"):
-            await self._start(config, await asyncio.to_thread(LaunchSecrets.read, secrets_path), gang)
+        self._is_up = False
+        on_event = ignore_event if progress_path is None else ProgressWriter(progress_path)
+        with step(on_event, "starting a router"):
+            secrets = await asyncio.to_thread(read_secrets, secrets_path)
+            await asyncio.to_thread(check_model, config.model_path, config.hub_id, on_event)
+            await self._start(config, secrets, secrets_path, gang)
 
-    async def _start(self, config: MotetConfig, secrets: LaunchSecrets, gang: Any) -> None:
+    async def _start(self, config: MotetConfig, secrets: LaunchSecrets, secrets_path: Path | None, gang: Any) -> None:
         await asyncio.to_thread(import_transformers_without_torch)
+        self._config, self._current = config, CurrentConfig(config.router)
         self._redis = connect(secrets.redis_url)
-        registry = Registry(self._redis)
+        self._registry = registry = Registry(self._redis)
+        self._launch = LaunchKeeper(
+            registry, Launches(self._redis), id_of_this_cluster(), partial(_keys_of, secrets_path)
+        )
+        await asyncio.to_thread(config.data_dir.mkdir, parents=True, exist_ok=True)
+        await register_router(registry, config, self._launch.owner, secrets.keys)
+        await self._launch.start(secrets.keys)
         self._view = RegistryView(registry)
         await self._view.start()
         model = await asyncio.to_thread(ModelConfig.from_folder, config.model_path)
@@ -73,7 +96,7 @@ class RouterReplica:
             limits=UploadLimits(max_tensors_bytes=config.max_upload_bytes),
         )
         self._dispatcher = FleetDispatcher(
-            secrets.token,
+            await shared_token(secrets),
             config.sequence_wait_s,
             self._show_demand,
             adapter_pages=lambda adapter: layouts[0].num_pages(adapter.module_ranks),  # the same on every worker
@@ -88,18 +111,38 @@ class RouterReplica:
         metrics.dropped_log_lines = lambda: self._log.num_dropped
         self._watchdog = LoopWatchdog(metrics.loop_held_s)
         self._app = create_app(
-            config=config.router,
+            config=self._current,
             dispatcher=self._dispatcher,
             view=self._view,
             uploads=self._uploads,
             text=self._text,
-            operator_key=secrets.operator_key,
+            operator_key=secrets.operator_key or await asyncio.to_thread(operator_key_in, config.data_dir),
             metrics=metrics,
         )
         self._app.add_middleware(BoundedReceive)
         _keep_pauses_short()
         self._watchdog.start()
         self._sweeper = asyncio.create_task(self._sweep_forever())
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Serve's hook for settings of a replica. Raises ConfigError as it starts; one that runs goes on as before.
+
+        Serve would replace a running replica that refuses, by others that refuse as well.
+        """
+        try:
+            config = structs.replace(self._config, **live_values("router", user_config))
+            await check_objectives_of(self._registry, config)
+        except (ConfigError, RegistryUnavailable) as error:
+            if not self._is_up:
+                raise
+            _log.error("the settings stay as they were: %s", error)
+            return
+        self._current.now = config.router
+        self._dispatcher.change_admission(config.admission)
+
+    async def check_health(self) -> None:
+        """Serve's hook: a router that answers is well."""
+        self._is_up = True
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook for the app of a replica."""
@@ -108,6 +151,7 @@ class RouterReplica:
     async def __del__(self) -> None:
         """Serve's hook for a graceful end, after the last request."""
         self._watchdog.stop()
+        self._launch.stop()
         self._sweeper.cancel()
         if self._demand is not None:
             self._demand.stop()
@@ -133,6 +177,10 @@ class RouterReplica:
             except (RegistryUnavailable, OSError) as error:
                 _log.warning("the store was not swept: %s", error)
             await asyncio.sleep(SWEEP_TRY_S)
+
+
+def _keys_of(secrets_path: Path | None) -> Sequence[tuple[str, str]] | None:
+    return read_secrets(secrets_path).keys
 
 
 def _keep_pauses_short() -> None:

@@ -16,6 +16,9 @@ from .placement import Placement
 from .setting import CountOrNone, Pairs, Refusal, Setting, Unit
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
+OF_SERVE = "Serve listens for all applications: http_options of its configuration say where"
+OF_THE_EDGE = "the edge stands before all applications: the program that Serve runs for HAProxy is told on each node"
+_A_SECRET = "arguments show in Ray's state: the file {} in the folder of secrets says it, or the environment"
 
 
 def check_host(host: str | None) -> Refusal | None:
@@ -85,32 +88,49 @@ class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Address to listen at; 0.0.0.0 is all of this machine.",
             unset="127.0.0.1, and with --address 0.0.0.0",
             check=check_host,
+            not_in_args=OF_SERVE,
         ),
     ] = None
-    port: Annotated[int, Meta(ge=1, le=65535), Unit("NUMBER"), Setting("Port to listen at.")] = 8000
+    port: Annotated[int, Meta(ge=1, le=65535), Unit("NUMBER"), Setting("Port to listen at.", not_in_args=OF_SERVE)] = (
+        8000
+    )
     max_connections: Annotated[
         int,
         Meta(ge=16, le=1_000_000),
         Unit("NUMBER"),
-        Setting("Most connections at once, at each front; fewer where a process may open too few files."),
+        Setting(
+            "Most connections at once, at each front; fewer where a process may open too few files.",
+            not_in_args=OF_THE_EDGE,
+        ),
     ] = 16_384
     max_connections_per_source: Annotated[
         CountOrNone,
-        Setting("Most requests under way from one address, and connections once half of all are taken; 0: no bound."),
+        Setting(
+            "Most requests under way from one address, and connections once half of all are taken; 0: no bound.",
+            not_in_args=OF_THE_EDGE,
+        ),
     ] = 1024
     max_requests_per_key: Annotated[
-        CountOrNone, Setting("Most requests under way with one key, at each front; 0: no bound.")
+        CountOrNone,
+        Setting("Most requests under way with one key, at each front; 0: no bound.", not_in_args=OF_THE_EDGE),
     ] = 1024
     trusted_proxies: Annotated[
         str,
         Unit("NETWORKS", "addresses or networks with commas between them"),
         Setting(
-            "Proxies in front of motet, whose X-Forwarded-For tells the address.", unset="none", check=check_networks
+            "Proxies in front of motet, whose X-Forwarded-For tells the address.",
+            unset="none",
+            check=check_networks,
+            not_in_args=OF_THE_EDGE,
         ),
     ] = ""
     access_log: Annotated[
         bool,
-        Setting("Whether routers write a line in their log for each request, without anything of its content.", "live"),
+        Setting(
+            "Whether routers write a line in their log for each request, without anything of its content.",
+            "live",
+            live_in="router",
+        ),
     ] = True
     log_format: Annotated[
         LogFormat, Setting("How routers, gangs and workers write their logs: text for people, json for machines.")
@@ -126,6 +146,7 @@ class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
             env="MOTET_KEYS",
             secret=True,
             check=check_keys,
+            not_in_args=_A_SECRET.format("keys"),
         ),
     ] = ()
     operator_key: Annotated[
@@ -137,6 +158,7 @@ class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
             env="MOTET_OPERATOR_KEY",
             secret=True,
             check=check_operator_key,
+            not_in_args=_A_SECRET.format("operator-key"),
         ),
     ] = None
     redis_url: Annotated[
@@ -148,5 +170,6 @@ class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
             env="REDIS_URL",
             secret=True,
             check=check_redis_url,
+            not_in_args=_A_SECRET.format("redis-url"),
         ),
     ] = None

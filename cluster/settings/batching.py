@@ -39,10 +39,12 @@ class Batching(Memory, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "each answer waits so long for its next token. auto: 0.1 on CPUs, 0.05 on a GPU. 0: as many as "
             "max-tokens-per-step says, for batches that nobody watches.",
             "live",
+            live_in="gang",
         ),
     ] = "auto"
     max_waiting_sequences: Annotated[
-        Count, Setting("Sequences that wait for their first token in one gang; more are refused.", "live")
+        Count,
+        Setting("Sequences that wait for their first token in one gang; more are refused.", "live", live_in="gang"),
     ] = 4096
     max_waiting_tokens: Annotated[
         Count,
@@ -50,12 +52,15 @@ class Batching(Memory, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Prompt tokens of all sequences that wait in one gang for their first token; more are refused. A single "
             "sequence may always wait.",
             "live",
+            live_in="gang",
         ),
     ] = 4 << 20
     tenant_queue_share: Annotated[
         Share,
         Setting(
-            "Share of both, of a gang's queue, that one tenant may take; what it sends beyond that is refused.", "live"
+            "Share of both, of a gang's queue, that one tenant may take; what it sends beyond that is refused.",
+            "live",
+            live_in="gang",
         ),
     ] = 0.5
     tenant_running_share: Annotated[
@@ -64,11 +69,16 @@ class Batching(Memory, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Share of the sequences that run at once in a gang, that one tenant may have there. What it has beyond "
             "that waits, even if there are places. 1: no bound.",
             "live",
+            live_in="gang",
         ),
     ] = 1.0
     max_queue_wait_s: Annotated[
         Seconds,
-        Setting("A request that would have to wait longer for its turn is refused at once. 0: no limit.", "live"),
+        Setting(
+            "A request that would have to wait longer for its turn is refused at once. 0: no limit.",
+            "live",
+            live_in="router",
+        ),
     ] = 60.0
     latency_objectives_s: Annotated[
         tuple[tuple[str, float], ...],
@@ -76,6 +86,7 @@ class Batching(Memory, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Setting(
             "A tenant's request whose first token would come later, because of the queue, is refused at once.",
             "live",
+            live_in="router",
             flags=("latency-objective",),
             check=check_objectives,
         ),

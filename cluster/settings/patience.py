@@ -37,6 +37,7 @@ class Patience(Requests, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Setting(
             "A gang goes on with the sequences of a lost router for so long: long enough to replace a router.",
             "live",
+            live_in="gang",
             flags=("orphan-life",),
         ),
     ] = 60.0
@@ -45,12 +46,16 @@ class Patience(Requests, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Setting(
             "A gang keeps a sequence that has ended for so long, for a client that comes back.",
             "live",
+            live_in="gang",
             flags=("finished-life",),
         ),
     ] = 10.0
-    max_finished: Annotated[CountOrNone, Setting("Ended sequences that a gang keeps at most.", "live")] = 1024
+    max_finished: Annotated[
+        CountOrNone, Setting("Ended sequences that a gang keeps at most.", "live", live_in="gang")
+    ] = 1024
     max_finished_values: Annotated[
-        CountOrNone, Setting("Tokens and log-probabilities of ended sequences that a gang keeps at most.", "live")
+        CountOrNone,
+        Setting("Tokens and log-probabilities of ended sequences that a gang keeps at most.", "live", live_in="gang"),
     ] = 4 << 20
     step_deadline_s: Annotated[
         PositiveSeconds,
@@ -73,6 +78,9 @@ class Patience(Requests, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Setting("The workers of a gang must come up within so long, before they load the model.", "live"),
     ] = 300.0
     ready_interval_s: Annotated[
-        PositiveSeconds, Setting("/ready believes for so long that a token can be served after one was.", "live")
+        PositiveSeconds,
+        Setting("/ready believes for so long that a token can be served after one was.", "live", live_in="router"),
     ] = 5.0
-    ready_timeout_s: Annotated[PositiveSeconds, Setting("How long /ready waits for its test token.", "live")] = 10.0
+    ready_timeout_s: Annotated[
+        PositiveSeconds, Setting("How long /ready waits for its test token.", "live", live_in="router")
+    ] = 10.0

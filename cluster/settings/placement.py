@@ -54,6 +54,7 @@ class Placement(Scaling, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Serve on a running Ray cluster of which this machine is a node: its head's HOST:PORT, or auto to find it.",
             unset="a private cluster on this machine",
             check=check_address,
+            not_in_args="the application serves on the cluster that runs it",
         ),
     ] = None
     num_routers: Annotated[Count, Setting("HTTP fronts, spread over the nodes.")] = 1

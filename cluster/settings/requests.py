@@ -16,6 +16,7 @@ class Requests(Access, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Setting(
             "Largest JSON body of a request.",
             "live",
+            live_in="router",
             unset="what prompts that fill the context can take: 32 bytes a token and 256 KiB, at most 16 MiB",
         ),
     ] = None
@@ -27,7 +28,7 @@ class Requests(Access, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = 128 << 20
     max_sequences_per_request: Annotated[
-        Count, Setting("Sequences that one request may ask for: its prompts times n.", "live")
+        Count, Setting("Sequences that one request may ask for: its prompts times n.", "live", live_in="router")
     ] = 128
     max_upload_bytes: Annotated[Bytes, Setting("Largest adapter_model.safetensors that is accepted.", "live")] = 2 << 30
     max_open_uploads: Annotated[
@@ -37,12 +38,16 @@ class Requests(Access, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Count, Setting("Of these, uploads of one tenant; more of it wait their turn unread.", "live")
     ] = 2
     upload_idle_s: Annotated[
-        PositiveSeconds, Setting("An upload from which nothing arrives for so long gives up its turn.", "live")
+        PositiveSeconds,
+        Setting("An upload from which nothing arrives for so long gives up its turn.", "live", live_in="router"),
     ] = 60.0
     upload_bytes_per_s: Annotated[
-        PositiveAmount, Setting("An upload must come as fast as this on average, or it is given up.", "live")
+        PositiveAmount,
+        Setting("An upload must come as fast as this on average, or it is given up.", "live", live_in="router"),
     ] = 64 << 10
-    upload_deadline_s: Annotated[PositiveSeconds, Setting("An upload must be there within so long.", "live")] = 3600.0
+    upload_deadline_s: Annotated[
+        PositiveSeconds, Setting("An upload must be there within so long.", "live", live_in="router")
+    ] = 3600.0
     min_free_bytes: Annotated[BytesOrNone, Setting("Disk that uploads leave to the registry and the logs.", "live")] = (
         256 << 20
     )

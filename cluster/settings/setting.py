@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 Change = Literal["live", "restart"]
+Part = Literal["router", "gang"]  # a deployment of the Serve application
 Refusal = tuple[object, str]  # the value as it may be shown, and what would be accepted
 
 
@@ -19,6 +20,8 @@ class Setting:
 
     help: str  # a sentence or two, for `motet serve --help` and docs/settings.md
     change: Change = "restart"  # "live": a rolling update may change it while motet serves
+    live_in: Part | None = None  # whose replicas take another value over as they run; None: new ones replace them
+    not_in_args: str = ""  # why no argument of the Serve application, and what says it there; empty: it is one
     flags: tuple[str, ...] = ()  # long options without dashes; empty: one, made of the field's name
     unset: str = ""  # what stands for None, or for an empty text or list, in the help
     env: str = ""  # environment variable that says it where the command line does not

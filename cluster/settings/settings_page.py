@@ -13,6 +13,7 @@ import msgspec
 
 from .setting_field import SettingField, fields_of
 from .settings import Settings
+from .update_rule import SERVES_OPTIONS
 
 INTRODUCTION = """\
 # Settings
@@ -28,7 +29,11 @@ the command line, `prefix-cache = false` in the file.
 
 `--config`, `--replace` and `--wait-for-nodes` are about one start and no settings: `motet serve --help` tells of them.
 
-"Live" marks what a [rolling update](updates.md) changes while motet serves; the rest takes a restart.
+"Live" marks what a [rolling update](updates.md) of `motet serve` changes; the rest takes a restart. The last column is
+about [motet as an application](scaling/application.md), which a Ray cluster deploys by itself. There a setting is a key
+of `args`, of which each change replaces all replicas. *router* or *gang*: it is also a key of that deployment's
+`user_config`, which replaces nothing. *Serve*: Serve's own options of a deployment change it. *elsewhere*: `args` does
+not take it, and the message says where it belongs.
 """
 
 
@@ -37,7 +42,8 @@ def settings_page(schema: type[msgspec.Struct]) -> str:
     sections = [INTRODUCTION]
     for heading, fields in groupby(fields_of(schema), key=lambda field: field.group):
         rows = [_row(field) for field in fields]
-        head = "| setting | accepted | default | live | what it is |\n| --- | --- | --- | --- | --- |\n"
+        columns = ("setting", "accepted", "default", "live", "what it is", "application")
+        head = f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}\n"
         sections.append(f"## {heading}\n\n{head}" + "".join(rows))
     return "\n".join(sections)
 
@@ -46,8 +52,16 @@ def _row(field: SettingField) -> str:
     flags = ", ".join(f"`--{flag}`" for flag in field.flags)
     live = "live" if field.mark.change == "live" else ""
     what = field.mark.help + (f" Environment variable: `{field.mark.env}`." if field.mark.env else "")
-    cells = (flags, field.accepted, field.shown_default, live, what)
+    cells = (flags, field.accepted, field.shown_default, live, what, _door(field))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def _door(field: SettingField) -> str:
+    if field.mark.not_in_args:
+        return "elsewhere"
+    if field.mark.live_in is not None:
+        return f"args, {field.mark.live_in}"
+    return "args, Serve" if field.name in SERVES_OPTIONS else "args"
 
 
 if __name__ == "__main__":

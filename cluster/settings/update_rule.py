@@ -1,11 +1,25 @@
-"""Which settings a running motet may change without a restart."""
+"""Which settings a running motet may change, and by which door.
+
+`change` and `live_in` of each setting's mark say it; here it is put in words and held. `motet serve` has one door, its
+file, and rolls out what differs. An application that a Ray cluster deploys by itself has three: `user_config` of a
+deployment, which replaces no process; Serve's own options of a deployment; and the application's arguments, a change of
+which replaces every process, as Serve takes it for new code.
+"""
 
 from __future__ import annotations
 
 import msgspec
 
 from .config_error import ConfigError
-from .setting_field import fields_of
+from .setting import Part
+from .setting_field import SettingField, fields_of
+
+# What Serve itself is told of the deployment `gang`, in place of an argument.
+SERVES_OPTIONS = {
+    "min_gangs": "min_replicas in autoscaling_config of gang, or num_replicas of gang where it equals max-gangs",
+    "max_gangs": "max_replicas in autoscaling_config of gang, or num_replicas of gang where it equals min-gangs",
+    "num_routers": "num_replicas of router",
+}
 
 
 def check_update(running: msgspec.Struct, wanted: msgspec.Struct) -> None:
@@ -20,3 +34,19 @@ def check_update(running: msgspec.Struct, wanted: msgspec.Struct) -> None:
         if (field is None or field.mark.change == "restart") and value != getattr(running, name):
             key, shown = (name, value) if field is None else (field.option, field.shown(value))
             raise ConfigError(key, shown, "only a restart changes this")
+
+
+def why_not_live(part: Part, field: SettingField) -> str | None:
+    """What changes the setting instead, if replicas of `part` cannot take another value over; None: they can."""
+    return None if field.mark.live_in == part else f"replicas of {part} do not take this over: {door_of(field)}"
+
+
+def door_of(field: SettingField) -> str:
+    """Where another value of the setting is given to an application that serves."""
+    if field.mark.not_in_args:
+        return field.mark.not_in_args
+    if field.mark.live_in is not None:
+        return f"it belongs into user_config of {field.mark.live_in}"
+    if field.name in SERVES_OPTIONS:
+        return f"Serve is told, by {SERVES_OPTIONS[field.name]}"
+    return "it belongs into args, and a change there replaces all replicas"

@@ -6,6 +6,7 @@ import logging
 import time
 from typing import Any, Final
 
+from ..config import CurrentConfig
 from .request_record import RequestRecord
 
 LOGGER: Final = "motet.router.access"
@@ -15,12 +16,13 @@ _log = logging.getLogger(LOGGER)
 
 
 class AccessLog:
-    def __init__(self, *, enabled: bool) -> None:
-        self._enabled = enabled
+    def __init__(self, config: CurrentConfig) -> None:
+        """`config`: whether there is one, which may change at any time."""
+        self._config = config
 
     def write(self, record: RequestRecord, status_code: int) -> None:
         """`status_code`: that was sent; 499: the client had left before anything was."""
-        if self._enabled:
+        if self._config.now.access_log:
             fields = fields_of(record, status_code, time.perf_counter() - record.started_at)
             _log.info("request", extra={"fields": fields})
 

@@ -162,6 +162,10 @@ class FleetDispatcher:
             self._send(sequence)
         return sequence
 
+    def change_admission(self, admission: AdmissionConfig) -> None:
+        """Sequences that come from now on are admitted by this."""
+        self._fleet.change_admission(admission)
+
     def outdate(self, digest: str) -> None:
         """Tells the gangs that no name points to the adapter any more, so that they need not keep it."""
         self._fleet.outdate(digest)

@@ -48,8 +48,7 @@ class Fleet:
         self._token = token
         self._routing = routing
         self._adapter_pages = adapter_pages
-        self._admission = admission
-        self._objectives_s = dict(self._admission.latency_objectives_s)  # by tenant
+        self._admission, self._objectives_s = admission, dict(admission.latency_objectives_s)  # by tenant
         self._on_connect = on_connect
         self._on_lost = on_lost
         self._on_orphans, self._on_unplaced = on_orphans, on_unplaced
@@ -177,6 +176,10 @@ class Fleet:
             self._store_failed_at[key] = asyncio.get_running_loop().time()
         sequence.lose_store(key)
         self._on_store_failure(sequence, error)
+
+    def change_admission(self, admission: AdmissionConfig) -> None:
+        """Sequences that come from now on are admitted by this."""
+        self._admission, self._objectives_s = admission, dict(admission.latency_objectives_s)
 
     def outdate(self, digest: str) -> None:
         """Tells the gangs that no name points to the adapter any more."""

@@ -19,7 +19,7 @@ from ...adapters.upload import UploadService
 from ..access.request_record import record_of
 from ..bodies.arrival import ArrivalPace
 from ..bodies.turns import Turns
-from ..config import RouterConfig
+from ..config import CurrentConfig
 from ..openai_api.errors import ApiError, unavailable
 from ..openai_api.list_page import encoded_list, page_request, read_page
 from ..tenants.auth import tenant_of
@@ -34,14 +34,13 @@ DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 class AdaptersApi:
     """Handlers of a tenant's adapters. They ask the registry itself and not this router's copy of it."""
 
-    def __init__(self, config: RouterConfig, view: RegistryView, uploads: UploadService) -> None:
+    def __init__(self, config: CurrentConfig, view: RegistryView, uploads: UploadService) -> None:
         self._config = config
         self._view = view
         self._uploads = uploads
-        self._spool = UploadSpool(config.spool_path, config.min_free_bytes)
-        self._open_uploads = asyncio.Semaphore(config.max_open_uploads)
-        self._tenants_uploads = Turns(config.max_tenant_uploads)
-        self._pace = ArrivalPace(config.upload_idle_s, config.upload_bytes_per_s, config.upload_deadline_s)
+        self._spool = UploadSpool(config.now.spool_path, config.now.min_free_bytes)
+        self._open_uploads = asyncio.Semaphore(config.now.max_open_uploads)
+        self._tenants_uploads = Turns(config.now.max_tenant_uploads)
 
     async def upload(self, request: Request) -> Response:
         """201 for a new version, 200 for content that the name already points to."""
@@ -69,11 +68,12 @@ class AdaptersApi:
         return _json(_shown(adapter), 201 if created else 200)
 
     async def _receive(self, request: Request, tenant: str) -> tuple[AdapterVersion, bool]:
-        config = self._config
+        config = self._config.now
+        pace = ArrivalPace(config.upload_idle_s, config.upload_bytes_per_s, config.upload_deadline_s)
         check_form(request, config.max_upload_bytes)
         with self._spool.room(declared_bytes(request) or 0) as room, self._spool.file() as tensors_path:
             form = await receive_upload(
-                request, tensors_path, config.max_upload_bytes, config.upload_idle_s, self._pace, room
+                request, tensors_path, config.max_upload_bytes, config.upload_idle_s, pace, room
             )
             return await self._uploads.upload(tenant, form.name, form.config, tensors_path)
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from motet.cluster.application.live_settings import live_values
 from motet.cluster.config import MotetConfig
 from motet.cluster.replicas.application import build_application
+from motet.cluster.settings.setting import Part
 from motet.cluster.settings.setting_field import fields_of
 from motet.cluster.settings.settings import Settings
 
@@ -27,7 +29,10 @@ OTHERS = {
     "pool_pressure": 0.5,
     "scale_down_share": 0.5,
 }
+LIVE_IN = {field.name: field.mark.live_in for field in fields_of(Settings) if field.mark.live_in is not None}
+PARTS: tuple[Part, ...] = ("router", "gang")
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
+DEFAULTS = MotetConfig(model_path=BASE, data_dir=BASE)
 MIG = "nvidia.com/mig-1g.10gb"
 
 
@@ -87,11 +92,25 @@ def test_an_update_of_a_live_setting_acts(name: str) -> None:
     assert acting(**{name: other}) != acting()
 
 
-def test_a_new_bound_of_what_waits_replaces_gangs_and_no_router() -> None:
-    before, after = deployments(), deployments(max_waiting_sequences=5)
+@pytest.mark.parametrize("name", LIVE_IN)
+def test_what_replicas_take_over_replaces_none(name: str) -> None:
+    """They get it at once, and those that are started later have it from the beginning."""
+    part = LIVE_IN[name]
+    changed: dict[str, Any] = {name: OTHERS[name] if name in OTHERS else getattr(DEFAULTS, name) + 1}
+    before, after = dict(zip(PARTS, deployments(), strict=True)), dict(zip(PARTS, deployments(**changed), strict=True))
+    assert [before[one].version for one in PARTS] == [after[one].version for one in PARTS]
+    assert live_values(part, after[part].user_config)[name] == changed[name]
+    assert live_values(part, before[part].user_config)[name] == getattr(DEFAULTS, name)
+    other = next(one for one in PARTS if one != part)
+    assert before[other].user_config == after[other].user_config
+    assert repr(before[part].init_args) != repr(after[part].init_args)
+
+
+def test_a_new_drain_replaces_gangs_and_no_router() -> None:
+    before, after = deployments(), deployments(drain_s=9.0)
     assert before[0].version == after[0].version
     assert before[1].version != after[1].version
-    assert (after[1].init_args[1].max_waiting_sequences, after[1].init_args[1].drain_s) == (5, 5.0)
+    assert after[1].init_args[1].drain_s == 9.0
 
 
 def test_more_gangs_that_share_the_cores_as_before_replace_none() -> None:
@@ -99,7 +118,7 @@ def test_more_gangs_that_share_the_cores_as_before_replace_none() -> None:
     assert before[1].version == after[1].version
 
 
-def test_a_new_objective_replaces_routers_and_no_gang() -> None:
-    before, after = deployments(), deployments(latency_objectives_s=(("acme", 2.0),))
+def test_a_larger_upload_replaces_routers_and_no_gang() -> None:
+    before, after = deployments(), deployments(max_upload_bytes=1 << 20)
     assert before[0].version != after[0].version
     assert before[1].version == after[1].version

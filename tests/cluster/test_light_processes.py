@@ -35,7 +35,8 @@ loaded()
 LAUNCHER = """
 from motet.cluster.commands import cli, foreground, serve_command
 from motet.cluster.config import MotetConfig
-from motet.cluster.launch import base_fingerprint, joined_cluster, launch, local_serve, model_source, preflight
+from motet.cluster.application import base_fingerprint, model_source
+from motet.cluster.launch import joined_cluster, launch, local_serve, preflight
 from motet.cluster.launch.local_serve import free_ports, serve_environment, set_environment
 limits = MotetConfig(model_path=demo / "base").edge
 set_environment(serve_environment("test", folder, "127.0.0.1", limits))

@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import DryRunError
 
-from motet.cluster.launch.model_source import ModelUnavailable, check_model_folder, resolve_model
+from motet.cluster.application.model_source import ModelUnavailable, check_model_folder, resolve_model
 
 Progress = list[tuple[str, int, int]]
 FILES = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": bytes(1000)}

@@ -10,7 +10,7 @@ import pytest
 from redis import Redis
 
 from motet import __version__
-from motet.cluster.launch.base_fingerprint import identify_base
+from motet.cluster.application.base_fingerprint import identify_base
 from motet.cluster.launch.node_check import NodeExpectations, problems_of_this_node
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"

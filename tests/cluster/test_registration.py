@@ -14,8 +14,8 @@ from motet.adapters.errors import KeyTaken, OtherBase
 from motet.adapters.format.validation import validate
 from motet.adapters.registry.registry import Registry
 from motet.adapters.store.store import AdapterStore
+from motet.cluster.application.registration import OWNER_FILE, check_objectives, forget_launch_keys, register_launch
 from motet.cluster.config import MotetConfig
-from motet.cluster.launch.registration import OWNER_FILE, check_objectives, forget_launch_keys, register_launch
 from motet.cluster.settings.config_error import ConfigError
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, lora_files
 

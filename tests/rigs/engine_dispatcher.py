@@ -13,6 +13,7 @@ import msgspec
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.upload import UploadService
+from motet.router.config import CurrentConfig
 from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.fleet.open_sequence import OpenSequence
@@ -31,7 +32,7 @@ def client_of(dispatcher: EngineDispatcher, stock: Stock, *adapters: str) -> htt
         ref = stock.refs[name]
         view.adapters["acme", name] = AdapterVersion("acme", name, 1, ref.digest, ref.module_ranks, 1, 1.7e9)
     app = create_app(
-        config=router_config(BASE, stock.store_path.parent / "spool"),
+        config=CurrentConfig(router_config(BASE, stock.store_path.parent / "spool")),
         dispatcher=dispatcher,
         view=cast(RegistryView, view),
         uploads=cast(UploadService, FakeUploads(view)),

@@ -77,14 +77,22 @@ class RayNodes:
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         }
 
-    def start(self, number: int, **resources: float) -> None:
-        """Returns when the node is up."""
+    @property
+    def token(self) -> str:
+        """What Ray's own servers ask for."""
+        return self._token
+
+    def start(self, number: int, *, dashboard_port: int | None = None, **resources: float) -> None:
+        """Returns when the node is up. `dashboard_port`: of the head's dashboard; None: it has none."""
         ports = free_ports(2)
         command = [str(BIN / "ray"), "start", "--block", f"--node-ip-address={self._addresses[number]}", "--num-cpus=2"]
         command += [f"--resources={json.dumps(resources)}", f"--object-store-memory={100 << 20}"]
         command += [f"--dashboard-agent-listen-port={ports[0]}"]
         if number == 0:
-            command += ["--head", f"--port={self._port}", "--include-dashboard=false", f"--temp-dir={self.path}/r"]
+            command += ["--head", f"--port={self._port}", f"--temp-dir={self.path}/r"]
+            command += [f"--include-dashboard={dashboard_port is not None}".lower()]
+            if dashboard_port is not None:
+                command += [f"--dashboard-host={self._addresses[0]}", f"--dashboard-port={dashboard_port}"]
             command += [f"--ray-client-server-port={ports[1]}"]
         else:
             command += [f"--address={self.address}"]

@@ -22,6 +22,7 @@ from motet.adapters.adapter import AdapterVersion
 from motet.adapters.registry.registry import PAGE_SIZE
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.upload import UploadService
+from motet.router.config import CurrentConfig
 from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.openai_api.event_seal import EventSealer
@@ -318,8 +319,9 @@ class RouterRig:
         self.dispatcher = FakeDispatcher()
         self.registry = FakeView()
         self.spool_path = spool_path
+        self.config = CurrentConfig(router_config(BASE, spool_path, **config))
         self.app: FastAPI = create_app(
-            config=router_config(BASE, spool_path, **config),
+            config=self.config,
             dispatcher=self.dispatcher,
             view=cast(RegistryView, self.registry),
             uploads=cast(UploadService, FakeUploads(self.registry)),

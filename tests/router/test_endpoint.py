@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 
 import pytest
 from starlette.requests import Request
@@ -11,9 +12,11 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Message
 
 from motet.router.access.access_log import LOGGER, AccessLog
+from motet.router.config import CurrentConfig
 from motet.router.endpoint import Endpoint
 from motet.router.metrics import Metrics
 from motet.router.openai_api.errors import unavailable
+from motet.tests.rigs.part_configs import router_config
 
 SCOPE = {"type": "http", "method": "GET", "path": "/", "headers": []}
 
@@ -44,7 +47,7 @@ async def fail(request: Request) -> Response:
     raise RuntimeError("boom")
 
 
-LOG = AccessLog(enabled=True)
+LOG = AccessLog(CurrentConfig(router_config("base", Path())))
 
 
 async def test_answers_errors_and_failures_are_counted_by_status() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.upload import UploadService
+from motet.router.config import CurrentConfig
 from motet.router.fleet.admission import SLACK, AdmissionConfig, TimeLimit
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.fleet.open_sequence import OpenSequence
@@ -174,7 +175,7 @@ async def test_what_waited_for_a_gang_is_not_refused_by_it(rig: Rig) -> None:
 async def test_an_objective_refuses_its_own_tenant_alone(rig: Rig, tmp_path: Path) -> None:
     router = await rig.router(admission_config(latency_objectives_s=(("acme", 1e-9), ("other", 1e-9))))
     app = create_app(
-        config=router_config("base", tmp_path),
+        config=CurrentConfig(router_config("base", tmp_path)),
         dispatcher=router,
         view=cast(RegistryView, FakeView()),
         uploads=cast(UploadService, FakeUploads(FakeView())),

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.upload import UploadService
+from motet.router.config import CurrentConfig
 from motet.router.fleet import dispatch
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.rest_server import create_app
@@ -147,7 +148,7 @@ class Cluster:
         dispatcher.update({str(number): await wire.start() for number, wire in enumerate(wires)})
         registry = FakeView()
         app = create_app(
-            config=router_config(BASE, self._spool_path),
+            config=CurrentConfig(router_config(BASE, self._spool_path)),
             dispatcher=dispatcher,
             view=cast(RegistryView, registry),
             uploads=cast(UploadService, FakeUploads(registry)),

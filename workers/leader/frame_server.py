@@ -121,6 +121,10 @@ class FrameServer:
         self._beat = asyncio.create_task(self._beat_forever())
         return f"{host}:{bound}"
 
+    def change(self, config: LeaderConfig) -> None:
+        """Goes by another config from now on; what waits or runs already stays."""
+        self._sequences.change(config)
+
     async def drain(self, grace_s: float) -> int:
         """Lets sequences end for up to `grace_s`, then hands the others over to their routers; the number of these.
 

@@ -29,11 +29,14 @@ class QueueLimit:
     """Counts the sequences, by the engine's id. `now`: seconds of any clock that never goes back."""
 
     def __init__(self, config: LeaderConfig) -> None:
-        self._config = config
         self._waiting: dict[int, _Waiting] = {}  # the oldest first
         self._num_tokens = 0
         self._tenants: dict[str, _Count] = {}  # of whom something waits
-        share = config.tenant_queue_share
+        self.change(config)
+
+    def change(self, config: LeaderConfig) -> None:
+        """Sequences that come from now on may wait as this config says; those that wait stay."""
+        self._config, share = config, config.tenant_queue_share
         self._tenant_sequences = max(1, int(share * config.max_waiting_sequences))
         self._tenant_tokens = int(share * config.max_waiting_tokens)
 

@@ -62,6 +62,13 @@ class RoutedSequences:
         """Unfinished sequences of all routers, without orphans."""
         return len(self._listeners)
 
+    def change(self, config: LeaderConfig) -> None:
+        """Goes by another config from now on."""
+        self._journal.change(config)
+        self._queue_limit.change(config)
+        for request in self._places.change(config.num_tenant_places):
+            self._engine.submit(request)
+
     @property
     def orphans(self) -> list[str]:
         """Keys that any router may ask for."""

@@ -47,6 +47,11 @@ class SequenceJournal:
         self._num_logprob_values = 0
         self._changed: set[str] = set()  # keys of orphans that came or went; not yet taken
 
+    def change(self, config: LeaderConfig) -> None:
+        """What ends from now on is kept as this config says, and what is too much by it goes."""
+        self._config = config
+        self._drop_finished()
+
     @property
     def orphans(self) -> list[str]:
         """Keys that any router may ask for."""
@@ -117,11 +122,7 @@ class SequenceJournal:
             entry.expires_at = now + self._config.finished_s
         self._finished[entry.engine_id] = entry.num_values
         self._num_finished_values += self._finished[entry.engine_id]
-        while (
-            len(self._finished) > self._config.max_finished
-            or self._num_finished_values > self._config.max_finished_values
-        ):
-            self._remove(self._entries[next(iter(self._finished))])
+        self._drop_finished()
 
     def forget(self, engine_id: int) -> None:
         """The sequence's owner has cancelled it. Unknown ids are ignored."""
@@ -200,6 +201,14 @@ class SequenceJournal:
             if entry.owner is None and not entry.is_finished:
                 unfinished.append(entry.engine_id)
         return unfinished
+
+    def _drop_finished(self) -> None:
+        """The oldest end first, as far as there are too many."""
+        while (
+            len(self._finished) > self._config.max_finished
+            or self._num_finished_values > self._config.max_finished_values
+        ):
+            self._remove(self._entries[next(iter(self._finished))])
 
     def _remove(self, entry: KeptSequence) -> None:
         del self._entries[entry.engine_id]

@@ -11,7 +11,7 @@ class TenantPlaces:
     """Owner of the sequences that wait because their tenant has its share of the engine, by the engine's ids."""
 
     def __init__(self, num_places: int | None) -> None:
-        """`num_places`: of each tenant; None: there is no bound, and nothing is kept."""
+        """`num_places`: of each tenant; None: there is no bound."""
         assert num_places is None or num_places > 0
         self._num_places = num_places
         self._tenants: dict[int, str] = {}  # whose sequence it is, of those in the engine
@@ -29,9 +29,7 @@ class TenantPlaces:
 
     def enter(self, request: SequenceRequest) -> bool:
         """Whether the sequence may go to the engine now. Else it waits here until `leave` gives it out."""
-        if self._num_places is None:
-            return True
-        if self._num_used[request.tenant] < self._num_places:
+        if self._has_place(request.tenant):
             self._take_place(request)
             return True
         self._held[request.sequence_id] = request
@@ -53,10 +51,26 @@ class TenantPlaces:
         self._num_used[tenant] -= 1
         if not self._num_used[tenant]:
             del self._num_used[tenant]
-        following = self._next_of(tenant)
+        following = self._next_of(tenant) if self._has_place(tenant) else None
         if following is not None:
             self._take_place(following)
         return following
+
+    def change(self, num_places: int | None) -> list[SequenceRequest]:
+        """Each tenant has so many places from now on. The sequences that are to go to the engine now, the oldest first.
+
+        Where a tenant has more sequences in the engine, they stay, and none follows until there are fewer.
+        """
+        assert num_places is None or num_places > 0
+        self._num_places = num_places
+        freed = []
+        for request in [*self._held.values()]:
+            if self._has_place(request.tenant):
+                following = self._next_of(request.tenant)
+                assert following is not None, "it is the oldest of its tenant that is held"
+                self._take_place(following)
+                freed.append(following)
+        return freed
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a place is miscounted, or somebody waits while there is one."""
@@ -64,10 +78,12 @@ class TenantPlaces:
         for tenant in self._tenants.values():
             counted[tenant] = counted.get(tenant, 0) + 1
         assert counted == self._num_used, "places are miscounted"
-        assert all(count <= (self._num_places or 0) for count in counted.values()), "a tenant has too many places"
-        assert all(counted.get(held.tenant, 0) == self._num_places for held in self._held.values()), "a place is free"
+        assert not any(self._has_place(held.tenant) for held in self._held.values()), "a place is free"
         assert self._held.keys() <= {engine_id for queue in self._queues.values() for engine_id in queue}
         assert self.num_held_tokens == sum(len(held.prompt_token_ids) for held in self._held.values())
+
+    def _has_place(self, tenant: str) -> bool:
+        return self._num_places is None or self._num_used.get(tenant, 0) < self._num_places
 
     def _take_place(self, request: SequenceRequest) -> None:
         self._tenants[request.sequence_id] = request.tenant

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 _LEAST_SHARE = 0.25  # of the time of a step's decodes, that prompts have at least
+
+_CPU_INTERVAL_S, _GPU_INTERVAL_S = 0.1, 0.05  # faster than most people read
+
+
+def token_interval_of(interval_s: float | Literal["auto"], device: str) -> float:
+    """What a step should take at most in which sequences decode, with what "auto" means on this device."""
+    if interval_s != "auto":
+        return interval_s
+    return _CPU_INTERVAL_S if device == "cpu" else _GPU_INTERVAL_S
 
 
 def tokens_in_time(interval_s: float, decode_s: float, token_s: float, least: int) -> int:

@@ -59,7 +59,7 @@ class Scheduler:
         `token_interval_s`: steps in which sequences decode should take no longer; 0: as long as they take.
         """
         self._limits, self._eos_token_ids, self._pages_of_adapter = limits, eos_token_ids, pages_of_adapter
-        self._clock, self._token_interval_s = clock, token_interval_s
+        self._clock, self.token_interval_s = clock, token_interval_s
         self._costs, self._step_costs = MeasuredCosts(limits.block_size), StepCosts()
         self._waiting, self._running = WaitingQueue(), RunningSequences()
         self._memory = PagedMemory(
@@ -274,12 +274,12 @@ class Scheduler:
     def _prompt_budget(self, num_decodes: int) -> int:
         """Tokens of prompts that the plan may compute beside so many decodes."""
         most = self._limits.max_tokens_per_step - num_decodes
-        if not num_decodes or not self._token_interval_s:
+        if not num_decodes or not self.token_interval_s:
             return most  # nobody waits for the next token
         oldest = self._running.prompts[0] if self._running.prompts else None
         context = 0 if oldest is None else oldest.num_computed + oldest.num_planned
         decode_s, token_s = self._step_costs.decode_s(num_decodes), self._step_costs.prompt_token_s(context)
-        return min(most, tokens_in_time(self._token_interval_s, decode_s, token_s, self._limits.block_size))
+        return min(most, tokens_in_time(self.token_interval_s, decode_s, token_s, self._limits.block_size))
 
     def _grow(self, sequence: Sequence, older: OlderSequences) -> bool:
         """Gets a running sequence another page, if need be by preempting newer sequences.

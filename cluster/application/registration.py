@@ -1,9 +1,14 @@
-"""What a launch writes into the registry before anything serves: its base, and the config's keys."""
+"""What a launch writes into the registry before it serves: its base, and the keys that it gives.
+
+`motet serve` does so once, before it starts anything, so that a refusal comes early. Every router does it again when it
+starts: an application that a cluster deploys by itself has nobody else.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from ...adapters.base_identity import BaseIdentity
@@ -24,16 +29,31 @@ async def register_launch(config: MotetConfig, *, embedded_redis: bool) -> None:
     Raises OtherBase, KeyTaken, RegistryUnavailable, ConfigError if the base's name is an adapter's or a tenant with a
     latency objective has no key; then no data of another launch has changed.
     """
-    base = identify_base(config.model_path, config.name)
-    store = AdapterStore(config.store_path)
-    store.check_base(base, OTHER_FOLDER)
     async with _registry(config) as registry:
         # Nobody else uses an embedded registry: as long as it is empty, it may change hands.
-        await registry.claim_base(base, OTHER_FOLDER if embedded_redis else OTHER_REDIS, if_empty=embedded_redis)
-        store.claim_base(base, OTHER_FOLDER)
-        await _check_name(registry, base)
-        await _check_objectives(registry, config)
+        remedy = OTHER_FOLDER if embedded_redis else OTHER_REDIS
+        await _claim(registry, config, remedy, if_empty=embedded_redis)
+        await _check_objectives(registry, config, _owner(config), config.keys)
         await registry.set_launch_keys(_owner(config), config.keys)
+
+
+async def register_router(
+    registry: Registry, config: MotetConfig, owner: str, keys: Sequence[tuple[str, str]] | None
+) -> None:
+    """What each router makes sure of before it serves, and raises as `register_launch`. Any number do so at once.
+
+    `owner`: the launch that this router belongs to. `keys`: all that this launch gives, in place of those that it gave
+    before; None: its routers give none. Keys that other launches give stay.
+    """
+    await _claim(registry, config, OTHER_REDIS, if_empty=False)
+    await _check_objectives(registry, config, owner, keys or ())
+    if keys is not None:
+        await registry.set_launch_keys(owner, keys)
+
+
+async def check_objectives_of(registry: Registry, config: MotetConfig) -> None:
+    """Raises ConfigError for a latency objective of a tenant without a key, in whoever's name it was given."""
+    await _check_objectives(registry, config, "", ())
 
 
 async def forget_launch_keys(config: MotetConfig) -> None:
@@ -45,7 +65,7 @@ async def forget_launch_keys(config: MotetConfig) -> None:
 async def check_objectives(config: MotetConfig) -> None:
     """Raises ConfigError for a latency objective of a tenant that has no key, and RegistryUnavailable."""
     async with _registry(config) as registry:
-        await _check_objectives(registry, config)
+        await _check_objectives(registry, config, _owner(config), config.keys)
 
 
 @asynccontextmanager
@@ -56,6 +76,16 @@ async def _registry(config: MotetConfig) -> AsyncIterator[Registry]:
         yield Registry(client)
     finally:
         await client.aclose()
+
+
+async def _claim(registry: Registry, config: MotetConfig, remedy: str, *, if_empty: bool) -> None:
+    """Store and registry are this base's, before and after. Nothing has changed if it raises OtherBase."""
+    base = await asyncio.to_thread(identify_base, config.model_path, config.name)
+    store = AdapterStore(config.store_path)
+    store.check_base(base, OTHER_FOLDER)
+    await registry.claim_base(base, remedy, if_empty=if_empty)
+    store.claim_base(base, OTHER_FOLDER)
+    await _check_name(registry, base)
 
 
 async def _check_name(registry: Registry, base: BaseIdentity) -> None:
@@ -70,12 +100,14 @@ async def _check_name(registry: Registry, base: BaseIdentity) -> None:
         )
 
 
-async def _check_objectives(registry: Registry, config: MotetConfig) -> None:
-    known = {tenant for tenant, _ in config.keys}
+async def _check_objectives(
+    registry: Registry, config: MotetConfig, owner: str, keys: Sequence[tuple[str, str]]
+) -> None:
+    known = {tenant for tenant, _ in keys}
     asked = [(tenant, seconds) for tenant, seconds in config.latency_objectives_s if tenant not in known]
     if not asked:
         return
-    known |= await registry.tenants_besides(_owner(config))
+    known |= await registry.tenants_besides(owner)
     for tenant, seconds in asked:
         if tenant not in known:
             names = ", ".join(sorted(known)) or "none"

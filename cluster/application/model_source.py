@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -51,13 +52,37 @@ def resolve_model(path_or_id: str, models_path: Path, on_progress: OnProgress) -
         return folder
     if path.exists():
         raise ModelUnavailable(f"{path} is a file: a model folder in Hugging Face format or a hub id is needed")
-    if path.is_absolute() or path_or_id.startswith((".", "~")) or path_or_id.count("/") > 1:
+    if not is_hub_id(path_or_id):
         raise ModelUnavailable(f"there is no folder {path}")
-    folder = models_path / path_or_id.replace("/", "--")
+    folder = folder_of_hub_id(path_or_id, models_path)
     if not (folder / DONE_FILE).exists():
         _download(path_or_id, folder, on_progress)
     check_model_folder(folder)
     return folder
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether it may be one; else it is a path."""
+    return not text.startswith(("/", ".", "~")) and text.count("/") <= 1
+
+
+def folder_of_hub_id(hub_id: str, models_path: Path) -> Path:
+    """Where the model is, once it was downloaded."""
+    return models_path / hub_id.replace("/", "--")
+
+
+def check_model(folder: Path, hub_id: str | None, on_progress: OnProgress) -> None:
+    """Returns once the model is complete in `folder` on this node, to which one with a hub id is downloaded.
+
+    Nodes that share the folder download it once: the others wait. Raises ModelUnavailable.
+    """
+    if hub_id is None:
+        check_model_folder(folder)
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        resolve_model(hub_id, folder.parent, on_progress)
 
 
 def check_model_folder(folder: Path) -> None:

@@ -1,0 +1,22 @@
+"""A bound on how long Redis may take to answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from redis.exceptions import RedisClusterException, RedisError
+
+from ..errors import RegistryUnavailable
+
+
+@asynccontextmanager
+async def answered_within(timeout_s: float) -> AsyncIterator[None]:
+    """Raises RegistryUnavailable if what is asked of Redis in the block fails, or has no answer in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
+        problem = str(error) or type(error).__name__
+        raise RegistryUnavailable(f"the registry cannot be reached ({problem}): try again in a moment") from error

@@ -1,0 +1,204 @@
+"""motet as an application that Serve's REST API deploys on a cluster of others, with its secrets in files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from motet.cluster.application.secret_files import SECRETS_VARIABLE
+from motet.cluster.config import MotetConfig
+from motet.cluster.edge.haproxy import BINARY_VARIABLE, write_haproxy
+from motet.cluster.launch.joined_cluster import SERVE_FLAGS
+from motet.cluster.launch.local_serve import LASTING_STREAMS, free_ports
+from motet.cluster.registry_server.redis_server import RedisServer
+from motet.tests.rigs.patience import PATIENCE_S, eventually
+from motet.tests.rigs.ray_nodes import DEMO, RayNodes
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 for loopback"),
+]
+HOST = "127.0.0.2"  # by 127.0.0.1 Ray understands the machine's address
+KEYS = {"acme": "a-key-of-acme-and-nobody-else", "zoo": "a-key-of-zoo-and-nobody-else"}
+OPERATOR_KEY = "a-key-of-operators"
+TOKEN = "a-token-of-routers-and-gangs"
+CONFIG = Path(__file__).with_name("serve_config.yaml")
+
+
+class Application:
+    """motet on one node, as Serve's REST API sees it."""
+
+    def __init__(self, nodes: RayNodes, dashboard_port: int, config: dict[str, Any], secrets: dict[str, str]) -> None:
+        self.nodes, self.config, self.secrets = nodes, config, secrets
+        self.url = f"http://{HOST}:{config['http_options']['port']}"
+        self._dashboard = httpx.Client(
+            base_url=f"http://{HOST}:{dashboard_port}",
+            headers={"Authorization": f"Bearer {nodes.token}"},
+            trust_env=False,
+            timeout=PATIENCE_S,
+        )
+
+    def deploy(self) -> None:
+        """Returns when the application runs as the config says."""
+        answer = self._dashboard.put("/api/serve/applications/", json=self.config)
+        assert answer.status_code == 200, answer.text
+        eventually(self._is_done, lambda: json.dumps(self.details())[-5000:])
+
+    def _is_done(self) -> bool:
+        status = self.details()["status"]
+        assert status != "DEPLOY_FAILED", json.dumps(self.details())
+        healthy = all(one["status"] == "HEALTHY" for one in self.details()["deployments"].values())
+        return bool(status == "RUNNING" and healthy)
+
+    def details(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.shown("/api/serve/applications/")["applications"]["motet"]
+        return found
+
+    def shown(self, path: str) -> dict[str, Any]:
+        answer = self._dashboard.get(path)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def pids(self, deployment: str) -> set[int]:
+        replicas = self.details()["deployments"][deployment]["replicas"]
+        return {replica["pid"] for replica in replicas if replica["state"] == "RUNNING"}
+
+    def deployment(self, name: str) -> dict[str, Any]:
+        found: list[dict[str, Any]] = self.config["applications"][0]["deployments"]
+        return next(one for one in found if one["name"] == name)
+
+    def set_live(self, deployment: str, **user_config: Any) -> None:
+        self.deployment(deployment)["user_config"] = {key.replace("_", "-"): v for key, v in user_config.items()}
+        self.deploy()
+
+    def shown_by_front(self, path: str) -> int:
+        return httpx.get(self.url + path, trust_env=False, timeout=PATIENCE_S).status_code
+
+    def ask(self, key: str, **fields: Any) -> httpx.Response:
+        body = {"model": "base", "prompt": "capital", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+        return httpx.post(
+            f"{self.url}/v1/completions",
+            headers={"Authorization": f"Bearer {key}"},
+            json=body | fields,
+            trust_env=False,
+            timeout=PATIENCE_S,
+        )
+
+
+@pytest.fixture(scope="module")
+def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
+    folder = tmp_path_factory.mktemp("application")
+    redis = RedisServer(folder / "redis", host=HOST)
+    redis_url = redis.start()
+    secrets = {
+        "redis-url": redis_url,
+        "operator-key": OPERATOR_KEY,
+        "keys": "".join(f"{tenant}={key}\n" for tenant, key in KEYS.items()),
+        "cluster-token": TOKEN,
+    }
+    secrets_path = folder / "secrets"
+    secrets_path.mkdir(mode=0o700)
+    for name, text in secrets.items():
+        (secrets_path / name).write_text(text)
+    edge = MotetConfig(model_path=DEMO / "base").edge
+    variables = SERVE_FLAGS | LASTING_STREAMS | {SECRETS_VARIABLE: str(secrets_path)}
+    variables[BINARY_VARIABLE] = str(write_haproxy(folder / "haproxy", edge, None))
+    port, dashboard_port = free_ports(2)
+    text = CONFIG.read_text()
+    places = {"HOST": HOST, "PORT": str(port), "MODEL": str(DEMO / "base"), "DATA": str(folder / "data")}
+    for place, value in places.items():
+        text = text.replace(f" {place}\n", f" {value}\n")
+    try:
+        with RayNodes([HOST], MOTET_KEYS="", MOTET_OPERATOR_KEY="", **variables) as nodes:
+            nodes.start(0, dashboard_port=dashboard_port)
+            application = Application(nodes, dashboard_port, yaml.safe_load(text), secrets)
+            application.deploy()
+            eventually(lambda: application.shown_by_front("/ready") == 200)
+            yield application
+    finally:
+        redis.stop()
+
+
+def test_it_serves_and_takes_settings_over_as_it_runs(application: Application) -> None:
+    answer = application.ask(KEYS["acme"], n=3)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 9
+    assert application.ask("no-key").status_code == 401
+    routers, gangs = application.pids("router"), application.pids("gang")
+    assert (len(routers), len(gangs)) == (1, 1)
+    application.set_live("router", max_sequences_per_request=2, latency_objective=["acme=30"])
+    application.set_live("gang", max_waiting_sequences=7, token_interval=0.2, tenant_running_share=0.5)
+    eventually(lambda: application.ask(KEYS["acme"], n=3).status_code == 400)
+    assert application.ask(KEYS["acme"], n=2).status_code == 200
+    # What is wrong changes nothing, and ends nobody.
+    application.set_live("router", max_sequences_per_request=4, drain=3)
+    application.set_live("gang", pool_bytes="1GiB")
+    assert application.ask(KEYS["acme"], n=3).status_code == 400
+    application.set_live("gang")
+    application.set_live("router")
+    eventually(lambda: application.ask(KEYS["acme"], n=3).status_code == 200)
+    assert (application.pids("router"), application.pids("gang")) == (routers, gangs)
+
+
+def test_no_secret_shows(application: Application) -> None:
+    """Not in Ray's state, in Serve's, in arguments or variables of a process, nor in a file of the session."""
+    hidden = [*KEYS.values(), OPERATOR_KEY, TOKEN, str(urlsplit(application.secrets["redis-url"]).password)]
+    told = {
+        path: json.dumps(application.shown(path))
+        for path in ("/api/serve/applications/", "/api/v0/actors?detail=1", "/api/v0/tasks?detail=1", "/api/v0/workers")
+    }
+    assert all("motet" in told[path] for path in list(told)[:2])
+    processes = application.nodes.processes()
+    assert len(processes) > 5
+    for process in processes:
+        told[f"arguments of {process.pid}"] = " ".join(_of(process.cmdline))
+        told[f"environment of {process.pid}"] = json.dumps(_of(process.environ))
+    files = [path for path in application.nodes.path.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert any("gang" in path.name for path in files)
+    told |= {str(path): path.read_bytes().decode(errors="replace") for path in files}
+    assert [place for place, text in told.items() if any(secret in text for secret in hidden)] == []
+
+
+def test_another_argument_replaces_all(application: Application) -> None:
+    routers, gangs = application.pids("router"), application.pids("gang")
+    application.config["applications"][0]["args"]["max-num-sequences"] = 17
+    scaling = {
+        "min_replicas": 1,
+        "max_replicas": 1,
+        "upscale_delay_s": 0,
+        "downscale_delay_s": 0,
+        "look_back_period_s": 5,
+        "metrics_interval_s": 1,
+        "policy": {
+            "policy_function": "motet.cluster.replicas.autoscaler:GangAutoscaler",
+            "policy_kwargs": {"scale_down_after_s": 60},
+        },
+    }
+    application.deployment("gang")["autoscaling_config"] = scaling
+    application.deploy()
+    eventually(lambda: application.ask(KEYS["zoo"]).status_code == 200)
+    routers_after, gangs_after = application.pids("router"), application.pids("gang")
+    assert not routers_after & routers
+    assert not gangs_after & gangs
+    scaling |= {"min_replicas": 2, "max_replicas": 2}
+    application.deploy()
+    eventually(lambda: len(application.pids("gang")) == 2)
+    assert gangs_after < application.pids("gang")
+    assert application.pids("router") == routers_after
+
+
+def _of(read: Any) -> Any:
+    try:
+        return read()
+    except psutil.Error:
+        return []
