@@ -16,7 +16,7 @@ def configure_replica_logging(config: LogConfig, kind: str, **origin: Any) -> Pr
 
     `origin`: what every line is to say of this process, beside its kind and its node.
     """
-    node = ray._private.worker._global_node  # type: ignore[attr-defined]  # Serve finds its own log folder like this
+    node = ray._private.worker._global_node  # Serve finds its own log folder like this
     return start_process_log(
         config, kind, {"node": ray.util.get_node_ip_address(), **origin}, Path(node.get_logs_dir_path())
     )
