@@ -90,7 +90,7 @@ async def test_a_backup_under_writes_is_whole(tmp_path: Path) -> None:
         writers = [asyncio.create_task(write(uploads, writer)) for writer in range(2)]
         await eventually_in_loop(lambda: min(num_written) > 3)
         client = connect(redis.url)
-        assert await client.execute_command("BGREWRITEAOF")  # type: ignore[no-untyped-call]
+        assert await client.bgrewriteaof()
         await run(COMMANDS[0], data, backup)
         await client.aclose()
         num_at_end = min(num_written)
