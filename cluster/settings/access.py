@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_tenant
+from ..logs.log_config import LogFormat, LogLevel
 from .placement import Placement
 from .setting import CountOrNone, Pairs, Refusal, Setting, Unit
 
@@ -130,6 +131,18 @@ class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
             not_in_args=OF_THE_EDGE,
         ),
     ] = ""
+    access_log: Annotated[
+        bool,
+        Setting(
+            "Whether routers write a line in their log for each request, without anything of its content.",
+            "live",
+            live_in="router",
+        ),
+    ] = True
+    log_format: Annotated[
+        LogFormat, Setting("How routers, gangs and workers write their logs: text for people, json for machines.")
+    ] = "text"
+    log_level: Annotated[LogLevel, Setting("What they leave out of their logs: what is less than this.")] = "info"
     keys: Annotated[
         tuple[tuple[str, str], ...],
         Pairs("TENANT=KEY", example="acme=a-long-secret"),

@@ -319,8 +319,9 @@ class RouterRig:
         self.dispatcher = FakeDispatcher()
         self.registry = FakeView()
         self.spool_path = spool_path
+        self.config = CurrentConfig(router_config(BASE, spool_path, **config))
         self.app: FastAPI = create_app(
-            config=CurrentConfig(router_config(BASE, spool_path, **config)),
+            config=self.config,
             dispatcher=self.dispatcher,
             view=cast(RegistryView, self.registry),
             uploads=cast(UploadService, FakeUploads(self.registry)),

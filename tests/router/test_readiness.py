@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,18 @@ async def test_a_bad_request_wakes_nobody(rig: RouterRig) -> None:
         answer = await client.post("/v1/completions", json={"model": "nobody", "prompt": "hello"})
     assert answer.status_code == 404
     assert rig.dispatcher.submitted == []
+
+
+async def test_a_config_that_changes_counts_from_the_next_request(rig: RouterRig) -> None:
+    rig.dispatcher.is_connected = True
+
+    async def ask() -> int:
+        async with rig.client() as client:
+            return (await client.post("/v1/completions", json={"model": BASE, "prompt": "hello", "n": 2})).status_code
+
+    assert await ask() == 200
+    before = rig.config.now
+    rig.config.now = replace(before, max_sequences_per_request=1)
+    assert await ask() == 400
+    rig.config.now = before
+    assert await ask() == 200

@@ -57,7 +57,7 @@ def test_a_serve_that_motet_starts_has_its_edge(nodes: RayNodes) -> None:
     port = free_ports(1)[0]
     options = ["--port", str(port), "--router-resource", "front=1", "--dtype", "float32"]
     with nodes.motet(*options) as url, httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S) as http:
-        for headers in ({"x-request-id": b"\xff"}, {"a": "x" * 20_000}):
+        for headers in ({"traceparent": b"\xff"}, {"a": "x" * 20_000}):
             answer = http.get("/v1/models", headers=headers)  # type: ignore[arg-type]
             assert answer.status_code in (400, 431)
             assert answer.json()["error"]["code"] in ("invalid_header", "headers_too_large")

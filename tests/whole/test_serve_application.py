@@ -73,12 +73,16 @@ class Application:
         replicas = self.details()["deployments"][deployment]["replicas"]
         return {replica["pid"] for replica in replicas if replica["state"] == "RUNNING"}
 
+    def deployment(self, name: str) -> dict[str, Any]:
+        found: list[dict[str, Any]] = self.config["applications"][0]["deployments"]
+        return next(one for one in found if one["name"] == name)
+
     def set_live(self, deployment: str, **user_config: Any) -> None:
-        written = {key.replace("_", "-"): value for key, value in user_config.items()}
-        next(one for one in self.config["applications"][0]["deployments"] if one["name"] == deployment)[
-            "user_config"
-        ] = written
+        self.deployment(deployment)["user_config"] = {key.replace("_", "-"): v for key, v in user_config.items()}
         self.deploy()
+
+    def shown_by_front(self, path: str) -> int:
+        return httpx.get(self.url + path, trust_env=False, timeout=PATIENCE_S).status_code
 
     def ask(self, key: str, **fields: Any) -> httpx.Response:
         body = {"model": "base", "prompt": "capital", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
@@ -119,6 +123,7 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applicatio
             nodes.start(0, dashboard_port=dashboard_port)
             application = Application(nodes, dashboard_port, yaml.safe_load(text), secrets)
             application.deploy()
+            eventually(lambda: application.shown_by_front("/ready") == 200)
             yield application
     finally:
         redis.stop()
@@ -167,10 +172,29 @@ def test_no_secret_shows(application: Application) -> None:
 def test_another_argument_replaces_all(application: Application) -> None:
     routers, gangs = application.pids("router"), application.pids("gang")
     application.config["applications"][0]["args"]["max-num-sequences"] = 17
+    scaling = {
+        "min_replicas": 1,
+        "max_replicas": 1,
+        "upscale_delay_s": 0,
+        "downscale_delay_s": 0,
+        "look_back_period_s": 5,
+        "metrics_interval_s": 1,
+        "policy": {
+            "policy_function": "motet.cluster.replicas.autoscaler:GangAutoscaler",
+            "policy_kwargs": {"scale_down_after_s": 60},
+        },
+    }
+    application.deployment("gang")["autoscaling_config"] = scaling
     application.deploy()
     eventually(lambda: application.ask(KEYS["zoo"]).status_code == 200)
-    assert not application.pids("router") & routers
-    assert not application.pids("gang") & gangs
+    routers_after, gangs_after = application.pids("router"), application.pids("gang")
+    assert not routers_after & routers
+    assert not gangs_after & gangs
+    scaling |= {"min_replicas": 2, "max_replicas": 2}
+    application.deploy()
+    eventually(lambda: len(application.pids("gang")) == 2)
+    assert gangs_after < application.pids("gang")
+    assert application.pids("router") == routers_after
 
 
 def _of(read: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -30,7 +31,8 @@ class CountingEngine:
     def __init__(self) -> None:
         self.left: dict[int, int] = {}
         self.given_up: list[tuple[int, SequenceError]] = []
-        self.info = None
+        self.info = SimpleNamespace(device="cpu")
+        self.token_intervals_s: list[float] = []
         self.waits = False
         self.fails = False
         self.hangs_until: threading.Event | None = None
@@ -49,6 +51,10 @@ class CountingEngine:
 
     def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
         self.given_up.append((sequence_id, error))
+
+    def change_token_interval(self, token_interval_s: float) -> None:
+        self.token_intervals_s.append(token_interval_s)
+        self.stepped.set()
 
     def has_work(self) -> bool:
         return bool(self.left)
@@ -203,3 +209,12 @@ def test_a_deadline_is_above_what_steps_took(steps_s: list[float]) -> None:
         deadline.observe(step_s)
         assert step_deadline.LEAST_S <= deadline.seconds <= 120.0
     assert deadline.seconds == 120.0 or deadline.seconds >= step_deadline.FACTOR * max(steps_s)
+
+
+def test_another_token_interval_reaches_the_engine_in_its_thread() -> None:
+    engine, loop, _ = started()
+    for interval_s in (0.25, "auto", 0.0):
+        loop.change_token_interval(interval_s)  # type: ignore[arg-type]
+    eventually(lambda: len(engine.token_intervals_s) == 3)
+    assert engine.token_intervals_s == [0.25, 0.1, 0.0]
+    loop.stop()

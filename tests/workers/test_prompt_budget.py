@@ -179,6 +179,25 @@ def test_nobody_decodes_so_the_whole_budget_is_used() -> None:
         assert sum(len(part.token_ids) for part in plan.sequences) == 512
 
 
+def test_another_interval_counts_from_the_next_plan() -> None:
+    s = gang(token_interval_s=0.0)
+    s.add(asking(0, [1] * 8, max_tokens=500), 0)
+    first_tokens(s, 1)
+    s.add(asking(1, [2] * 4000, max_tokens=4), 0)
+
+    def num_prompt_tokens() -> int:
+        plan = s.schedule()
+        s.observe(plan, 1.0)
+        s.commit(plan, quick_result(plan))
+        return sum(len(part.token_ids) for part in plan.sequences) - 1
+
+    assert [num_prompt_tokens() for _ in range(3)] == [511] * 3
+    s.token_interval_s = 0.001
+    assert num_prompt_tokens() < 400
+    s.token_interval_s = 0.0
+    assert num_prompt_tokens() == 511
+
+
 def test_prompts_go_on_however_long_decodes_take() -> None:
     s = gang(token_interval_s=0.001)
     s.add(asking(0, [1] * 8, max_tokens=500), 0)

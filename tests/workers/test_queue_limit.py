@@ -107,3 +107,19 @@ def test_a_refusal_names_the_bound_that_was_met() -> None:
         refusal = room.refusal("acme", more, 0.0, times)
         assert refusal is not None
         assert refusal.message.endswith(f"{more} more would be over {times * 100}; try again later")
+
+
+def test_bounds_that_change_are_about_who_comes_next() -> None:
+    room = QueueLimit(leader_config(max_waiting_sequences=8, tenant_queue_share=1.0))
+    for engine_id in range(4):
+        room.enter(engine_id, "acme", 10, 0.0)
+    room.change(leader_config(max_waiting_sequences=3, tenant_queue_share=1.0))
+    refusal = room.refusal("globex", 10, 0.0)
+    assert refusal is not None
+    assert refusal.reason == "full"
+    room.change(leader_config(max_waiting_sequences=8, tenant_queue_share=0.5))
+    refusal = room.refusal("acme", 10, 0.0)
+    assert refusal is not None
+    assert refusal.reason == "tenant_full"
+    assert room.refusal("globex", 10, 0.0) is None
+    room.check_integrity()

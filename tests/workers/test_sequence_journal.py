@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -181,6 +181,16 @@ def test_what_has_ended_is_bounded() -> None:
     journal.record(SequenceUpdate(9, [1], None, "stop"), 0.0)  # takes more than all may
     journal.check_integrity()
     assert journal.attach(request("large"), 11, 1.0) is None
+
+
+def test_what_is_too_much_by_another_bound_goes_at_once() -> None:
+    journal = SequenceJournal(CONFIG)
+    for number in range(3):
+        begun(journal, number, key=str(number))
+        journal.record(SequenceUpdate(number, [1], None, "stop"), 0.0)
+    journal.change(replace(CONFIG, max_finished=1))
+    journal.check_integrity()
+    assert [journal.attach(request(str(number)), 11, 1.0) is not None for number in range(3)] == [False, False, True]
 
 
 @dataclass

@@ -67,3 +67,52 @@ async def test_who_has_its_share_waits_though_there_are_places() -> None:
     await router.channel.close()
     await eventually(lambda: engine.num_running == 0)
     await server.stop()
+
+
+@given(actions, st.lists(st.none() | st.integers(1, 4), min_size=1, max_size=8))
+def test_a_share_that_changes_lets_in_who_has_a_place_and_sends_nobody_away(
+    todo: list[tuple[bool, str, int]], shares: list[int | None]
+) -> None:
+    places = TenantPlaces(shares[0])
+    inside: dict[int, str] = {}
+    outside: dict[int, str] = {}  # the oldest first
+    for number, (comes, tenant, which) in enumerate(todo):
+        if comes and places.enter(asked(number, tenant)):
+            inside[number] = tenant
+        elif comes:
+            outside[number] = tenant
+        elif outside.pop(which, None) is None:
+            inside.pop(which, None)
+            following = places.leave(which)
+            if following is not None:
+                inside[following.sequence_id] = outside.pop(following.sequence_id)
+        else:
+            assert places.leave(which) is None
+        if number % 5 == 4:
+            before = dict(inside)
+            share = shares[number // 5 % len(shares)]
+            for request in places.change(share):
+                assert request.sequence_id == next(one for one, whose in outside.items() if whose == request.tenant)
+                inside[request.sequence_id] = outside.pop(request.sequence_id)
+            assert before.items() <= inside.items()
+            assert not (share is None and outside)
+        places.check_integrity()
+        assert places.num_held == len(outside)
+
+
+async def test_a_leader_takes_another_share_over_as_it_runs() -> None:
+    engine = StandInEngine()
+    config = leader_config(max_num_sequences=4, tenant_running_share=0.25)
+    server = FrameServer(engine, INFO, TOKEN, config)
+    router = Router(await server.start("127.0.0.1"))
+    await router.read()
+    await router.send(*(submit(number, 0, None) for number in range(1, 6)))
+    await eventually(lambda: server.load.gauges.num_waiting == 4)
+    assert len(engine.submitted) == 1
+    server.change(leader_config(max_num_sequences=4, tenant_running_share=0.75))
+    await eventually(lambda: len(engine.submitted) == 3)
+    server.change(leader_config(max_num_sequences=4, tenant_running_share=1.0))
+    await eventually(lambda: len(engine.submitted) == 5)
+    await router.channel.close()
+    await eventually(lambda: engine.num_running == 0)
+    await server.stop()
