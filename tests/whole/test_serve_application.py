@@ -111,7 +111,7 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applicatio
     for name, text in secrets.items():
         (secrets_path / name).write_text(text)
     edge = MotetConfig(model_path=DEMO / "base").edge
-    variables = SERVE_FLAGS | LASTING_STREAMS | {SECRETS_VARIABLE: str(secrets_path)}
+    variables: dict[str, Any] = SERVE_FLAGS | LASTING_STREAMS | {SECRETS_VARIABLE: str(secrets_path)}
     variables[BINARY_VARIABLE] = str(write_haproxy(folder / "haproxy", edge, None))
     port, dashboard_port = free_ports(2)
     text = CONFIG.read_text()
@@ -123,7 +123,7 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applicatio
             nodes.start(0, dashboard_port=dashboard_port)
             application = Application(nodes, dashboard_port, yaml.safe_load(text), secrets)
             application.deploy()
-            eventually(lambda: application.shown_by_front("/ready") == 200)
+            eventually(lambda: application.shown_by_front("/ready") == 200, application.front)
             yield application
     finally:
         redis.stop()
