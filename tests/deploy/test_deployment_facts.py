@@ -13,6 +13,7 @@ import yaml
 
 from motet.cluster.application.secret_files import SECRETS_VARIABLE
 from motet.cluster.edge.serve_variables import HUGE_PAGES, LASTING_STREAMS, SERVE_FLAGS, image_variables
+from motet.cluster.logs.process_log import FOLDER
 from motet.cluster.settings.setting_field import fields_of
 from motet.cluster.settings.settings import Settings
 from motet.tests.rigs.kube_schemas import pod_templates
@@ -257,6 +258,19 @@ def test_what_images_bring_is_where_manifests_look(name: str) -> None:
         assert model.startswith("/opt/") or "/models" in mounts
         for variable, value in environment(pod).items():  # said twice, but not differently
             assert of_image.get(variable, value) == value, variable
+
+
+def test_the_shipper_reads_the_logs_that_are_written() -> None:
+    manifests = kustomized(OVERLAYS / "high-availability")
+    (config,) = (one for one in manifests if one["kind"] == "ConfigMap")
+    (tail,) = yaml.safe_load(config["data"]["fluent-bit.yaml"])["pipeline"]["inputs"]
+    assert f"/tmp/ray/session_latest/logs/{FOLDER}/*.log" in tail["path"].split(",")
+    for group, pod in pod_templates(only(manifests, "RayService")):
+        shipper, ray_container = containers(pod)
+        written = {one["mountPath"]: one["name"] for one in ray_container["volumeMounts"]}
+        read = {one["mountPath"]: one["name"] for one in shipper["volumeMounts"]}
+        assert written["/tmp/ray"] == read["/tmp/ray"], group
+        assert shipper["restartPolicy"] == "Always"  # it ends after Ray
 
 
 def test_a_different_redis_password_cannot_be_meant() -> None:

@@ -1,7 +1,7 @@
 {{- /* The serveConfigV2: settings over what the chart says of its own. */ -}}
 {{- define "motet.serve" -}}
 {{- $values := .Values -}}
-{{- $args := dict "model" $values.model "data-dir" "/var/lib/motet" "router-resource" (list "motet-router=1") -}}
+{{- $args := dict "model" $values.model "data-dir" "/var/lib/motet" "log-format" "json" "router-resource" (list "motet-router=1") -}}
 {{- if gt (int $values.routers.replicas) 1 }}{{- $_ := set $args "routers" $values.routers.replicas }}{{- end -}}
 {{- if or (gt (int $values.gangs.replicas) 1) (gt (int $values.gangs.maxReplicas) 1) -}}
 {{- $_ := set $args "min-gangs" $values.gangs.replicas -}}
