@@ -53,7 +53,7 @@ def main() -> None:
     arguments = parser.parse_args()
     session = secrets.token_hex(8)
     session_path = Path(tempfile.mkdtemp(prefix="motet-"))
-    janitor = Janitor(session, session_path)
+    janitor = Janitor(session, session_path, session_path.with_name(f"{session_path.name}-logs"))
     try:
         port = free_ports(1)[0]
         set_environment(serve_environment(session, session_path, LOOPBACK, part_config(EdgeLimits, Settings())))

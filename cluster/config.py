@@ -23,6 +23,7 @@ from ..workers.config import EngineConfig
 from ..workers.device_probe import probe_device
 from ..workers.leader.leader_config import LeaderConfig
 from .edge.edge_limits import EdgeLimits
+from .logs.log_config import LogConfig
 from .resources import Resources
 from .scaling import ScalingConfig
 from .settings.config_error import ConfigError
@@ -128,6 +129,11 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def router(self) -> RouterConfig:
         """Settings of one router."""
         return part_config(RouterConfig, self, model_name=self.name, scales_from_zero=self.min_gangs == 0)
+
+    @property
+    def logs(self) -> LogConfig:
+        """How routers, gangs and workers log."""
+        return part_config(LogConfig, self)
 
     @property
     def edge(self) -> EdgeLimits:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from ..adapters.registry.registry_view import RegistryView
 from ..workers.wire.messages import AdapterRef
+from .access.request_record import NUM_ANSWER_CHARS, record_of
 from .answers.answer_shape import AnswerHead, AnswerShape
 from .answers.chat_answer import ChatAnswer
 from .answers.completion_answer import CompletionAnswer
@@ -65,7 +66,7 @@ class CompletionsApi:
         tenant = tenant_of(http, self._view)
         async with self._body(http, tenant, CompletionRequest, self._config.now.max_sequences_per_request) as request:
             position = self._position(http, request, tenant)
-            adapter = await self._admit(request, tenant)
+            adapter = await self._admit(http, request, tenant)
             if request.echo and request.logprobs is not None:
                 raise unsupported(
                     "echo", "the prompt's log probabilities are not computed; leave echo or logprobs out."
@@ -84,10 +85,11 @@ class CompletionsApi:
             for ids in token_lists
         ]
         n = request.n or 1
-        generation = self._generation(request, prompts, tenant, adapter)
+        generation = self._generation(http, request, prompts, tenant, adapter)
         if request.best_of is not None and request.best_of > n:
             generation = with_best_of(generation, request.best_of)
         head = await self._head("cmpl-", request, generation, position)
+        record_of(http.scope).answer = head.id[-NUM_ANSWER_CHARS:]
         shape = CompletionAnswer(
             head,
             self._text.token_bytes,
@@ -103,7 +105,7 @@ class CompletionsApi:
         tenant = tenant_of(http, self._view)
         async with self._body(http, tenant, ChatRequest, 1) as request:
             position = self._position(http, request, tenant)
-            adapter = await self._admit(request, tenant)
+            adapter = await self._admit(http, request, tenant)
             if request.echo:
                 raise unsupported("echo", "a chat's prompt is not repeated; leave it out.")
             if request.top_logprobs is not None and not request.logprobs:
@@ -115,8 +117,9 @@ class CompletionsApi:
         max_tokens = request.max_completion_tokens or request.max_tokens
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
         prompt = self._prompt(request, token_ids, "messages", max_tokens, num_logprobs)
-        generation = self._generation(request, [prompt], tenant, adapter)
+        generation = self._generation(http, request, [prompt], tenant, adapter)
         head = await self._head("chatcmpl-", request, generation, position)
+        record_of(http.scope).answer = head.id[-NUM_ANSWER_CHARS:]
         shape = ChatAnswer(
             head,
             self._text.token_bytes,
@@ -143,9 +146,10 @@ class CompletionsApi:
         max_bytes = max_body_bytes(context, num_prompts, self._config.now.max_body_bytes)
         return self._bodies.open(http, tenant, kind, max_bytes=max_bytes, context=context)
 
-    async def _admit(self, request: GenerationFields, tenant: str) -> AdapterRef | None:
+    async def _admit(self, http: Request, request: GenerationFields, tenant: str) -> AdapterRef | None:
         """The adapter that `model` names; None: the base. Raises 404, and 400 for fields that are refused."""
         adapter = await self._base.adapter(tenant, request.model)
+        record_of(http.scope).model = request.model
         refuse_unsupported(request)
         if request.stream_options is not None and not request.stream:
             raise invalid_value("stream_options", "it is only allowed with stream: true.")
@@ -175,7 +179,12 @@ class CompletionsApi:
         return Prompt(token_ids, sampling)
 
     def _generation(
-        self, request: GenerationFields, prompts: list[Prompt], tenant: str, adapter: AdapterRef | None
+        self,
+        http: Request,
+        request: GenerationFields,
+        prompts: list[Prompt],
+        tenant: str,
+        adapter: AdapterRef | None,
     ) -> GenerationRequest:
         return GenerationRequest(
             prompts=prompts,
@@ -186,6 +195,7 @@ class CompletionsApi:
             keep_token_ids=bool(request.return_token_ids),
             keep_logprobs=prompts[0].sampling.num_logprobs is not None,
             beams=beam_rules(request, prompts, self._base.gang()),
+            request_id=record_of(http.scope).request_id,
             cache_salt=request.cache_salt or "",
             timeout_s=request.timeout,
             is_echoed=isinstance(request, CompletionRequest) and bool(request.echo),

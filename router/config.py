@@ -27,6 +27,7 @@ class RouterConfig:
     max_sequences_per_request: int  # prompts times n
     ready_interval_s: float  # how long one proof that a token can be served is believed
     ready_timeout_s: float  # how long /ready waits for that token
+    access_log: bool  # one line for each request
     scales_from_zero: bool  # there may be no gang while nobody asks, and a request brings one
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import get_args
 
 import msgspec
@@ -40,6 +40,7 @@ class Metrics:
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)  # between updates of a sequence
         self.loop_held_s = Histogram(LOOP_HELD_BOUNDS_S)  # written by the watchdog of the loop
         self.num_held_body_bytes = 0  # of JSON bodies that arrive or wait to be decoded
+        self.dropped_log_lines: Callable[[], int] = lambda: 0  # how many there were; whoever writes the log knows
         self.last_token_at: float | None = None  # time.perf_counter()
 
     def count_failure(self, error: SequenceError) -> None:
@@ -110,6 +111,11 @@ class _Families(Collector):
         )
         yield CounterMetricFamily("motet_prompt_tokens", "Prompt tokens of requests.", metrics.num_prompt_tokens)
         yield CounterMetricFamily("motet_completion_tokens", "Tokens of answers.", metrics.num_completion_tokens)
+        yield CounterMetricFamily(
+            "motet_dropped_log_lines",
+            "Lines of this router's log that found no room, or could not be written.",
+            metrics.dropped_log_lines(),
+        )
         for name, help_text, histogram in (
             ("motet_first_token_seconds", "From request to first token.", metrics.first_token_s),
             ("motet_queue_wait_seconds", "From request to the plan of its first step.", metrics.queue_wait_s),

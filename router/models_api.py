@@ -13,6 +13,7 @@ from starlette.responses import Response
 from ..adapters.adapter import AdapterVersion
 from ..adapters.errors import RegistryUnavailable
 from ..adapters.registry.registry_view import RegistryView
+from .access.request_record import record_of
 from .base_model import BaseModel, resolved
 from .openai_api.answer_schema import Model
 from .openai_api.errors import model_not_found, unavailable
@@ -57,6 +58,7 @@ class ModelsApi:
             if version is None:
                 raise model_not_found(name)
             model = self._adapter_model(version)
+        record_of(request.scope).model = model.id
         return Response(msgspec.json.encode(model), media_type="application/json")
 
     def _base_model(self) -> Model:

@@ -13,6 +13,8 @@ from starlette.routing import Route
 
 from ..adapters.registry.registry_view import RegistryView
 from ..adapters.upload import UploadService
+from .access.access_log import AccessLog
+from .access.request_record import begin_record
 from .base_model import BaseModel
 from .completions_api import CompletionsApi
 from .config import CurrentConfig
@@ -51,6 +53,7 @@ def create_app(
     models = ModelsApi(base, view)
     completions = CompletionsApi(config, base, dispatcher, view, text, metrics)
     adapters = AdaptersApi(config, view, uploads)
+    access_log = AccessLog(config)
     routes: tuple[tuple[str, str, Handler], ...] = (
         ("POST", "/v1/chat/completions", completions.chat),
         ("POST", "/v1/completions", completions.complete),
@@ -68,18 +71,26 @@ def create_app(
     )
     app = FastAPI(title="motet", openapi_url=None, docs_url=None, redoc_url=None)
     for method, path, handler in routes:
-        app.router.routes.append(Route(path, Endpoint(f"{method} {path}", handler, metrics), methods=[method]))
-    app.add_exception_handler(HTTPException, partial(_no_route, metrics))
+        app.router.routes.append(
+            Route(path, Endpoint(f"{method} {path}", handler, metrics, access_log), methods=[method])
+        )
+    app.add_exception_handler(HTTPException, partial(_no_route, metrics, access_log))
     app.add_exception_handler(Exception, _internal)
     return app
 
 
-async def _no_route(metrics: Metrics, request: Request, error: Exception) -> Response:
+async def _no_route(metrics: Metrics, access_log: AccessLog, request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    record = begin_record(request.scope, UNKNOWN_ROUTE)
     metrics.requests[UNKNOWN_ROUTE, error.status_code] += 1
     message = f"{error.detail}: {request.method} {request.url.path}"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+    refusal = ApiError(error.status_code, message, code=code, headers=error.headers)
+    response = refusal.response()
+    response.raw_headers.append(record.header)
+    record.error, record.num_sent_bytes = code or "", len(response.body)
+    access_log.write(record, error.status_code)
+    return response
 
 
 async def _internal(request: Request, error: Exception) -> Response:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,3 +23,21 @@ class EdgeLimits:
     @classmethod
     def from_json(cls, text: str) -> EdgeLimits:
         return cls(**json.loads(text))
+
+
+def limits_of_environment(environ: Mapping[str, str] = os.environ) -> EdgeLimits:
+    """The limits that the variables of their settings say; the settings' defaults where they do not.
+
+    Raises ConfigError for a value that the setting does not accept.
+    """
+    from ..settings.setting_field import fields_of  # not loaded where the limits are given
+    from ..settings.settings import Settings
+
+    names = {field.name for field in fields(EdgeLimits)}
+    settings = [field for field in fields_of(Settings) if field.name in names]
+    return EdgeLimits(
+        **{
+            one.name: one.converted(environ[one.mark.env]) if environ.get(one.mark.env) else one.default
+            for one in settings
+        }
+    )

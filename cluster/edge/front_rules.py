@@ -14,6 +14,7 @@ added, is the source, and their connections are not counted.
 
 from __future__ import annotations
 
+from ...router.access.request_id import ID_PATTERN, REQUEST_ID_HEADER
 from .edge_limits import EdgeLimits
 from .error_answers import returned, rewritten_error_lines
 
@@ -35,8 +36,7 @@ CONTROL_HEADERS = (
     "forwarded",
     "proxy",
 )
-TEXT_HEADERS = ("authorization", "x-request-id", "traceparent", "tracestate")  # read as text by Serve or a router
-MAX_REQUEST_ID_CHARS = 256
+TEXT_HEADERS = ("authorization", "traceparent", "tracestate")  # read as text by Serve or a router
 MAX_HEADERS_BYTES = 16 << 10
 # What HAProxy reads of a request before it looks at it. It is more than headers may have, because of what does not fit
 # it says no more than that it is not valid.
@@ -55,6 +55,7 @@ def table_lines() -> list[str]:
 def front_lines(limits: EdgeLimits, max_connections: int) -> list[str]:
     """Directives of the front, in the order in which they act. `max_connections`: what the machine lets it have."""
     lines = ["option disable-h2-upgrade"]  # of HTTP/2 in clear nobody has need, and its limits are others
+    lines += _request_id_lines()
     proxies = limits.trusted_proxies.replace(",", " ")
     lines.append(f"acl motet_trusted {f'src {proxies}' if proxies else 'always_false'}")
     lines.append(f"acl motet_open path {' '.join(OPEN_PATHS)}")
@@ -73,10 +74,25 @@ def _connection_lines(limits: EdgeLimits, max_connections: int) -> list[str]:
     ]
 
 
+def _request_id_lines() -> list[str]:
+    """Every request has one id, its client's own if that can stand in a header and a log, and every answer tells it.
+
+    Only to what is no HTTP, for which there is no request yet, HAProxy's answer has none.
+    """
+    told = "var(txn.motet_id)"
+    return [
+        f"acl motet_id_given req.fhdr_cnt({REQUEST_ID_HEADER}) eq 1",
+        f"acl motet_id_good req.fhdr({REQUEST_ID_HEADER}) -m reg '^{ID_PATTERN}$'",
+        "http-request set-var(txn.motet_id) uuid",
+        f"http-request set-var(txn.motet_id) req.fhdr({REQUEST_ID_HEADER}) if motet_id_given motet_id_good",
+        f"http-request set-header {REQUEST_ID_HEADER} %[{told}]",
+        f"http-after-response set-header {REQUEST_ID_HEADER} %[{told}] if {{ {told} -m found }}",
+    ]
+
+
 def _header_lines() -> list[str]:
     """Nothing gets in that Serve would stumble over or take for its own."""
     refused = returned(400, "invalid_header", "Headers that are read as text are printable ASCII, each given once.")
-    request_id = f"A request id (x-request-id) is 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters."
     too_long = f"The headers have more than {MAX_HEADERS_BYTES >> 10} KiB together."
     lines = [
         f"http-request return {returned(431, 'headers_too_large', too_long)} "
@@ -85,13 +101,7 @@ def _header_lines() -> list[str]:
     for name in TEXT_HEADERS:
         lines.append(f"acl motet_odd req.fhdr({name}) -m reg '[^\\x20-\\x7e]'")
         lines.append(f"acl motet_odd req.fhdr_cnt({name}) gt 1")
-    return [
-        *lines,
-        f"acl motet_odd_id req.fhdr(x-request-id),length gt {MAX_REQUEST_ID_CHARS}",
-        "acl motet_odd_id req.fhdr(x-request-id),length eq 0",
-        f"http-request return {refused} if motet_odd",
-        f"http-request return {returned(400, 'invalid_header', request_id)} if motet_odd_id",
-    ]
+    return [*lines, f"http-request return {refused} if motet_odd"]
 
 
 def _request_lines(limits: EdgeLimits) -> list[str]:

@@ -17,13 +17,14 @@ from itertools import pairwise
 from pathlib import Path
 
 from .edge_config import TemplateChanged, edge_config
-from .edge_limits import EdgeLimits
+from .edge_limits import EdgeLimits, limits_of_environment
 from .error_answers import write_error_files
 from .haproxy_binary import BinaryUnknown, json_haproxy
+from .serve_variables import BINARY_VARIABLE
 
-BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"  # of Serve: what it runs for HAProxy
 PROGRAM = "motet.cluster.edge.haproxy"
 NODE_FOLDER = "motet-haproxy"
+OF_ENVIRONMENT = "environment"  # in the place of limits: variables say them whenever HAProxy starts
 SPARE_FILES = 512  # that HAProxy opens beside its connections, those of listeners that are handed over included
 FILES_PER_CONNECTION = 2  # the client's and the router's
 
@@ -33,6 +34,25 @@ def write_haproxy(path: Path, limits: EdgeLimits, front_host: str | None) -> Pat
     path.write_text(_script(limits, front_host))
     path.chmod(0o700)
     return path
+
+
+def write_edge_program(path: Path) -> Path:
+    """Writes a script as `write_haproxy` does, for an image: everybody may run it.
+
+    Its limits are those that the environment says when HAProxy starts, and its front listens where Serve says.
+    """
+    path.write_text(_script(None, None))
+    path.chmod(0o755)
+    return path
+
+
+def is_edge_program(program: str) -> bool:
+    """Whether the program that Serve was told to run for HAProxy, if it was, puts motet's edge in."""
+    try:
+        with Path(program).open("rb") as file:
+            return PROGRAM.encode() in file.read(4096)
+    except OSError:
+        return False
 
 
 def offer_haproxy(limits: EdgeLimits) -> None:
@@ -54,8 +74,9 @@ def offer_haproxy(limits: EdgeLimits) -> None:
     os.environ[BINARY_VARIABLE] = str(program)
 
 
-def _script(limits: EdgeLimits, front_host: str | None) -> str:
-    arguments = (sys.executable, "-P", "-m", PROGRAM, limits.to_json(), json.dumps(front_host))
+def _script(limits: EdgeLimits | None, front_host: str | None) -> str:
+    said = OF_ENVIRONMENT if limits is None else limits.to_json()
+    arguments = (sys.executable, "-P", "-m", PROGRAM, said, json.dumps(front_host))
     return f'#!/bin/sh\nexec {shlex.join(arguments)} "$@"\n'
 
 
@@ -66,7 +87,11 @@ def connections_with_room(wanted: int, max_files: int) -> int:
 
 def main(arguments: list[str]) -> None:
     """Does not return, if HAProxy can be run. `arguments`: the limits, the front's host, then HAProxy's own."""
-    limits, front_host = EdgeLimits.from_json(arguments[0]), json.loads(arguments[1])
+    try:
+        limits = limits_of_environment() if arguments[0] == OF_ENVIRONMENT else EdgeLimits.from_json(arguments[0])
+    except ValueError as error:
+        sys.exit(f"motet's edge has no limits: {error}")
+    front_host = json.loads(arguments[1])
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.max_connections
     num_connections = wanted if max_files == resource.RLIM_INFINITY else connections_with_room(wanted, max_files)

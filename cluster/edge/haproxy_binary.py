@@ -1,7 +1,10 @@
 """HAProxy with JSON in place of the HTML that is built into it.
 
-To what is no HTTP, or comes too slowly to become a request, HAProxy 2.8 answers with pages that stand in its binary and
-that no directive replaces. A copy of the binary gets others there, of the same length, so that nothing else moves.
+To what is no HTTP, or comes too slowly to become a request, HAProxy 2.8 answers with pages that stand in its binary. No
+directive replaces them: such errors arise before there is a stream, of which `errorfile`, `http-error` and
+`http-errors` speak (only an empty error file matters: it silences them). Later versions ask the error files here as
+well (HAProxy's issue 3032), but Ray brings 2.8. A test holds that, and fails when this file is needed no more. Until
+then a copy of the binary gets other pages there, of the same length, so that nothing else moves.
 """
 
 from __future__ import annotations

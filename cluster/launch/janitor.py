@@ -1,9 +1,9 @@
 """Ends what a motet on this machine left running: run as a process beside it, it outlives even a killed launcher.
 
 Its standard input is a pipe whose other end the launcher holds. When the pipe closes, because the launcher stopped or
-died, every process of the session is killed and the session's folder removed. A process of the session is one whose
-environment carries the session's mark, which Ray, its workers and HAProxy inherit. The Redis server is started before
-the mark is set: it ends with the process that started it.
+died, every process of the session is killed, its logs are kept and its folder is removed. A process of the session is
+one whose environment carries the session's mark, which Ray, its workers and HAProxy inherit. The Redis server is
+started before the mark is set: it ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from .kept_logs import keep_logs
+
 SESSION_VARIABLE = "MOTET_SESSION"
 SWEEP_TIMEOUT_S = 15.0
 GRACE_S = 0.5
@@ -25,9 +27,10 @@ GRACE_S = 0.5
 class Janitor:
     """The launcher's handle of its janitor."""
 
-    def __init__(self, session: str, session_path: Path) -> None:
+    def __init__(self, session: str, session_path: Path, kept_path: Path) -> None:
+        """`kept_path`: the folder that gets the session's logs."""
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, session, str(session_path)],
+            [sys.executable, "-P", "-m", __name__, session, str(session_path), str(kept_path)],
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in the terminal is not for it
         )
@@ -70,9 +73,13 @@ def _signal(process: psutil.Process, method: str) -> None:
         pass  # ended by itself
 
 
-def main(session: str, session_path: str) -> None:
+def main(session: str, session_path: str, kept_path: str) -> None:
     sys.stdin.buffer.read()
     sweep(session)
+    try:
+        keep_logs(Path(session_path), Path(kept_path))
+    except OSError as error:
+        print(f"motet: the logs could not be kept in {kept_path}: {error}", file=sys.stderr, flush=True)
     shutil.rmtree(session_path, ignore_errors=True)
 
 

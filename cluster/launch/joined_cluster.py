@@ -14,11 +14,10 @@ from typing import Any
 
 from ..config import ALL_ADDRESSES
 from ..edge.edge_limits import EdgeLimits
-from ..edge.haproxy import NODE_FOLDER
+from ..edge.haproxy import is_edge_program
+from ..edge.serve_variables import HUGE_PAGES, LASTING_STREAMS, SERVE_FLAGS
 from .cluster_nodes import CannotJoin, addresses_of_nodes
-from .local_serve import HUGE_PAGES, LASTING_STREAMS
 
-SERVE_FLAGS = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 CALL_TIMEOUT_S = 30.0
 ENOUGH_MISSED = 3  # fewer may mean that Serve's controller is just starting again
 
@@ -96,13 +95,13 @@ class JoinedCluster:
                 raise CannotJoin(f"Serve could not be started; is port {port} free on all nodes? ({error})") from error
             return Front(host=host, port=port)
         running = Front(host=client.http_config.host or "127.0.0.1", port=client.http_config.port)
-        missing_flags, haproxy = _found_in_serve()
+        missing_flags, has_edge = _found_in_serve()
         check_running(running, Front(host=host, port=port), missing_flags, len(addresses_of_nodes()))
-        if NODE_FOLDER not in haproxy:
+        if not has_edge:
             _log.warning(
-                "the Serve that runs was not started by motet: its HAProxy bounds nothing and lets Serve's control "
-                "headers in. Let only a proxy that does so reach its port, or shut that Serve down (serve shutdown) "
-                "and motet starts its own"
+                "the Serve that runs was not started with motet's edge: its HAProxy bounds nothing and lets Serve's "
+                "control headers in. Let only a proxy that does so reach its port, or shut that Serve down (serve "
+                "shutdown) and motet starts its own"
             )
         applications = serve.status().applications
         if application in applications:
@@ -198,20 +197,21 @@ def _check_own_flags() -> None:
         raise RuntimeError("ray.serve was imported before SERVE_FLAGS were set: it reads its flags only then")
 
 
-def _found_in_serve() -> tuple[Sequence[str], str]:
-    """The flags that the running Serve lacks, and the program that it runs for HAProxy if it was told one."""
+def _found_in_serve() -> tuple[Sequence[str], bool]:
+    """The flags that the running Serve lacks, and whether motet's edge is what it runs for HAProxy."""
     import ray
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
     controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-    found: tuple[Sequence[str], str] = ray.get(controller.__ray_call__.remote(_found), timeout=CALL_TIMEOUT_S)
+    found: tuple[Sequence[str], bool] = ray.get(controller.__ray_call__.remote(_found), timeout=CALL_TIMEOUT_S)
     return found
 
 
-def _found(_controller: Any) -> tuple[list[str], str]:
+def _found(_controller: Any) -> tuple[list[str], bool]:
     from ray.serve._private import constants
 
-    return [name for name in SERVE_FLAGS if not getattr(constants, name)], constants.RAY_SERVE_HAPROXY_BINARY_PATH
+    missing = [name for name in SERVE_FLAGS if not getattr(constants, name)]
+    return missing, is_edge_program(constants.RAY_SERVE_HAPROXY_BINARY_PATH)
 
 
 def check_running(running: Front, wanted: Front, missing_flags: Sequence[str], num_nodes: int) -> None:

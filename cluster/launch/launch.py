@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import shutil
 import signal
 import tempfile
 import threading
@@ -23,12 +22,13 @@ from ...adapters.errors import RegistryUnavailable
 from ...workers.models.config import ModelConfig
 from ..application.registration import check_objectives, forget_launch_keys, register_launch
 from ..config import MotetConfig
+from ..edge.serve_variables import SERVE_FLAGS
 from ..launch_secrets import SECRETS_FILE, LaunchSecrets, operator_key_in
 from ..progress_log import OnEvent, ProgressReader, step
 from ..registry_server.redis_server import RedisServer
 from .cluster_nodes import CannotJoin, check_nodes, check_room, room_taken
 from .janitor import Janitor
-from .joined_cluster import SERVE_FLAGS, JoinedCluster
+from .joined_cluster import JoinedCluster
 from .local_serve import check_port_is_free, restore_environment, serve_environment, set_environment, start_serve
 from .update_check import updated
 
@@ -59,6 +59,7 @@ class Deployment:
         self._has_hung_up = False
         self._parts = ExitStack()  # ends what was started, the last first, and all of it even if some of it fails
         self._session_path = Path()
+        self._kept_path = Path()  # for the session's logs, once it has ended
         self._joined: JoinedCluster | None = None
         self._handlers: dict[int, Any] = {}
         self._servers: list[psutil.Process] = []  # of Ray; motet is broken once one of them has died
@@ -163,7 +164,7 @@ class Deployment:
             with step(on_event, "waiting for the first token"):
                 _wait_until_ready(self._url)
         except LaunchError as error:
-            raise LaunchError(f"{error}\n{self._keep_logs(config)}") from error
+            raise LaunchError(f"{error}\nlogs: {self._kept_path}") from error  # the janitor puts them there
 
     def _deploy(self, config: MotetConfig, progress_path: Path, on_event: OnEvent) -> None:
         with step(on_event, "starting routers and gangs"), _followed(progress_path, on_event):
@@ -232,7 +233,8 @@ class Deployment:
     def _start_ray(self, config: MotetConfig, on_event: OnEvent) -> None:
         session = secrets.token_hex(8)
         self._session_path = Path(tempfile.mkdtemp(prefix="motet-"))  # a short path: Unix sockets lie in it
-        self._parts.callback(Janitor(session, self._session_path).finish)
+        self._kept_path = config.data_dir / "logs" / f"{time.strftime('%Y-%m-%dT%H-%M-%SZ', time.gmtime())}-{session}"
+        self._parts.callback(Janitor(session, self._session_path, self._kept_path).finish)
         variables = serve_environment(session, self._session_path, config.listen_host, config.edge)
         self._parts.callback(restore_environment, set_environment(variables))
         children = set(psutil.Process().children())
@@ -244,16 +246,6 @@ class Deployment:
         self._catch_signals()
         started = set(psutil.Process().children()) - children
         self._servers = [process for process in started if process.name() in ("gcs_server", "raylet")]
-
-    def _keep_logs(self, config: MotetConfig) -> str:
-        """Copies the session's logs, so that they outlive the session; says where they are, or why they are not."""
-        kept = config.data_dir / "logs"
-        shutil.rmtree(kept, ignore_errors=True)
-        try:
-            shutil.copytree(self._session_path / "ray" / "session_latest" / "logs", kept)
-        except OSError as error:
-            return f"its logs could not be kept: {error}"
-        return f"logs: {kept}"
 
     def _catch_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():

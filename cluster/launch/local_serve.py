@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..edge.edge_limits import EdgeLimits
-from ..edge.haproxy import BINARY_VARIABLE, write_haproxy
+from ..edge.haproxy import write_haproxy
+from ..edge.serve_variables import BINARY_VARIABLE, HUGE_PAGES, LASTING_STREAMS, PATIENT_STARTS, SERVE_FLAGS
 from ..progress_log import OnEvent, ignore_event, step
 from ..settings.config_error import ConfigError
 from .janitor import SESSION_VARIABLE, sweep
@@ -23,31 +24,7 @@ from .janitor import SESSION_VARIABLE, sweep
 LOOPBACK = "127.0.0.1"
 NUM_LOGICAL_CPUS = 2  # of Ray; each starts one idle worker, which makes replacing a gang quick
 OBJECT_STORE_BYTES = 100 << 20  # nothing of ours passes through it
-LONGEST_STREAM_S = 24 * 3600
-DEREGISTRATION_S = 5  # in which HAProxy, on a busy machine too, hears that a router goes
-PORT_REST_S = 150  # before another router gets the port of one that is gone
-# Variables of Serve on which streams depend that outlast changes of routers.
-LASTING_STREAMS = {
-    # Whenever routers come or go, another HAProxy takes over; the one before ends with its last stream, and must not be
-    # ended sooner. Serve would do so after two minutes.
-    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_STREAM_S),
-    "RAY_SERVE_PORT_QUARANTINE_S": str(PORT_REST_S),
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(DEREGISTRATION_S),
-}
-# How long Ray and Serve wait for parts of themselves to start. A busy machine needs longer than their defaults, after
-# which they give up, or start a part again that was about to be there.
-PATIENT_STARTS = {
-    "RAY_gcs_server_port_wait_time_s": "120",
-    "RAY_gcs_server_request_timeout_seconds": "120",
-    "RAY_worker_register_timeout_seconds": "300",  # of a process that has yet to import what it runs
-    "RAY_agent_register_timeout_ms": "300000",  # without its agents a raylet ends itself
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
-    "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120",
-}
-NUM_START_ATTEMPTS = 3  # Ray's other timeouts are fixed in its code, mostly at 30 s.
-# Makes the C library ask for huge pages, from which weights that are read once a step come faster. Native linears ask
-# by themselves; this is for other weights: experts', and those that oneDNN packs.
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+NUM_START_ATTEMPTS = 3  # Ray's timeouts that no variable changes are mostly 30 s
 
 _log = logging.getLogger(__name__)
 
@@ -90,8 +67,7 @@ def serve_environment(session: str, session_path: Path, host: str, limits: EdgeL
     return {
         SESSION_VARIABLE: session,
         "SPT_NOENV": "1",  # Ray's process titles must not be written over the environment that carries the mark
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        **SERVE_FLAGS,
         BINARY_VARIABLE: str(binary),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy_path / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy_path / "a.sock"),

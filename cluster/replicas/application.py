@@ -57,9 +57,9 @@ def build_application(
         max_constructor_retry_count=3,
     )
     lasting = without_live(config)
-    gangs = _with_version(gangs, lasting.engine, lasting.leader, _place_of_a_gang(config))
+    gangs = _with_version(gangs, lasting.engine, lasting.leader, config.logs, _place_of_a_gang(config))
     routers = _with_version(routers, *_settings_of_a_router(lasting))
-    gang = gangs.bind(config.engine, config.leader, secrets_path, progress_path, config.hub_id)
+    gang = gangs.bind(config.engine, config.leader, config.logs, secrets_path, progress_path, config.hub_id)
     return routers.bind(config.without_secrets(), secrets_path, gang, progress_path)
 
 
@@ -67,7 +67,7 @@ def _settings_of_a_router(config: MotetConfig) -> tuple[object, ...]:
     """All settings that a RouterReplica reads from the config."""
     packing = (config.tensor_parallel, config.block_size, config.dtype, config.expert_sharding)
     waiting = (config.sequence_wait_s, config.min_gangs == 0, config.admission)
-    return (config.router, config.model_path, config.store_path, config.name, packing, waiting)
+    return (config.router, config.logs, config.model_path, config.store_path, config.name, packing, waiting)
 
 
 def _with_version(deployment: Any, *settings: object) -> Any:

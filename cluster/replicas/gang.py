@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import ray
+from ray import serve
 
 from ...workers.config import EngineConfig
 from ...workers.leader.frame_server import FrameServer
@@ -24,6 +25,7 @@ from ..application.live_settings import live_values
 from ..application.model_source import check_model
 from ..application.secret_files import read_secrets
 from ..application.shared_token import shared_token
+from ..logs.log_config import LogConfig
 from ..progress_log import OnEvent, ProgressWriter, ignore_event, step
 from ..settings.config_error import ConfigError
 from .gang_directory import ADDRESS
@@ -45,6 +47,7 @@ class GangReplica:
         self,
         config: EngineConfig,
         leader: LeaderConfig,
+        logs: LogConfig,
         secrets_path: Path | None,
         progress_path: Path | None,
         hub_id: str | None = None,
@@ -52,16 +55,20 @@ class GangReplica:
         """`secrets_path`: of `LaunchSecrets`; None: the node has them. `progress_path`: the file for the progress of
         building the engine. `hub_id`: of the model, where nodes download it.
         """
-        configure_replica_logging()
+        gang_id = secrets.token_hex(4)
+        replica = serve.get_replica_context().replica_id.unique_id
+        self._log = configure_replica_logging(logs, "gang", gang=gang_id, replica=replica)
         self._config, self._leader = config, leader
         self._is_up = False
         on_event = ignore_event if progress_path is None else ProgressWriter(progress_path)
         host = ray.util.get_node_ip_address()  # loopback on a cluster of one machine
-        workers = None if config.tensor_parallel == 1 else RayWorkers(ray.util.get_current_placement_group())
+        workers = (
+            None if config.tensor_parallel == 1 else RayWorkers(ray.util.get_current_placement_group(), logs, gang_id)
+        )
         await asyncio.to_thread(check_model, config.model_path, hub_id, on_event)
         # In a thread, so that the replica answers Serve while a large model loads.
         engine = await asyncio.to_thread(_build_engine, config, on_event, workers, host)
-        info = msgspec.structs.replace(engine.info, gang_id=secrets.token_hex(4))
+        info = msgspec.structs.replace(engine.info, gang_id=gang_id)
         token = await shared_token(await asyncio.to_thread(read_secrets, secrets_path))
         self._engine, self._server = engine, FrameServer(engine, info, token, leader)
         self._address = await self._server.start(host)
@@ -106,6 +113,7 @@ class GangReplica:
         if num_handed_over:
             _log.info("%d sequences were handed over", num_handed_over)
         await self._server.stop()
+        self._log.close()
 
 
 def _build_engine(config: EngineConfig, on_event: OnEvent, workers: RayWorkers | None, host: str) -> EngineLoop:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ..logs.log_config import LogConfig
 from ..resources import actor_options
 from .network_interface import interface_of
 from .replica_logging import configure_replica_logging
@@ -19,9 +20,9 @@ if TYPE_CHECKING:  # the module imports torch, which launchers need not
 class WorkerActor:
     """A process for one worker. Plans do not pass through Ray, which only places the process and ends it."""
 
-    def run(self, settings: WorkerSettings) -> None:
+    def run(self, settings: WorkerSettings, logs: LogConfig, gang_id: str) -> None:
         """Obeys the leader until it ends the connection."""
-        configure_replica_logging()
+        configure_replica_logging(logs, "worker", gang=gang_id, rank=settings.rank)
         from ...workers.worker import run_worker
 
         interface = interface_of(ray.util.get_node_ip_address())
@@ -35,11 +36,12 @@ class WorkerActor:
 class RayWorkers:
     """Starts workers beside the leader that calls it; they end with the leader's process, which owns them."""
 
-    def __init__(self, placement_group: Any) -> None:
+    def __init__(self, placement_group: Any, logs: LogConfig, gang_id: str) -> None:
         """`placement_group`: the leader's; its bundle 0 is the leader's own, worker r takes bundle r + 1."""
         if placement_group is None:
             raise RuntimeError("a gang of several workers needs a placement group with a bundle for each")
         self._placement_group = placement_group
+        self._logs, self._gang_id = logs, gang_id
         self._actors: list[Any] = []
 
     def spawn(self, settings: WorkerSettings) -> None:
@@ -48,4 +50,4 @@ class RayWorkers:
         options = actor_options(self._placement_group.bundle_specs[settings.rank + 1])
         actor = ray.remote(WorkerActor).options(scheduling_strategy=place, **options).remote()
         self._actors.append(actor)
-        actor.run.remote(settings)
+        actor.run.remote(settings, self._logs, self._gang_id)

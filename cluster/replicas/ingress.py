@@ -12,6 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from msgspec import structs
+from ray import serve
 
 from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.launches import Launches
@@ -60,7 +61,8 @@ class RouterReplica:
         """`secrets_path`: of `LaunchSecrets`; None: the node has them. `gang`: Serve's handle of the gangs, from which
         their deployment's name comes. `progress_path`: the file for the progress of the start.
         """
-        configure_replica_logging()
+        replica = serve.get_replica_context().replica_id.unique_id
+        self._log = configure_replica_logging(config.logs, "router", replica=replica)
         self._is_up = False
         on_event = ignore_event if progress_path is None else ProgressWriter(progress_path)
         with step(on_event, "starting a router"):
@@ -109,6 +111,7 @@ class RouterReplica:
         if operator_key is None:
             operator_key = await asyncio.to_thread(operator_key_in, config.data_dir)
         metrics = Metrics()
+        metrics.dropped_log_lines = lambda: self._log.num_dropped
         self._watchdog = LoopWatchdog(metrics.loop_held_s)
         self._app = create_app(
             config=self._current,
@@ -160,6 +163,7 @@ class RouterReplica:
         await self._view.stop()
         await self._redis.aclose()
         self._text.close()
+        self._log.close()
 
     def _show_demand(self) -> None:
         """Called when a sequence waits for a gang. With `min_gangs` from 1 on Serve starts gangs without being told."""

@@ -1,19 +1,22 @@
-"""Logs of a Serve replica's process."""
+"""Logs of a Serve replica's process, and of a worker's."""
 
 from __future__ import annotations
 
-import logging
-import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from ..logs.log_config import LogConfig
+from ..logs.process_log import ProcessLog, start_process_log
 
 
-def configure_replica_logging() -> None:
-    """Sends motet's own log lines to the worker's stderr, which Ray keeps in a file of its session.
+def configure_replica_logging(config: LogConfig, kind: str, **origin: Any) -> ProcessLog:
+    """Has this process's log lines written where Ray keeps its session's logs. `kind`: "router", "gang" or "worker".
 
-    They do not go through `sys.stderr`: Serve replaces that by a log of its own, which has warnings and errors only.
+    `origin`: what every line is to say of this process, beside its kind and its node.
     """
-    logger = logging.getLogger("motet")
-    if not logger.handlers:
-        handler = logging.StreamHandler(sys.__stderr__)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+    node = ray._private.worker._global_node  # Serve finds its own log folder like this
+    return start_process_log(
+        config, kind, {"node": ray.util.get_node_ip_address(), **origin}, Path(node.get_logs_dir_path())
+    )

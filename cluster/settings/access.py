@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_tenant
+from ..logs.log_config import LogFormat, LogLevel
 from .placement import Placement
 from .setting import CountOrNone, Pairs, Refusal, Setting, Unit
 
@@ -99,6 +100,7 @@ class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Unit("NUMBER"),
         Setting(
             "Most connections at once, at each front; fewer where a process may open too few files.",
+            env="MOTET_MAX_CONNECTIONS",
             not_in_args=OF_THE_EDGE,
         ),
     ] = 16_384
@@ -106,12 +108,17 @@ class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
         CountOrNone,
         Setting(
             "Most requests under way from one address, and connections once half of all are taken; 0: no bound.",
+            env="MOTET_MAX_CONNECTIONS_PER_SOURCE",
             not_in_args=OF_THE_EDGE,
         ),
     ] = 1024
     max_requests_per_key: Annotated[
         CountOrNone,
-        Setting("Most requests under way with one key, at each front; 0: no bound.", not_in_args=OF_THE_EDGE),
+        Setting(
+            "Most requests under way with one key, at each front; 0: no bound.",
+            env="MOTET_MAX_REQUESTS_PER_KEY",
+            not_in_args=OF_THE_EDGE,
+        ),
     ] = 1024
     trusted_proxies: Annotated[
         str,
@@ -119,10 +126,23 @@ class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Setting(
             "Proxies in front of motet, whose X-Forwarded-For tells the address.",
             unset="none",
+            env="MOTET_TRUSTED_PROXIES",
             check=check_networks,
             not_in_args=OF_THE_EDGE,
         ),
     ] = ""
+    access_log: Annotated[
+        bool,
+        Setting(
+            "Whether routers write a line in their log for each request, without anything of its content.",
+            "live",
+            live_in="router",
+        ),
+    ] = True
+    log_format: Annotated[
+        LogFormat, Setting("How routers, gangs and workers write their logs: text for people, json for machines.")
+    ] = "text"
+    log_level: Annotated[LogLevel, Setting("What they leave out of their logs: what is less than this.")] = "info"
     keys: Annotated[
         tuple[tuple[str, str], ...],
         Pairs("TENANT=KEY", example="acme=a-long-secret"),

@@ -1,4 +1,7 @@
-"""Compiles the C++ kernels at first use with the system's compiler, keeps the library and loads it."""
+"""Compiles the C++ kernels at first use with the system's compiler, keeps the library and loads it.
+
+Run as a program it fails where that cannot be done, and keeps nothing: so an image is tried when it is made.
+"""
 
 from __future__ import annotations
 
@@ -108,3 +111,12 @@ def _compile(compiler: str, flags: Sequence[str], library: Path) -> None:
             problem = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
             raise NativeUnavailable(f"{compiler} failed: {problem}")
         built.replace(library)  # at once, so that no process ever loads half a library
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        load_library(num_threads=2, cache=Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
@@ -18,6 +19,7 @@ import msgspec
 from msgspec import UNSET
 from starlette.types import Receive, Scope, Send
 
+from ..access.request_record import RequestRecord, record_of
 from ..generation.generation import Generation, SequenceFailedError
 from ..loop_share import LoopShare
 from ..metrics import Metrics
@@ -62,6 +64,7 @@ class GenerationResponse:
     ) -> None:
         """`stream`: None for one JSON document."""
         self.status_code = CLIENT_CLOSED_REQUEST
+        self.raw_headers: list[tuple[bytes, bytes]] = []  # beside its own
         self._generation = generation
         self._shape = shape
         self._stream = stream
@@ -71,6 +74,7 @@ class GenerationResponse:
         self._is_ending = False  # the last of the body is on its way
         self._starting = asyncio.Lock()
         self._num_sent = 0  # events
+        self._num_sent_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = asyncio.create_task(self._answer(scope, receive, send))
@@ -82,11 +86,12 @@ class GenerationResponse:
                 if self._num_sent == num_sent and not self._is_ending:
                     await self._start(send)
                     if self._num_sent == num_sent and not self._is_ending:  # nothing came while that took its time
-                        await _send_body(send, _HEARTBEAT)
+                        await self._send_body(send, _HEARTBEAT)
                 silence_s, num_sent = HEARTBEAT_S, self._num_sent
         finally:
             self._metrics.num_open_generations -= 1
             self._generation.cancel()
+            self._tell(record_of(scope), is_cancelled=not answer.done())
             gone.cancel()
             answer.cancel()  # a no-op when it is done
             await asyncio.gather(answer, gone, return_exceptions=True)
@@ -110,7 +115,7 @@ class GenerationResponse:
         except OSError:  # some servers raise it when the client has disconnected
             return
         except Exception:
-            _log.exception("a generation failed")
+            _log.exception("a generation failed", extra=record_of(scope).tags)
             error = internal_error()
         await self._send_error(error, scope, receive, send)
 
@@ -129,7 +134,7 @@ class GenerationResponse:
         before, after = _encode(shape.without_choices(generation.usage())).split(_NO_CHOICES, 1)
         self.status_code = 200
         self._has_started = True
-        await _send_document(send, [before + b'"choices":[', *pieces[1:], b"]" + after], share)
+        await self._send_document(send, [before + b'"choices":[', *pieces[1:], b"]" + after], share)
 
     async def _send_events(self, send: Send, style: StreamStyle) -> None:
         generation, shape = self._generation, self._shape
@@ -142,15 +147,15 @@ class GenerationResponse:
                 self._num_sent += 1
                 if not delta.is_empty:
                     line = style.event_ids.line(generation.num_tokens)
-                    await _send_body(send, opening + line + _event(shape.chunk(index, delta, usage)))
+                    await self._send_body(send, opening + line + _event(shape.chunk(index, delta, usage)))
                 elif opening:
-                    await _send_body(send, opening)
+                    await self._send_body(send, opening)
         ending = b"" if self._has_opened else await self._start_events(send, self._chunk_usage(style), style)
         if style.include_usage and not (style.position is not None and style.position.has_usage):
             ending += style.event_ids.line(generation.num_tokens, AT_USAGE)
             ending += _event(shape.closing(generation.usage()))
         self._is_ending = True
-        await _send_body(send, ending + b"data: [DONE]\n\n", more=False)
+        await self._send_body(send, ending + b"data: [DONE]\n\n", more=False)
 
     async def _start_events(self, send: Send, usage: ChunkUsage, style: StreamStyle) -> bytes:
         """Sends the headers. Returns the events before the first token, without those that the client has had."""
@@ -166,7 +171,7 @@ class GenerationResponse:
         for suffix, chunk in [*zip(suffixes, chunks, strict=False)][num_had:]:
             opening += style.event_ids.line(none_yet, suffix) + _event(chunk)
             if len(opening) >= _PIECE_BYTES:
-                await _send_body(send, opening)
+                await self._send_body(send, opening)
                 opening = b""
             await share.pause()
         return opening
@@ -177,7 +182,7 @@ class GenerationResponse:
             if not self._has_started:
                 self.status_code = 200
                 self._has_started = True
-                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS + self.raw_headers})
 
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the error as the answer, or as the last event of a stream that has begun.
@@ -185,14 +190,52 @@ class GenerationResponse:
         No [DONE] follows, so that no client takes such a stream for complete.
         """
         self._is_ending = True
+        record_of(scope).error = error.detail.code or ""
         async with self._starting:  # the headers may be on their way
             has_started, self._has_started = self._has_started, True
         if has_started:
             self._metrics.num_broken_streams += 1
-            await _send_body(send, b"data: " + error.body() + b"\n\n", more=False)
+            await self._send_body(send, b"data: " + error.body() + b"\n\n", more=False)
         else:
             self.status_code = error.status_code
-            await error.response()(scope, receive, send)
+            response = error.response()
+            response.raw_headers += self.raw_headers
+            self._num_sent_bytes += len(response.body)
+            await response(scope, receive, send)
+
+    async def _send_body(self, send: Send, body: bytes, *, more: bool = True) -> None:
+        self._num_sent_bytes += len(body)
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _send_document(self, send: Send, pieces: list[bytes], share: LoopShare) -> None:
+        """Sends JSON, which may be long, piece by piece."""
+        headers = [
+            (b"content-length", str(sum(map(len, pieces))).encode()),
+            (b"content-type", b"application/json"),
+            *self.raw_headers,
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        body = bytearray()
+        for piece in pieces:
+            body += piece
+            if len(body) >= _PIECE_BYTES:
+                await self._send_body(send, bytes(body))
+                body.clear()
+                await share.pause()
+        await self._send_body(send, bytes(body), more=False)
+
+    def _tell(self, record: RequestRecord, *, is_cancelled: bool) -> None:
+        """What the access log says of the generation. `is_cancelled`: the client has left before its end."""
+        generation = self._generation
+        usage = generation.usage()
+        record.is_stream, record.is_cancelled = self._stream is not None, is_cancelled
+        record.num_prompt_tokens, record.num_completion_tokens = usage.prompt_tokens, usage.completion_tokens
+        record.num_cached_tokens = generation.num_cached_tokens
+        if generation.first_token_at is not None:
+            record.first_token_s = generation.first_token_at - record.started_at
+        reasons = Counter(choice.finish_reason or "unfinished" for choice in generation.choices)
+        record.finish = ",".join(f"{reason}:{count}" for reason, count in sorted(reasons.items()))
+        record.num_sent_bytes = self._num_sent_bytes
 
     def _chunk_usage(self, style: StreamStyle) -> ChunkUsage:
         if style.usage_in_every_chunk:
@@ -202,27 +245,6 @@ class GenerationResponse:
 
 def _event(chunk: msgspec.Struct) -> bytes:
     return b"data: " + _encode(chunk) + b"\n\n"
-
-
-async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more})
-
-
-async def _send_document(send: Send, pieces: list[bytes], share: LoopShare) -> None:
-    """Sends JSON, which may be long, piece by piece."""
-    headers = [
-        (b"content-length", str(sum(map(len, pieces))).encode()),
-        (b"content-type", b"application/json"),
-    ]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    body = bytearray()
-    for piece in pieces:
-        body += piece
-        if len(body) >= _PIECE_BYTES:
-            await _send_body(send, bytes(body))
-            body.clear()
-            await share.pause()
-    await _send_body(send, bytes(body), more=False)
 
 
 async def _client_gone(receive: Receive) -> None:

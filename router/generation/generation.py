@@ -60,6 +60,7 @@ class GenerationRequest:
     keep_logprobs: bool
     num_best: int | None = None  # None: all
     beams: Sequence[BeamRules] = ()  # one for each prompt, n wide: the choices are beams; empty: they are drawn
+    request_id: str = ""  # for logs
     key: str = ""  # of the answer; empty: its client cannot come back for its sequences
     cache_salt: str = ""  # the tenant's sequences share KV only where this is the same
     timeout_s: float | None = None  # from the request's arrival to the last token; None: as long as it takes
@@ -95,6 +96,7 @@ class Generation:
         self._num_seen = request.num_seen or [0] * len(self.choices)
         self._deadline = None if request.timeout_s is None else started_at + request.timeout_s
         self._updated_at = [started_at] * len(self.choices)
+        self.first_token_at: float | None = None  # by `time.perf_counter()`; None: no token has come
         self._num_unfinished = len(self.choices)
         self._num_cached: list[int | None] = [None] * len(self.choices)  # tokens of its prompt that were not computed
         self._total_logprobs = [0.0] * len(self.choices)  # as far as log-probabilities were asked for
@@ -185,11 +187,12 @@ class Generation:
     def usage(self) -> Usage:
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self.request.prompts)
         completion_tokens = sum(self.num_tokens)
-        num_cached = self._num_cached_tokens()
+        num_cached = self.num_cached_tokens
         details = UNSET if num_cached is None else PromptTokensDetails(num_cached)
         return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
-    def _num_cached_tokens(self) -> int | None:
+    @property
+    def num_cached_tokens(self) -> int | None:
         """Tokens of the prompts that no choice had to compute; None: not all sequences have told yet."""
         n, found = self.request.n, 0
         for start, prompt in zip(range(0, len(self.choices), n), self.request.prompts, strict=True):
@@ -212,6 +215,7 @@ class Generation:
                 tenant=request.tenant,
                 adapter=request.adapter,
                 cache_salt=request.cache_salt,
+                request_id=request.request_id,
             )
             if request.beams:
                 is_stopped = BeamStops(request.stop, self._text, prompt.token_ids)
@@ -263,6 +267,8 @@ class Generation:
         elapsed_s = now - self._updated_at[index]
         histogram = metrics.first_token_s if is_first else metrics.inter_token_s
         histogram.observe(elapsed_s)
+        if is_first and self.first_token_at is None:
+            self.first_token_at = now
         if is_first and computing_s is not None:
             metrics.queue_wait_s.observe(max(0.0, elapsed_s - computing_s))  # two machines' clocks
         self._updated_at[index] = metrics.last_token_at = now

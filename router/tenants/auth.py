@@ -7,6 +7,7 @@ import hmac
 from starlette.requests import Request
 
 from ...adapters.registry.registry_view import RegistryView
+from ..access.request_record import record_of
 from ..openai_api.errors import ApiError
 
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
@@ -17,6 +18,7 @@ def tenant_of(request: Request, view: RegistryView) -> str:
     tenant = view.tenant_of_key(_key_of(request))
     if tenant is None:
         raise _unknown()
+    record_of(request.scope).tenant = tenant
     return tenant
 
 

@@ -16,6 +16,7 @@ from ...adapters.adapter import AdapterVersion
 from ...adapters.errors import AdapterInvalid, RegistryUnavailable, UploadTooLarge
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.upload import UploadService
+from ..access.request_record import record_of
 from ..bodies.arrival import ArrivalPace
 from ..bodies.turns import Turns
 from ..config import CurrentConfig
@@ -63,6 +64,7 @@ class AdaptersApi:
                 if error.errno not in DISK_FULL:
                     raise
                 raise _disk_full() from error
+        record_of(request.scope).model = adapter.name
         return _json(_shown(adapter), 201 if created else 200)
 
     async def _receive(self, request: Request, tenant: str) -> tuple[AdapterVersion, bool]:
@@ -94,6 +96,7 @@ class AdaptersApi:
             raise _registry_away(error) from error
         if adapter is None:
             raise _not_found(name)
+        record_of(request.scope).model = name
         return _json(_shown(adapter))
 
     async def delete(self, request: Request) -> Response:
@@ -105,6 +108,7 @@ class AdaptersApi:
             raise _registry_away(error) from error
         if not deleted:
             raise _not_found(name)
+        record_of(request.scope).model = name
         return _json({"name": name, "object": "adapter", "deleted": True})
 
 

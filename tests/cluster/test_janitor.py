@@ -20,7 +20,7 @@ LAUNCHER = """
 import sys, time
 from pathlib import Path
 from motet.cluster.launch.janitor import Janitor
-Janitor(sys.argv[1], Path(sys.argv[2]))
+Janitor(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
 print(flush=True)
 time.sleep(600)
 """
@@ -51,7 +51,7 @@ def test_ends_its_session_and_nothing_else(session: str, stray: subprocess.Popen
     folder = tmp_path / "session"
     (folder / "inner").mkdir(parents=True)
     assert [process.pid for process in find_processes(session)] == [stray.pid]
-    Janitor(session, folder).finish()
+    Janitor(session, folder, tmp_path / "kept").finish()
     assert stray.wait(PATIENCE_S) == -9
     assert not folder.exists()
     assert other.poll() is None
@@ -61,8 +61,13 @@ def test_ends_its_session_and_nothing_else(session: str, stray: subprocess.Popen
 
 def test_outlives_a_killed_launcher(session: str, stray: subprocess.Popen[bytes], tmp_path: Path) -> None:
     folder = tmp_path / "session"
-    folder.mkdir()
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, session, str(folder)], stdout=subprocess.PIPE)
+    logs = folder / "ray" / "session_1" / "logs" / "motet"
+    logs.mkdir(parents=True)
+    (folder / "ray" / "session_latest").symlink_to(folder / "ray" / "session_1")
+    (logs / "gang-1-1.log").write_text("what it said last\n")
+    kept = tmp_path / "data" / "logs" / "2026-11-22"
+    command = [sys.executable, "-c", LAUNCHER, session, str(folder), str(kept)]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert launcher.stdout is not None
     launcher.stdout.readline()
     janitors = psutil.Process(launcher.pid).children()
@@ -74,3 +79,4 @@ def test_outlives_a_killed_launcher(session: str, stray: subprocess.Popen[bytes]
     psutil.wait_procs(janitors, timeout=PATIENCE_S)
     assert not janitors[0].is_running()
     assert not folder.exists()
+    assert (kept / "motet" / "gang-1-1.log").read_text() == "what it said last\n"

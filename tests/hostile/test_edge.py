@@ -86,9 +86,7 @@ def test_a_timeout_of_serve_does_not_end_a_generation(motet: RunningMotet) -> No
     assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 50
 
 
-@pytest.mark.parametrize(
-    "header", [b"x-request-id: \xff", b"traceparent: \xff", b"authorization: \xff", b"a: " + b"x" * 20_000]
-)
+@pytest.mark.parametrize("header", [b"traceparent: \xff", b"authorization: \xff", b"a: " + b"x" * 20_000])
 def test_no_header_gives_a_500_or_html(motet: RunningMotet, header: bytes) -> None:
     answer = raw_answer(port_of(motet), GET + header + b"\r\n\r\n")
     assert 400 <= answer[0] < 500

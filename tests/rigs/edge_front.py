@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig,
 from ray.serve.config import HTTPOptions
 
 from motet.cluster.edge.edge_limits import EdgeLimits
-from motet.cluster.edge.haproxy import write_haproxy
+from motet.cluster.edge.haproxy import write_edge_program, write_haproxy
 from motet.cluster.launch.local_serve import LOOPBACK, free_ports
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 
@@ -59,25 +60,37 @@ def write_serves_config(
 
 
 @contextmanager
-def edge_front(folder: Path, limits: EdgeLimits, router_port: int | None) -> Iterator[int]:
-    """The port of a front with these limits."""
+def edge_front(
+    folder: Path, limits: EdgeLimits | None, router_port: int | None, variables: Mapping[str, str] | None = None
+) -> Iterator[int]:
+    """The port of a front with these limits. None: the program of an image, with these variables."""
     port = free_ports(1)[0]
     config = write_serves_config(folder, port=port, router_port=router_port)
-    haproxy = write_haproxy(folder / "haproxy", limits, LOOPBACK)
+    program = folder / "haproxy"
+    haproxy = write_edge_program(program) if limits is None else write_haproxy(program, limits, LOOPBACK)
     log = folder / "haproxy.log"
-    with log.open("w") as stderr, subprocess.Popen([haproxy, "-db", "-f", config], stderr=stderr) as process:
+    environment = os.environ | (variables or {})
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen([haproxy, "-db", "-f", config], stderr=stderr, env=environment) as process,
+    ):
         try:
 
-            def listens() -> bool:
+            def is_up() -> bool:
                 assert process.poll() is None, log.read_text()
-                with suppress(OSError), socket.create_connection((LOOPBACK, port), timeout=PATIENCE_S):
-                    return True
-                return False
+                return listens(port)
 
-            eventually(listens)
+            eventually(is_up)
             yield port
         finally:
             process.kill()
+
+
+def listens(port: int) -> bool:
+    """Whether somebody takes connections there."""
+    with suppress(OSError), socket.create_connection((LOOPBACK, port), timeout=PATIENCE_S):
+        return True
+    return False
 
 
 def raw_answer(port: int, request: bytes, *, source: str = LOOPBACK) -> tuple[int, dict[str, str], bytes]:

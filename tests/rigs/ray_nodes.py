@@ -18,7 +18,8 @@ from typing import IO
 
 import psutil
 
-from motet.cluster.launch.local_serve import PATIENT_STARTS, free_ports
+from motet.cluster.edge.serve_variables import PATIENT_STARTS
+from motet.cluster.launch.local_serve import free_ports
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"

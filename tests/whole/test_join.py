@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from motet.cluster.launch.joined_cluster import SERVE_FLAGS
-from motet.cluster.launch.local_serve import LASTING_STREAMS, free_ports
+from motet.cluster.edge.serve_variables import LASTING_STREAMS, SERVE_FLAGS
+from motet.cluster.launch.local_serve import free_ports
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.ray_nodes import KEY, RayNodes
 
@@ -57,7 +57,7 @@ def test_a_serve_that_motet_starts_has_its_edge(nodes: RayNodes) -> None:
     port = free_ports(1)[0]
     options = ["--port", str(port), "--router-resource", "front=1", "--dtype", "float32"]
     with nodes.motet(*options) as url, httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S) as http:
-        for headers in ({"x-request-id": b"\xff"}, {"a": "x" * 20_000}):
+        for headers in ({"traceparent": b"\xff"}, {"a": "x" * 20_000}):
             answer = http.get("/v1/models", headers=headers)  # type: ignore[arg-type]
             assert answer.status_code in (400, 431)
             assert answer.json()["error"]["code"] in ("invalid_header", "headers_too_large")

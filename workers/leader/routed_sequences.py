@@ -18,6 +18,7 @@ from .leader_config import LeaderConfig
 from .queue_limit import QueueLimit
 from .router_stream import RouterStream
 from .sequence_journal import SequenceJournal
+from .sequence_log import log_arrival, log_end
 from .sequence_timers import SequenceTimers
 from .served_engine import ServedEngine
 from .tenant_places import TenantPlaces
@@ -35,6 +36,8 @@ class _Listener(NamedTuple):
 
     stream: RouterStream
     sequence_id: int
+    request_id: str  # of the request that it belongs to, for the log
+    tenant: str
 
 
 class RoutedSequences:
@@ -110,7 +113,8 @@ class RoutedSequences:
             for unreachable in self._journal.begin(engine_id, request, stream.number):
                 self._cancel_in_engine(unreachable)
             self._tell_orphans()
-        self._listen(engine_id, stream, sequence_id)
+        self._listen(engine_id, stream, request)
+        log_arrival(request)
         self._timers.start(engine_id, request)
         numbered = msgspec.structs.replace(request, sequence_id=engine_id)
         if self._places.enter(numbered):
@@ -180,8 +184,9 @@ class RoutedSequences:
     def hand_over(self) -> int:
         """Gives all sequences back to their routers, which go on with them elsewhere; how many. Orphans are lost."""
         num_sequences = len(self)
-        for engine_id, (stream, sequence_id) in self._listeners.items():
+        for engine_id, (stream, sequence_id, request_id, tenant) in self._listeners.items():
             self._cancel_in_engine(engine_id)
+            log_end(request_id, tenant, SequenceUpdate(sequence_id, error=_HANDED_OVER))
             del stream.live[sequence_id]
             stream.tell(SequenceUpdate(sequence_id, error=_HANDED_OVER))
         self._listeners.clear()
@@ -207,14 +212,15 @@ class RoutedSequences:
             del before.stream.live[before.sequence_id]
             before.stream.tell(SequenceUpdate(before.sequence_id, error=_TAKEN_OVER))
         if not found.is_finished:
-            self._listen(found.engine_id, stream, request.sequence_id)
+            self._listen(found.engine_id, stream, request)
+            log_arrival(request)
         if found.rest:
             stream.tell_past(request.sequence_id, found.rest)
         return True
 
-    def _listen(self, engine_id: int, stream: RouterStream, sequence_id: int) -> None:
-        stream.live[sequence_id] = engine_id
-        self._listeners[engine_id] = _Listener(stream, sequence_id)
+    def _listen(self, engine_id: int, stream: RouterStream, request: SequenceRequest) -> None:
+        stream.live[request.sequence_id] = engine_id
+        self._listeners[engine_id] = _Listener(stream, request.sequence_id, request.request_id, request.tenant)
 
     def _tell(self, update: SequenceUpdate, now: float) -> None:
         """Hands an update under the engine's id on to the stream that hears of the sequence."""
@@ -225,9 +231,10 @@ class RoutedSequences:
         listener = self._listeners.get(update.sequence_id)
         if listener is None:
             return  # cancelled, or an orphan
-        stream, sequence_id = listener
+        stream, sequence_id, request_id, tenant = listener
         if update.finish_reason is not None or update.error is not None:
             del self._listeners[update.sequence_id], stream.live[sequence_id]
+            log_end(request_id, tenant, update)
         stream.unsent.add(
             SequenceUpdate(
                 sequence_id,

@@ -92,6 +92,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: AdapterRef | None = None  # None: the base
     generated_token_ids: list[int] = []
     cache_salt: str = ""  # sequences of one tenant share KV only if this is the same
+    request_id: str = ""  # of the request that it belongs to: for the gang's log
     key: str = ""  # names it among its tenant's sequences, on all gangs; empty: it cannot be asked for again
     has_begun: bool = False  # a client has had tokens of it: it is never refused for want of room
     is_resumed: bool = False  # a client has come back for it: it is given to him though somebody else may read it

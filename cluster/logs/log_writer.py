@@ -1,0 +1,102 @@
+"""Lines on their way to where they are kept: by a thread, so that nobody who logs waits for a disk or a pipe.
+
+What is not written waits in memory, up to a bound. Beyond that lines are dropped and counted: a full disk, or a pipe
+that nobody reads, costs lines of the log and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from typing import Final
+
+MAX_WAITING_BYTES: Final = 4 << 20
+PAUSE_S: Final = 0.02  # between two writes, so that a busy process writes often enough and not for every line
+CLOSE_S: Final = 1.0  # after which what cannot be written is given up
+
+Write = Callable[[bytes], None]  # all of it, however long it takes; raises OSError
+
+
+class LogWriter:
+    """Any thread may call `put`."""
+
+    def __init__(self, write: Write, name: str, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
+        self._write = write
+        self._max_waiting_bytes = max_waiting_bytes
+        self._lines: list[bytes] = []
+        self._num_waiting_bytes = 0
+        self._num_untold = 0  # dropped since the last line that told of it
+        self.num_dropped = 0
+        self._lock = threading.Lock()
+        self._some = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._write_forever, name=f"log to {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, line: bytes) -> None:
+        """Returns at once. `line`: with its end."""
+        with self._lock:
+            if self._num_waiting_bytes + len(line) > self._max_waiting_bytes:
+                self.num_dropped += 1
+                self._num_untold += 1
+                return
+            self._lines.append(line)
+            self._num_waiting_bytes += len(line)
+        if not self._some.is_set():
+            self._some.set()
+
+    def take_untold(self) -> int:
+        """How many lines were dropped since the last call, once there is room again to tell of it."""
+        with self._lock:
+            if self._num_waiting_bytes > self._max_waiting_bytes // 2:
+                return 0
+            untold, self._num_untold = self._num_untold, 0
+            return untold
+
+    def close(self) -> None:
+        """Returns when all is written, or cannot be."""
+        self._closing.set()
+        self._some.set()
+        self._thread.join(CLOSE_S)
+
+    def _write_forever(self) -> None:
+        while True:
+            self._some.wait()
+            self._some.clear()
+            with self._lock:
+                lines, self._lines = self._lines, []
+            if lines:
+                try:
+                    self._write(b"".join(lines))
+                except OSError:
+                    self._lose(len(lines))
+                with self._lock:
+                    self._num_waiting_bytes -= sum(map(len, lines))
+            elif self._closing.is_set():
+                return
+            if self._closing.is_set():
+                self._some.set()
+            else:
+                self._closing.wait(PAUSE_S)
+
+    def _lose(self, num_lines: int) -> None:
+        with self._lock:
+            self.num_dropped += num_lines
+            self._num_untold += num_lines
+
+
+def to_descriptor(descriptor: int) -> Write:
+    """Writes to a file descriptor of this process, whether or not it blocks."""
+
+    def write(data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            try:
+                rest = rest[os.write(descriptor, rest) :]
+            except BlockingIOError:
+                with contextlib.suppress(InterruptedError):
+                    threading.Event().wait(PAUSE_S)
+
+    return write

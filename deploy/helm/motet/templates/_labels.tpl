@@ -1,0 +1,24 @@
+{{- define "motet.labels" -}}
+app.kubernetes.io/name: motet
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "motet.redisLabels" -}}
+app.kubernetes.io/name: motet-redis
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "motet.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 1000
+runAsGroup: 1000
+fsGroup: 1000
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "motet.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}

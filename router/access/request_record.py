@@ -1,0 +1,71 @@
+"""What is known of one request, for its line in the access log and for lines that are about it.
+
+It travels in the request's ASGI scope, from the endpoint that begins it to whoever learns something: who the tenant is,
+which model is meant, how many tokens came. Nothing in it is content: no prompt, no key, no text that a client chose,
+except names that the registry knows.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from starlette.types import Scope
+
+from .request_id import REQUEST_ID_HEADER, request_id_of
+
+_KEY: Final = "motet.request"
+_RAW_HEADER: Final = REQUEST_ID_HEADER.encode()
+# Of an answer's id these characters are random. Those before them tell of the prompt, as a hash of it does.
+NUM_ANSWER_CHARS: Final = 21
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    request_id: str
+    method: str
+    route: str  # the route's own text, never the path that was asked for
+    started_at: float = field(default_factory=time.perf_counter)
+    tenant: str = ""  # empty: the key is nobody's, or none is asked for
+    model: str = ""  # a name that the registry has, or the base's; empty: none was found
+    answer: str = ""  # the end of the answer's id
+    error: str = ""  # the code of the error that the client was told
+    is_stream: bool = False
+    is_cancelled: bool = False  # the client left before the end
+    num_prompt_tokens: int | None = None
+    num_completion_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    first_token_s: float | None = None  # from the request's arrival
+    finish: str = ""  # why each choice ended, with how many did so
+    num_sent_bytes: int | None = None  # of the answer's body; None: it was not sent
+
+    @property
+    def header(self) -> tuple[bytes, bytes]:
+        """Of the answer."""
+        return _RAW_HEADER, self.request_id.encode("ascii")
+
+    @property
+    def tags(self) -> dict[str, Any]:
+        """`extra` of a log line that is about this request."""
+        return tags(self.request_id, self.tenant)
+
+
+def tags(request_id: str, tenant: str) -> dict[str, Any]:
+    """`extra` of a log line that is about a request of this tenant."""
+    fields = {"request_id": request_id, "tenant": tenant}
+    return {"fields": {name: value for name, value in fields.items() if value}}
+
+
+def begin_record(scope: Scope, route: str) -> RequestRecord:
+    """Puts a new record into the scope."""
+    record = RequestRecord(request_id=request_id_of(scope["headers"]), method=scope["method"], route=route)
+    scope[_KEY] = record
+    return record
+
+
+def record_of(scope: Scope) -> RequestRecord:
+    """The record that the endpoint has begun."""
+    found = scope[_KEY]
+    assert isinstance(found, RequestRecord)
+    return found

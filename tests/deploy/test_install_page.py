@@ -1,0 +1,123 @@
+"""The commands of docs/install.md: those that need no cluster are run, the others are asked what they would do."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from motet.tests.rigs.kube_tools import ROOT, run_tool, tool
+from motet.tests.whole.test_docs_commands import COMMAND_TIMEOUT_S, Block, blocks, has_lines
+
+PAGE = "docs/install.md"
+TO_RUN = [block for block in blocks(PAGE) if block.why_not_run is None]
+NOT_RUN = [block for block in blocks(PAGE) if block.why_not_run is not None]
+
+
+@pytest.fixture(scope="module")
+def person(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of somebody who has a copy of `deploy/` in the folder HOME, and kubectl and helm."""
+    home = tmp_path_factory.mktemp("home")
+    shutil.copytree(ROOT / "deploy", home / "deploy")
+    programs = home / "bin"
+    programs.mkdir()
+    for name in ("kubectl", "helm"):
+        (programs / name).symlink_to(tool(name))
+    path = f"{programs}:{os.environ['PATH']}"
+    return os.environ | {"HOME": str(home), "PATH": path, "KUBECONFIG": str(home / "none")}
+
+
+def run(text: str, person: dict[str, str]) -> str:
+    assert shutil.which("openssl"), "the page's commands need openssl"
+    ended = subprocess.run(
+        ["bash", "-eo", "pipefail", "-c", text],
+        capture_output=True,
+        text=True,
+        cwd=person["HOME"],
+        env=person,
+        timeout=COMMAND_TIMEOUT_S,
+    )
+    assert ended.returncode == 0, f"{text}\n{ended.stdout}\n{ended.stderr}"
+    return ended.stdout
+
+
+def commands_of(block: Block) -> Iterator[list[str]]:
+    for line in block.text.replace("\\\n", " ").splitlines():
+        if words := shlex.split(line, comments=True):
+            yield words
+
+
+def test_what_needs_no_cluster_works(person: dict[str, str]) -> None:
+    assert len(TO_RUN) >= 3
+    for block in TO_RUN:
+        printed = run(block.text, person)
+        assert printed.strip(), block.text
+        if block.output is not None:
+            assert has_lines(block.output, printed), f"{block.text}\n{printed}"
+
+
+def test_what_creates_something_is_understood(person: dict[str, str]) -> None:
+    """By kubectl, which does not ask a cluster for that. It finds the files that the page had the person make."""
+    run(TO_RUN[0].text, person)
+    created: dict[str, str] = {}
+    for line in (line for block in NOT_RUN for line in block.text.splitlines()):
+        if line.startswith("kubectl create "):
+            created[run(f"{line} --dry-run=client --output name", person).strip()] = line
+    assert {"namespace/motet", "secret/motet", "secret/motet-redis"} <= created.keys()
+
+
+def test_secrets_of_the_page_are_those_that_motet_reads(person: dict[str, str]) -> None:
+    from motet.cluster.application.secret_files import secrets_of_this_node
+
+    run(TO_RUN[0].text, person)
+    made = Path(person["HOME"]) / "motet-secrets"
+    mounted = Path(person["HOME"]) / "mounted"
+    mounted.mkdir(exist_ok=True)
+    create = next(
+        words
+        for block in NOT_RUN
+        for words in commands_of(block)
+        if words[:5] == ["kubectl", "create", "secret", "generic", "motet"]
+    )
+    for name in (Path(word).name for word in create if word.startswith("~/")):
+        shutil.copy(made / name, mounted / name)
+    secrets = secrets_of_this_node({"MOTET_SECRETS_DIR": str(mounted)})
+    assert secrets.redis_url == f"redis://:{(made / 'password').read_text()}@motet-redis:6379/0"
+    assert [tenant for tenant, _ in secrets.keys or ()] == ["acme"] and secrets.operator_key
+    assert all((made / name).stat().st_mode & 0o077 == 0 for name in os.listdir(made))
+
+
+def test_folders_and_presets_that_a_command_names_are_there() -> None:
+    named = [
+        word for block in blocks(PAGE) for words in commands_of(block) for word in words if word.startswith("deploy/")
+    ]
+    assert len(named) > 5
+    assert [one for one in named if not (ROOT / one).exists() and "/ours" not in one] == []
+
+
+@pytest.mark.parametrize("program", ["kubectl", "helm"])
+def test_options_of_what_is_not_run_exist(program: str) -> None:
+    for block in NOT_RUN:
+        for words in commands_of(block):
+            if words[0] != program or words[1] == "port-forward":
+                continue
+            verb = list(iter_verbs(words))
+            known = run_tool(program, *verb, "--help").stdout + run_tool(program, "options", check=False).stdout
+            options = {word.partition("=")[0] for word in words if word.startswith("-") and word != "-"}
+            assert [one for one in options if not re.search(rf"(^|[\s,]){re.escape(one)}\b", known)] == [], words
+
+
+def iter_verbs(words: list[str]) -> Iterator[str]:
+    """`create secret generic` of such a command."""
+    for word in words[1:4]:
+        if word not in ("install", "repo", "add", "create", "namespace", "secret", "generic", "apply", "get", "label"):
+            return
+        yield word
+        if word in ("install", "apply", "get", "label", "namespace"):
+            return
