@@ -27,6 +27,7 @@ HADOLINT = Path(sys.executable).parent / "hadolint"
 OWN_VARIABLES = {
     "PATH": "/opt/motet/bin:/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin",
     "HF_HOME": "/var/cache/motet/huggingface",
+    "MOTET_SLOW_KERNELS": "refuse",
     "PYTHONUNBUFFERED": "1",
     "TRITON_HOME": "/var/cache/motet",
     "XDG_CACHE_HOME": "/var/cache",
