@@ -277,7 +277,7 @@ def test_without_a_compiler_the_twins_serve_and_one_line_says_what_is_lost(
 
 
 def test_slow_kernels_can_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OnlySlowKernels, match="none is faster for torch.float16 on cpu"):
+    with pytest.raises(OnlySlowKernels, match=r"none is faster for torch\.float16 on cpu"):
         choose_kernels(CPU, torch.float16, 1, slow_ones=False)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(OnlySlowKernels, match=r"no C\+\+ compiler was found"):
