@@ -17,7 +17,7 @@ def check_clocks(offsets_s: Mapping[str, float]) -> list[Finding]:
     """`offsets_s`: of each clock, against one that all were compared with."""
     if len(offsets_s) < 2:
         return []
-    first, last = (pick(offsets_s, key=lambda name: offsets_s[name]) for pick in (min, max))
+    first, *_, last = sorted(offsets_s, key=lambda name: offsets_s[name])
     apart_s = offsets_s[last] - offsets_s[first]
     found = f"{last} is {apart_s:.2f} s ahead of {first}"
     if apart_s >= FAR_APART_S:

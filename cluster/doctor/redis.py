@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from redis import Redis
@@ -45,7 +46,7 @@ def gather_redis(url: str | None) -> RedisFacts:
             return RedisFacts(address=None, problem=str(problem))
     address = _address(url)
     try:
-        client: Redis = Redis.from_url(
+        client: Any = Redis.from_url(
             url,
             decode_responses=True,
             socket_timeout=TIMEOUT_S,
@@ -74,7 +75,7 @@ def gather_redis(url: str | None) -> RedisFacts:
         client.close()
 
 
-def _config(client: Redis) -> dict[str, str] | None:
+def _config(client: Any) -> dict[str, str] | None:
     try:
         return {
             str(key): str(value) for key, value in client.config_get("maxmemory*", "appendonly", "appendfsync").items()

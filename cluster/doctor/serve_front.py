@@ -36,10 +36,12 @@ class RunningServe:
 
 def gather_serve() -> NodeServeFacts:
     program = os.environ.get(BINARY_VARIABLE, "")
+    limits: EdgeLimits | None = None
+    problem = ""
     try:
-        limits, problem = limits_of_environment(), ""
+        limits = limits_of_environment()
     except ValueError as refusal:
-        limits, problem = None, str(refusal)
+        problem = str(refusal)
     return NodeServeFacts(
         variables={name: os.environ[name] for name in {**SERVE_FLAGS, **LASTING_STREAMS} if name in os.environ},
         program=program,
