@@ -178,32 +178,42 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
     )
 
 
+class OnlySlowKernels(ValueError):  # noqa: N818
+    """None but the plain twins can be had here, and they are not wanted; the message says why."""
+
+
 def choose_kernels(
     device: torch.device,
     dtype: torch.dtype,
     num_threads: int,
     cache: Path | None = None,
     on_compile: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    slow_ones: bool = True,
 ) -> Kernels:
     """The fastest kernels that this machine can have. One warning says what is lost where the plain twins serve.
 
     `cache`: the folder that keeps compiled kernels; None: `.cache/motet` in the user's home. `on_compile`: see
-    `load_library`.
+    `load_library`. `slow_ones`: the plain twins may serve; else raises OnlySlowKernels where nothing else can.
     """
+
+    def plain(lost: str, problem: object) -> Kernels:
+        if not slow_ones:
+            raise OnlySlowKernels(f"there are only plain torch kernels, {lost}, and these are refused: {problem}")
+        log.warning("plain torch kernels serve, %s: %s", lost, problem)
+        return plain_kernels()
+
     if device.type == "cuda":
         try:
             return triton_kernels(device, dtype, find_flash_attention(torch.cuda.get_device_capability(device)))
         except ImportError as problem:
-            log.warning("plain torch kernels serve, several times slower: Triton cannot be imported: %s", problem)
-            return plain_kernels()
+            return plain("several times slower", f"Triton cannot be imported: {problem}")
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
-        log.warning("plain torch kernels serve, several times slower: none is faster for %s on %s", dtype, device.type)
-        return plain_kernels()
+        return plain("several times slower", f"none is faster for {dtype} on {device.type}")
     try:
         return native_kernels(dtype, num_threads, load_library(num_threads, cache, on_compile=on_compile))
     except NativeUnavailable as problem:
-        log.warning("plain torch kernels serve, with several times fewer tokens per second: %s", problem)
-        return plain_kernels()
+        return plain("with several times fewer tokens per second", problem)
 
 
 def as_it_is(weight: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from ..adapters.packing.layout import Dtype
 
 ExpertSharding = Literal["tensor", "expert"]
 Device = Literal["cpu", "cuda", "auto"]
+SlowKernels = Literal["allow", "refuse"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class EngineConfig:
     max_model_len: int | None  # None: what the model's config says
     num_threads: int  # of each worker's compute library
     cache_path: Path | None  # keeps what was compiled for this machine; None: .cache/motet in the user's home
+    slow_kernels: SlowKernels  # where no fast ones can be had: compute with plain ones, or do not start
     tensor_parallel: int  # workers of the gang
     expert_sharding: ExpertSharding  # workers share each expert's features, or ("expert") the experts
     step_deadline_s: float  # a worker that takes longer over a step hangs

@@ -47,7 +47,9 @@ def build_executor(
     geometry = plan_pool(sharding, config.block_size, dtype, config.pool_bytes)
     layout = sharding.layout(config.block_size, config.dtype)
     on_compile = partial(on_progress, "compiling kernels")
-    kernels = choose_kernels(device, dtype, config.num_threads, config.cache_path, on_compile)
+    kernels = choose_kernels(
+        device, dtype, config.num_threads, config.cache_path, on_compile, slow_ones=config.slow_kernels == "allow"
+    )
     pool = make_pool(geometry, device)
     decoder = load_decoder(sharding, Checkpoint(config.model_path, dtype, device, on_progress), kernels)
     rotary = rotary_tables(model.rotaries, model.head_dim, config.context_of(model.max_model_len), device)

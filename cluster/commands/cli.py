@@ -14,6 +14,7 @@ from .adapter_commands import adapters
 from .chat import Chat
 from .client import MotetClient
 from .client_options import with_client, with_operator_client
+from .doctor_command import doctor
 from .edge_command import edge_program
 from .secret_arguments import hide_secrets
 from .serve_command import serve
@@ -66,6 +67,7 @@ def status(client: MotetClient, seconds: float) -> None:
 
 main.add_command(serve)
 main.add_command(adapters)
+main.add_command(doctor)
 main.add_command(edge_program)
 
 

@@ -17,7 +17,7 @@ from .client_options import KEY_VARIABLE
 
 def hide_secrets() -> None:
     """Returns if there was nothing to hide; else the program begins anew."""
-    options = settings_with_secrets() if "serve" in sys.argv[1:2] else {"--key": KEY_VARIABLE}
+    options = settings_with_secrets() if {"serve", "doctor"} & set(sys.argv[1:2]) else {"--key": KEY_VARIABLE}
     rest, variables = without_secrets(sys.argv[1:], options)
     if not variables:
         return

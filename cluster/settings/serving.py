@@ -10,7 +10,7 @@ import msgspec
 from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_name
 from ...adapters.packing.layout import Dtype
-from ...workers.config import Device
+from ...workers.config import Device, SlowKernels
 from .setting import Count, Folder, Refusal, Setting
 from .setting_field import fields_of
 
@@ -60,3 +60,10 @@ class Serving(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             unset="motet in XDG_CACHE_HOME, or .cache/motet in the user's home",
         ),
     ] = None
+    slow_kernels: Annotated[
+        SlowKernels,
+        Setting(
+            "Whether a gang may compute with plain kernels, many times slower, where the fast ones cannot be had.",
+            env="MOTET_SLOW_KERNELS",
+        ),
+    ] = "allow"

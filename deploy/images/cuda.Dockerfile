@@ -43,6 +43,7 @@ COPY examples/demo/adapters /opt/motet/examples/adapters
 COPY examples/demo/base /opt/motet/examples/base
 ENV PATH=/opt/motet/bin:/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin \
     HF_HOME=/var/cache/motet/huggingface \
+    MOTET_SLOW_KERNELS=refuse \
     PYTHONUNBUFFERED=1 \
     TRITON_HOME=/var/cache/motet \
     XDG_CACHE_HOME=/var/cache \

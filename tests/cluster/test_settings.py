@@ -114,6 +114,7 @@ RESTART_ONLY = {
     "log_format",
     "log_level",
     *("name", "device", "dtype", "data_dir", "cache_path", "block_size"),  # what adapters and KV are packed for
+    "slow_kernels",
     *("address", "host", "port", "keys", "operator_key", "redis_url"),
     *("max_connections", "max_connections_per_source", "max_requests_per_key", "trusted_proxies"),
     *("num_routers", "tensor_parallel", "expert_sharding", "placement"),

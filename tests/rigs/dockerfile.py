@@ -18,7 +18,8 @@ class Instruction:
     @property
     def words(self) -> list[str]:
         """Of an instruction in JSON its elements."""
-        return json.loads(self.rest) if self.rest.startswith("[") else shlex.split(self.rest)
+        words: list[str] = json.loads(self.rest) if self.rest.startswith("[") else shlex.split(self.rest)
+        return words
 
     @property
     def commands(self) -> list[list[str]]:

@@ -50,7 +50,8 @@ def wrong_versions(requirements: Iterable[Requirement], lock: dict[str, str]) ->
 def missing(requirements: Iterable[Requirement], lock: dict[str, str]) -> list[str]:
     """What packages ask for in turn and the lock has not, as far as these packages are installed here."""
     waiting = [(one, "pyproject.toml") for one in requirements if _applies(one, "")]
-    seen, wrong = set(), []
+    seen: set[tuple[str, ...]] = set()
+    wrong: list[str] = []
     while waiting:
         one, asker = waiting.pop()
         name = canonicalize_name(one.name)

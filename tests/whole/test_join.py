@@ -64,6 +64,20 @@ def test_a_serve_that_motet_starts_has_its_edge(nodes: RayNodes) -> None:
         assert http.get("/status").json()["error"]["code"] == "invalid_api_key"
 
 
+def test_the_doctor_looks_at_every_node(nodes: RayNodes) -> None:
+    command = ["motet", "doctor", "--json", "--address", nodes.address, "--data-dir", str(nodes.path / "data")]
+    status, said = nodes.output(0, command)
+    document = json.loads(said[said.index("{") :])
+    findings = {(one["node"], one["check"], one["found"]): one for one in document["findings"]}
+    assert {node for node, _, _ in findings} == {"", "127.0.0.2", "127.0.0.3"}, said
+    assert ("", "data folder", "a lock of 127.0.0.2 holds on 127.0.0.3") in findings
+    assert [
+        one for one in document["findings"] if one["check"] in ("cluster", "versions") and one["level"] != "ok"
+    ] == []
+    assert any(check == "kernels" and node == "127.0.0.3" for node, check, _ in findings)
+    assert status == (1 if document["errors"] else 0)
+
+
 def test_it_comes_and_goes_beside_the_applications_of_others(nodes: RayNodes) -> None:
     port = free_ports(1)[0]
     flags = [f"{name}={value}" for name, value in SERVE_FLAGS.items()]

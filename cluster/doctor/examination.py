@@ -1,0 +1,147 @@
+"""Everything that `motet doctor` looks at: this machine, or every node of a running cluster."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..edge.haproxy import is_edge_program
+from ..edge.serve_variables import SERVE_FLAGS
+from .clocks import check_clocks
+from .finding import Finding, error
+from .node_facts import Expectations, NodeFacts, Questions, check_node, gather_node
+from .ports import check_port, gather_port
+from .serve_front import RunningServe, check_running_serve
+from .shared_folder import check_locks_between, hold_lock, is_locked_out, remove_trials
+from .versions import check_versions
+
+CHECK = "cluster"
+TIMEOUT_S = 150.0  # of all nodes together; a node may have to start a process, and torch, first
+
+
+def examine_machine(questions: Questions, expected: Expectations, port: int) -> list[Finding]:
+    """This machine alone."""
+    facts = gather_node(questions)
+    offset_s = facts.redis.clock_offset_s
+    clocks = {} if offset_s is None else {"this machine": 0.0, "Redis": offset_s}
+    return [
+        *check_node(facts, expected),
+        *check_clocks(clocks),
+        *check_port(gather_port(port)),
+        *check_versions({"this machine": facts.versions}),
+    ]
+
+
+def examine_cluster(address: str, questions: Questions, expected: Expectations) -> list[Finding]:
+    """Every living node, by a task there; this process joins the cluster for it. Changes nothing of the cluster."""
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="error")
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as problem:
+        return [
+            error(
+                CHECK,
+                f"no running Ray cluster was joined at {address}: {problem}",
+                why="none of its nodes could be looked at",
+                do="run it on a node of the cluster (kubectl exec into a pod), with RAY_AUTH_MODE and RAY_AUTH_TOKEN "
+                "where the cluster wants a token",
+            )
+        ]
+    try:
+        nodes = sorted(
+            (node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeManagerAddress"])
+        )
+        facts, findings = _gathered(nodes, questions)
+        for node in nodes:
+            name = node["NodeManagerAddress"]
+            if name in facts:
+                store_bytes = int(node["Resources"].get("object_store_memory", 0))
+                findings += check_node(facts[name], replace(expected, object_store_bytes=store_bytes), name)
+        findings += check_clocks(clocks_of(facts))
+        if facts:
+            findings += check_versions({name: one.versions for name, one in facts.items()})
+        findings += _locks_between(nodes, questions.data_dir)
+        return [*findings, *check_running_serve(_running_serve())]
+    finally:
+        ray.shutdown()
+
+
+def clocks_of(facts: Mapping[str, NodeFacts]) -> dict[str, float]:
+    """How far each node's clock is ahead of Redis's, and Redis itself; nothing of nodes that do not reach it."""
+    offsets = {name: one.redis.clock_offset_s for name, one in facts.items()}
+    known = {name: -offset_s for name, offset_s in offsets.items() if offset_s is not None}
+    return {"Redis": 0.0, **known} if known else {}
+
+
+def _gathered(nodes: Sequence[Mapping[str, Any]], questions: Questions) -> tuple[dict[str, NodeFacts], list[Finding]]:
+    """By address, and what is wrong with nodes that did not say."""
+    import ray
+
+    gather = ray.remote(gather_node)
+    asked = [_on(gather, node).remote(questions, int(node["Resources"].get("GPU", 0))) for node in nodes]
+    done, _ = ray.wait(asked, num_returns=len(asked), timeout=TIMEOUT_S)
+    facts: dict[str, NodeFacts] = {}
+    findings: list[Finding] = []
+    for node, answer in zip(nodes, asked, strict=True):
+        name, problem = node["NodeManagerAddress"], f"it did not answer within {TIMEOUT_S:g} s"
+        if answer in done:
+            try:
+                facts[name] = ray.get(answer)
+                continue
+            except ray.exceptions.RayError as failure:
+                problem = next((line for line in reversed(str(failure).splitlines()) if line.strip()), "")
+        do = "the same image, with motet in it, for every group of the RayCluster; ray status says how the node is"
+        finding = error(CHECK, f"it could not be looked at: {problem}", why="motet cannot use it", do=do)
+        findings.append(replace(finding, node=name))
+    return facts, findings
+
+
+def _locks_between(nodes: Sequence[Mapping[str, Any]], data_dir: Path) -> list[Finding]:
+    """The first node locks a file of the data folder, each other one tries, one after the other."""
+    import ray
+
+    findings: list[Finding] = []
+    for other in nodes[1:]:
+        trial = secrets.token_hex(4)
+        file, held, tried = (data_dir / f".motet-doctor-{trial}.{kind}" for kind in ("lock", "held", "tried"))
+        holding = _on(ray.remote(hold_lock), nodes[0]).remote(file, held, tried)
+        trying = _on(ray.remote(is_locked_out), other).remote(file, held, tried)
+        names = (nodes[0]["NodeManagerAddress"], other["NodeManagerAddress"])
+        try:
+            locked_out = ray.get(trying, timeout=TIMEOUT_S)
+            findings += check_locks_between(*names, ray.get(holding, timeout=TIMEOUT_S), locked_out)
+        except ray.exceptions.RayError:
+            findings += check_locks_between(*names, False, None)  # a node of them has no such folder
+        finally:
+            remove_trials(file, held, tried)
+    return findings
+
+
+def _on(task: Any, node: Mapping[str, Any]) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    return task.options(num_cpus=0, max_retries=0, scheduling_strategy=place)
+
+
+def _running_serve() -> RunningServe | None:
+    import ray
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    try:
+        controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    except ValueError:
+        return None
+    running: RunningServe = ray.get(controller.__ray_call__.remote(_in_controller), timeout=TIMEOUT_S)
+    return running
+
+
+def _in_controller(_controller: Any) -> RunningServe:
+    from ray.serve._private import constants
+
+    missing = tuple(name for name in SERVE_FLAGS if not getattr(constants, name))
+    return RunningServe(missing_flags=missing, has_edge=is_edge_program(constants.RAY_SERVE_HAPROXY_BINARY_PATH))

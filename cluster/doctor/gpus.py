@@ -1,0 +1,210 @@
+"""NVIDIA's GPUs: what the driver says, and what torch makes of it. torch is asked in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+
+from ...workers.device_probe import has_driver
+from ..byte_size import format_byte_size
+from .finding import Finding, error, ok, warning
+
+CHECK = "gpus"
+TIMEOUT_S = 120.0  # torch comes from a cold disk
+QUERY = ("index", "uuid", "name", "driver_version", "memory.total", "memory.used", "mig.mode.current", "compute_mode")
+ASK_TORCH = """
+import json, torch
+nccl = torch.cuda.nccl.version() if torch.distributed.is_available() and torch.distributed.is_nccl_available() else None
+names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+print(json.dumps({"cuda": torch.version.cuda, "names": names, "nccl": ".".join(map(str, nccl)) if nccl else None}))
+"""
+BUSY_SHARE = 0.1  # of a GPU's memory, taken by others
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    index: int
+    name: str
+    driver: str
+    memory_bytes: int
+    used_bytes: int
+    has_mig: bool  # its MIG mode is on
+    compute_mode: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuFacts:
+    has_driver: bool
+    gpus: tuple[Gpu, ...] = ()
+    smi_problem: str = ""  # why nvidia-smi told nothing
+    num_mig_devices: int = 0
+    torch_cuda: str | None = None  # the version of CUDA that torch was built with; None: it was built without
+    torch_names: tuple[str, ...] = ()  # of the devices that torch sees
+    torch_problem: str = ""
+    nccl: str | None = None
+    wanted_by_ray: int = 0  # GPUs that Ray counts on this node
+
+
+def gather_gpus(wanted_by_ray: int = 0) -> GpuFacts:
+    """Without a driver nothing is asked, and it takes no time."""
+    if not has_driver():
+        return GpuFacts(has_driver=False, wanted_by_ray=wanted_by_ray)
+    listed, problem = _run("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits")
+    devices, _ = _run("nvidia-smi", "-L")
+    answer, torch_problem = _run(sys.executable, "-P", "-c", ASK_TORCH)
+    try:
+        asked = json.loads(answer.splitlines()[-1]) if answer else {}
+    except ValueError:
+        asked, torch_problem = {}, answer
+    return GpuFacts(
+        has_driver=True,
+        gpus=parse_gpus(listed),
+        smi_problem=problem,
+        num_mig_devices=sum(line.strip().startswith("MIG ") for line in devices.splitlines()),
+        torch_cuda=asked.get("cuda"),
+        torch_names=tuple(asked.get("names", ())),
+        torch_problem=torch_problem,
+        nccl=asked.get("nccl"),
+        wanted_by_ray=wanted_by_ray,
+    )
+
+
+def parse_gpus(listed: str) -> tuple[Gpu, ...]:
+    """What nvidia-smi says for QUERY, a line for each; lines of another form are left out."""
+    found = []
+    for line in listed.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != len(QUERY) or not cells[0].isdigit():
+            continue
+        index, _, name, driver, total, used, mig, mode = cells
+        found.append(
+            Gpu(
+                index=int(index),
+                name=name,
+                driver=driver,
+                memory_bytes=_mib(total),
+                used_bytes=_mib(used),
+                has_mig=mig == "Enabled",
+                compute_mode=mode,
+            )
+        )
+    return tuple(found)
+
+
+def _mib(text: str) -> int:
+    return int(text) << 20 if text.isdigit() else 0  # "[N/A]" where it is not known
+
+
+def _run(*command: str) -> tuple[str, str]:
+    """What it printed, and why it failed."""
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        return "", str(problem)
+    if ran.returncode:
+        lines = (ran.stderr.strip() or ran.stdout.strip() or f"status {ran.returncode}").splitlines()
+        return "", lines[-1]
+    return ran.stdout, ""
+
+
+def check_gpus(facts: GpuFacts, *, tensor_parallel: int) -> list[Finding]:
+    if not facts.has_driver:
+        if facts.wanted_by_ray:
+            return [
+                error(
+                    CHECK,
+                    f"Ray counts {facts.wanted_by_ray} GPUs here, and there is no NVIDIA driver (libcuda.so.1)",
+                    why="gangs that are placed here cannot start",
+                    do="the NVIDIA container toolkit on the node, and NVIDIA_DRIVER_CAPABILITIES=compute,utility in "
+                    "the container (motet-cuda has it)",
+                )
+            ]
+        return [ok(CHECK, "no NVIDIA driver: gangs compute on the CPU")]
+    return [*_driver(facts), *_torch(facts, tensor_parallel), *(one for gpu in facts.gpus for one in _gpu(gpu, facts))]
+
+
+def _driver(facts: GpuFacts) -> list[Finding]:
+    if facts.gpus:
+        names = Counter(gpu.name for gpu in facts.gpus)
+        listed = ", ".join(f"{count} × {name}" for name, count in names.items())
+        return [ok(CHECK, f"{listed}, driver {facts.gpus[0].driver}")]
+    return [
+        warning(
+            CHECK,
+            f"nvidia-smi tells of no GPU: {facts.smi_problem or 'it lists none'}",
+            why="GPUs, their memory and MIG could not be looked at",
+            do="NVIDIA_DRIVER_CAPABILITIES=compute,utility, and nvidia.com/gpu in the container's limits",
+        )
+    ]
+
+
+def _torch(facts: GpuFacts, tensor_parallel: int) -> list[Finding]:
+    if not facts.torch_names:
+        reason = facts.torch_problem or (
+            "it is the build for CPUs" if facts.torch_cuda is None else f"built for CUDA {facts.torch_cuda}"
+        )
+        return [
+            error(
+                CHECK,
+                f"torch sees no GPU: {reason}",
+                why="gangs would compute on the CPU, or not start with --device cuda",
+                do="a torch built for CUDA (the image motet-cuda), a driver as new as its CUDA, and nvidia.com/gpu (or "
+                "nvidia.com/mig-…) in the container's limits",
+            )
+        ]
+    findings = [ok(CHECK, f"torch sees {len(facts.torch_names)}, with CUDA {facts.torch_cuda}, NCCL {facts.nccl}")]
+    if tensor_parallel > 1 and facts.nccl is None:
+        findings.append(
+            error(
+                CHECK,
+                "torch has no NCCL",
+                why=f"the {tensor_parallel} workers of a gang add up their shares with it",
+                do="a torch built for CUDA on Linux: the image motet-cuda",
+            )
+        )
+    if tensor_parallel > 1 and facts.num_mig_devices:
+        findings.append(
+            error(
+                CHECK,
+                f"a gang of {tensor_parallel} workers on MIG slices",
+                why="NCCL does not connect slices of one GPU",
+                do="--tensor-parallel 1 on slices, or whole GPUs for gangs of several workers",
+            )
+        )
+    return findings
+
+
+def _gpu(gpu: Gpu, facts: GpuFacts) -> list[Finding]:
+    findings = []
+    if gpu.has_mig and not facts.num_mig_devices:
+        findings.append(
+            error(
+                CHECK,
+                f"GPU {gpu.index}: MIG is on, and no slice of it is here",
+                why="a GPU in this mode computes on slices alone",
+                do="limits of nvidia.com/mig-… instead of nvidia.com/gpu, or nvidia-smi -mig 0 on the node",
+            )
+        )
+    if gpu.compute_mode not in ("Default", "[N/A]"):
+        findings.append(
+            warning(
+                CHECK,
+                f"GPU {gpu.index}: its compute mode is {gpu.compute_mode}",
+                why="a gang that replaces another needs the GPU while that one still ends",
+                do="nvidia-smi -c DEFAULT on the node",
+            )
+        )
+    if gpu.memory_bytes and gpu.used_bytes > BUSY_SHARE * gpu.memory_bytes:
+        taken = f"{format_byte_size(gpu.used_bytes)} of {format_byte_size(gpu.memory_bytes)}"
+        findings.append(
+            warning(
+                CHECK,
+                f"GPU {gpu.index}: {taken} are taken already",
+                why="by a gang of motet this is right; by others, as with time slicing, the pool may not fit",
+                do="nvidia-smi says who it is; a --pool-bytes with which all fit, or MIG slices instead of time slices",
+            )
+        )
+    return findings

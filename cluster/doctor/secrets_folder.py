@@ -1,0 +1,116 @@
+"""The folder of secrets: what is in it, who may read it. Nothing of what the files say is kept or shown."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .finding import Finding, error, ok, warning
+
+CHECK = "secrets"
+VARIABLE = "MOTET_SECRETS_DIR"
+# The files, and the variable that says the same.
+FILES = {"redis-url": "REDIS_URL", "operator-key": "MOTET_OPERATOR_KEY", "keys": "MOTET_KEYS", "cluster-token": ""}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecretFile:
+    mode: int = 0
+    problem: str = ""  # why it cannot be read
+    is_empty: bool = False
+    differs: bool = False  # from what its variable says
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecretsFacts:
+    folder: str  # empty: none is named
+    problem: str = ""
+    files: Mapping[str, SecretFile] = field(default_factory=dict)
+
+
+def gather_secrets(environ: Mapping[str, str] = os.environ) -> SecretsFacts:
+    folder = environ.get(VARIABLE, "")
+    if not folder:
+        return SecretsFacts(folder="")
+    try:
+        names = [path.name for path in Path(folder).iterdir() if not path.name.startswith("..") and path.is_file()]
+    except OSError as problem:
+        return SecretsFacts(folder=folder, problem=str(problem))
+    return SecretsFacts(folder=folder, files={name: _file(Path(folder) / name, environ) for name in sorted(names)})
+
+
+def redis_url_in(folder: str) -> str | None:
+    """The URL of the registry; None: there is no such file, or it cannot be read."""
+    try:
+        return (Path(folder) / "redis-url").read_text().strip() or None
+    except OSError:
+        return None
+
+
+def _file(path: Path, environ: Mapping[str, str]) -> SecretFile:
+    try:
+        mode, text = stat.S_IMODE(path.stat().st_mode), path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as problem:
+        return SecretFile(problem=str(problem))
+    said = environ.get(FILES.get(path.name, ""), "")
+    return SecretFile(mode=mode, is_empty=not text, differs=bool(said) and said.split() != text.split())
+
+
+def check_secrets(facts: SecretsFacts) -> list[Finding]:
+    if not facts.folder:
+        return []
+    if facts.problem:
+        return [
+            error(
+                CHECK,
+                f"the folder of secrets cannot be read: {facts.problem}",
+                why="the registry's password and the operators' key are there",
+                do=f"mount the Secret at {facts.folder} with fsGroup: 1000, or name another folder with {VARIABLE}",
+            )
+        ]
+    findings = [one for name, file in facts.files.items() for one in _findings_of(facts.folder, name, file)]
+    if "redis-url" not in facts.files:
+        findings.append(
+            warning(
+                CHECK,
+                f"there is no redis-url in {facts.folder}",
+                why="every node of a cluster needs the same registry",
+                do="a key redis-url in the Secret, unless REDIS_URL says it",
+            )
+        )
+    return findings or [ok(CHECK, f"{', '.join(facts.files)} in {facts.folder}")]
+
+
+def _findings_of(folder: str, name: str, file: SecretFile) -> list[Finding]:
+    path = f"{folder}/{name}"
+    if name not in FILES:
+        known = ", ".join(FILES)
+        return [warning(CHECK, f"nobody reads {path}", why="it may be misspelt", do=f"the files are {known}")]
+    if file.problem:
+        do = "securityContext.fsGroup: 1000 of the pod, and defaultMode: 0440 of the volume"
+        return [error(CHECK, f"{path} cannot be read: {file.problem}", why="motet does not start", do=do)]
+    if file.is_empty:
+        return [error(CHECK, f"{path} is empty", why="motet does not start", do=f"a value for {name} in the Secret")]
+    if file.differs:
+        variable = FILES[name]
+        return [
+            error(
+                CHECK,
+                f"{path} and {variable} say different things",
+                why="motet does not start, as it cannot know which one is meant",
+                do=f"take {variable} out of the environment",
+            )
+        ]
+    if file.mode & stat.S_IROTH:
+        return [
+            warning(
+                CHECK,
+                f"everybody may read {path} (mode {file.mode:04o})",
+                why="another process in the container can read it",
+                do="defaultMode: 0400 of the Secret's volume, with fsGroup: 1000; of a file of yours chmod 600",
+            )
+        ]
+    return []

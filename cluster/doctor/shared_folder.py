@@ -1,0 +1,182 @@
+"""The data folder: room, locks between processes, and files that are replaced in one step."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..byte_size import format_byte_size
+from .finding import Finding, error, ok, warning
+
+CHECK = "data folder"
+LEAST_BYTES = 1 << 30
+LEAST_SHARE = 0.1
+TIMEOUT_S = 30.0
+REST_S = 0.05
+# Says whether another process may lock the file.
+TRY_LOCK = """
+import fcntl, sys
+with open(sys.argv[1], "r+") as file:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("held")
+    else:
+        print("free")
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderFacts:
+    path: str
+    problem: str = ""  # why it cannot be used at all
+    free_bytes: int = 0
+    total_bytes: int = 0
+    locks_hold: bool | None = None  # another process is kept out; None: locks are refused
+    replaces: bool = False  # a file takes another's place in one step
+
+
+def gather_folder(path: Path) -> FolderFacts:
+    """Tries it with a file that is removed again. A folder that is not there is looked for above, as it can be made."""
+    folder = next(one for one in (path, *path.parents) if one.exists())
+    trial = folder / f".motet-doctor-{secrets.token_hex(4)}"
+    try:
+        usage = shutil.disk_usage(folder)
+        trial.write_text("old")
+        try:
+            locks_hold = _locks_hold(trial)
+            new = trial.with_suffix(".new")
+            new.write_text("new")
+            with trial.open() as reader:
+                new.replace(trial)
+                replaces = reader.read() == "old" and trial.read_text() == "new"
+        finally:
+            trial.unlink(missing_ok=True)
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        return FolderFacts(path=str(path), problem=str(problem))
+    return FolderFacts(
+        path=str(path), free_bytes=usage.free, total_bytes=usage.total, locks_hold=locks_hold, replaces=replaces
+    )
+
+
+def _locks_hold(file: Path) -> bool | None:
+    with file.open("r+") as mine:
+        try:
+            fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return None
+        tried = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", TRY_LOCK, str(file)], capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    return tried.stdout.strip() == "held"
+
+
+def hold_lock(file: Path, held: Path, tried: Path) -> bool:
+    """On one node: locks the file, says so with `held`, and keeps it until `tried` is there. False: it could not."""
+    with file.open("a+") as mine:
+        try:
+            fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        held.touch()
+        return _awaited(tried.exists)
+
+
+def is_locked_out(file: Path, held: Path, tried: Path) -> bool | None:
+    """On another node: whether it is kept out meanwhile. None: it never saw the first node's file."""
+    if not _awaited(lambda: held in _listed(held.parent)):
+        return None
+    try:
+        with file.open("a+") as mine:
+            fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
+    except BlockingIOError:
+        return True
+    finally:
+        tried.touch()
+
+
+def remove_trials(*files: Path) -> None:
+    for file in files:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def _listed(folder: Path) -> list[Path]:
+    return [folder / name for name in os.listdir(folder)]
+
+
+def _awaited(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(REST_S)
+    return True
+
+
+def check_folder(facts: FolderFacts) -> list[Finding]:
+    if facts.problem:
+        return [
+            error(
+                CHECK,
+                f"{facts.path} cannot be used: {facts.problem}",
+                why="adapters, and what motet keeps between two starts, are there",
+                do="a folder that this user may write, named with --data-dir; in a pod a volume, with fsGroup: 1000",
+            )
+        ]
+    findings = [_room(facts)]
+    if facts.locks_hold is not True:
+        said = "refuses locks" if facts.locks_hold is None else "does not keep a second process out of a locked file"
+        findings.append(
+            error(
+                CHECK,
+                f"{facts.path} {said}",
+                why="two processes may change the same file, and a second Redis may start on the same data",
+                do="a file system with flock: of NFS version 4, or mount it with local_lock=none",
+            )
+        )
+    if not facts.replaces:
+        findings.append(
+            error(
+                CHECK,
+                f"{facts.path} does not replace a file in one step",
+                why="a reader may see half an adapter",
+                do="a POSIX file system (NFS 4, CephFS, a disk), not a bucket that looks like one",
+            )
+        )
+    if len(findings) == 1:
+        findings.append(ok(CHECK, f"locks hold and files are replaced in one step in {facts.path}"))
+    return findings
+
+
+def _room(facts: FolderFacts) -> Finding:
+    free = f"{facts.path} has {format_byte_size(facts.free_bytes)} free of {format_byte_size(facts.total_bytes)}"
+    why = "uploads are refused when it is full"
+    do = "more room for it, or remove adapters (motet adapters rm): the next sweep frees what nobody names"
+    if facts.free_bytes < LEAST_BYTES:
+        return error(CHECK, free, why=why, do=do)
+    if facts.free_bytes < LEAST_SHARE * facts.total_bytes:
+        return warning(CHECK, free, why=why, do=do)
+    return ok(CHECK, free)
+
+
+def check_locks_between(first: str, second: str, held: bool, locked_out: bool | None) -> list[Finding]:
+    """Of two nodes: the first has locked a file, the second has tried."""
+    do = "one ReadWriteMany volume with locks (NFS 4, CephFS) at the same path on every node"
+    if not held or locked_out is None:
+        found = f"{second} does not see what {first} writes into the data folder"
+        return [error(CHECK, found, why="gangs there would not find adapters that were uploaded", do=do)]
+    if not locked_out:
+        found = f"a lock of {first} does not hold on {second}"
+        return [error(CHECK, found, why="two nodes may change the same file at once", do=do)]
+    return [ok(CHECK, f"a lock of {first} holds on {second}")]

@@ -1,0 +1,57 @@
+"""A Ray that was started with what the images say, and a Serve on it that knows nothing of motet: as under KubeRay."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from motet.cluster.edge.haproxy import write_edge_program
+from motet.cluster.edge.serve_variables import image_variables
+from motet.cluster.launch.local_serve import free_ports
+from motet.tests.rigs.edge_front import error_of, raw_answer
+from motet.tests.rigs.ray_nodes import RayNodes
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(sys.platform != "linux", reason="HAProxy is for Linux"),
+]
+
+SERVE = """
+import sys
+import ray
+from ray import serve
+
+@serve.deployment(ray_actor_options={"num_cpus": 0})
+class Any:
+    def __call__(self, request):
+        return "any"
+
+ray.init(address=sys.argv[1])
+serve.start(proxy_location="HeadOnly", http_options={"port": int(sys.argv[2])})
+serve.run(Any.bind(), name="any", route_prefix="/")
+"""
+
+
+def test_a_serve_on_such_a_node_has_motets_edge(tmp_path: Path) -> None:
+    variables = image_variables(str(write_edge_program(tmp_path / "motet-haproxy")))
+    port = free_ports(1)[0]
+    with RayNodes(["127.0.0.2"], **variables, MOTET_MAX_CONNECTIONS="100") as nodes:
+        nodes.start(0)
+        status, said = nodes.output(0, ["python", "-c", SERVE, nodes.address, str(port)])
+        assert status == 0, said
+        assert raw_answer(port, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")[::2] == (200, b"any")
+        for request in (b"GET / HTTP/1.1\r\nHost: a\r\nx-request-id: \xff\r\n\r\n", b"GARBAGE\r\n\r\n"):
+            answer = raw_answer(port, request)
+            assert answer[0] == 400
+            error_of(answer)
+        assert "    maxconn 100\n" in (nodes.path / "haproxy0" / "haproxy.cfg").read_text()
+        command = ["motet", "doctor", "--json", "--address", nodes.address, "--data-dir", str(tmp_path)]
+        _, said = nodes.output(0, command)
+        findings = json.loads(said[said.index("{") :])["findings"]
+        assert [one["found"] for one in findings if one["check"] == "serve"] == [
+            f"flags and edge are set ({tmp_path}/motet-haproxy)",
+            "the Serve that runs has its flags and motet's edge",
+        ]
