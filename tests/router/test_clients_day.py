@@ -10,6 +10,8 @@ import pytest
 from starlette.types import Message
 
 from motet.router.answers import generation_response
+from motet.router.openai_api import list_page
+from motet.router.openai_api.list_page import PageRequest
 from motet.router.text.text import TextService
 from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 from motet.tests.rigs.router_rig import BASE, CONTEXT, HEADERS, RouterRig, events_of, failing, text_service
@@ -115,6 +117,21 @@ async def test_pages_of_lists(rig: RouterRig, path: str) -> None:
     for bad in ("limit=0", "limit=-1", "limit=x", "limit=1e9", "limit=99999999999", "limit=²"):
         response = await get(rig, f"{path}?{bad}")
         assert (response.status_code, response.json()["error"]["param"]) == (400, bad.split("=")[0])
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/adapters"])
+async def test_a_list_without_a_limit_is_a_page(rig: RouterRig, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PageRequest.__init__, "__defaults__", (5, None))
+    monkeypatch.setattr(list_page, "MAX_LIMIT", 5)
+    for number in range(12):
+        rig.registry.add("acme", f"voice-{number:02}")
+    page = (await get(rig, path)).json()
+    sizes, last = [len(page["data"])], page["last_id"]
+    while page["has_more"]:
+        page = (await get(rig, f"{path}?after={last}")).json()
+        sizes.append(len(page["data"]))
+        last = page["last_id"]
+    assert sizes == [5, 5, 3 if path == "/v1/models" else 2]
 
 
 class Reader:

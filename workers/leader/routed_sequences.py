@@ -8,6 +8,7 @@ router that comes back or for another one that is asked for it (`sequence_journa
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from .sequence_journal import SequenceJournal
 from .sequence_timers import SequenceTimers
 from .served_engine import ServedEngine
 from .tenant_places import TenantPlaces
+from .unsent_updates import whose_to_give_back
 
 _MAX_ID = (1 << 63) - 1
 _HANDED_OVER = SequenceError("handed_over", "the gang leaves")
@@ -35,6 +37,7 @@ class _Listener(NamedTuple):
 
     stream: RouterStream
     sequence_id: int
+    tenant: str
 
 
 class RoutedSequences:
@@ -103,7 +106,7 @@ class RoutedSequences:
             for unreachable in self._journal.begin(engine_id, request, stream.number):
                 self._cancel_in_engine(unreachable)
             self._tell_orphans()
-        self._listen(engine_id, stream, sequence_id)
+        self._listen(engine_id, stream, sequence_id, request.tenant)
         self._timers.start(engine_id, request)
         numbered = msgspec.structs.replace(request, sequence_id=engine_id)
         if self._places.enter(numbered):
@@ -162,18 +165,31 @@ class RoutedSequences:
         self._tell_orphans()
 
     def give_back(self, stream: RouterStream) -> None:
-        """Ends the stream's sequences here: its router asks for them again once it has read what they have brought."""
-        for sequence_id, engine_id in stream.live.items():
-            del self._listeners[engine_id]
-            self._journal.forget(engine_id)
-            self._cancel_in_engine(engine_id)
-            stream.tell(SequenceUpdate(sequence_id, error=_GIVEN_BACK))
-        stream.live.clear()
+        """Ends sequences of a stream whose router does not read, of those tenants who have most unread there.
+
+        The router asks for them again once it has read what they have brought.
+        """
+        num_values: Counter[str] = Counter()
+        for sequence_id, count in stream.unsent.num_values.items():
+            if (engine_id := stream.live.get(sequence_id)) is None:
+                stream.unsent.end(sequence_id)  # it has ended
+            else:
+                num_values[self._listeners[engine_id].tenant] += count
+        if not stream.unsent.is_overfull:
+            return
+        tenants = whose_to_give_back(num_values, stream.unsent.num_left_values)
+        for sequence_id, engine_id in [*stream.live.items()]:
+            if self._listeners[engine_id].tenant in tenants:
+                del self._listeners[engine_id], stream.live[sequence_id]
+                self._journal.forget(engine_id)
+                self._cancel_in_engine(engine_id)
+                stream.tell(SequenceUpdate(sequence_id, error=_GIVEN_BACK))
+                stream.unsent.end(sequence_id)
 
     def hand_over(self) -> int:
         """Gives all sequences back to their routers, which go on with them elsewhere; how many. Orphans are lost."""
         num_sequences = len(self)
-        for engine_id, (stream, sequence_id) in self._listeners.items():
+        for engine_id, (stream, sequence_id, _) in self._listeners.items():
             self._cancel_in_engine(engine_id)
             del stream.live[sequence_id]
             stream.tell(SequenceUpdate(sequence_id, error=_HANDED_OVER))
@@ -200,14 +216,14 @@ class RoutedSequences:
             del before.stream.live[before.sequence_id]
             before.stream.tell(SequenceUpdate(before.sequence_id, error=_TAKEN_OVER))
         if not found.is_finished:
-            self._listen(found.engine_id, stream, request.sequence_id)
+            self._listen(found.engine_id, stream, request.sequence_id, request.tenant)
         if found.rest:
             stream.tell_past(request.sequence_id, found.rest)
         return True
 
-    def _listen(self, engine_id: int, stream: RouterStream, sequence_id: int) -> None:
+    def _listen(self, engine_id: int, stream: RouterStream, sequence_id: int, tenant: str) -> None:
         stream.live[sequence_id] = engine_id
-        self._listeners[engine_id] = _Listener(stream, sequence_id)
+        self._listeners[engine_id] = _Listener(stream, sequence_id, tenant)
 
     def _tell(self, update: SequenceUpdate, now: float) -> None:
         """Hands an update under the engine's id on to the stream that hears of the sequence."""
@@ -218,7 +234,7 @@ class RoutedSequences:
         listener = self._listeners.get(update.sequence_id)
         if listener is None:
             return  # cancelled, or an orphan
-        stream, sequence_id = listener
+        stream, sequence_id, _ = listener
         if update.finish_reason is not None or update.error is not None:
             del self._listeners[update.sequence_id], stream.live[sequence_id]
         stream.unsent.add(
