@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -248,11 +249,27 @@ async def test_an_early_refusal_of_a_stream_has_its_own_status(rig: RouterRig, k
 
 async def test_a_late_refusal_is_the_last_event(rig: RouterRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation_response, "HEADERS_AFTER_S", 0.0)
-    rig.dispatcher.hangs = True
-    rig.dispatcher.script = lambda request: []
-    reader = Reader(rig, b'{"model":"%s","prompt":"a","stream":true,"timeout":0.2}' % BASE.encode())
-    await eventually_in_loop(lambda: len(reader.messages) > 1)
-    await reader.leave()
+    refused, submit = asyncio.Event(), rig.dispatcher.submit
+
+    class Late:
+        def __init__(self, stream: Any) -> None:
+            self.cancel = stream.cancel
+
+        async def __aiter__(self) -> Any:
+            await refused.wait()
+            yield SequenceUpdate(1, error=SequenceError("overloaded", "it waited too long", 3.0, "waited"))
+
+    monkeypatch.setattr(rig.dispatcher, "submit", lambda *args, **options: Late(submit(*args, **options)))
+    reader = Reader(rig, b'{"model":"%s","prompt":"a","stream":true}' % BASE.encode())
+    await eventually_in_loop(lambda: len(reader.messages) > 0)
+    refused.set()
+    await asyncio.wait_for(reader.task, PATIENCE_S)
+    assert reader.messages[0]["status"] == 200  # it has gone out before
+    assert not reader.messages[-1]["more_body"]
+    events = [event for event in reader.body.split(b"\n\n") if event and not event.startswith(b":")]
+    (data,) = [line for event in events for line in event.split(b"\n") if line.startswith(b"data: ")]
+    error = json.loads(data.removeprefix(b"data: "))["error"]
+    assert (error["code"], error["message"]) == ("overloaded", "it waited too long")
 
 
 @pytest.mark.parametrize("stream", [False, True])
