@@ -37,7 +37,7 @@ class ModelsApi:
         models: list[Model] = []
         if wanted.after is None:
             models.append(self._base_model())
-            wanted = PageRequest(None if wanted.limit is None else wanted.limit - 1)
+            wanted = PageRequest(wanted.limit - 1)
         elif wanted.after == self._base.name:
             wanted = PageRequest(wanted.limit)
         try:

@@ -39,6 +39,9 @@ class KeptAdapters:
         self.whole = False
         self._kept: OrderedDict[Name, _Kept] = OrderedDict()  # in the order in which room is looked for
         self._absent: OrderedDict[Name, int] = OrderedDict()  # name -> a version that is over; the newest last
+        # Names that were looked up and had no version. They may be anything that somebody asks for, but say nothing
+        # of what pages hold, and so they may be forgotten at any time.
+        self._unknown: OrderedDict[Name, None] = OrderedDict()
         self._shared_ranks: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}
 
     def __len__(self) -> int:
@@ -50,13 +53,16 @@ class KeptAdapters:
         if kept is not None:
             kept.uses = min(kept.uses + 1, MAX_USES)
             return True, kept.adapter
-        return self.whole or name in self._absent, None
+        return self.whole or self._is_absent(name), None
 
     def keep(self, name: Name, adapter: AdapterVersion | None) -> None:
         """What a lookup has found under a name; None: nothing."""
         if adapter is None:
             known = self._kept.pop(name, None)
-            self._note_absent(name, 0 if known is None else known.adapter.version)
+            if known is not None:
+                self._note_absent(name, known.adapter.version)
+            elif name not in self._absent:
+                self._note_unknown(name)
         else:
             self._set(name, adapter)
 
@@ -76,7 +82,7 @@ class KeptAdapters:
         name = (adapter.tenant, adapter.name)
         before = self._kept.get(name)
         digest = None if before is None else before.adapter.digest
-        if self.whole or self.filling or before is not None or name in self._absent:
+        if self.whole or self.filling or before is not None or self._is_absent(name):
             self._set(name, adapter)
         now = self._kept.get(name)
         return None if now is None or now.adapter.digest == digest else digest
@@ -84,7 +90,7 @@ class KeptAdapters:
     def delete(self, name: Name, version: int) -> str | None:
         """A name is gone, and this was its last version. The digest that it has ceased to point to, if known."""
         known = self._kept.get(name)
-        if known is None and not (self.whole or self.filling or name in self._absent):
+        if known is None and not (self.whole or self.filling or self._is_absent(name)):
             return None
         if known is not None and known.adapter.version > version:
             return None  # an event that came late
@@ -102,16 +108,18 @@ class KeptAdapters:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant is broken."""
-        assert len(self._kept) <= self.capacity and len(self._absent) <= _MAX_ABSENT
+        assert len(self._kept) <= self.capacity
+        assert max(len(self._absent), len(self._unknown)) <= _MAX_ABSENT
         for name, kept in self._kept.items():
             assert name == (kept.adapter.tenant, kept.adapter.name) and 0 <= kept.uses <= MAX_USES
-            assert name not in self._absent, f"{name} is kept, and known to be absent"
+            assert not self._is_absent(name), f"{name} is kept, and known to be absent"
 
     def _set(self, name: Name, adapter: AdapterVersion) -> None:
         known = self._kept.get(name)
         if adapter.version <= self._absent.get(name, 0) or (known and adapter.version < known.adapter.version):
             return  # an event that came late
         self._absent.pop(name, None)
+        self._unknown.pop(name, None)
         if known is not None:
             known.adapter = self._compact(adapter)
             return
@@ -129,7 +137,17 @@ class KeptAdapters:
             self._kept.move_to_end(name)
         self._kept.popitem(last=False)
 
+    def _is_absent(self, name: Name) -> bool:
+        return name in self._absent or name in self._unknown
+
+    def _note_unknown(self, name: Name) -> None:
+        self._unknown[name] = None
+        self._unknown.move_to_end(name)
+        if len(self._unknown) > _MAX_ABSENT:
+            self._unknown.popitem(last=False)
+
     def _note_absent(self, name: Name, version: int) -> None:
+        self._unknown.pop(name, None)
         self._absent[name] = max(version, self._absent.get(name, 0))
         self._absent.move_to_end(name)
         if len(self._absent) > _MAX_ABSENT:

@@ -107,10 +107,10 @@ class MotetClient:
 
     def models(self) -> list[str]:
         """Names that `model` may be: the base first, then the tenant's adapters."""
-        return [model["id"] for model in self._json("GET", "/v1/models")["data"]]
+        return [model["id"] for model in self._entries("/v1/models")]
 
     def adapters(self) -> list[AdapterInfo]:
-        return [AdapterInfo.from_json(fields) for fields in self._json("GET", "/v1/adapters")["data"]]
+        return [AdapterInfo.from_json(fields) for fields in self._entries("/v1/adapters")]
 
     def upload_adapter(
         self, name: str, folder: Path, on_progress: Callable[[int, int], None] | None = None
@@ -182,6 +182,15 @@ class MotetClient:
                 response.read()
                 raise _refusal(response)
             yield from _chat_pieces(response.iter_lines())
+
+    def _entries(self, path: str) -> list[Any]:
+        """All entries of a list, page by page."""
+        page = self._json("GET", path)
+        entries: list[Any] = page["data"]
+        while page.get("has_more"):
+            page = self._json("GET", f"{path}?after={quote(page['last_id'], safe='')}")
+            entries += page["data"]
+        return entries
 
     def _json(self, method: str, path: str) -> Any:
         response = self._request(method, path)

@@ -14,6 +14,7 @@ from pathlib import Path
 from .edge_limits import EdgeLimits
 from .error_answers import error_file_lines, returned
 from .front_rules import BUFFER_BYTES, HEADERS_TIMEOUT_S, front_lines, table_lines
+from .half_closed import ABORT, second_backend, second_backends, with_second_backends
 
 LOOPBACK = "127.0.0.1"
 SECTION = re.compile(r"^(global|defaults|frontend|backend|listen)\b")
@@ -48,6 +49,14 @@ def edge_config(
         raise TemplateChanged("there is no default_backend")
     front = front_lines(limits, max_connections)
     edited = [_edited(section, front, max_connections, error_files, front_host) for section in sections]
+    routed = [name.removeprefix("backend ") for name in names if name.startswith("backend ")]
+    doubled = second_backends([name for name in routed if name != "default_backend"])
+    for section in [*edited]:
+        header = section[0].rstrip()
+        if header == FRONT:
+            section[1:] = with_second_backends(section[1:], doubled)
+        elif header.removeprefix("backend ") in doubled:
+            edited.append(second_backend(header.removeprefix("backend "), section[1:]))
     return "\n".join([*head, *(line for section in edited for line in section), *table_lines()]) + "\n"
 
 
@@ -69,6 +78,7 @@ def _edited(
             # something that passes.
             body = [line for line in body if not re.match(r" *(option splice-|errorfile |timeout http-request )", line)]
             _expect_one(name, body, r" *mode http$")
+            _expect_one(name, body, rf" *{ABORT}$")
             body = _replaced(
                 name, body, r"( *)timeout client \d+s$", lambda found: f"{found[1]}timeout client {CLIENT_TIMEOUT_S}s"
             )

@@ -34,6 +34,9 @@ from .unread_sequences import UnreadSequences
 from .unsent_sequences import UnsentSequences
 
 MAX_AWAITING_GANG = 1024  # new sequences that wait while no gang is connected; more are refused
+# Sequences that wait here for anything else: for the news of who holds them, for a store that cannot be read, or for
+# their own readers. More of one kind are refused, and of one tenant more than half of that.
+MAX_AWAITING = 1024
 # After so many gangs have died with a sequence, without a token of it between, it is given up: it may be what kills
 # them. A sequence that never had a token is the likelier culprit, so it is given up first.
 MAX_LOSSES_BEFORE_BEGUN = 2
@@ -157,7 +160,7 @@ class FleetDispatcher:
             request = msgspec.structs.replace(request, sampling=sampling)
         sequence = OpenSequence(request, is_resumed=is_resumed, limit=limit)
         if is_resumed and not self._fleet.holds(request.key):
-            self._awaiting_news.add(sequence)
+            self._wait_in(self._awaiting_news, sequence, "were taken up again and wait to be found")
         else:
             self._send(sequence)
         return sequence
@@ -199,7 +202,7 @@ class FleetDispatcher:
 
     def _send(self, sequence: OpenSequence) -> None:
         if sequence.is_overfull:
-            self._unread.add(sequence)
+            self._wait_in(self._unread, sequence, "wait for their clients to read what has come")
             return
         if self._fleet.submit(sequence):
             return
@@ -239,7 +242,18 @@ class FleetDispatcher:
         if self._fleet.has_untried(sequence):
             self._send(sequence)
         else:
-            self._awaiting_store.add(sequence)
+            self._wait_in(self._awaiting_store, sequence, "wait for their adapters, which cannot be read now")
+
+    def _wait_in(self, place: UnsentSequences | UnreadSequences, sequence: OpenSequence, waiting: str) -> None:
+        """Lets the sequence wait there, or refuses it. `waiting`: what those there do, for whoever is refused."""
+        num_of_tenant = place.num_of(sequence.request.tenant)
+        if len(place) < MAX_AWAITING and num_of_tenant < MAX_AWAITING // 2:
+            place.add(sequence)
+            return
+        is_tenants = num_of_tenant >= MAX_AWAITING // 2
+        whose, number = ("of your sequences", num_of_tenant) if is_tenants else ("sequences", len(place))
+        message = f"{number} {whose} {waiting} at this router already; try again later"
+        sequence.refuse(SequenceError("overloaded", message, reason="tenant_full" if is_tenants else "full"))
 
     def _give_up(self, sequence: OpenSequence) -> None:
         sequence.fail("gang_lost", f"no gang was connected within {self._gang_wait_s:g} s; try again later")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -14,14 +13,14 @@ from ...adapters.registry.registry import PAGE_SIZE
 from ..loop_share import LoopShare
 from .errors import invalid_value
 
-MAX_LIMIT: Final = 10_000
+MAX_LIMIT: Final = 10_000  # entries, some 5 MB
 Entry = TypeVar("Entry")
 _encode: Final = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True)
 class PageRequest:
-    limit: int | None = None  # None: all
+    limit: int = MAX_LIMIT
     after: str | None = None  # None: from the first entry on
 
 
@@ -30,7 +29,7 @@ def page_request(request: Request) -> PageRequest:
     told = request.query_params.get("limit")
     if told is not None and not (told.isascii() and told.isdigit() and len(told) <= 9 and 1 <= int(told) <= MAX_LIMIT):
         raise invalid_value("limit", f"{told[:20]!r} is no whole number from 1 to {MAX_LIMIT}.")
-    return PageRequest(None if told is None else int(told), request.query_params.get("after") or None)
+    return PageRequest(MAX_LIMIT if told is None else int(told), request.query_params.get("after") or None)
 
 
 async def read_page(
@@ -42,7 +41,7 @@ async def read_page(
     from page to page misses nothing when an entry is deleted meanwhile.
     """
     entries: list[Entry] = []
-    after, most = wanted.after or "", sys.maxsize if wanted.limit is None else wanted.limit
+    after, most = wanted.after or "", wanted.limit
     while len(entries) <= most:  # one more than wanted tells that there are more
         size = min(PAGE_SIZE, most + 1 - len(entries))
         page = await read(after, size)

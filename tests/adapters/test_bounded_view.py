@@ -324,3 +324,20 @@ def test_a_deletion_that_comes_late_does_not_hide_a_newer_version() -> None:
     kept.delete(("acme", "x"), 2)
     kept.keep(("acme", "y"), version(1, "y"))  # x goes
     assert kept.find(("acme", "x")) == (False, None)
+
+
+def test_names_that_nobody_has_do_not_end_the_filling() -> None:
+    """Whoever asks for many of them while it fills would have each name looked up from then on."""
+    kept = KeptAdapters(10, filling=True)
+    kept.delete(("acme", "gone"), 3)
+    for number in range(100_000):
+        kept.keep(("hostile", f"n{number}"), None)
+    kept.check_integrity()
+    assert kept.add_page([version(2, "gone"), version(1)]), "it fills no more"
+    assert kept.find(("acme", "gone")) == (True, None)
+    kept.end_filling()
+    assert kept.whole
+    assert kept.find(("hostile", "n1")) == (True, None)
+    for number in range(100_000):
+        kept.delete(("hostile", f"n{number}"), 1)
+    kept.check_integrity()

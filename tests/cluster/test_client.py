@@ -96,6 +96,17 @@ def test_delete(client: MotetClient, folder: Path) -> None:
     assert refused.value.status_code == 404
 
 
+def test_a_list_of_several_pages_is_whole(client: MotetClient, fake: FakeMotet, folder: Path) -> None:
+    fake.page_size, num_before = 2, fake.num_pages
+    names = ["a", "b b", "c&d", "e", "f"]
+    for name in ("a", "e", "f"):
+        client.upload_adapter(name, folder)
+    fake.adapters |= {name: {**fake.adapters["a"], "name": name} for name in ("b b", "c&d")}
+    assert [adapter.name for adapter in client.adapters()] == names
+    assert fake.num_pages - num_before == 3
+    fake.page_size = 1000
+
+
 def test_a_name_is_one_segment_of_the_path(client: MotetClient, folder: Path) -> None:
     client.upload_adapter("models", folder)
     with pytest.raises(ClientError, match="not accepted"):

@@ -24,6 +24,8 @@ class FakeMotet:
 
     def __init__(self) -> None:
         self.adapters: dict[str, dict[str, Any]] = {}
+        self.page_size = 1000  # of the list of adapters
+        self.num_pages = 0  # of it that were asked for
         self.uploaded_bytes = 0
         self.chats: list[dict[str, Any]] = []
         self.break_stream_with: str | None = None  # "error": an error event; "cut": the connection ends early
@@ -45,7 +47,15 @@ class FakeMotet:
         @app.get("/v1/adapters")
         async def adapters(request: Request) -> dict[str, Any]:
             check_key(request)
-            return {"object": "list", "data": list(self.adapters.values())}
+            names = sorted(name for name in self.adapters if name > request.query_params.get("after", ""))
+            page = names[: self.page_size]
+            self.num_pages += 1
+            return {
+                "object": "list",
+                "data": [self.adapters[name] for name in page],
+                "last_id": page[-1] if page else None,
+                "has_more": len(page) < len(names),
+            }
 
         @app.post("/v1/adapters")
         async def upload(request: Request) -> JSONResponse:

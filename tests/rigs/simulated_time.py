@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -11,16 +12,13 @@ _Result = TypeVar("_Result")
 
 
 class _Selector(selectors.SelectSelector):
-    """Never waits: it says instead how long it would have waited."""
+    """Never waits, and looks at no file, since nothing comes from outside: it says how long it would have waited."""
 
     def __init__(self, on_wait: Callable[[float], None]) -> None:
         super().__init__()
         self._on_wait = on_wait
 
     def select(self, timeout: float | None = None) -> Any:
-        ready = super().select(0)
-        if ready:
-            return ready
         if timeout is None:
             raise RuntimeError("all tasks wait, and nothing will ever wake them")
         self._on_wait(timeout)
@@ -36,6 +34,10 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._now_s
+
+    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, **options: Any) -> asyncio.Handle:  # type: ignore[override]
+        """There is one thread."""
+        return self.call_soon(callback, *args, **options)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         future = self.create_future()
@@ -56,9 +58,16 @@ def run_simulated(main: Coroutine[Any, Any, _Result]) -> _Result:
     def note(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         problems.append(context.get("exception") or RuntimeError(context["message"]))
 
-    with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
-        runner.get_loop().set_exception_handler(note)
-        result = runner.run(main)
+    gc.freeze()  # what was there before is not searched for garbage again and again
+    gc.disable()
+    try:
+        with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+            runner.get_loop().set_exception_handler(note)
+            result = runner.run(main)
+            gc.collect()  # tasks that were forgotten tell what they have raised
+    finally:
+        gc.enable()
+        gc.unfreeze()
     if problems:
         raise problems[0]
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from starlette.types import Message
 
 from motet.router.answers import generation_response
+from motet.router.openai_api import list_page
+from motet.router.openai_api.list_page import PageRequest
 from motet.router.text.text import TextService
 from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 from motet.tests.rigs.router_rig import BASE, CONTEXT, HEADERS, RouterRig, events_of, failing, text_service
@@ -115,6 +118,21 @@ async def test_pages_of_lists(rig: RouterRig, path: str) -> None:
     for bad in ("limit=0", "limit=-1", "limit=x", "limit=1e9", "limit=99999999999", "limit=²"):
         response = await get(rig, f"{path}?{bad}")
         assert (response.status_code, response.json()["error"]["param"]) == (400, bad.split("=")[0])
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/adapters"])
+async def test_a_list_without_a_limit_is_a_page(rig: RouterRig, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PageRequest.__init__, "__defaults__", (5, None))
+    monkeypatch.setattr(list_page, "MAX_LIMIT", 5)
+    for number in range(12):
+        rig.registry.add("acme", f"voice-{number:02}")
+    page = (await get(rig, path)).json()
+    sizes, last = [len(page["data"])], page["last_id"]
+    while page["has_more"]:
+        page = (await get(rig, f"{path}?after={last}")).json()
+        sizes.append(len(page["data"]))
+        last = page["last_id"]
+    assert sizes == [5, 5, 3 if path == "/v1/models" else 2]
 
 
 class Reader:
@@ -231,11 +249,27 @@ async def test_an_early_refusal_of_a_stream_has_its_own_status(rig: RouterRig, k
 
 async def test_a_late_refusal_is_the_last_event(rig: RouterRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation_response, "HEADERS_AFTER_S", 0.0)
-    rig.dispatcher.hangs = True
-    rig.dispatcher.script = lambda request: []
-    reader = Reader(rig, b'{"model":"%s","prompt":"a","stream":true,"timeout":0.2}' % BASE.encode())
-    await eventually_in_loop(lambda: len(reader.messages) > 1)
-    await reader.leave()
+    refused, submit = asyncio.Event(), rig.dispatcher.submit
+
+    class Late:
+        def __init__(self, stream: Any) -> None:
+            self.cancel = stream.cancel
+
+        async def __aiter__(self) -> Any:
+            await refused.wait()
+            yield SequenceUpdate(1, error=SequenceError("overloaded", "it waited too long", 3.0, "waited"))
+
+    monkeypatch.setattr(rig.dispatcher, "submit", lambda *args, **options: Late(submit(*args, **options)))
+    reader = Reader(rig, b'{"model":"%s","prompt":"a","stream":true}' % BASE.encode())
+    await eventually_in_loop(lambda: len(reader.messages) > 0)
+    refused.set()
+    await asyncio.wait_for(reader.task, PATIENCE_S)
+    assert reader.messages[0]["status"] == 200  # it has gone out before
+    assert not reader.messages[-1]["more_body"]
+    events = [event for event in reader.body.split(b"\n\n") if event and not event.startswith(b":")]
+    (data,) = [line for event in events for line in event.split(b"\n") if line.startswith(b"data: ")]
+    error = json.loads(data.removeprefix(b"data: "))["error"]
+    assert (error["code"], error["message"]) == ("overloaded", "it waited too long")
 
 
 @pytest.mark.parametrize("stream", [False, True])

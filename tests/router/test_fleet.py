@@ -230,6 +230,26 @@ async def test_the_only_gang_is_asked_again_and_then_its_answer_is_told(
     assert gangs.where(None) == ["a"]
 
 
+async def test_a_store_that_cannot_be_read_lets_a_bounded_number_wait(
+    gangs: Gangs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("motet.router.fleet.dispatch.STORE_PAUSE_S", PATIENCE_S)
+    monkeypatch.setattr("motet.router.fleet.dispatch.MAX_AWAITING", 6)
+    router = await gangs.add_router("a")
+    gangs.engines["a"].cannot_read = True
+    waiting = [submit(router, ADAPTERS[0], max_tokens=3) for _ in range(3)]
+    await eventually(lambda: len(router._awaiting_store) == 3)
+    async with asyncio.timeout(PATIENCE_S):
+        updates = [update async for update in submit(router, ADAPTERS[0], max_tokens=3)]
+    (error,) = (update.error for update in updates)
+    assert error is not None
+    assert (error.kind, error.reason) == ("overloaded", "tenant_full")
+    assert "3 of your sequences" in error.message
+    for sequence in waiting:
+        sequence.cancel()
+    assert len(router._awaiting_store) == router._awaiting_store.num_of("acme") == 0
+
+
 async def test_all_gangs_hear_which_adapters_no_name_points_to_any_more(gangs: Gangs) -> None:
     router = await gangs.add_router()
     router.outdate("digest-7")

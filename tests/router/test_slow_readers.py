@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from motet.router.fleet import open_sequence
+from motet.router.fleet import dispatch, open_sequence
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.fleet.open_sequence import MAX_UNREAD_VALUES, OpenSequence
 from motet.router.generation.generation import Generation, GenerationRequest, Prompt
@@ -33,11 +33,18 @@ class Rig:
             TOKEN, gang_wait_s=PATIENCE_S, adapter_pages=adapter_pages, admission=admission_config()
         )
 
-    def submit(self, last_token: int, max_tokens: int | None, key: str = "") -> OpenSequence:
+    def submit(
+        self,
+        last_token: int,
+        max_tokens: int | None,
+        key: str = "",
+        tenant: str = "acme",
+        *,
+        is_resumed: bool = False,
+    ) -> OpenSequence:
         sampling = SamplingParams(max_tokens=max_tokens, num_logprobs=0)
-        return self.dispatcher.submit(
-            SequenceRequest(prompt_token_ids=[1, last_token], sampling=sampling, tenant="acme", key=key)
-        )
+        request = SequenceRequest(prompt_token_ids=[1, last_token], sampling=sampling, tenant=tenant, key=key)
+        return self.dispatcher.submit(request, is_resumed=is_resumed)
 
 
 @pytest.fixture
@@ -96,6 +103,38 @@ async def test_one_that_waits_for_its_reader_can_be_cancelled_and_closed(
     last = [update async for update in slow[1]][-1]
     assert last.error is not None
     assert last.error.kind == "gang_lost"
+
+
+async def test_so_many_wait_for_their_readers_and_no_more(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one of the tenant ends, with what has come; another tenant's may still wait."""
+    monkeypatch.setattr(open_sequence, "MAX_UNREAD_VALUES", 20)
+    monkeypatch.setattr(dispatch, "MAX_AWAITING", 4)
+    unread = rig.dispatcher._unread
+    slow = [rig.submit(10, None) for _ in range(2)]
+    await eventually(lambda: len(unread) == 2)
+    refused = rig.submit(10, None)
+    await eventually(lambda: refused.closed)
+    other = rig.submit(10, None, tenant="zenith")
+    await eventually(lambda: len(unread) == 3)
+    updates = [update async for update in refused]
+    assert updates[-1].error is not None
+    assert (updates[-1].error.kind, updates[-1].error.reason) == ("overloaded", "tenant_full")
+    assert sum(len(update.token_ids) for update in updates) > 5
+    for sequence in (*slow, other):
+        sequence.cancel()
+    assert len(unread) == unread.num_of("acme") == unread.num_of("zenith") == 0
+
+
+async def test_so_many_wait_for_news_and_no_more(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "MAX_AWAITING", 4)
+    taken_up = [rig.submit(10, 1, f"k{number}", is_resumed=True) for number in range(3)]
+    assert len(rig.dispatcher._awaiting_news) == 2
+    (update,) = [update async for update in taken_up[2]]
+    assert update.error is not None
+    assert update.error.kind == "overloaded"
+    for sequence in taken_up[:2]:
+        async with asyncio.timeout(PATIENCE_S):
+            assert [update async for update in sequence][-1].finish_reason == "length"
 
 
 def test_unread_tokens_cost_linear_time() -> None:

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator
 import grpc
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from motet.tests.rigs.leader_rig import TOKEN, Leader, Router, submit
 from motet.tests.rigs.part_configs import leader_config
@@ -17,7 +19,7 @@ from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
 from motet.workers.leader import unsent_updates
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.leader.unsent_updates import FRAME_BYTES, UnsentUpdates
+from motet.workers.leader.unsent_updates import FRAME_BYTES, UnsentUpdates, whose_to_give_back
 from motet.workers.wire.messages import (
     Frame,
     SamplingParams,
@@ -30,6 +32,7 @@ from motet.workers.wire.messages import (
     ToLeader,
 )
 from motet.workers.wire.stream_options import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
+from motet.workers.wire.unread_update import UnreadUpdate
 
 NUM_TOP = 200  # ten times what a client may ask for: as many bytes in a tenth of the time
 TOP = TokenLogprobs(-1.0, list(range(100_000, 100_000 + NUM_TOP)), [-float(n) - 0.1 for n in range(NUM_TOP)])
@@ -151,6 +154,60 @@ async def test_a_router_that_reads_nothing_is_given_its_sequences_back(
             break
     await slow.channel.close()
     await quick.channel.close()
+
+
+async def test_only_those_are_given_back_who_have_most_unread(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router reads nothing: one tenant's log-probabilities fill what it may leave unread, another one goes on."""
+    monkeypatch.setattr(unsent_updates, "MAX_UNREAD_VALUES", 1 << 18)
+    slow = Router(leader.address)
+    await slow.read()
+    neighbour = SequenceRequest(
+        sequence_id=900, prompt_token_ids=[1], sampling=SamplingParams(max_tokens=None), tenant="zenith"
+    )
+    await slow.send(*[wordy(number, None) for number in range(8)], Submit(neighbour))
+    await eventually(lambda: len(leader.engine.cancelled) == 8)
+    num_turns = leader.engine.num_turns
+    await eventually(lambda: leader.engine.num_turns > num_turns + 50)
+    assert leader.server.num_sequences == 1, "the neighbour was given back too"
+    num_given_back = 0
+    async for update in slow.updates():
+        num_given_back += update.error is not None
+        assert update.error is None or update.sequence_id != 900
+        if num_given_back == 8 and update.sequence_id == 900:
+            break
+    await slow.channel.close()
+
+
+@given(st.dictionaries(st.text(max_size=2), st.integers(0, 100), max_size=6))
+def test_who_has_most_unread_gives_way_until_half_is_free(num_values: dict[str, int]) -> None:
+    chosen = whose_to_give_back(num_values, 0)
+    left = [count for tenant, count in num_values.items() if tenant not in chosen]
+    assert sum(left) <= sum(num_values.values()) / 2
+    assert all(num_values[tenant] >= count for tenant in chosen for count in left)
+    if chosen:
+        least = min(num_values[tenant] for tenant in chosen)
+        assert sum(left) + least > sum(num_values.values()) // 2, "one gave way in vain"
+    assert whose_to_give_back(num_values, 1 << 40) == {*num_values}
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "drop", "end", "take"]), st.integers(0, 3), st.integers(0, 9))))
+def test_what_is_unread_is_counted(changes: list[tuple[str, int, int]]) -> None:
+    unsent = UnsentUpdates()
+    ended: set[int] = set()
+    for change, number, num_tokens in changes:
+        if change == "add" and number not in ended:
+            unsent.add(SequenceUpdate(number, [1] * num_tokens))
+        elif change == "drop":
+            unsent.drop(number)
+        elif change == "end":
+            unsent.end(number)
+        elif change == "take":
+            unsent.take()
+        ended = {number for number in ended | {number} if change == "end" or number in ended} & unsent._by_id.keys()
+        counts = {key: one.num_added_values for key, one in unsent._by_id.items() if isinstance(one, UnreadUpdate)}
+        assert unsent.num_values == {key: count for key, count in counts.items() if key not in ended}
+        assert unsent.num_left_values == sum(counts.values()) - sum(unsent.num_values.values())
+        assert unsent._num_unread_values == sum(unsent.num_values.values())
 
 
 def test_a_frame_has_a_piece_of_each_long_one_and_all_that_is_short() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import hashlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from motet.adapters.packing.packed_file import write_packed
 from motet.adapters.store.durable_file import make_folder
@@ -32,6 +35,22 @@ def assert_flat(before: tuple[int, int], num_served: int) -> None:
     num_objects, num_blocks = (now - then for now, then in zip(held(), before, strict=True))
     assert num_objects < num_served // 2, f"{num_objects} more objects after {num_served} more versions"
     assert num_blocks < 2 * num_served, f"{num_blocks} more blocks after {num_served} more versions"
+
+
+@pytest.mark.parametrize("kept_of_each", [lambda n: {f"digest {n}": [n]}, lambda n: {f"digest {n}": 1000.0 + n}])
+def test_what_is_kept_of_each_version_shows(kept_of_each: Callable[[int], dict[str, object]]) -> None:
+    """A key and a number of each are enough."""
+    kept: list[dict[str, object]] = []
+    one: dict[str, object] = {}
+    before = held()
+    for number in range(200):
+        one |= kept_of_each(number)
+    kept.append(one)
+    with pytest.raises(AssertionError):
+        assert_flat(before, 200)
+    kept.clear()
+    one.clear()
+    assert_flat(before, 200)
 
 
 def version_of(stock: Stock, name: str, number: int) -> AdapterRef:

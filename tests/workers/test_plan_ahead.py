@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from motet.tests.rigs.scheduler_rig import Worker, limits, request, scheduler
+from motet.workers.plan import PageCopy
 from motet.workers.plan_ahead import PlanAhead
 
 
@@ -68,3 +72,13 @@ def test_nothing_is_settled_where_nothing_was_made() -> None:
     assert ahead.settle(result) is None
     assert ahead.take() is None
     s.commit(plan, result)
+
+
+def test_a_plan_with_copies_is_never_dropped() -> None:
+    """The copies hold their pages until the plan is committed."""
+    s = scheduler(limits(8))
+    plan = msgspec.structs.replace(s.schedule(), copies=(PageCopy(1, 2),))
+    with pytest.raises(AssertionError):
+        s.drop(plan)
+    s.drop(msgspec.structs.replace(plan, copies=()))
+    assert not s._uncommitted

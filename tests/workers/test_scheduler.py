@@ -15,6 +15,7 @@ from motet.workers.engine import Engine
 from motet.workers.plan import INT32_BYTES
 from motet.workers.scheduling.preemption import choose_victim
 from motet.workers.scheduling.request_limits import GangLimits, refusal
+from motet.workers.scheduling.running_sequences import RunningSequences
 from motet.workers.scheduling.sequence import Sequence
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire.messages import ResidencyChange, SamplingParams, SequenceError, SequenceRequest
@@ -356,6 +357,10 @@ def test_nobody_older_ever_gives_way(arrivals: list[int], needy_arrival: int) ->
     def made(arrival: int) -> Sequence:
         return Sequence(request(arrival), arrival, 0, [1])
 
-    victim = choose_victim([made(arrival) for arrival in arrivals], made(needy_arrival))
+    running = RunningSequences()
+    for number, arrival in enumerate(arrivals):
+        running.add(Sequence(request(number), arrival, 0, [1] * (1 + arrival % 2)))  # every other one is a prompt
+    running.check_integrity()
+    victim = choose_victim(running.newest, made(needy_arrival))
     newer = [arrival for arrival in arrivals if arrival > needy_arrival]
     assert (None if victim is None else victim.arrival) == max(newer, default=None)

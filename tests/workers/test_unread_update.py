@@ -82,3 +82,16 @@ def test_an_unread_token_takes_little_memory_and_time() -> None:
     long = min(grown(32_000)[1] for _ in range(3))
     assert long < 3 * 8 * short
     assert not math.isnan(long)
+
+
+def test_the_end_of_a_long_update_leaves_room_for_its_tokens() -> None:
+    """Its tokens came with its end, and are told in pieces as large as any."""
+    rows = [TokenLogprobs(-1.0, [*range(20)], [-2.0] * 20)] * 5000
+    unread = UnreadUpdate(SequenceUpdate(7, [1] * 5000, rows, "stop"))
+    num_bytes, num_pieces, is_all = 1 << 15, 0, False
+    while not is_all:
+        piece, is_all = unread.take(num_bytes)
+        num_pieces += 1
+        assert len(msgspec.msgpack.encode(piece)) <= num_bytes
+    assert piece.finish_reason == "stop"
+    assert num_pieces < 2 * update_bytes(SequenceUpdate(7, [1] * 5000, rows)) / num_bytes

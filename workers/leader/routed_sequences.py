@@ -8,6 +8,7 @@ router that comes back or for another one that is asked for it (`sequence_journa
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from .sequence_log import log_arrival, log_end
 from .sequence_timers import SequenceTimers
 from .served_engine import ServedEngine
 from .tenant_places import TenantPlaces
+from .unsent_updates import whose_to_give_back
 
 _MAX_ID = (1 << 63) - 1
 _HANDED_OVER = SequenceError("handed_over", "the gang leaves")
@@ -173,13 +175,26 @@ class RoutedSequences:
         self._tell_orphans()
 
     def give_back(self, stream: RouterStream) -> None:
-        """Ends the stream's sequences here: its router asks for them again once it has read what they have brought."""
-        for sequence_id, engine_id in stream.live.items():
-            del self._listeners[engine_id]
-            self._journal.forget(engine_id)
-            self._cancel_in_engine(engine_id)
-            stream.tell(SequenceUpdate(sequence_id, error=_GIVEN_BACK))
-        stream.live.clear()
+        """Ends sequences of a stream whose router does not read, of those tenants who have most unread there.
+
+        The router asks for them again once it has read what they have brought.
+        """
+        num_values: Counter[str] = Counter()
+        for sequence_id, count in stream.unsent.num_values.items():
+            if (engine_id := stream.live.get(sequence_id)) is None:
+                stream.unsent.end(sequence_id)  # it has ended
+            else:
+                num_values[self._listeners[engine_id].tenant] += count
+        if not stream.unsent.is_overfull:
+            return
+        tenants = whose_to_give_back(num_values, stream.unsent.num_left_values)
+        for sequence_id, engine_id in [*stream.live.items()]:
+            if self._listeners[engine_id].tenant in tenants:
+                del self._listeners[engine_id], stream.live[sequence_id]
+                self._journal.forget(engine_id)
+                self._cancel_in_engine(engine_id)
+                stream.tell(SequenceUpdate(sequence_id, error=_GIVEN_BACK))
+                stream.unsent.end(sequence_id)
 
     def hand_over(self) -> int:
         """Gives all sequences back to their routers, which go on with them elsewhere; how many. Orphans are lost."""

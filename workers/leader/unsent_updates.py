@@ -7,6 +7,7 @@ tokens from coming.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from ..wire.messages import SequenceUpdate
@@ -17,6 +18,25 @@ PIECE_BYTES: Final = FRAME_BYTES // 16  # of a sequence in a frame
 _LONG_BYTES: Final = FRAME_BYTES // 2  # of a frame, kept for pieces while there are any
 _MAX_PLAIN: Final = 4096  # updates of a token and nothing else: less than 64 bytes each
 MAX_UNREAD_VALUES: Final = 4 << 20  # tokens and log-probabilities that came while earlier ones were not yet sent
+_MAX_LEFT_VALUES: Final = 2 * MAX_UNREAD_VALUES  # the same of sequences of which no more comes
+
+
+def whose_to_give_back(num_values: Mapping[str, int], num_left_values: int) -> set[str]:
+    """The tenants whose sequences should bring no more to a router that does not read: a pure policy.
+
+    `num_values`: what is unread, by tenant. Those who have most come first, until half of it is others'. All, if those
+    that were given back before have left very much (`num_left_values`) and still nothing was read.
+    """
+    if num_left_values > _MAX_LEFT_VALUES:
+        return {*num_values}
+    left, chosen = sum(num_values.values()), set[str]()
+    most = left // 2
+    for tenant in sorted(num_values, key=lambda tenant: num_values[tenant], reverse=True):
+        if left <= most:
+            break
+        chosen.add(tenant)
+        left -= num_values[tenant]
+    return chosen
 
 
 class UnsentUpdates:
@@ -25,7 +45,9 @@ class UnsentUpdates:
     def __init__(self) -> None:
         self._by_id: dict[int, SequenceUpdate | UnreadUpdate] = {}
         self._is_plain = True  # each is a token and nothing else
-        self._num_unread_values = 0
+        self._ended: set[int] = set()  # sequences of which no more comes, though there may be something to send
+        self._num_unread_values = 0  # of those that go on
+        self.num_left_values = 0  # of those of which no more comes
 
     def __bool__(self) -> bool:
         return bool(self._by_id)
@@ -37,6 +59,12 @@ class UnsentUpdates:
     def is_overfull(self) -> bool:
         """So much came while nothing was sent that no more should come for now."""
         return self._num_unread_values > MAX_UNREAD_VALUES
+
+    @property
+    def num_values(self) -> dict[int, int]:
+        """Tokens and log-probabilities that came while earlier ones were not sent, of sequences that go on."""
+        unread = ((key, one) for key, one in self._by_id.items() if key not in self._ended)
+        return {key: one.num_added_values for key, one in unread if isinstance(one, UnreadUpdate)}
 
     def add(self, update: SequenceUpdate) -> None:
         sequence_id = update.sequence_id
@@ -56,7 +84,22 @@ class UnsentUpdates:
 
     def drop(self, sequence_id: int) -> None:
         """The router does not want to hear of the sequence any more."""
-        self._by_id.pop(sequence_id, None)
+        unsent = self._by_id.pop(sequence_id, None)
+        if isinstance(unsent, UnreadUpdate) and sequence_id in self._ended:
+            self.num_left_values -= unsent.num_added_values
+        elif isinstance(unsent, UnreadUpdate):
+            self._num_unread_values -= unsent.num_added_values
+        self._ended.discard(sequence_id)
+
+    def end(self, sequence_id: int) -> None:
+        """Nothing more comes of the sequence; what is here is sent."""
+        unsent = self._by_id.get(sequence_id)
+        if unsent is None or sequence_id in self._ended:
+            return
+        self._ended.add(sequence_id)
+        if isinstance(unsent, UnreadUpdate):
+            self._num_unread_values -= unsent.num_added_values
+            self.num_left_values += unsent.num_added_values
 
     def take(self) -> list[SequenceUpdate]:
         """The updates of the next frame. Nothing is left behind of them."""
@@ -65,9 +108,14 @@ class UnsentUpdates:
             return [*plain.values()]  # type: ignore[list-item]  # what is unread is not plain
         taken = self._take_parts()
         self._is_plain = not self._by_id
-        unread = [one for one in self._by_id.values() if isinstance(one, UnreadUpdate)]
-        self._num_unread_values = sum(one.num_added_values for one in unread)
+        self._ended &= self._by_id.keys()
+        self._count()
         return taken
+
+    def _count(self) -> None:
+        unread = [(key in self._ended, one) for key, one in self._by_id.items() if isinstance(one, UnreadUpdate)]
+        self._num_unread_values = sum(one.num_added_values for has_ended, one in unread if not has_ended)
+        self.num_left_values = sum(one.num_added_values for has_ended, one in unread if has_ended)
 
     def _merge(self, before: SequenceUpdate | UnreadUpdate, update: SequenceUpdate) -> None:
         if not isinstance(before, UnreadUpdate):

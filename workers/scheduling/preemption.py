@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from .sequence import Sequence
 
 
-def choose_victim(running: Iterable[Sequence], needy: Sequence) -> Sequence | None:
+def choose_victim(newest: Sequence | None, needy: Sequence) -> Sequence | None:
     """The newest running sequence, if it is newer than the one that needs pages; None: no sequence is preempted.
 
     No sequence is ever preempted for a newer one, so the oldest one always goes on, and all are served in the end.
     """
-    newest = max(running, key=lambda sequence: sequence.arrival, default=needy)
-    return newest if newest.arrival > needy.arrival else None
+    return newest if newest is not None and newest.arrival > needy.arrival else None

@@ -111,14 +111,12 @@ class PrefixReuse:
         while they come, more may follow. So no page comes twice while the sequence waits, though other pages may push
         it out: `find` brings it again when there is a place for the sequence.
         """
-        if not self.can_come_ahead:
-            return False
         if not sequence.was_looked_up:
-            return True
+            return self.can_come_ahead
         key, num_found = sequence.awaited_key, sequence.num_found // self._block_size
-        if key in self._coming:
+        if key in self._coming:  # as of all that wait for one document but the first
             return self._lacks_copies(sequence)
-        if key is None or self._cache.page_of(key) is None:
+        if key is None or self._cache.page_of(key) is None or not self.can_come_ahead:
             return False
         held = self.num_in_other_hands(sequence, hands)
         return held > num_found or len(self._cache.find(sequence.page_keys[held : num_found + 1])) > num_found - held

@@ -23,6 +23,11 @@ class RunningSequences:
     def __len__(self) -> int:
         return len(self.by_id)
 
+    @property
+    def newest(self) -> Sequence | None:
+        """The one that arrived last; None: none runs."""
+        return max((*self.decoding[-1:], *self.prompts[-1:]), key=_arrival, default=None)
+
     def add(self, sequence: Sequence) -> None:
         """A sequence that nothing is planned for yet."""
         assert sequence.sequence_id not in self.by_id, f"sequence {sequence.sequence_id} runs already"
@@ -51,6 +56,7 @@ class RunningSequences:
             arrivals = [sequence.arrival for sequence in sequences]
             assert arrivals == sorted(set(arrivals)), "running sequences are out of order"
         assert {s.sequence_id: s for s in (*self.decoding, *self.prompts)} == self.by_id, "ids and lists differ"
+        assert self.newest is max(self.by_id.values(), key=_arrival, default=None)
         assert self.penalised.keys() == {i for i, s in self.by_id.items() if s.has_penalty}
         assert self.num_uncomputed == sum(s.num_uncomputed for s in self.by_id.values()), "tokens are miscounted"
         assert all(s.num_unplanned == 1 for s in self.decoding), "a sequence decodes, and has other tokens to compute"

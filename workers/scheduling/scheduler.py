@@ -154,7 +154,7 @@ class Scheduler:
 
     def drop(self, plan: StepPlan) -> None:
         """Forgets a plan that is not executed, since nothing is left in it."""
-        assert not (plan.sequences or plan.loads or plan.moves)
+        assert not (plan.sequences or plan.loads or plan.moves or plan.copies)
         self._outdated = [*plan.outdated, *self._outdated]
         del self._uncommitted[plan.step]
 
@@ -289,7 +289,7 @@ class Scheduler:
         if not self._memory.allocator.num_free:
             older.reach(sequence.arrival)
         while not self._memory.make_room(1, older.wanted):
-            victim = choose_victim(self._running.by_id.values(), sequence)
+            victim = choose_victim(self._running.newest, sequence)
             if victim is not None:
                 self._preempt(victim)
             elif self._memory.make_room(1, keep=frozenset()):

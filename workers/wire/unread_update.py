@@ -75,9 +75,11 @@ class UnreadUpdate:
                 self._logprobs = KeptLogprobs()
             self._logprobs.extend(update.logprobs)
         if update.finish_reason is not None or update.error is not None:
-            self._last = update
-        if self._started.num_cached_tokens is None and self._started.computing_s is None:
-            self._started = update
+            self._last = SequenceUpdate(update.sequence_id, finish_reason=update.finish_reason, error=update.error)
+        if update.num_cached_tokens is not None or update.computing_s is not None:
+            self._started = SequenceUpdate(
+                update.sequence_id, num_cached_tokens=update.num_cached_tokens, computing_s=update.computing_s
+            )
 
     def take_all(self) -> SequenceUpdate:
         """All that is left of it."""
