@@ -42,6 +42,7 @@ class Endpoint:
             try:
                 answer = await self._handler(Request(scope, receive))
             except ApiError as error:
+                self._metrics.count_error(error)
                 answer = error.response()
             await answer(scope, receive, send)
             status_code = answer.status_code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -17,6 +18,7 @@ from .base_model import BaseModel
 from .completions_api import CompletionsApi
 from .config import RouterConfig
 from .endpoint import Endpoint, Handler
+from .exposition.targets import MetricsTarget
 from .fleet.dispatch import Dispatcher
 from .metrics import Metrics
 from .models_api import ModelsApi
@@ -38,19 +40,21 @@ def create_app(
     text: TextService,
     operator_key: str,
     metrics: Metrics | None = None,
+    labels: Mapping[str, str] | None = None,
+    targets: Callable[[], Sequence[MetricsTarget]] = tuple,
 ) -> FastAPI:
     """The app. The caller starts and stops the collaborators that it passes in.
 
     `operator_key`: what /status and /metrics ask for, since they tell of all tenants. `metrics`: where somebody else
-    writes into them too.
+    writes into them too. `labels`: of all that /metrics shows. `targets`: processes with metrics of their own.
     """
     metrics = metrics or Metrics()
     base = BaseModel(config.model_name, dispatcher, view, scales_from_zero=config.scales_from_zero)
     readiness = Readiness(config, dispatcher, metrics)
-    operations = OperationsApi(base, dispatcher, view, metrics, readiness, operator_key)
+    operations = OperationsApi(base, dispatcher, view, metrics, readiness, operator_key, labels or {}, targets)
     models = ModelsApi(base, view)
     completions = CompletionsApi(config, base, dispatcher, view, text, metrics)
-    adapters = AdaptersApi(config, view, uploads)
+    adapters = AdaptersApi(config, view, uploads, metrics)
     routes: tuple[tuple[str, str, Handler], ...] = (
         ("POST", "/v1/chat/completions", completions.chat),
         ("POST", "/v1/completions", completions.complete),
@@ -64,13 +68,14 @@ def create_app(
         ("GET", "/health", operations.health),
         ("GET", "/ready", operations.ready),
         ("GET", "/metrics", operations.metrics),
+        ("GET", "/metrics/targets", operations.metrics_targets),
         ("GET", "/status", operations.status),
     )
     app = FastAPI(title="motet", openapi_url=None, docs_url=None, redoc_url=None)
     for method, path, handler in routes:
         app.router.routes.append(Route(path, Endpoint(f"{method} {path}", handler, metrics), methods=[method]))
     app.add_exception_handler(HTTPException, partial(_no_route, metrics))
-    app.add_exception_handler(Exception, _internal)
+    app.add_exception_handler(Exception, partial(_internal, metrics))
     return app
 
 
@@ -79,8 +84,13 @@ async def _no_route(metrics: Metrics, request: Request, error: Exception) -> Res
     metrics.requests[UNKNOWN_ROUTE, error.status_code] += 1
     message = f"{error.detail}: {request.method} {request.url.path}"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+    return _counted(metrics, ApiError(error.status_code, message, code=code, headers=error.headers))
 
 
-async def _internal(request: Request, error: Exception) -> Response:
-    return internal_error().response()
+async def _internal(metrics: Metrics, request: Request, error: Exception) -> Response:
+    return _counted(metrics, internal_error())
+
+
+def _counted(metrics: Metrics, error: ApiError) -> Response:
+    metrics.count_error(error)
+    return error.response()

@@ -52,10 +52,10 @@ def build_application(
         graceful_shutdown_timeout_s=config.router_drain_s,
         max_constructor_retry_count=3,
     )
-    engine, leader = config.engine, config.leader
-    gangs = _with_version(gangs, engine, leader, _place_of_a_gang(config))
+    engine, leader, exposition = config.engine, config.leader, config.exposition
+    gangs = _with_version(gangs, engine, leader, exposition, _place_of_a_gang(config))
     routers = _with_version(routers, *_settings_of_a_router(config))
-    gang = gangs.bind(engine, leader, secrets_path, progress_path)
+    gang = gangs.bind(engine, leader, exposition, secrets_path, progress_path)
     return routers.bind(config.without_secrets(), secrets_path, gang, progress_path)
 
 
@@ -63,7 +63,7 @@ def _settings_of_a_router(config: MotetConfig) -> tuple[object, ...]:
     """All settings that a RouterReplica reads from the config."""
     packing = (config.tensor_parallel, config.block_size, config.dtype, config.expert_sharding)
     waiting = (config.sequence_wait_s, config.min_gangs == 0, config.admission)
-    return (config.router, config.model_path, config.store_path, config.name, packing, waiting)
+    return (config.router, config.exposition, config.model_path, config.store_path, packing, waiting)
 
 
 def _with_version(deployment: Any, *settings: object) -> Any:

@@ -18,12 +18,15 @@ import ray
 from ...workers.config import EngineConfig
 from ...workers.leader.frame_server import FrameServer
 from ...workers.leader.leader_config import LeaderConfig
+from ..exposition.exposition_config import ExpositionConfig
+from ..exposition.gang_metrics import GangFacts, GangMetrics
+from ..exposition.process_page import ProcessPage
 from ..launch_secrets import LaunchSecrets
 from ..progress_log import OnEvent, ProgressWriter, ignore_event, step
-from .gang_directory import ADDRESS
 from .gang_stats import gang_stats
 from .gang_workers import RayWorkers
 from .garbage_collection import make_garbage_collection_rare
+from .replica_directory import ADDRESS
 from .replica_logging import configure_replica_logging
 
 if TYPE_CHECKING:  # the module imports torch, which launchers need not: they only name the class below
@@ -36,7 +39,12 @@ class GangReplica:
     """Serves one engine to the routers. Tokens do not pass through Serve, which only keeps the replica alive."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: EngineConfig, leader: LeaderConfig, secrets_path: Path, progress_path: Path | None
+        self,
+        config: EngineConfig,
+        leader: LeaderConfig,
+        exposition: ExpositionConfig,
+        secrets_path: Path,
+        progress_path: Path | None,
     ) -> None:
         """`secrets_path`: of `LaunchSecrets`. `progress_path`: the file for the progress of building the engine."""
         configure_replica_logging()
@@ -48,15 +56,20 @@ class GangReplica:
         # In a thread, so that the replica answers Serve while a large model loads.
         engine = await asyncio.to_thread(_build_engine, config, on_event, workers, host)
         info = msgspec.structs.replace(engine.info, gang_id=secrets.token_hex(4))
-        token = (await asyncio.to_thread(LaunchSecrets.read, secrets_path)).token
-        self._server = FrameServer(engine, info, token, leader)
+        launch = await asyncio.to_thread(LaunchSecrets.read, secrets_path)
+        metrics = GangMetrics(info, exposition.name)
+        self._server = FrameServer(engine, info, launch.token, leader, metrics.observe)
         self._address = await self._server.start(host)
+        self._page = ProcessPage(
+            exposition, info.gang_id, launch.operator_key, lambda: metrics.families(GangFacts.of(self._server))
+        )
+        await self._page.start(host)
         make_garbage_collection_rare()
         _log.info("gang %s serves %s at %s", info.gang_id, info.model, self._address)
 
     def record_replica_metadata(self) -> dict[str, str]:
         """What this replica tells the directory of every router."""
-        return {ADDRESS: self._address}
+        return {ADDRESS: self._address, **self._page.metadata}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What this replica tells the autoscaler."""
@@ -75,6 +88,7 @@ class GangReplica:
         num_handed_over = await self._server.drain(self._drain_s)
         if num_handed_over:
             _log.info("%d sequences were handed over", num_handed_over)
+        await self._page.stop()
         await self._server.stop()
 
 

@@ -101,6 +101,7 @@ class GenerationResponse:
                 await self._send_whole(send)
             else:
                 await self._send_events(send, self._stream)
+            self._generation.count_end()
             return
         except SequenceFailedError as failure:
             self._metrics.count_failure(failure.error)
@@ -185,6 +186,7 @@ class GenerationResponse:
         No [DONE] follows, so that no client takes such a stream for complete.
         """
         self._is_ending = True
+        self._metrics.count_error(error)
         async with self._starting:  # the headers may be on their way
             has_started, self._has_started = self._has_started, True
         if has_started:
