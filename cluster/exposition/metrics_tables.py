@@ -73,7 +73,7 @@ def renewed(page: str) -> str:
         if not pattern.search(page):
             raise ValueError(f"no place for the table of {name}: <!-- {name}: --> … <!-- end of {name} -->")
         text = _TABLE.format(name=name, command=COMMAND, rows=table(metrics))
-        page = pattern.sub(lambda _, text=text: text, page)
+        page = pattern.sub(text.replace("\\", r"\\"), page)
     return page
 
 

@@ -123,7 +123,7 @@ class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str | None,
         Unit("KEY", "printable ASCII without spaces"),
         Setting(
-            "The key that /status and /metrics ask for.",
+            "The key that /status, /metrics and each process's own metrics ask for.",
             unset="the one in the file operator_key of the data folder, made at the first start",
             env="MOTET_OPERATOR_KEY",
             secret=True,
