@@ -45,8 +45,9 @@ def create_app(
 ) -> FastAPI:
     """The app. The caller starts and stops the collaborators that it passes in.
 
-    `operator_key`: what /status, /metrics and /metrics/targets ask for, since they tell of all tenants. `metrics`: where somebody else
-    writes into them too. `labels`: of all that /metrics shows. `targets`: processes with metrics of their own.
+    `operator_key`: what /status and the routes of metrics ask for, since they tell of all tenants. `metrics`: where
+    somebody else writes into them too. `labels`: of all that /metrics shows. `targets`: processes with metrics of their
+    own.
     """
     metrics = metrics or Metrics()
     base = BaseModel(config.model_name, dispatcher, view, scales_from_zero=config.scales_from_zero)
