@@ -148,7 +148,7 @@ def status(client: httpx.Client) -> dict[str, Any]:
 
 def resumed(client: httpx.Client) -> int:
     lines = client.get("/metrics", headers=OPERATORS).raise_for_status().text.splitlines()
-    return int(float(next(line.split()[1] for line in lines if line.startswith("motet_resumed_sequences_total "))))
+    return int(float(next(line.split()[1] for line in lines if line.startswith("motet_resumed_sequences_total"))))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -23,6 +23,7 @@ from ..workers.config import EngineConfig
 from ..workers.device_probe import probe_device
 from ..workers.leader.leader_config import LeaderConfig
 from .edge.edge_limits import EdgeLimits
+from .exposition.exposition_config import ExpositionConfig
 from .logs.log_config import LogConfig
 from .resources import Resources
 from .scaling import ScalingConfig
@@ -129,6 +130,11 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def router(self) -> RouterConfig:
         """Settings of one router."""
         return part_config(RouterConfig, self, model_name=self.name, scales_from_zero=self.min_gangs == 0)
+
+    @property
+    def exposition(self) -> ExpositionConfig:
+        """What each process shows to Prometheus."""
+        return part_config(ExpositionConfig, self)
 
     @property
     def logs(self) -> LogConfig:

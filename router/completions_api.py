@@ -191,6 +191,7 @@ class CompletionsApi:
             n=request.n or 1,
             tenant=tenant,
             adapter=adapter,
+            adapter_name="" if adapter is None else request.model,
             stop=stop_strings(request),
             keep_token_ids=bool(request.return_token_ids),
             keep_logprobs=prompts[0].sampling.num_logprobs is not None,

@@ -77,5 +77,6 @@ class Endpoint:
         except Exception:
             _log.exception("a request failed", extra=record.tags)
             refusal = internal_error()
+        self._metrics.count_error(refusal)
         record.error = refusal.detail.code or ""
         return refusal.response()

@@ -1,4 +1,4 @@
-"""A histogram without a lock, owned by one thread: cheap enough to count every update of a sequence."""
+"""A histogram without a lock: cheap enough to count every update of a sequence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 
 class Histogram:
-    """Counts values by bucket. `bounds`: upper bounds of the buckets, ascending; one more bucket has no bound."""
+    """Counts values by bucket. One thread writes, and others may read.
+
+    `bounds`: upper bounds of the buckets, ascending; one more bucket has no bound.
+    """
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
@@ -22,7 +25,8 @@ class Histogram:
         """(upper bound, number of values up to it) of each bucket, as Prometheus expects them."""
         total = 0
         found = []
-        for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
+        counts = self._counts[:]  # of one moment: +Inf, which is also their number, is the sum of what stands before it
+        for bound, count in zip([*map(str, map(float, self._bounds)), "+Inf"], counts, strict=True):
             total += count
             found.append((bound, float(total)))
         return found

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -14,11 +17,26 @@ from ..adapters.registry.registry_view import RegistryView
 from ..workers.wire.engine_load import EngineLoad
 from ..workers.wire.messages import GangInfo
 from .base_model import BaseModel
+from .exposition.families import text_of
+from .exposition.gang_families import gang_families
+from .exposition.router_families import RouterFacts, router_families
+from .exposition.targets import MetricsTarget, discovery
 from .fleet.dispatch import Dispatcher
 from .metrics import Metrics
 from .openai_api.errors import unavailable
 from .readiness import Readiness
 from .tenants.auth import check_operator
+
+
+def router_facts(dispatcher: Dispatcher, view: RegistryView) -> RouterFacts:
+    """What a router's metrics show beside its `Metrics`, as of now."""
+    return RouterFacts(
+        num_gangs=len(dispatcher.gangs()),
+        num_resumed=dispatcher.num_resumed,
+        num_moved=dispatcher.num_moved,
+        num_gang_faults=dict(dispatcher.num_gang_faults),
+        is_registry_connected=view.connected,
+    )
 
 
 class OperationsApi:
@@ -30,8 +48,12 @@ class OperationsApi:
         metrics: Metrics,
         readiness: Readiness,
         operator_key: str,
+        labels: Mapping[str, str],
+        targets: Callable[[], Sequence[MetricsTarget]],
     ) -> None:
+        """`labels`: of all that /metrics shows. `targets`: processes with metrics of their own, this one included."""
         self._operator_key = operator_key
+        self._labels, self._targets = labels, targets
         self._base = base
         self._dispatcher = dispatcher
         self._view = view
@@ -50,17 +72,18 @@ class OperationsApi:
         return PlainTextResponse("ready")
 
     async def metrics(self, request: Request) -> Response:
+        """This router's own numbers, and what each gang has told it: all of a motet that has one router."""
         check_operator(request, self._operator_key)
-        return Response(
-            self._metrics.exposition(
-                self._dispatcher.load(),
-                self._dispatcher.num_resumed,
-                self._dispatcher.num_moved,
-                self._dispatcher.num_gang_faults,
-                self._view.connected,
-            ),
-            headers={"Content-Type": CONTENT_TYPE_LATEST},
-        )
+        own = router_families(self._metrics, router_facts(self._dispatcher, self._view), self._labels)
+        gangs = gang_families({info.gang_id: load for info, load in self._dispatcher.gangs()}, self._labels)
+        # In a thread: a hundred gangs have thousands of series.
+        text = await asyncio.to_thread(text_of, chain(own, gangs))
+        return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def metrics_targets(self, request: Request) -> Response:
+        """For Prometheus' HTTP service discovery: where each process of this motet shows its own numbers."""
+        check_operator(request, self._operator_key)
+        return Response(discovery(self._targets()), media_type="application/json")
 
     async def status(self, request: Request) -> Response:
         """What `motet status` shows."""

@@ -56,10 +56,10 @@ def build_application(
         graceful_shutdown_timeout_s=config.router_drain_s,
         max_constructor_retry_count=3,
     )
-    lasting = without_live(config)
-    gangs = _with_version(gangs, lasting.engine, lasting.leader, config.logs, _place_of_a_gang(config))
+    lasting, exposition = without_live(config), config.exposition
+    gangs = _with_version(gangs, lasting.engine, lasting.leader, config.logs, exposition, _place_of_a_gang(config))
     routers = _with_version(routers, *_settings_of_a_router(lasting))
-    gang = gangs.bind(config.engine, config.leader, config.logs, secrets_path, progress_path, config.hub_id)
+    gang = gangs.bind(config.engine, config.leader, config.logs, exposition, secrets_path, progress_path, config.hub_id)
     return routers.bind(config.without_secrets(), secrets_path, gang, progress_path)
 
 
@@ -67,7 +67,8 @@ def _settings_of_a_router(config: MotetConfig) -> tuple[object, ...]:
     """All settings that a RouterReplica reads from the config."""
     packing = (config.tensor_parallel, config.block_size, config.dtype, config.expert_sharding)
     waiting = (config.sequence_wait_s, config.min_gangs == 0, config.admission)
-    return (config.router, config.logs, config.model_path, config.store_path, config.name, packing, waiting)
+    shown = (config.logs, config.exposition)
+    return (config.router, *shown, config.model_path, config.store_path, config.name, packing, waiting)
 
 
 def _with_version(deployment: Any, *settings: object) -> Any:

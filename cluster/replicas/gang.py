@@ -25,13 +25,16 @@ from ..application.live_settings import live_values
 from ..application.model_source import check_model
 from ..application.secret_files import read_secrets
 from ..application.shared_token import shared_token
+from ..exposition.exposition_config import ExpositionConfig
+from ..exposition.gang_metrics import GangFacts, GangMetrics
+from ..exposition.process_page import ProcessPage
 from ..logs.log_config import LogConfig
 from ..progress_log import OnEvent, ProgressWriter, ignore_event, step
 from ..settings.config_error import ConfigError
-from .gang_directory import ADDRESS
 from .gang_stats import gang_stats
 from .gang_workers import RayWorkers
 from .garbage_collection import make_garbage_collection_rare
+from .replica_directory import ADDRESS
 from .replica_logging import configure_replica_logging
 
 if TYPE_CHECKING:  # the module imports torch, which launchers need not: they only name the class below
@@ -48,6 +51,7 @@ class GangReplica:
         config: EngineConfig,
         leader: LeaderConfig,
         logs: LogConfig,
+        exposition: ExpositionConfig,
         secrets_path: Path | None,
         progress_path: Path | None,
         hub_id: str | None = None,
@@ -69,15 +73,21 @@ class GangReplica:
         # In a thread, so that the replica answers Serve while a large model loads.
         engine = await asyncio.to_thread(_build_engine, config, on_event, workers, host)
         info = msgspec.structs.replace(engine.info, gang_id=gang_id)
-        token = await shared_token(await asyncio.to_thread(read_secrets, secrets_path))
-        self._engine, self._server = engine, FrameServer(engine, info, token, leader)
+        launch = await asyncio.to_thread(read_secrets, secrets_path)
+        metrics = GangMetrics(info, exposition.name)
+        self._engine = engine
+        self._server = FrameServer(engine, info, await shared_token(launch), leader, metrics.observe)
         self._address = await self._server.start(host)
+        self._page = ProcessPage(
+            exposition, info.gang_id, launch.operator_key, lambda: metrics.families(GangFacts.of(self._server))
+        )
+        await self._page.start(host)
         make_garbage_collection_rare()
         _log.info("gang %s serves %s at %s", info.gang_id, info.model, self._address)
 
     def record_replica_metadata(self) -> dict[str, str]:
         """What this replica tells the directory of every router."""
-        return {ADDRESS: self._address}
+        return {ADDRESS: self._address, **self._page.metadata}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What this replica tells the autoscaler."""
@@ -112,6 +122,7 @@ class GangReplica:
         num_handed_over = await self._server.drain(self._leader.drain_s)
         if num_handed_over:
             _log.info("%d sequences were handed over", num_handed_over)
+        await self._page.stop()
         await self._server.stop()
         self._log.close()
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+import ray
 from fastapi import FastAPI
 from msgspec import structs
+from prometheus_client.metrics_core import Metric
 from ray import serve
 
 from ...adapters.errors import RegistryUnavailable
@@ -21,9 +26,11 @@ from ...adapters.registry.registry_view import RegistryView
 from ...adapters.store.store import AdapterStore
 from ...adapters.upload import UploadLimits, UploadService
 from ...router.config import CurrentConfig
+from ...router.exposition.router_families import router_families
 from ...router.fleet.dispatch import FleetDispatcher
 from ...router.loop_watchdog import LoopWatchdog
 from ...router.metrics import Metrics
+from ...router.operations_api import router_facts
 from ...router.rest_server import create_app
 from ...router.text.model_tokenizer import import_transformers_without_torch
 from ...router.text.text import TextService
@@ -35,14 +42,15 @@ from ..application.registration import check_objectives_of, register_router
 from ..application.secret_files import read_secrets
 from ..application.shared_token import shared_token
 from ..config import MotetConfig
+from ..exposition.process_page import ProcessPage, targets_of
 from ..launch_secrets import LaunchSecrets, operator_key_in
 from ..progress_log import ProgressWriter, ignore_event, step
 from ..settings.config_error import ConfigError
 from .bounded_receive import BoundedReceive
 from .gang_demand import GangDemand
-from .gang_directory import GangDirectory
 from .garbage_collection import make_garbage_collection_rare
 from .launch_keeper import LaunchKeeper, id_of_this_cluster
+from .replica_directory import ADDRESS, Metadata, ReplicaDirectory
 from .replica_logging import configure_replica_logging
 
 SWEEP_INTERVAL_S = 3600.0
@@ -104,15 +112,26 @@ class RouterReplica:
         )
         self._view.on_outdated = self._dispatcher.outdate
         self._demand = GangDemand(gang, lambda: self._dispatcher.num_waiting) if config.min_gangs == 0 else None
-        self._directory = GangDirectory(gang.app_name, gang.deployment_name, self._dispatcher.update)
-        self._directory.start()
+        self._gangs: Mapping[str, Metadata] = {}
+        self._routers: Mapping[str, Metadata] = {}
+        own = serve.get_replica_context().deployment
+        self._directories = (
+            ReplicaDirectory(gang.app_name, gang.deployment_name, self._update_gangs),
+            ReplicaDirectory(gang.app_name, own, self._update_routers),
+        )
+        for directory in self._directories:
+            directory.start()
         self._text = await asyncio.to_thread(TextService.from_folder, config.model_path)
         operator_key = secrets.operator_key
         if operator_key is None:
             operator_key = await asyncio.to_thread(operator_key_in, config.data_dir)
-        metrics = Metrics()
-        metrics.dropped_log_lines = lambda: self._log.num_dropped
-        self._watchdog = LoopWatchdog(metrics.loop_held_s)
+        self._metrics = Metrics()
+        self._metrics.dropped_log_lines = lambda: self._log.num_dropped
+        self._watchdog = LoopWatchdog(self._metrics.loop_held_s)
+        name = uuid4().hex[:8]
+        self._labels = {"router": name, "base": config.name}
+        self._page = ProcessPage(config.exposition, name, operator_key, self._families)
+        await self._page.start(ray.util.get_node_ip_address())
         self._app = create_app(
             config=self._current,
             dispatcher=self._dispatcher,
@@ -120,12 +139,18 @@ class RouterReplica:
             uploads=self._uploads,
             text=self._text,
             operator_key=operator_key,
-            metrics=metrics,
+            metrics=self._metrics,
+            labels=self._labels,
+            targets=lambda: targets_of(config.exposition, self._routers.values(), self._gangs.values()),
         )
         self._app.add_middleware(BoundedReceive)
         _keep_pauses_short()
         self._watchdog.start()
-        self._sweeper = asyncio.create_task(self._sweep_forever())
+        self._sweeper = asyncio.create_task(self._sweep_forever(config.store_path))
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        """What this replica tells the directory of every router."""
+        return self._page.metadata
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Serve's hook for settings of a replica. Raises ConfigError as it starts; one that runs goes on as before.
@@ -158,23 +183,37 @@ class RouterReplica:
         self._sweeper.cancel()
         if self._demand is not None:
             self._demand.stop()
-        self._directory.stop()
+        for directory in self._directories:
+            directory.stop()
+        await self._page.stop()
         await self._dispatcher.close()
         await self._view.stop()
         await self._redis.aclose()
         self._text.close()
         self._log.close()
 
+    def _update_gangs(self, replicas: Mapping[str, Metadata]) -> None:
+        self._gangs = replicas
+        self._dispatcher.update({key: told[ADDRESS] for key, told in replicas.items() if ADDRESS in told})
+
+    def _update_routers(self, replicas: Mapping[str, Metadata]) -> None:
+        self._routers = replicas
+
+    def _families(self) -> Iterator[Metric]:
+        return router_families(self._metrics, router_facts(self._dispatcher, self._view), self._labels)
+
     def _show_demand(self) -> None:
         """Called when a sequence waits for a gang. With `min_gangs` from 1 on Serve starts gangs without being told."""
         if self._demand is not None:
             self._demand.show()
 
-    async def _sweep_forever(self) -> None:
+    async def _sweep_forever(self, store_path: Path) -> None:
         """Frees the disk of adapters that no name points to any more: one router of all, once in an interval."""
         while True:
             try:
                 num_removed = await self._uploads.sweep(rest_s=SWEEP_INTERVAL_S)
+                self._metrics.sweep_asked_at = time.time()
+                self._metrics.store_free_bytes = (await asyncio.to_thread(shutil.disk_usage, store_path)).free
                 if num_removed:
                     _log.info("removed %d adapters that no name points to from the store", num_removed)
             except (RegistryUnavailable, OSError) as error:

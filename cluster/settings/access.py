@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from ipaddress import ip_network
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from msgspec import Meta
@@ -160,7 +160,7 @@ class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str | None,
         Unit("KEY", "printable ASCII without spaces"),
         Setting(
-            "The key that /status and /metrics ask for.",
+            "The key that /status, /metrics and each process's own metrics ask for.",
             unset="the one in the file operator_key of the data folder, made at the first start",
             env="MOTET_OPERATOR_KEY",
             secret=True,
@@ -168,6 +168,22 @@ class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
             not_in_args=_A_SECRET.format("operator-key"),
         ),
     ] = None
+    metrics_port: Annotated[
+        int,
+        Meta(ge=0, le=65535),
+        Unit("NUMBER"),
+        Setting(
+            "Each router and each gang shows its own metrics at the first free port from this one on, of 64; 0: it "
+            "shows none. Other machines reach it on a running cluster only."
+        ),
+    ] = 9400
+    metrics_access: Annotated[
+        Literal["operators", "all"],
+        Setting(
+            "Who may read these: whoever has the operators' key, or all, for collectors that cannot send one; then the "
+            "network has to keep others out."
+        ),
+    ] = "operators"
     redis_url: Annotated[
         str | None,
         Unit("URL", "a URL that begins with redis://, rediss:// or unix://"),

@@ -106,6 +106,7 @@ class GenerationResponse:
                 await self._send_whole(send)
             else:
                 await self._send_events(send, self._stream)
+            self._generation.count_end()
             return
         except SequenceFailedError as failure:
             self._metrics.count_failure(failure.error)
@@ -191,6 +192,7 @@ class GenerationResponse:
         """
         self._is_ending = True
         record_of(scope).error = error.detail.code or ""
+        self._metrics.count_error(error)
         async with self._starting:  # the headers may be on their way
             has_started, self._has_started = self._has_started, True
         if has_started:

@@ -62,6 +62,7 @@ class GenerationRequest:
     beams: Sequence[BeamRules] = ()  # one for each prompt, n wide: the choices are beams; empty: they are drawn
     request_id: str = ""  # for logs
     key: str = ""  # of the answer; empty: its client cannot come back for its sequences
+    adapter_name: str = ""  # as its client calls it; empty: the base
     cache_salt: str = ""  # the tenant's sequences share KV only where this is the same
     timeout_s: float | None = None  # from the request's arrival to the last token; None: as long as it takes
     is_echoed: bool = False  # the answer's text begins with the prompt's
@@ -93,6 +94,7 @@ class Generation:
         self._dispatcher = dispatcher
         self._text = text
         self._metrics = metrics
+        self._started_at = started_at
         self._num_seen = request.num_seen or [0] * len(self.choices)
         self._deadline = None if request.timeout_s is None else started_at + request.timeout_s
         self._updated_at = [started_at] * len(self.choices)
@@ -152,6 +154,8 @@ class Generation:
             shown = update.logprobs[: choice.num_tokens - num_tokens]
             self._total_logprobs[index] += sum(token.chosen for token in shown)
         if choice.finish_reason is not None:
+            self._metrics.finished[choice.finish_reason] += 1
+            self._metrics.completion_tokens.observe(choice.num_tokens)
             self._num_unfinished -= 1
             if update.finish_reason is None:
                 self._streams[index].cancel()
@@ -191,6 +195,11 @@ class Generation:
         details = UNSET if num_cached is None else PromptTokensDetails(num_cached)
         return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
+    def count_end(self) -> None:
+        """Counts the answer, all of which its client was sent."""
+        self._metrics.request_s.observe(time.perf_counter() - self._started_at)
+        self._metrics.num_cached_prompt_tokens += self.num_cached_tokens or 0
+
     @property
     def num_cached_tokens(self) -> int | None:
         """Tokens of the prompts that no choice had to compute; None: not all sequences have told yet."""
@@ -209,11 +218,13 @@ class Generation:
         request, share = self.request, LoopShare()
         for position, prompt in enumerate(request.prompts):
             self._metrics.num_prompt_tokens += len(prompt.token_ids)
+            self._metrics.prompt_tokens.observe(len(prompt.token_ids))
             sequence = SequenceRequest(
                 prompt_token_ids=prompt.token_ids,
                 sampling=prompt.sampling,
                 tenant=request.tenant,
                 adapter=request.adapter,
+                adapter_name=request.adapter_name,
                 cache_salt=request.cache_salt,
                 request_id=request.request_id,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import time
 from functools import partial
 from operator import attrgetter
 from typing import Any, Final
@@ -20,6 +21,7 @@ from ..access.request_record import record_of
 from ..bodies.arrival import ArrivalPace
 from ..bodies.turns import Turns
 from ..config import CurrentConfig
+from ..metrics import Metrics
 from ..openai_api.errors import ApiError, unavailable
 from ..openai_api.list_page import encoded_list, page_request, read_page
 from ..tenants.auth import tenant_of
@@ -34,8 +36,9 @@ DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 class AdaptersApi:
     """Handlers of a tenant's adapters. They ask the registry itself and not this router's copy of it."""
 
-    def __init__(self, config: CurrentConfig, view: RegistryView, uploads: UploadService) -> None:
+    def __init__(self, config: CurrentConfig, view: RegistryView, uploads: UploadService, metrics: Metrics) -> None:
         self._config = config
+        self._metrics = metrics
         self._view = view
         self._uploads = uploads
         self._spool = UploadSpool(config.now.spool_path, config.now.min_free_bytes)
@@ -44,6 +47,7 @@ class AdaptersApi:
 
     async def upload(self, request: Request) -> Response:
         """201 for a new version, 200 for content that the name already points to."""
+        started_at = time.perf_counter()
         tenant = tenant_of(request, self._view)
         if self._tenants_uploads.num_here(tenant) >= MAX_WAITING_UPLOADS:
             raise _too_many_uploads()
@@ -65,6 +69,8 @@ class AdaptersApi:
                     raise
                 raise _disk_full() from error
         record_of(request.scope).model = adapter.name
+        self._metrics.upload_s.observe(time.perf_counter() - started_at)
+        self._metrics.num_upload_bytes += adapter.num_bytes
         return _json(_shown(adapter), 201 if created else 200)
 
     async def _receive(self, request: Request, tenant: str) -> tuple[AdapterVersion, bool]:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import httpx
 
-PATHS = ("/status", "/metrics")
+PATHS = ("/status", "/metrics", "/metrics/targets")
 
 
 def with_operator_key(key: str) -> Callable[[httpx.Request], None]:

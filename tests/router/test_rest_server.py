@@ -100,9 +100,9 @@ async def test_metrics(rig: RouterRig) -> None:
     assert "motet_first_token_seconds_count 1.0" in lines
     assert f"motet_inter_token_seconds_count {num_tokens - 1}" in lines
     assert 'motet_inter_token_seconds_bucket{le="+Inf"} ' + str(num_tokens - 1) in lines
-    assert "motet_engine_running 3.0" in lines
-    assert "motet_engine_generated_tokens_total 17.0" in lines
-    assert "motet_gang_connected 1.0" in lines
+    assert 'motet_engine_running{gang="gang-1"} 3.0' in lines
+    assert 'motet_engine_generated_tokens_total{gang="gang-1"} 17.0' in lines
+    assert "motet_connected_gangs 1.0" in lines
     assert "motet_open_generations 0.0" in lines
 
 

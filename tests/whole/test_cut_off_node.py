@@ -68,7 +68,7 @@ class Cluster:
 
     def num_resumed(self) -> int:
         lines = self.call("GET", "/metrics").text.splitlines()
-        return int(float(next(line for line in lines if line.startswith("motet_resumed_sequences_total ")).split()[1]))
+        return int(float(next(line for line in lines if line.startswith("motet_resumed_sequences_total")).split()[1]))
 
     def has_all_pages(self) -> bool:
         load = self.call("GET", "/status").json()["load"]

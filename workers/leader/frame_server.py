@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import grpc
@@ -43,6 +44,7 @@ from ..wire.stream_options import (
     STREAM_SERVICE,
     TOKEN_KEY,
 )
+from .asked_adapters import AskedAdapters
 from .leader_config import LeaderConfig
 from .residency import Residency
 from .routed_sequences import RoutedSequences
@@ -68,9 +70,13 @@ class FrameServer:
         info: GangInfo,
         token: str,
         config: LeaderConfig,
+        on_load: Callable[[EngineLoad], None] = lambda load: None,
     ) -> None:
-        """Sequences beyond the config's bounds of what waits are refused at once, unless they had begun elsewhere."""
-        self._engine = engine
+        """Sequences beyond the config's bounds of what waits are refused at once, unless they had begun elsewhere.
+
+        `on_load` gets the load after each step.
+        """
+        self._engine, self._on_load = engine, on_load
         self._info = info
         self._token = token.encode()
         self._server: grpc.aio.Server | None = None
@@ -90,6 +96,31 @@ class FrameServer:
     def num_sequences(self) -> int:
         """Unfinished sequences of all routers, without orphans."""
         return len(self._sequences)
+
+    @property
+    def num_routers(self) -> int:
+        """That are connected."""
+        return len(self._streams)
+
+    @property
+    def num_orphans(self) -> int:
+        """Sequences that are kept for any router that asks."""
+        return len(self._sequences.orphans)
+
+    @property
+    def num_ended(self) -> Mapping[str, int]:
+        """Sequences that have ended here, by their finish reason or the kind of their error."""
+        return self._sequences.num_ended
+
+    @property
+    def asked_adapters(self) -> AskedAdapters:
+        """Names and unfinished sequences of adapters."""
+        return self._sequences.asked_adapters
+
+    @property
+    def resident_adapters(self) -> AbstractSet[str]:
+        """Digests of adapters that are in the pool or on their way into it."""
+        return self._residency.adapters
 
     @property
     def load(self) -> EngineLoad:
@@ -159,6 +190,7 @@ class FrameServer:
             oldest_waiting_s=sequences.oldest_waiting_s,
         )
         self._load = EngineLoad(gauges, load.counters)
+        self._on_load(self._load)
         self._residency.apply(residency)
         for stream in self._streams.values():
             stream.tell_moved(residency)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..wire.messages import SequenceError, SequenceRequest, SequenceUpdate
+from .asked_adapters import AskedAdapters
 from .leader_config import LeaderConfig
 from .queue_limit import QueueLimit
 from .router_stream import RouterStream
@@ -58,6 +59,8 @@ class RoutedSequences:
         self._journal = SequenceJournal(config)
         self._queue_limit = QueueLimit(config)
         self._places = TenantPlaces(config.num_tenant_places)
+        self.asked_adapters = AskedAdapters()
+        self.num_ended: Counter[str] = Counter()  # by finish reason or kind of error; not of those that were cancelled
         self._timers = SequenceTimers(self._queue_limit, self._give_up_waiting, self._time_out)
 
     def __len__(self) -> int:
@@ -118,6 +121,7 @@ class RoutedSequences:
         self._listen(engine_id, stream, request)
         log_arrival(request)
         self._timers.start(engine_id, request)
+        self.asked_adapters.begin(engine_id, request)
         numbered = msgspec.structs.replace(request, sequence_id=engine_id)
         if self._places.enter(numbered):
             self._engine.submit(numbered)
@@ -145,6 +149,7 @@ class RoutedSequences:
             self._timers.follow(update)
             self._tell(update, now)
             if update.finish_reason is not None or update.error is not None:
+                self._count_end(update)
                 self._leave_place(update.sequence_id)
         self._tell_orphans()
 
@@ -276,11 +281,14 @@ class RoutedSequences:
             return
         self._timers.end(engine_id)
         self._leave_place(engine_id)
-        self._tell(SequenceUpdate(engine_id, error=error), _now())
+        ending = SequenceUpdate(engine_id, error=error)
+        self._count_end(ending)
+        self._tell(ending, _now())
         self._tell_orphans()
 
     def _leave_place(self, engine_id: int) -> None:
         """The sequence has ended: another one of its tenant may take its place."""
+        self.asked_adapters.end(engine_id)
         following = self._places.leave(engine_id)
         if following is not None:
             self._engine.submit(following)
@@ -288,7 +296,12 @@ class RoutedSequences:
     def _time_out(self, engine_id: int) -> None:
         """A sequence's time is over, whether it waits or runs, and whether or not a router hears of it."""
         self._cancel_in_engine(engine_id)
-        self._tell(SequenceUpdate(engine_id, error=_TIMEOUT), _now())
+        ending = SequenceUpdate(engine_id, error=_TIMEOUT)
+        self._count_end(ending)
+        self._tell(ending, _now())
+
+    def _count_end(self, ending: SequenceUpdate) -> None:
+        self.num_ended[ending.finish_reason or (ending.error.kind if ending.error is not None else "")] += 1
 
     def _cancel_in_engine(self, engine_id: int) -> None:
         self._timers.end(engine_id)

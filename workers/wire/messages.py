@@ -90,6 +90,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     tenant: str
     adapter: AdapterRef | None = None  # None: the base
+    adapter_name: str = ""  # as its tenant calls it, only to be shown; nothing is decided by it
     generated_token_ids: list[int] = []
     cache_salt: str = ""  # sequences of one tenant share KV only if this is the same
     request_id: str = ""  # of the request that it belongs to: for the gang's log

@@ -1,6 +1,6 @@
-"""Which gangs there are, as Ray Serve knows it, pushed to a router.
+"""Which gangs or routers there are, as Ray Serve knows it, pushed to a router.
 
-A gang's leader publishes its address as replica metadata, and the Serve controller pushes the set of running replicas
+A replica publishes its address as replica metadata, and the Serve controller pushes the set of running replicas
 to whoever listens. Serve's own handles are built on the same feed. So a router learns within a tenth of a second of a
 gang that comes, goes or is replaced, for any number of gangs, and without asking. A custom `RequestRouter` would
 get the same set, but it exists only behind a handle's first request and cannot be handed a collaborator; asking through
@@ -27,10 +27,13 @@ CHECK_INTERVAL_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class GangDirectory:
-    """Calls `on_change` with the leaders' addresses by replica id, at first and whenever they change."""
+Metadata = Mapping[str, str]
 
-    def __init__(self, app: str, deployment: str, on_change: Callable[[Mapping[str, str]], None]) -> None:
+
+class ReplicaDirectory:
+    """Calls `on_change` with the metadata of a deployment's replicas by replica id, at first and at each change."""
+
+    def __init__(self, app: str, deployment: str, on_change: Callable[[Mapping[str, Metadata]], None]) -> None:
         self._deployment_id = DeploymentID(name=deployment, app_name=app)
         self._on_change = on_change
         self._client: Any = None
@@ -64,16 +67,10 @@ class GangDirectory:
                     # In a thread: where the head is gone as well, Ray waits a minute or two before it says so.
                     self._listen(await asyncio.to_thread(_controller))
                 except Exception as error:  # Ray's are many, and none may keep it from hearing of the next controller
-                    _log.warning("the Serve controller is away; gangs known before stay in use: %s", error)
+                    _log.warning("the Serve controller is away; replicas known before stay in use: %s", error)
 
     def _update(self, targets: DeploymentTargetInfo) -> None:
-        self._on_change(
-            {
-                replica.replica_id.unique_id: replica.replica_metadata[ADDRESS]
-                for replica in targets.running_replicas
-                if ADDRESS in replica.replica_metadata
-            }
-        )
+        self._on_change({one.replica_id.unique_id: one.replica_metadata for one in targets.running_replicas})
 
 
 def _controller() -> Any:

@@ -1,0 +1,17 @@
+"""Settings of what each process shows to Prometheus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Access = Literal["operators", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpositionConfig:
+    """Of routers and gangs alike. Defaults and bounds stand with motet's settings."""
+
+    name: str  # the base's, a label of everything
+    metrics_port: int  # the first one that is tried; 0: there is no page of its own
+    metrics_access: Access  # who may read it: whoever has the operators' key, or everybody who reaches the port

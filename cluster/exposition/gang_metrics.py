@@ -1,0 +1,114 @@
+"""What one gang counts of itself, and all that its page shows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client.metrics_core import Metric
+
+from ... import __version__
+from ...router.exposition.families import Families
+from ...router.exposition.gang_families import GANG, gang_families
+from ...router.exposition.router_families import BUILD_INFO
+from ...router.histogram import Histogram
+from ...workers.leader.asked_adapters import AskedAdapters
+from ...workers.leader.frame_server import FrameServer
+from ...workers.wire.engine_load import EngineLoad
+from ...workers.wire.messages import GangInfo
+from .lora_requests import lora_requests
+
+STEP_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 30.0, 120.0)
+BATCH_BOUNDS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+# Known from the start, so that the first of each is an increase.
+_OUTCOMES: Final = ("stop", "length", "adapter_failed", "overloaded", "timeout", "internal")
+
+
+@dataclass(frozen=True)
+class GangFacts:
+    """What is counted elsewhere than in `GangMetrics`, of one moment."""
+
+    load: EngineLoad
+    num_ended: Mapping[str, int]  # sequences, by finish reason or kind of error
+    num_routers: int
+    num_orphans: int
+    asked: AskedAdapters
+    resident: AbstractSet[str]  # digests of adapters
+
+    @classmethod
+    def of(cls, server: FrameServer) -> GangFacts:
+        """To be called on the server's event loop."""
+        return cls(
+            server.load,
+            dict(server.num_ended),
+            server.num_routers,
+            server.num_orphans,
+            server.asked_adapters.copy(),
+            frozenset(server.resident_adapters),
+        )
+
+
+class GangMetrics:
+    """Histograms of a gang's steps. Written on the leader's event loop; another thread may read at the same time."""
+
+    def __init__(self, info: GangInfo, base: str) -> None:
+        self._info, self._base = info, base
+        self._step_s = Histogram(STEP_BOUNDS_S)
+        self._step_tokens = Histogram(BATCH_BOUNDS)
+        self._step_sequences = Histogram(BATCH_BOUNDS)
+        self._load = EngineLoad()
+
+    def observe(self, load: EngineLoad) -> None:
+        """Takes in the load after a step. One that computed nothing is none."""
+        before, now = self._load.counters, load.counters
+        self._load = load
+        num_tokens = now.num_computed_tokens - before.num_computed_tokens
+        if num_tokens > 0:
+            self._step_s.observe(now.busy_s - before.busy_s)
+            self._step_tokens.observe(num_tokens)
+            self._step_sequences.observe(load.gauges.num_running)
+
+    def families(self, facts: GangFacts) -> Iterator[Metric]:
+        """All metrics of the gang. May be read by another thread than the one that counts."""
+        base = {"base": self._base}
+        make = Families({GANG: self._info.gang_id, **base})
+        yield make.gauges(*BUILD_INFO, ("version",), [((__version__,), 1)])
+        yield from gang_families({self._info.gang_id: facts.load}, base)
+        yield make.gauge("motet_engine_routers", "Routers that are connected to the gang.", facts.num_routers)
+        help_text = "Sequences of lost routers that the gang keeps for whoever asks."
+        yield make.gauge("motet_engine_orphans", help_text, facts.num_orphans)
+        help_text = (
+            "Sequences that ended in the gang, by OpenAI's finish_reason or by the kind of their error. Those that "
+            "were cancelled or handed over are not in it."
+        )
+        outcomes = {(outcome,): facts.num_ended.get(outcome, 0) for outcome in {*_OUTCOMES, *facts.num_ended}}
+        yield make.counters("motet_engine_ended_sequences", help_text, ("outcome",), outcomes.items())
+        help_text = "A step of the gang, from its plan to its tokens."
+        yield make.histogram("motet_engine_step_seconds", help_text, self._step_s)
+        yield make.histogram("motet_engine_step_tokens", "Tokens computed in a step.", self._step_tokens)
+        yield make.histogram("motet_engine_step_sequences", "Sequences that ran after a step.", self._step_sequences)
+        yield from self._for_gateways(facts)
+
+    def _for_gateways(self, facts: GangFacts) -> Iterator[Metric]:
+        """What the endpoint picker of the Gateway API inference extension asks of a server, under vLLM's names."""
+        make, now = Families({"model_name": self._base}), facts.load.gauges
+        yield make.gauge("vllm:num_requests_running", "For gateways: sequences that run.", now.num_running)
+        yield make.gauge("vllm:num_requests_waiting", "For gateways: sequences that wait.", now.num_waiting)
+        num_idle = now.num_free_pages + now.num_idle_adapter_pages + now.num_idle_prefix_pages
+        used = (now.num_pages - num_idle) / max(now.num_pages, 1)
+        help_text = "For gateways: share of the pool's pages that are in use; 1 is all."
+        yield make.gauge("vllm:kv_cache_usage_perc", help_text, used)
+        names = ("block_size", "num_gpu_blocks")
+        sizes = (str(self._info.block_size), str(self._info.num_pages))
+        yield make.gauges(
+            "vllm:cache_config_info", "For gateways: 1; the labels tell the pool's size.", names, [(sizes, 1)]
+        )
+        asked = facts.asked
+        labels = lora_requests(asked.names, asked.num_open, facts.resident, self._info.max_num_sequences)
+        help_text = "For gateways: time of this list of adapters that run or are at hand, and of those waited for."
+        yield Families({}).gauges(
+            "vllm:lora_requests_info", help_text, tuple(labels), [(tuple(labels.values()), time.time())]
+        )

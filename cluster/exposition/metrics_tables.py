@@ -1,0 +1,82 @@
+"""The tables of docs/metrics.md, from what routers and gangs really show: `python -m … docs/metrics.md` renews them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from ...router.exposition.families import text_of
+from ...router.exposition.gang_families import GANG
+from ...router.exposition.router_families import RouterFacts, router_families
+from ...router.metrics import Metrics
+from ...workers.leader.asked_adapters import AskedAdapters
+from ...workers.wire.engine_load import EngineLoad
+from ...workers.wire.messages import GangInfo
+from .gang_metrics import GangFacts, GangMetrics
+
+COMMAND = "python -m motet.cluster.exposition.metrics_tables docs/metrics.md"
+_EVERYWHERE = {"router", GANG, "base", "le"}
+_TABLE = "<!-- {name}: made by {command} -->\n\n{rows}\n\n<!-- end of {name} -->"
+
+
+def example_router() -> Iterator[Metric]:
+    """All metrics of a router that has seen one of each."""
+    metrics = Metrics()
+    metrics.requests["POST /v1/completions", 200] += 1
+    metrics.errors[404, "not_found"] += 1
+    metrics.store_free_bytes, metrics.sweep_asked_at = 1, 1.0
+    facts = RouterFacts(num_gangs=1, num_resumed=0, num_moved=0, num_gang_faults={}, is_registry_connected=True)
+    return router_families(metrics, facts, {"router": "r", "base": "b"})
+
+
+def example_gang() -> Iterator[Metric]:
+    """All metrics of a gang."""
+    info = GangInfo(
+        gang_id="g",
+        model="",
+        device="cpu",
+        dtype="float32",
+        kernels="",
+        max_model_len=1,
+        block_size=16,
+        num_pages=1,
+        page_bytes=1,
+        num_threads=1,
+        vocab_size=1,
+    )
+    facts = GangFacts(EngineLoad(), {}, num_routers=0, num_orphans=0, asked=AskedAdapters(), resident=frozenset())
+    return GangMetrics(info, "b").families(facts)
+
+
+def table(metrics: Iterable[Metric]) -> str:
+    """A row for each metric, in their order."""
+    rows = ["| name | kind | tells |", "| --- | --- | --- |"]
+    for family in text_string_to_metric_families(text_of(metrics).decode()):
+        labels = dict.fromkeys(
+            label for sample in family.samples for label in sample.labels if label not in _EVERYWHERE
+        )
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        by = f", by {', '.join(f'`{label}`' for label in labels)}" if labels else ""
+        rows.append(f"| `{name}` | {family.type}{by} | {family.documentation} |")
+    return "\n".join(rows)
+
+
+def renewed(page: str) -> str:
+    """The page with its tables as they should be. Raises ValueError if one has no place there."""
+    for name, metrics in (("routers", example_router()), ("gangs", example_gang())):
+        pattern = re.compile(rf"<!-- {name}: .*?<!-- end of {name} -->", re.DOTALL)
+        if not pattern.search(page):
+            raise ValueError(f"no place for the table of {name}: <!-- {name}: --> … <!-- end of {name} -->")
+        text = _TABLE.format(name=name, command=COMMAND, rows=table(metrics))
+        page = pattern.sub(text.replace("\\", r"\\"), page)
+    return page
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(renewed(path.read_text()))

@@ -1,0 +1,79 @@
+"""Starts a process's own page of metrics, and tells others where it is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from ipaddress import ip_address
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.metrics_core import Metric
+
+from ...router.exposition.families import text_of
+from ...router.exposition.targets import MetricsTarget, Process
+from .exposition_config import ExpositionConfig
+from .metrics_server import MetricsServer
+
+# Keys in a replica's metadata, from which others know it.
+METRICS_ADDRESS = "metrics_address"
+METRICS_NAME = "metrics_name"
+
+_log = logging.getLogger(__name__)
+
+
+class ProcessPage:
+    """The page of one router or gang. Belongs to one event loop."""
+
+    def __init__(
+        self, config: ExpositionConfig, name: str, operator_key: str, metrics: Callable[[], Iterable[Metric]]
+    ) -> None:
+        """`name`: of the router or gang. `metrics` is called on the loop; what it returns is read in a thread."""
+        self._config, self._name, self._metrics = config, name, metrics
+        self._process = ProcessCollector(registry=CollectorRegistry())  # CPU seconds, memory, files, time of the start
+        key = operator_key if config.metrics_access == "operators" else None
+        self._server = MetricsServer(self._text, key)
+        self._address: str | None = None
+
+    async def start(self, node_address: str) -> None:
+        """`node_address`: where others reach this machine; on loopback nobody else does."""
+        if not self._config.metrics_port:
+            return
+        port = await self._server.start(_listen_host(node_address), self._config.metrics_port)
+        if port is not None:
+            host = f"[{node_address}]" if ":" in node_address else node_address
+            self._address = f"{host}:{port}"
+            _log.info("metrics at http://%s/metrics", self._address)
+
+    async def stop(self) -> None:
+        await self._server.stop()
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What a replica adds to its metadata; empty: there is no page."""
+        return {} if self._address is None else {METRICS_ADDRESS: self._address, METRICS_NAME: self._name}
+
+    async def _text(self) -> bytes:
+        return await asyncio.to_thread(text_of, self._metrics(), self._process)
+
+
+def targets_of(
+    config: ExpositionConfig, routers: Iterable[Mapping[str, str]], gangs: Iterable[Mapping[str, str]]
+) -> list[MetricsTarget]:
+    """The processes that have a page, from the metadata of all replicas."""
+    return [
+        *(_target(config, "router", told) for told in routers if METRICS_ADDRESS in told),
+        *(_target(config, "gang", told) for told in gangs if METRICS_ADDRESS in told),
+    ]
+
+
+def _target(config: ExpositionConfig, process: Process, told: Mapping[str, str]) -> MetricsTarget:
+    return MetricsTarget(process=process, name=told[METRICS_NAME], address=told[METRICS_ADDRESS], base=config.name)
+
+
+def _listen_host(node_address: str) -> str:
+    """All addresses of a machine that others reach, loopback of one that nobody else does."""
+    address = ip_address(node_address)
+    if address.is_loopback:
+        return node_address
+    return "0.0.0.0" if address.version == 4 else "::"

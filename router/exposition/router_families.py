@@ -1,0 +1,128 @@
+"""What one router has counted, as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, get_args
+
+from prometheus_client.metrics_core import Metric
+
+from ... import __version__
+from ...workers.wire.messages import FinishReason, RefusalReason
+from ..fleet.leader_connection import FaultKind
+from ..metrics import Metrics
+from .families import Families
+
+BUILD_INFO: Final = ("motet_build_info", "1; the label tells the version of motet.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterFacts:
+    """What is counted elsewhere than in `Metrics`."""
+
+    num_gangs: int  # that the router is connected to
+    num_resumed: int  # see Dispatcher
+    num_moved: int
+    num_gang_faults: Mapping[FaultKind, int]
+    is_registry_connected: bool
+
+
+def router_families(metrics: Metrics, facts: RouterFacts, labels: Mapping[str, str]) -> Iterator[Metric]:
+    """All metrics of a router. Safe to call while the router goes on counting."""
+    make = Families(labels)
+    yield make.gauges(*BUILD_INFO, ("version",), [((__version__,), 1)])
+    yield from _requests(metrics, make)
+    yield from _sequences(metrics, facts, make)
+    yield from _uploads(metrics, make)
+    help_text = (
+        "Gangs that this router lost though nobody told them to go. engine: the gang said that it cannot compute any "
+        "more; connection: its process or the network died."
+    )
+    # Kinds without a fault, too, so that the first fault is an increase.
+    faults = {(kind,): facts.num_gang_faults.get(kind, 0) for kind in get_args(FaultKind)}
+    yield make.counters("motet_gang_faults", help_text, ("kind",), faults.items())
+    yield make.gauge("motet_connected_gangs", "Gangs that this router is connected to.", facts.num_gangs)
+    help_text = (
+        "1 while this router hears of changes in the registry. Without it uploads fail, and chats go on with adapters "
+        "that the router keeps."
+    )
+    yield make.gauge("motet_registry_connected", help_text, float(facts.is_registry_connected))
+    help_text = (
+        "By how much a timer of the router's event loop, set 50 times a second, came late: what every stream waited. "
+        "What held it for 0.1 s or longer is in the log."
+    )
+    yield make.histogram("motet_loop_held_seconds", help_text, metrics.loop_held_s)
+    help_text = "Lines of this router's log that found no room, or could not be written."
+    yield make.counter("motet_dropped_log_lines", help_text, metrics.dropped_log_lines())
+
+
+def _requests(metrics: Metrics, make: Families) -> Iterator[Metric]:
+    help_text = "Requests by what they were answered with; 499: the client left before the end."
+    requests = {(route, str(status)): count for (route, status), count in dict(metrics.requests).items()}
+    yield make.counters("motet_requests", help_text, ("route", "status"), requests.items())
+    help_text = (
+        "Errors that clients were sent, by status and code (see the API's page), those included that ended a stream "
+        "which had begun with a 200."
+    )
+    errors = {(str(status), code): count for (status, code), count in dict(metrics.errors).items()}
+    yield make.counters("motet_errors", help_text, ("status", "code"), errors.items())
+    help_text = (
+        "Requests answered with 429. wait: they would have had to wait longer than --max-queue-wait; timeout: their "
+        "answer was expected after their timeout; objective: their first token was expected after their tenant's "
+        "--latency-objective; full: their gang's queue was; tenant_full: their tenant's share of it was; no_gang: too "
+        "many sequences waited for any gang; waited: they did wait, twice as long as was expected."
+    )
+    refused = {(reason,): metrics.refused[reason] for reason in get_args(RefusalReason)}
+    yield make.counters("motet_refused_requests", help_text, ("reason",), refused.items())
+    help_text = "Answers that were not complete when their timeout passed."
+    yield make.counter("motet_timed_out_requests", help_text, metrics.num_timed_out)
+    yield make.gauge("motet_open_generations", "Requests that are being answered.", metrics.num_open_generations)
+    help_text = "From a completion's or chat's arrival to the end of its answer, of answers that came to an end."
+    yield make.histogram("motet_request_seconds", help_text, metrics.request_s)
+    help_text = "JSON bodies that arrive or wait to be decoded, see --max-held-body-bytes."
+    yield make.gauge("motet_held_body_bytes", help_text, metrics.num_held_body_bytes)
+
+
+def _sequences(metrics: Metrics, facts: RouterFacts, make: Families) -> Iterator[Metric]:
+    help_text = "From request to first token, of each sequence."
+    yield make.histogram("motet_first_token_seconds", help_text, metrics.first_token_s)
+    help_text = (
+        "The part of the time to the first token in which no step had yet been planned for the sequence: tokenizing, "
+        "waiting for a gang, for its turn and for its adapter. Who got no first token is not in it."
+    )
+    yield make.histogram("motet_queue_wait_seconds", help_text, metrics.queue_wait_s)
+    yield make.histogram("motet_inter_token_seconds", "Between updates of a sequence.", metrics.inter_token_s)
+    yield make.counter("motet_prompt_tokens", "Tokens of prompts.", metrics.num_prompt_tokens)
+    help_text = "Tokens of prompts of complete answers that were not computed, because their KV was there."
+    yield make.counter("motet_cached_prompt_tokens", help_text, metrics.num_cached_prompt_tokens)
+    yield make.counter("motet_completion_tokens", "Tokens of answers.", metrics.num_completion_tokens)
+    yield make.histogram("motet_prompt_length_tokens", "Tokens of a prompt.", metrics.prompt_tokens)
+    help_text = "Tokens of a sequence that came to an end."
+    yield make.histogram("motet_completion_length_tokens", help_text, metrics.completion_tokens)
+    help_text = "Sequences that came to an end, by OpenAI's finish_reason."
+    finished = {(reason,): metrics.finished[reason] for reason in get_args(FinishReason)}
+    yield make.counters("motet_finished_sequences", help_text, ("reason",), finished.items())
+    help_text = "Streams that ended with an error event after a 200."
+    yield make.counter("motet_broken_streams", help_text, metrics.num_broken_streams)
+    help_text = "Streams that a client came back for."
+    yield make.counter("motet_resumed_streams", help_text, metrics.num_resumed_streams)
+    help_text = "Sequences that went on elsewhere after their gang was lost or had handed them over."
+    yield make.counter("motet_resumed_sequences", help_text, facts.num_resumed)
+    help_text = "Waiting sequences that moved to a gang that was to begin them sooner."
+    yield make.counter("motet_moved_sequences", help_text, facts.num_moved)
+
+
+def _uploads(metrics: Metrics, make: Families) -> Iterator[Metric]:
+    help_text = "From an upload's arrival to its answer, its turn waited for included, of uploads that were accepted."
+    yield make.histogram("motet_upload_seconds", help_text, metrics.upload_s)
+    yield make.counter("motet_upload_bytes", "Bytes of adapters that were accepted.", metrics.num_upload_bytes)
+    if metrics.store_free_bytes is not None:
+        help_text = "Free on the disk of the data folder, as of the last few minutes."
+        yield make.gauge("motet_store_free_bytes", help_text, metrics.store_free_bytes)
+    if metrics.sweep_asked_at is not None:
+        help_text = (
+            "When this router last swept the store of adapters that nobody needs, or found that another one had: every "
+            "five minutes, while registry and store can be reached."
+        )
+        yield make.gauge("motet_sweep_timestamp_seconds", help_text, metrics.sweep_asked_at)
