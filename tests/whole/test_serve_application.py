@@ -47,6 +47,9 @@ class Application:
             timeout=PATIENCE_S,
         )
 
+    def close(self) -> None:
+        self._dashboard.close()
+
     def deploy(self) -> None:
         """Returns when the application runs as the config says."""
         answer = self._dashboard.put("/api/serve/applications/", json=self.config)
@@ -115,7 +118,7 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applicatio
     variables[BINARY_VARIABLE] = str(write_haproxy(folder / "haproxy", edge, None))
     port, dashboard_port = free_ports(2)
     text = CONFIG.read_text()
-    places = {"HOST": HOST, "PORT": str(port), "MODEL": str(DEMO / "base"), "DATA": str(folder / "data")}
+    places = {"PORT": str(port), "MODEL": str(DEMO / "base"), "DATA": str(folder / "data")}
     for place, value in places.items():
         text = text.replace(f" {place}\n", f" {value}\n")
     try:
@@ -123,8 +126,9 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applicatio
             nodes.start(0, dashboard_port=dashboard_port)
             application = Application(nodes, dashboard_port, yaml.safe_load(text), secrets)
             application.deploy()
-            eventually(lambda: application.shown_by_front("/ready") == 200, application.front)
+            eventually(lambda: application.shown_by_front("/ready") == 200)
             yield application
+            application.close()
     finally:
         redis.stop()
 
