@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..launch_secrets import LaunchSecrets
 from ..settings.access import is_sendable
@@ -73,7 +74,7 @@ def _files(folder: Path) -> dict[str, str]:
 
 def _one(
     field: SettingField, name: str, folder: Path | None, files: Mapping[str, str], environ: Mapping[str, str]
-) -> object:
+) -> Any:
     variable = environ.get(field.mark.env)
     in_variable = None
     if variable:

@@ -86,7 +86,7 @@ class GangReplica:
     async def wake(self) -> None:
         """Does nothing: a router calls it so that Serve sees that a gang is wanted."""
 
-    def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Serve's hook for settings of a replica. Raises ConfigError as it starts; one that runs goes on as before.
 
         Serve would replace a running replica that refuses, by others that refuse as well.

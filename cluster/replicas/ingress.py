@@ -107,6 +107,9 @@ class RouterReplica:
         self._directory = GangDirectory(gang.app_name, gang.deployment_name, self._dispatcher.update)
         self._directory.start()
         self._text = await asyncio.to_thread(TextService.from_folder, config.model_path)
+        operator_key = secrets.operator_key
+        if operator_key is None:
+            operator_key = await asyncio.to_thread(operator_key_in, config.data_dir)
         metrics = Metrics()
         metrics.dropped_log_lines = lambda: self._log.num_dropped
         self._watchdog = LoopWatchdog(metrics.loop_held_s)
@@ -116,7 +119,7 @@ class RouterReplica:
             view=self._view,
             uploads=self._uploads,
             text=self._text,
-            operator_key=secrets.operator_key or await asyncio.to_thread(operator_key_in, config.data_dir),
+            operator_key=operator_key,
             metrics=metrics,
         )
         self._app.add_middleware(BoundedReceive)

@@ -23,7 +23,7 @@ def secrets(motet: RunningMotet) -> list[bytes]:
     launch = LaunchSecrets.read(motet.data_dir / "launch_secrets")
     password = urlsplit(launch.redis_url).password
     assert password
-    return [one.encode() for one in (*KEYS.values(), password, launch.token, launch.operator_key)]
+    return [one.encode() for one in (*KEYS.values(), password, launch.token, launch.operator_key) if one]
 
 
 def found_in(content: bytes, secrets: list[bytes]) -> bool:

@@ -47,6 +47,9 @@ class Application:
             timeout=PATIENCE_S,
         )
 
+    def close(self) -> None:
+        self._dashboard.close()
+
     def deploy(self) -> None:
         """Returns when the application runs as the config says."""
         answer = self._dashboard.put("/api/serve/applications/", json=self.config)
@@ -111,11 +114,11 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applicatio
     for name, text in secrets.items():
         (secrets_path / name).write_text(text)
     edge = MotetConfig(model_path=DEMO / "base").edge
-    variables = SERVE_FLAGS | LASTING_STREAMS | {SECRETS_VARIABLE: str(secrets_path)}
+    variables: dict[str, Any] = SERVE_FLAGS | LASTING_STREAMS | {SECRETS_VARIABLE: str(secrets_path)}
     variables[BINARY_VARIABLE] = str(write_haproxy(folder / "haproxy", edge, None))
     port, dashboard_port = free_ports(2)
     text = CONFIG.read_text()
-    places = {"HOST": HOST, "PORT": str(port), "MODEL": str(DEMO / "base"), "DATA": str(folder / "data")}
+    places = {"PORT": str(port), "MODEL": str(DEMO / "base"), "DATA": str(folder / "data")}
     for place, value in places.items():
         text = text.replace(f" {place}\n", f" {value}\n")
     try:
@@ -125,6 +128,7 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applicatio
             application.deploy()
             eventually(lambda: application.shown_by_front("/ready") == 200)
             yield application
+            application.close()
     finally:
         redis.stop()
 

@@ -214,7 +214,7 @@ def test_a_deadline_is_above_what_steps_took(steps_s: list[float]) -> None:
 def test_another_token_interval_reaches_the_engine_in_its_thread() -> None:
     engine, loop, _ = started()
     for interval_s in (0.25, "auto", 0.0):
-        loop.change_token_interval(interval_s)  # type: ignore[arg-type]
+        loop.change_token_interval(interval_s)
     eventually(lambda: len(engine.token_intervals_s) == 3)
     assert engine.token_intervals_s == [0.25, 0.1, 0.0]
     loop.stop()
