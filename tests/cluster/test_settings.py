@@ -111,6 +111,8 @@ def test_defaults_are_acceptable_and_shown_as_they_are_written(monkeypatch: pyte
 
 
 RESTART_ONLY = {
+    "metrics_port",
+    "metrics_access",
     *("name", "device", "dtype", "data_dir", "cache_path", "block_size"),  # what adapters and KV are packed for
     *("address", "host", "port", "keys", "operator_key", "redis_url"),
     *("max_connections", "max_connections_per_source", "max_requests_per_key", "trusted_proxies"),
