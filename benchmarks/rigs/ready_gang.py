@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import ray
 
 from motet.cluster.config import part_config
-from motet.cluster.replicas.gang_directory import ADDRESS
+from motet.cluster.replicas.replica_directory import ADDRESS
 from motet.cluster.settings.settings import Settings
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.leader.leader_config import LeaderConfig

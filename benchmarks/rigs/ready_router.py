@@ -13,7 +13,7 @@ import msgspec
 from fastapi import FastAPI
 
 from motet.cluster.config import part_config
-from motet.cluster.replicas.gang_directory import GangDirectory
+from motet.cluster.replicas.replica_directory import ADDRESS, ReplicaDirectory
 from motet.cluster.settings.settings import Settings
 from motet.router.config import CurrentConfig, RouterConfig
 from motet.router.fleet.admission import AdmissionConfig, TimeLimit
@@ -91,7 +91,11 @@ class ReadyRouter:
         if way == "frames":
             admission = part_config(AdmissionConfig, DEFAULTS, max_gangs=1, queued_tokens_per_gang=0)
             fleet = FleetDispatcher(token, 10.0, adapter_pages=lambda adapter: 1, admission=admission)
-            self._directory = GangDirectory(gang.app_name, gang.deployment_name, fleet.update)
+            self._directory = ReplicaDirectory(
+                gang.app_name,
+                gang.deployment_name,
+                lambda gangs: fleet.update({key: told[ADDRESS] for key, told in gangs.items()}),
+            )
             self._directory.start()
             while fleet.gang() is None:  # noqa: ASYNC110  # once, at the start
                 await asyncio.sleep(0.05)

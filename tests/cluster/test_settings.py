@@ -113,6 +113,8 @@ def test_defaults_are_acceptable_and_shown_as_they_are_written(monkeypatch: pyte
 RESTART_ONLY = {
     "log_format",
     "log_level",
+    "metrics_port",
+    "metrics_access",
     *("name", "device", "dtype", "data_dir", "cache_path", "block_size"),  # what adapters and KV are packed for
     "slow_kernels",
     *("address", "host", "port", "keys", "operator_key", "redis_url"),

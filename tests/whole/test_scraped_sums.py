@@ -39,12 +39,14 @@ JOBS = [
 
 
 class Prometheus:
-    def __init__(self, port: int) -> None:
-        self._url = f"http://127.0.0.1:{port}/api/v1"
+    """A running Prometheus. `http`: a client of its API."""
+
+    def __init__(self, http: httpx.Client) -> None:
+        self._http = http
 
     def query(self, query: str) -> list[Any]:
         try:
-            answer = httpx.get(f"{self._url}/query", params={"query": query}, trust_env=False, timeout=PATIENCE_S)
+            answer = self._http.get("/query", params={"query": query})
         except httpx.ConnectError:
             return []
         found: list[Any] = answer.json()["data"]["result"] if answer.status_code == 200 else []
@@ -70,7 +72,8 @@ def scraping(motet: RunningMotet, folder: Path) -> Iterator[Prometheus]:
     with (folder / "prometheus.log").open("w") as log:
         server = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stderr=log, stdout=log)
     try:
-        yield Prometheus(port)
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", trust_env=False, timeout=PATIENCE_S) as http:
+            yield Prometheus(http)
     finally:
         server.terminate()
         server.wait(timeout=PATIENCE_S)
