@@ -94,7 +94,9 @@ SERVE: dict[str, Plant] = {
     "no deployment gangs": in_serve(lambda c: c["applications"][0].update(deployments=[{"name": "gangs"}])),
     "proxy_location: ": in_serve(lambda c: c.update(proxy_location="Everywhere")),
     "is not motet's application": in_serve(lambda c: c["applications"][0].update(import_path="motet.cluster:build")),
-    "no setting pool-byte": in_serve(lambda c: c["applications"][0]["args"].update({"pool-byte": "1GiB"})),
+    "pool-byte = '…': there is no such setting": in_serve(
+        lambda c: c["applications"][0]["args"].update({"pool-byte": "1GiB"})
+    ),
     "pool-bytes": in_serve(lambda c: c["applications"][0]["args"].update({"pool-bytes": "much"})),
     "redis-url = '…': arguments show": in_serve(
         lambda c: c["applications"][0]["args"].update({"redis-url": "redis://r"})
