@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 Access = Literal["operators", "all"]
@@ -13,5 +14,6 @@ class ExpositionConfig:
     """Of routers and gangs alike. Defaults and bounds stand with motet's settings."""
 
     name: str  # the base's, a label of everything
+    data_dir: Path  # has the operators' key where nobody gave one
     metrics_port: int  # the first one that is tried; 0: there is no page of its own
     metrics_access: Access  # who may read it: whoever has the operators' key, or everybody who reaches the port

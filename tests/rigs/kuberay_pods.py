@@ -17,9 +17,8 @@ from urllib.parse import urlsplit
 import psutil
 
 from motet.cluster.config import MotetConfig
-from motet.cluster.edge.haproxy import BINARY_VARIABLE, write_haproxy
-from motet.cluster.launch.joined_cluster import SERVE_FLAGS
-from motet.cluster.launch.local_serve import LASTING_STREAMS
+from motet.cluster.edge.haproxy import write_haproxy
+from motet.cluster.edge.serve_variables import BINARY_VARIABLE, LASTING_STREAMS, SERVE_FLAGS
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.tests.rigs.namespaces import Network
 from motet.tests.rigs.ray_nodes import DEMO, RayNodes

@@ -19,7 +19,7 @@ def prometheus_folder() -> Path:
 
 def promtool(*arguments: str | Path, text: str | None = None) -> str:
     """What promtool says; fails if it finds fault. `text`: what it reads."""
-    command = [prometheus_folder() / "promtool", *map(str, arguments)]
+    command = [str(prometheus_folder() / "promtool"), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, input=text, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -16,9 +16,9 @@ import yaml
 
 from motet.cluster.application.secret_files import SECRETS_VARIABLE
 from motet.cluster.config import MotetConfig
-from motet.cluster.edge.haproxy import BINARY_VARIABLE, write_haproxy
-from motet.cluster.launch.joined_cluster import SERVE_FLAGS
-from motet.cluster.launch.local_serve import LASTING_STREAMS, free_ports
+from motet.cluster.edge.haproxy import write_haproxy
+from motet.cluster.edge.serve_variables import BINARY_VARIABLE, LASTING_STREAMS, SERVE_FLAGS
+from motet.cluster.launch.local_serve import free_ports
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.ray_nodes import DEMO, RayNodes

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from motet.cluster.replicas import gang_directory
-from motet.cluster.replicas.gang_directory import GangDirectory
+from motet.cluster.replicas import replica_directory
+from motet.cluster.replicas.replica_directory import ReplicaDirectory
 from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 
 
@@ -37,11 +37,11 @@ class Client:
         self.is_running = False
 
 
-def start(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> GangDirectory:
+def start(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> ReplicaDirectory:
     monkeypatch.setattr("ray.get_actor", cluster.get_actor)
-    monkeypatch.setattr(gang_directory, "LongPollClient", cluster.listen)
-    monkeypatch.setattr(gang_directory, "CHECK_INTERVAL_S", 0.001)
-    directory = GangDirectory("motet", "gang", lambda _: None)
+    monkeypatch.setattr(replica_directory, "LongPollClient", cluster.listen)
+    monkeypatch.setattr(replica_directory, "CHECK_INTERVAL_S", 0.001)
+    directory = ReplicaDirectory("motet", "gang", lambda _: None)
     directory.start()
     return directory
 
