@@ -73,11 +73,11 @@ async def unreadable(data: Path) -> tuple[list[str], list[str]]:
 
 async def test_a_backup_under_writes_is_whole(tmp_path: Path) -> None:
     data, backup = tmp_path / "data", tmp_path / "backup"
-    num_written = [0, 0]
+    num_written, is_enough = [0, 0], asyncio.Event()
 
     async def write(uploads: UploadService, writer: int) -> None:
         number = 0
-        while True:
+        while not is_enough.is_set():
             await upload(uploads, tmp_path / f"spool{writer}", f"a-{writer}-{number}", 1000 * writer + number)
             if number % 3 == 0:  # goes again, as does the first version of the next
                 await uploads.delete("acme", f"a-{writer}-{number}")
@@ -88,16 +88,15 @@ async def test_a_backup_under_writes_is_whole(tmp_path: Path) -> None:
 
     async with uploading(data) as (uploads, redis):
         writers = [asyncio.create_task(write(uploads, writer)) for writer in range(2)]
-        await eventually_in_loop(lambda: min(num_written) > 3)
+        await eventually_in_loop(lambda: min(num_written) > 3 or any(writer.done() for writer in writers))
         client = connect(redis.url)
         assert await client.bgrewriteaof()
         await run(COMMANDS[0], data, backup)
         await client.aclose()
         num_at_end = min(num_written)
-        await eventually_in_loop(lambda: min(num_written) > num_at_end)
-        for writer in writers:
-            writer.cancel()
-        await asyncio.gather(*writers, return_exceptions=True)
+        await eventually_in_loop(lambda: min(num_written) > num_at_end or any(writer.done() for writer in writers))
+        is_enough.set()
+        await asyncio.gather(*writers)
     restored = tmp_path / "restored"
     await run(COMMANDS[1], restored, backup)
     names, broken = await unreadable(restored)
