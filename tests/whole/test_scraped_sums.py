@@ -68,7 +68,11 @@ def scraping(motet: RunningMotet, folder: Path) -> Iterator[Prometheus]:
     (port,) = free_ports(1)
     config = folder / "prometheus.yaml"
     config.write_text(CONFIG.format(key=motet.data_dir / "operator_key", url=motet.url))
-    command = [str(prometheus_folder() / "prometheus"), f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
+    command = [
+        str(prometheus_folder() / "prometheus"),
+        f"--config.file={config}",
+        f"--storage.tsdb.path={folder / 'data'}",
+    ]
     with (folder / "prometheus.log").open("w") as log:
         server = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stderr=log, stdout=log)
     try:

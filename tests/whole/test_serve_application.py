@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 import pytest
-import yaml
 
 from motet.cluster.application.secret_files import SECRETS_VARIABLE
 from motet.cluster.config import MotetConfig
@@ -20,8 +19,10 @@ from motet.cluster.edge.haproxy import write_haproxy
 from motet.cluster.edge.serve_variables import BINARY_VARIABLE, LASTING_STREAMS, SERVE_FLAGS
 from motet.cluster.launch.local_serve import free_ports
 from motet.cluster.registry_server.redis_server import RedisServer
+from motet.tests.rigs.kube_tools import kustomized, only
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.ray_nodes import DEMO, RayNodes
+from motet.tests.rigs.serve_config import serve_config
 
 pytestmark = [
     pytest.mark.cluster,
@@ -31,7 +32,7 @@ HOST = "127.0.0.2"  # by 127.0.0.1 Ray understands the machine's address
 KEYS = {"acme": "a-key-of-acme-and-nobody-else", "zoo": "a-key-of-zoo-and-nobody-else"}
 OPERATOR_KEY = "a-key-of-operators"
 TOKEN = "a-token-of-routers-and-gangs"
-CONFIG = Path(__file__).with_name("serve_config.yaml")
+TRIAL = Path(__file__).parents[2] / "deploy" / "kustomize" / "overlays" / "cpu-trial"
 
 
 class Application:
@@ -88,7 +89,7 @@ class Application:
         return httpx.get(self.url + path, trust_env=False, timeout=PATIENCE_S).status_code
 
     def ask(self, key: str, **fields: Any) -> httpx.Response:
-        body = {"model": "base", "prompt": "capital", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+        body = {"model": "demo", "prompt": "capital", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
         return httpx.post(
             f"{self.url}/v1/completions",
             headers={"Authorization": f"Bearer {key}"},
@@ -96,6 +97,16 @@ class Application:
             trust_env=False,
             timeout=PATIENCE_S,
         )
+
+
+def trial_config(port: int, data_path: Path) -> dict[str, Any]:
+    """What the trial on Kubernetes is deployed with, but for the places of its files and its port."""
+    config = serve_config(only(kustomized(TRIAL), "RayService"))
+    config["http_options"]["port"] = port
+    (application,) = config["applications"]
+    application["args"] |= {"model": str(DEMO / "base"), "data-dir": str(data_path)}
+    application["deployments"] = [{"name": name, "user_config": {}} for name in ("router", "gang")]
+    return config
 
 
 @pytest.fixture(scope="module")
@@ -117,14 +128,11 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applicatio
     variables: dict[str, Any] = SERVE_FLAGS | LASTING_STREAMS | {SECRETS_VARIABLE: str(secrets_path)}
     variables[BINARY_VARIABLE] = str(write_haproxy(folder / "haproxy", edge, None))
     port, dashboard_port = free_ports(2)
-    text = CONFIG.read_text()
-    places = {"PORT": str(port), "MODEL": str(DEMO / "base"), "DATA": str(folder / "data")}
-    for place, value in places.items():
-        text = text.replace(f" {place}\n", f" {value}\n")
+    config = trial_config(port, folder / "data")
     try:
         with RayNodes([HOST], MOTET_KEYS="", MOTET_OPERATOR_KEY="", **variables) as nodes:
-            nodes.start(0, dashboard_port=dashboard_port)
-            application = Application(nodes, dashboard_port, yaml.safe_load(text), secrets)
+            nodes.start(0, num_cpus=8, dashboard_port=dashboard_port, **{"motet-router": 4.0})
+            application = Application(nodes, dashboard_port, config, secrets)
             application.deploy()
             eventually(lambda: application.shown_by_front("/ready") == 200)
             yield application
