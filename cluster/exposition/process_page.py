@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import Metric
 
 from ...router.exposition.families import text_of
 from ...router.exposition.targets import MetricsTarget, Process
+from ..launch_secrets import operator_key_in
 from .exposition_config import ExpositionConfig
 from .metrics_server import MetricsServer
 
@@ -26,19 +27,22 @@ class ProcessPage:
     """The page of one router or gang. Belongs to one event loop."""
 
     def __init__(
-        self, config: ExpositionConfig, name: str, operator_key: str, metrics: Callable[[], Iterable[Metric]]
+        self, config: ExpositionConfig, name: str, operator_key: str | None, metrics: Callable[[], Iterable[Metric]]
     ) -> None:
-        """`name`: of the router or gang. `metrics` is called on the loop; what it returns is read in a thread."""
+        """`name`: of the router or gang. `operator_key`: None: the one in the data folder. `metrics` is called on the
+        loop; what it returns is read in a thread.
+        """
         self._config, self._name, self._metrics = config, name, metrics
         self._process = ProcessCollector(registry=CollectorRegistry())  # CPU seconds, memory, files, time of the start
-        key = operator_key if config.metrics_access == "operators" else None
-        self._server = MetricsServer(self._text, key)
+        self._operator_key = operator_key
+        self._server: MetricsServer | None = None
         self._address: str | None = None
 
     async def start(self, node_address: str) -> None:
         """`node_address`: where others reach this machine; on loopback nobody else does."""
         if not self._config.metrics_port:
             return
+        self._server = MetricsServer(self._text, await self._key())
         port = await self._server.start(_listen_host(node_address), self._config.metrics_port)
         if port is not None:
             host = f"[{node_address}]" if ":" in node_address else node_address
@@ -46,12 +50,22 @@ class ProcessPage:
             _log.info("metrics at http://%s/metrics", self._address)
 
     async def stop(self) -> None:
-        await self._server.stop()
+        if self._server is not None:
+            await self._server.stop()
 
     @property
     def metadata(self) -> dict[str, str]:
         """What a replica adds to its metadata; empty: there is no page."""
         return {} if self._address is None else {METRICS_ADDRESS: self._address, METRICS_NAME: self._name}
+
+    async def _key(self) -> str | None:
+        """What a scrape must present; None: nothing."""
+        if self._config.metrics_access == "all":
+            return None
+        if self._operator_key is not None:
+            return self._operator_key
+        await asyncio.to_thread(self._config.data_dir.mkdir, parents=True, exist_ok=True)
+        return await asyncio.to_thread(operator_key_in, self._config.data_dir)
 
     async def _text(self) -> bytes:
         return await asyncio.to_thread(text_of, self._metrics(), self._process)

@@ -29,7 +29,8 @@ class LogWriter:
         self._num_waiting_bytes = 0
         self._num_untold = 0  # dropped since the last line that told of it
         self.num_dropped = 0
-        self._lock = threading.Lock()
+        # One that its holder may take again: the interpreter may end objects at any line, and what they do then may log.
+        self._lock = threading.RLock()
         self._some = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._write_forever, name=f"log to {name}", daemon=True)
@@ -68,12 +69,13 @@ class LogWriter:
             with self._lock:
                 lines, self._lines = self._lines, []
             if lines:
+                data = b"".join(lines)
                 try:
-                    self._write(b"".join(lines))
+                    self._write(data)
                 except OSError:
                     self._lose(len(lines))
                 with self._lock:
-                    self._num_waiting_bytes -= sum(map(len, lines))
+                    self._num_waiting_bytes -= len(data)
             elif self._closing.is_set():
                 return
             if self._closing.is_set():

@@ -63,7 +63,10 @@ class LaunchKeeper:
         now = self._clock()
         if now - self._beat_at < BEAT_S:
             return
-        silent = self._silent.hear(await self._launches.beat(self.owner), now)
+        beats = await self._launches.beat(self.owner)
+        if beats[self.owner] == 1 and self._keys:  # others may have taken this launch for gone, and its keys back
+            await self._register(self._keys)
+        silent = self._silent.hear(beats, now)
         self._beat_at = now
         for launch in silent:
             await self._registry.set_launch_keys(launch, ())
@@ -77,15 +80,17 @@ class LaunchKeeper:
         except (ConfigError, OSError) as error:
             _log.error("the keys stay as they were: %s", error)
             return
-        if keys == self._keys:
-            return
+        if keys != self._keys and await self._register(keys):
+            _log.info("the keys have changed: there are %d", len(keys))
+
+    async def _register(self, keys: Keys) -> bool:
         try:
             await self._registry.set_launch_keys(self.owner, keys)
-        except KeyTaken as error:
+        except KeyTaken as error:  # for as long as the other one has it
             _log.error("the keys stay as they were: %s", error)
-        else:
-            _log.info("the keys have changed: there are %d", len(keys))
+            return False
         self._keys = keys
+        return True
 
     async def _look_forever(self) -> None:
         while True:

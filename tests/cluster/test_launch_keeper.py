@@ -80,6 +80,30 @@ async def test_a_listener_that_was_away_takes_nobody_for_gone(redis_client: Redi
     assert await known(redis_client, "former") == ["acme"]
 
 
+async def test_who_was_taken_for_gone_gives_its_keys_again(redis_client: Redis, config: MotetConfig) -> None:
+    cut_off = Cluster("cut-off", redis_client, config, (("acme", "kept"),))
+    other = Cluster("other", redis_client, config, (("acme", "next"),))
+    await cut_off.start()
+    await other.start()
+    await other.pass_time(SILENCE_S + 2 * BEAT_S)  # the first one does not reach Redis for as long
+    assert await known(redis_client, "kept") == [None]
+    await cut_off.pass_time(BEAT_S)
+    assert await known(redis_client, "kept") == ["acme"]
+
+
+async def test_a_key_of_another_is_tried_again(redis_client: Redis, config: MotetConfig) -> None:
+    first = Cluster("first", redis_client, config, (("acme", "one"), ("acme", "contested")))
+    second = Cluster("second", redis_client, config, (("zoo", "two"),))
+    await first.start()
+    await second.start()
+    second.keys = (("zoo", "two"), ("zoo", "contested"))
+    await second.pass_time(BEAT_S)
+    first.keys = (("acme", "one"),)
+    await first.pass_time(BEAT_S)
+    await second.pass_time(BEAT_S)
+    assert await known(redis_client, "two", "contested") == ["zoo", "zoo"]
+
+
 async def test_keys_that_change_are_taken_over(redis_client: Redis, config: MotetConfig) -> None:
     cluster = Cluster("one", redis_client, config, (("acme", "first"),))
     await cluster.start()
