@@ -29,7 +29,7 @@ class LogWriter:
         self._num_waiting_bytes = 0
         self._num_untold = 0  # dropped since the last line that told of it
         self.num_dropped = 0
-        # One that its holder may take again: the interpreter may end objects at any line, and what they do then may log.
+        # Its holder may take it again: the interpreter may end objects at any line, and what they do then may log.
         self._lock = threading.RLock()
         self._some = threading.Event()
         self._closing = threading.Event()

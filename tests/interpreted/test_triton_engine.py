@@ -53,7 +53,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_exact(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The base and adapters in one batch, prompt chunks beside decodes, against the oracle's answer to each alone."""
     kernels, replays = triton_kernels(torch.device("cpu"), torch.float32), list[int]()
-    monkeypatch.setattr(worker_builder, "choose_kernels", lambda *_: kernels)
+    monkeypatch.setattr(worker_builder, "choose_kernels", lambda *_, **__: kernels)
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, num_logprobs=VOCAB_SIZE)
     with bench.stock.engine(num_pages=100, max_tokens_per_step=10) as rig:
         assert rig.engine.info.kernels.startswith("triton")

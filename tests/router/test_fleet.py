@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.dispatch import MAX_STORE_FAILURES, FleetDispatcher
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.tests.rigs.part_configs import admission_config, leader_config
@@ -73,11 +74,17 @@ async def gangs() -> AsyncIterator[Gangs]:
         await server.stop()
 
 
-def submit(router: FleetDispatcher, adapter: AdapterRef | None, max_tokens: int | None = 1) -> OpenSequence:
+def submit(
+    router: FleetDispatcher,
+    adapter: AdapterRef | None,
+    max_tokens: int | None = 1,
+    limit: TimeLimit | None = None,
+) -> OpenSequence:
     return router.submit(
         SequenceRequest(
             prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=max_tokens), tenant="acme", adapter=adapter
-        )
+        ),
+        limit=limit,
     )
 
 
@@ -156,7 +163,7 @@ def ask(router: FleetDispatcher, prompt: list[int], tenant: str = "acme") -> Ope
 async def test_who_begins_alike_goes_where_the_beginning_is(gangs: Gangs) -> None:
     first, second = await gangs.add_router(), await gangs.add_router()
     homes = {}
-    for number in range(12):
+    for number in range(30):
         prompt = [number] * 100
         await finish(ask(first, prompt))
         homes[number] = next(
@@ -245,6 +252,9 @@ async def test_a_store_that_cannot_be_read_lets_a_bounded_number_wait(
     assert error is not None
     assert (error.kind, error.reason) == ("overloaded", "tenant_full")
     assert "3 of your sequences" in error.message
+    # What has begun is not refused.
+    waiting += [submit(router, ADAPTERS[0], max_tokens=3, limit=TimeLimit(has_begun=True)) for _ in range(4)]
+    await eventually(lambda: len(router._awaiting_store) == 7)
     for sequence in waiting:
         sequence.cancel()
     assert len(router._awaiting_store) == router._awaiting_store.num_of("acme") == 0

@@ -31,7 +31,7 @@ class Parts:
             return None
 
         monkeypatch.setattr(launch, "RedisServer", lambda path, host: Part(self, "redis"))
-        monkeypatch.setattr(launch, "Janitor", lambda session, path: Part(self, "janitor"))
+        monkeypatch.setattr(launch, "Janitor", lambda *_: Part(self, "janitor"))
         monkeypatch.setattr(launch, "serve_environment", lambda *args: {VARIABLE: "set"})
         monkeypatch.setattr(launch, "register_launch", nothing)
         monkeypatch.setattr(launch, "start_serve", start_serve)
@@ -105,11 +105,11 @@ def test_what_kept_it_from_starting_is_told_though_nothing_can_be_ended(
     assert "does not end" in caplog.text
 
 
-def test_logs_that_cannot_be_kept_do_not_hide_the_error(config: MotetConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_says_where_its_logs_will_be(config: MotetConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_application(config: MotetConfig, secrets_path: Path, progress_path: Path) -> None:
         raise LaunchError("the model is ill")
 
     Parts(monkeypatch, ignore)  # which makes no logs
     monkeypatch.setattr(launch, "_run_application", run_application)
-    with pytest.raises(LaunchError, match=r"the model is ill\nits logs could not be kept: .*logs"):
+    with pytest.raises(LaunchError, match=r"the model is ill\nlogs: .*logs"):
         Deployment().start(config, ignore)

@@ -56,7 +56,7 @@ class Motet:
     def session(self) -> list[psutil.Process]:
         """The processes of this motet except the embedded Redis."""
         mark = next(
-            process.cmdline()[-2]
+            process.cmdline()[-3]
             for process in psutil.Process(self.process.pid).children()
             if "motet.cluster.launch.janitor" in process.cmdline()
         )

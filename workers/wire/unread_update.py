@@ -8,6 +8,8 @@ from __future__ import annotations
 from array import array
 from typing import Final
 
+import msgspec
+
 from .kept_logprobs import KeptLogprobs
 from .messages import SequenceUpdate
 
@@ -76,10 +78,11 @@ class UnreadUpdate:
             self._logprobs.extend(update.logprobs)
         if update.finish_reason is not None or update.error is not None:
             self._last = SequenceUpdate(update.sequence_id, finish_reason=update.finish_reason, error=update.error)
-        if update.num_cached_tokens is not None or update.computing_s is not None:
-            self._started = SequenceUpdate(
-                update.sequence_id, num_cached_tokens=update.num_cached_tokens, computing_s=update.computing_s
-            )
+        started = self._started
+        if update.num_cached_tokens is not None and started.num_cached_tokens is None:
+            self._started = started = msgspec.structs.replace(started, num_cached_tokens=update.num_cached_tokens)
+        if update.computing_s is not None and started.computing_s is None:
+            self._started = msgspec.structs.replace(started, computing_s=update.computing_s)
 
     def take_all(self) -> SequenceUpdate:
         """All that is left of it."""
