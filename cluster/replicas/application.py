@@ -40,7 +40,7 @@ def build_application(
         health_check_period_s=1.0,
         health_check_timeout_s=30.0,
         graceful_shutdown_timeout_s=gang_end_s(config.drain_s),
-        max_constructor_retry_count=1,  # a model that cannot be loaded cannot be loaded again
+        max_constructor_retry_count=1,  # a model that cannot be loaded cannot be loaded again; Redis is waited for
     )
     routers: Any = serve.deployment(
         serve.ingress()(RouterReplica),

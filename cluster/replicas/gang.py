@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import secrets
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from ...workers.leader.frame_server import FrameServer
 from ...workers.leader.leader_config import LeaderConfig
 from ..application.live_settings import live_values
 from ..application.model_source import check_model
+from ..application.redis_wait import when_redis_answers
 from ..application.secret_files import read_secrets
 from ..application.shared_token import shared_token
 from ..exposition.exposition_config import ExpositionConfig
@@ -66,6 +68,9 @@ class GangReplica:
         self._config, self._leader = config, leader
         self._is_up = False
         on_event = ignore_event if progress_path is None else ProgressWriter(progress_path)
+        # Before anything that takes long: what is missing here is told at once.
+        launch = await asyncio.to_thread(read_secrets, secrets_path)
+        token = await when_redis_answers(partial(shared_token, launch))
         host = ray.util.get_node_ip_address()  # loopback on a cluster of one machine
         workers = (
             None if config.tensor_parallel == 1 else RayWorkers(ray.util.get_current_placement_group(), logs, gang_id)
@@ -74,10 +79,9 @@ class GangReplica:
         # In a thread, so that the replica answers Serve while a large model loads.
         engine = await asyncio.to_thread(_build_engine, config, on_event, workers, host)
         info = msgspec.structs.replace(engine.info, gang_id=gang_id)
-        launch = await asyncio.to_thread(read_secrets, secrets_path)
         metrics = GangMetrics(info, exposition.name)
         self._engine = engine
-        self._server = FrameServer(engine, info, await shared_token(launch), leader, metrics.observe)
+        self._server = FrameServer(engine, info, token, leader, metrics.observe)
         self._address = await self._server.start(host)
         operator_key = launch.operator_key
         if operator_key is None:

@@ -38,6 +38,7 @@ from ...workers.models.config import ModelConfig
 from ...workers.models.sharding import layouts_of_gang
 from ..application.live_settings import live_values
 from ..application.model_source import check_model
+from ..application.redis_wait import when_redis_answers
 from ..application.registration import check_objectives_of, register_router
 from ..application.secret_files import read_secrets
 from ..application.shared_token import shared_token
@@ -87,10 +88,11 @@ class RouterReplica:
             registry, Launches(self._redis), id_of_this_cluster(), partial(_keys_of, secrets_path)
         )
         await asyncio.to_thread(config.data_dir.mkdir, parents=True, exist_ok=True)
-        await register_router(registry, config, self._launch.owner, secrets.keys)
-        await self._launch.start(secrets.keys)
+        await when_redis_answers(partial(register_router, registry, config, self._launch.owner, secrets.keys))
+        await when_redis_answers(partial(self._launch.start, secrets.keys))
         self._view = RegistryView(registry)
-        await self._view.start()
+        await when_redis_answers(self._view.start)
+        token = await when_redis_answers(partial(shared_token, secrets))
         model = await asyncio.to_thread(ModelConfig.from_folder, config.model_path)
         layouts = layouts_of_gang(
             model, config.tensor_parallel, config.block_size, config.dtype, config.expert_sharding
@@ -104,7 +106,7 @@ class RouterReplica:
             limits=UploadLimits(max_tensors_bytes=config.max_upload_bytes),
         )
         self._dispatcher = FleetDispatcher(
-            await shared_token(secrets),
+            token,
             config.sequence_wait_s,
             self._show_demand,
             adapter_pages=lambda adapter: layouts[0].num_pages(adapter.module_ranks),  # the same on every worker
@@ -159,7 +161,8 @@ class RouterReplica:
         """
         try:
             config = structs.replace(self._config, **live_values("router", user_config))
-            await check_objectives_of(self._registry, config)
+            check = partial(check_objectives_of, self._registry, config)
+            await (check() if self._is_up else when_redis_answers(check))
         except (ConfigError, RegistryUnavailable) as error:
             if not self._is_up:
                 raise

@@ -35,7 +35,8 @@ from .unsent_sequences import UnsentSequences
 
 MAX_AWAITING_GANG = 1024  # new sequences that wait while no gang is connected; more are refused
 # Sequences that wait here for anything else: for the news of who holds them, for a store that cannot be read, or for
-# their own readers. More of one kind are refused, and of one tenant more than half of that.
+# their own readers. More of one kind are refused, and of one tenant more than half of that. What has begun is never
+# refused for want of news or of a store: all clients of a router that died come back within a moment.
 MAX_AWAITING = 1024
 # After so many gangs have died with a sequence, without a token of it between, it is given up: it may be what kills
 # them. A sequence that never had a token is the likelier culprit, so it is given up first.
@@ -247,7 +248,9 @@ class FleetDispatcher:
     def _wait_in(self, place: UnsentSequences | UnreadSequences, sequence: OpenSequence, waiting: str) -> None:
         """Lets the sequence wait there, or refuses it. `waiting`: what those there do, for whoever is refused."""
         num_of_tenant = place.num_of(sequence.request.tenant)
-        if len(place) < MAX_AWAITING and num_of_tenant < MAX_AWAITING // 2:
+        # Only what has begun comes to lie unread, so there the bound is for it.
+        is_exempt = place is not self._unread and (sequence.has_begun or sequence.limit.has_begun)
+        if is_exempt or (len(place) < MAX_AWAITING and num_of_tenant < MAX_AWAITING // 2):
             place.add(sequence)
             return
         is_tenants = num_of_tenant >= MAX_AWAITING // 2

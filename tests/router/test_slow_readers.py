@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from motet.router.fleet import dispatch, open_sequence
+from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.fleet.open_sequence import MAX_UNREAD_VALUES, OpenSequence
 from motet.router.generation.generation import Generation, GenerationRequest, Prompt
@@ -41,10 +42,11 @@ class Rig:
         tenant: str = "acme",
         *,
         is_resumed: bool = False,
+        limit: TimeLimit | None = None,
     ) -> OpenSequence:
         sampling = SamplingParams(max_tokens=max_tokens, num_logprobs=0)
         request = SequenceRequest(prompt_token_ids=[1, last_token], sampling=sampling, tenant=tenant, key=key)
-        return self.dispatcher.submit(request, is_resumed=is_resumed)
+        return self.dispatcher.submit(request, is_resumed=is_resumed, limit=limit)
 
 
 @pytest.fixture
@@ -133,6 +135,16 @@ async def test_so_many_wait_for_news_and_no_more(rig: Rig, monkeypatch: pytest.M
     assert update.error is not None
     assert update.error.kind == "overloaded"
     for sequence in taken_up[:2]:
+        async with asyncio.timeout(PATIENCE_S):
+            assert [update async for update in sequence][-1].finish_reason == "length"
+
+
+async def test_all_clients_of_a_router_that_died_may_wait_for_news(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "MAX_AWAITING", 4)
+    begun = TimeLimit(has_begun=True)
+    taken_up = [rig.submit(10, 1, f"k{number}", is_resumed=True, limit=begun) for number in range(10)]
+    assert len(rig.dispatcher._awaiting_news) == 10
+    for sequence in taken_up:
         async with asyncio.timeout(PATIENCE_S):
             assert [update async for update in sequence][-1].finish_reason == "length"
 
