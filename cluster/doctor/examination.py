@@ -14,8 +14,9 @@ from .clocks import check_clocks
 from .finding import Finding, error
 from .node_facts import Expectations, NodeFacts, Questions, check_node, gather_node
 from .ports import check_port, gather_port
+from .serve_front import CHECK as OF_SERVE
 from .serve_front import RunningServe, check_running_serve
-from .shared_folder import check_locks_between, hold_lock, is_locked_out, remove_trials
+from .shared_folder import check_locks_between, hold_lock, is_locked_out, remove_trial
 from .versions import check_versions
 
 CHECK = "cluster"
@@ -65,7 +66,7 @@ def examine_cluster(address: str, questions: Questions, expected: Expectations) 
         if facts:
             findings += check_versions({name: one.versions for name, one in facts.items()})
         findings += _locks_between(nodes, questions.data_dir)
-        return [*findings, *check_running_serve(_running_serve())]
+        return [*findings, *_serve_findings()]
     finally:
         ray.shutdown()
 
@@ -93,7 +94,7 @@ def _gathered(nodes: Sequence[Mapping[str, Any]], questions: Questions) -> tuple
                 facts[name] = ray.get(answer)
                 continue
             except ray.exceptions.RayError as failure:
-                problem = next((line for line in reversed(str(failure).splitlines()) if line.strip()), "")
+                problem = _last_line(failure)
         do = "the same image, with motet in it, for every group of the RayCluster; ray status says how the node is"
         finding = error(CHECK, f"it could not be looked at: {problem}", why="motet cannot use it", do=do)
         findings.append(replace(finding, node=name))
@@ -107,9 +108,8 @@ def _locks_between(nodes: Sequence[Mapping[str, Any]], data_dir: Path) -> list[F
     findings: list[Finding] = []
     for other in nodes[1:]:
         trial = secrets.token_hex(4)
-        file, held, tried = (data_dir / f".motet-doctor-{trial}.{kind}" for kind in ("lock", "held", "tried"))
-        holding = _on(ray.remote(hold_lock), nodes[0]).remote(file, held, tried)
-        trying = _on(ray.remote(is_locked_out), other).remote(file, held, tried)
+        holding = _on(ray.remote(hold_lock), nodes[0]).remote(data_dir, trial)
+        trying = _on(ray.remote(is_locked_out), other).remote(data_dir, trial)
         names = (nodes[0]["NodeManagerAddress"], other["NodeManagerAddress"])
         try:
             locked_out = ray.get(trying, timeout=TIMEOUT_S)
@@ -117,7 +117,7 @@ def _locks_between(nodes: Sequence[Mapping[str, Any]], data_dir: Path) -> list[F
         except ray.exceptions.RayError:
             findings += check_locks_between(*names, False, None)  # a node of them has no such folder
         finally:
-            remove_trials(file, held, tried)
+            remove_trial(data_dir, trial)
     return findings
 
 
@@ -126,6 +126,27 @@ def _on(task: Any, node: Mapping[str, Any]) -> Any:
 
     place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
     return task.options(num_cpus=0, max_retries=0, scheduling_strategy=place)
+
+
+def _serve_findings() -> list[Finding]:
+    """A controller that is dead or hangs is a finding too: the others are still told."""
+    import ray
+
+    try:
+        return check_running_serve(_running_serve())
+    except ray.exceptions.RayError as failure:
+        return [
+            error(
+                OF_SERVE,
+                f"its controller does not answer: {_last_line(failure)}",
+                why="without it no router or gang that dies is replaced; its flags and its edge are not known",
+                do="serve status, and its log on the head node, in logs/serve of Ray's session folder",
+            )
+        ]
+
+
+def _last_line(failure: BaseException) -> str:
+    return next((line for line in reversed(str(failure).splitlines()) if line.strip()), "")
 
 
 def _running_serve() -> RunningServe | None:

@@ -14,6 +14,7 @@ from redis.retry import Retry
 
 from ..byte_size import format_byte_size
 from ..registry_server.redis_binary import find_redis_binary
+from ..settings.access import check_redis_url
 from .finding import Finding, error, ok, warning
 
 CHECK = "redis"
@@ -44,6 +45,9 @@ def gather_redis(url: str | None) -> RedisFacts:
             return RedisFacts(address=None, own_server=str(find_redis_binary()))
         except FileNotFoundError as problem:
             return RedisFacts(address=None, problem=str(problem))
+    if (refusal := check_redis_url(url)) is not None:  # one in a file: those of settings were checked before
+        shown, accepted = refusal
+        return RedisFacts(address=str(shown), problem=accepted)
     address = _address(url)
     try:
         client: Any = Redis.from_url(

@@ -43,10 +43,12 @@ def gather_secrets(environ: Mapping[str, str] = os.environ) -> SecretsFacts:
 
 
 def redis_url_in(folder: str) -> str | None:
-    """The URL of the registry; None: there is no such file, or it cannot be read."""
+    """The URL of the registry; None: no folder is named (empty), there is no such file, or it cannot be read."""
+    if not folder:
+        return None
     try:
         return (Path(folder) / "redis-url").read_text().strip() or None
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return None
 
 

@@ -47,7 +47,7 @@ class FolderFacts:
 
 def gather_folder(path: Path) -> FolderFacts:
     """Tries it with a file that is removed again. A folder that is not there is looked for above, as it can be made."""
-    folder = next(one for one in (path, *path.parents) if one.exists())
+    folder = _nearest(path)
     trial = folder / f".motet-doctor-{secrets.token_hex(4)}"
     try:
         usage = shutil.disk_usage(folder)
@@ -80,8 +80,9 @@ def _locks_hold(file: Path) -> bool | None:
     return tried.stdout.strip() == "held"
 
 
-def hold_lock(file: Path, held: Path, tried: Path) -> bool:
-    """On one node: locks the file, says so with `held`, and keeps it until `tried` is there. False: it could not."""
+def hold_lock(path: Path, trial: str) -> bool:
+    """On one node: locks a file of the trial, says so, and keeps it until the other has tried. False: it could not."""
+    file, held, tried = _trial_files(path, trial)
     with file.open("a+") as mine:
         try:
             fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,8 +92,9 @@ def hold_lock(file: Path, held: Path, tried: Path) -> bool:
         return _awaited(tried.exists)
 
 
-def is_locked_out(file: Path, held: Path, tried: Path) -> bool | None:
+def is_locked_out(path: Path, trial: str) -> bool | None:
     """On another node: whether it is kept out meanwhile. None: it never saw the first node's file."""
+    file, held, tried = _trial_files(path, trial)
     if not _awaited(lambda: held in _listed(held.parent)):
         return None
     try:
@@ -105,10 +107,22 @@ def is_locked_out(file: Path, held: Path, tried: Path) -> bool | None:
         tried.touch()
 
 
-def remove_trials(*files: Path) -> None:
-    for file in files:
+def remove_trial(path: Path, trial: str) -> None:
+    for file in _trial_files(path, trial):
         with suppress(OSError):
             file.unlink(missing_ok=True)
+
+
+def _trial_files(path: Path, trial: str) -> tuple[Path, Path, Path]:
+    """The file to lock, and what says that it is held and that the other node has tried."""
+    folder = _nearest(path)
+    lock, held, tried = (folder / f".motet-doctor-{trial}.{kind}" for kind in ("lock", "held", "tried"))
+    return lock, held, tried
+
+
+def _nearest(path: Path) -> Path:
+    """The folder, or the one above in which it would be made."""
+    return next(one for one in (path, *path.parents) if one.exists())
 
 
 def _listed(folder: Path) -> list[Path]:

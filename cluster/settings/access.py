@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from ipaddress import ip_network
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from msgspec import Meta
 
@@ -53,12 +53,25 @@ def check_redis_url(url: str | None) -> Refusal | None:
     if url is None:
         return None
     try:
-        scheme = urlsplit(url).scheme
+        parts = urlsplit(url)
     except ValueError:
-        scheme = ""
-    if scheme in REDIS_SCHEMES:
-        return None
-    return _without_password(url), f"{', '.join(f'{scheme}://' for scheme in REDIS_SCHEMES)} are accepted"
+        parts = urlsplit("")
+    if parts.scheme not in REDIS_SCHEMES:
+        return _without_password(url), f"{', '.join(f'{scheme}://' for scheme in REDIS_SCHEMES)} are accepted"
+    if _is_cut_in_password(parts):
+        return "…", "percent-encode the password (/ is %2F, # is %23, ? is %3F, @ is %40); a port is a number to 65535"
+    return None
+
+
+def _is_cut_in_password(parts: SplitResult) -> bool:
+    """Whether the host's part ends too early, as at a "/" in a password: what is taken for a port is in messages."""
+    if parts.scheme == "unix":
+        return ":" in parts.netloc and "@" not in parts.netloc
+    try:
+        is_whole = parts.port is None or parts.hostname is not None
+    except ValueError:
+        return True
+    return not is_whole or "@" in parts.path + parts.query + parts.fragment
 
 
 def check_networks(networks: str) -> Refusal | None:

@@ -70,8 +70,9 @@ def _requests(metrics: Metrics, make: Families) -> Iterator[Metric]:
     help_text = (
         "Requests answered with 429. wait: they would have had to wait longer than --max-queue-wait; timeout: their "
         "answer was expected after their timeout; objective: their first token was expected after their tenant's "
-        "--latency-objective; full: their gang's queue was; tenant_full: their tenant's share of it was; no_gang: too "
-        "many sequences waited for any gang; waited: they did wait, twice as long as was expected."
+        "--latency-objective; full: their gang's queue was, or one of their router, as for clients that do not read or "
+        "an adapter that cannot be read; tenant_full: their tenant's share of such a queue was; no_gang: too many "
+        "sequences waited for any gang; waited: they did wait, twice as long as was expected."
     )
     refused = {(reason,): metrics.refused[reason] for reason in get_args(RefusalReason)}
     yield make.counters("motet_refused_requests", help_text, ("reason",), refused.items())

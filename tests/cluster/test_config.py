@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,38 @@ def test_a_password_is_not_repeated(paths: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         MotetConfig(**paths, redis_url="http://:secret@host:6379")
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:Secret/Part@h",
+        "redis://:Secret#Part@h:6379/0",
+        "rediss://user:Secret?Part@h",
+        "redis://user:1234/Secret@h",  # what stands before the "/" could be a port
+        "redis://:1234#Secret@h",
+        "redis://:Secret",
+        "unix://:Secret/Part@/run/redis.sock",
+    ],
+)
+def test_a_password_that_is_cut_is_refused_and_not_repeated(paths: dict[str, Any], url: str) -> None:
+    with pytest.raises(ConfigError, match="percent-encode the password") as caught:
+        MotetConfig(**paths, redis_url=url)
+    assert not {"Secret", "Part", "1234"} & {*re.findall(r"\w+", str(caught.value))}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://",
+        "redis://:Sec%2Fret%23@h:6379/0",
+        "rediss://user:se:cr@et@[::1]:6380/1?ssl_cert_reqs=none",
+        "unix:///run/redis.sock?db=1",
+        "unix://:secret@/run/a@b.sock",
+    ],
+)
+def test_urls_that_redis_understands(paths: dict[str, Any], url: str) -> None:
+    assert MotetConfig(**paths, redis_url=url).redis_url == url
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def test_what_is_wrong_is_named_and_not_repeated(folder: Path) -> None:
         ("keys", "s3cret", r"TENANT=KEY .* is accepted"),
         ("keys", "acme=s3cret\nzoo=s3cret", "each needs its own"),
         ("redis-url", "http://s3cret@host", "redis://"),
+        ("redis-url", "redis://:s3cret/s3cret@host", "percent-encode the password"),
         ("cluster-token", "", "printable ASCII"),
         ("operator-key", "s3cret s3cret", "printable ASCII"),
     ):

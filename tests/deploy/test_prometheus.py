@@ -89,6 +89,20 @@ def test_promtool_accepts_the_configuration(tmp_path: Path) -> None:
     assert "is valid prometheus config file" in promtool("check", "config", config)
 
 
+def test_what_is_for_gateways_alone_is_not_kept() -> None:
+    """Its labels are lists that change: each would be a series of its own."""
+    (job,) = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())["scrape_configs"]
+    monitor = yaml.safe_load((ROOT / "deploy/kustomize/components/prometheus/pod-monitor.yaml").read_text())
+    endpoints = monitor["spec"]["podMetricsEndpoints"]
+    rules_of = [("source_labels", job["metric_relabel_configs"])]
+    rules_of += [("sourceLabels", endpoint["metricRelabelings"]) for endpoint in endpoints]
+    for labels, (rule,) in rules_of:
+        assert (rule["action"], rule[labels]) == ("drop", ["__name__"])
+        assert {name for name in shown() if re.fullmatch(rule["regex"], name)} == {"vllm:lora_requests_info"}
+    asked = [job["authorization"], job["http_sd_configs"][0]["authorization"], *(e["authorization"] for e in endpoints)]
+    assert {authorization["type"] for authorization in asked} == {"Bearer"}
+
+
 @pytest.mark.parametrize("page", [example_router, example_gang])
 def test_promtool_finds_no_fault_with_names_and_help(page: Any) -> None:
     # vLLM's names are not as Prometheus would have them: gateways look for them all the same.

@@ -43,6 +43,8 @@ RELABELING = {
     "properties": {
         "sourceLabels": {"type": "array", "items": {"type": "string", "pattern": "^[a-zA-Z_][a-zA-Z0-9_]*$"}},
         "targetLabel": {"type": "string"},
+        "regex": {"type": "string"},
+        "action": {"enum": ["drop", "keep", "replace"]},
     },
     "additionalProperties": False,
 }
@@ -72,6 +74,7 @@ POD_MONITOR = {
                             "interval": {"type": "string", "pattern": "^[0-9]+s$"},
                             "authorization": AUTHORIZATION,
                             "relabelings": {"type": "array", "items": RELABELING},
+                            "metricRelabelings": {"type": "array", "items": RELABELING},
                         },
                         "additionalProperties": False,
                     },

@@ -149,7 +149,8 @@ class RoutedSequences:
             self._timers.follow(update)
             self._tell(update, now)
             if update.finish_reason is not None or update.error is not None:
-                self._count_end(update)
+                if self._places.is_placed(update.sequence_id):  # else it was cancelled, or counted when it timed out
+                    self._count_end(update)
                 self._leave_place(update.sequence_id)
         self._tell_orphans()
 

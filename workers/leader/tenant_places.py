@@ -24,6 +24,10 @@ class TenantPlaces:
     def num_held(self) -> int:
         return len(self._held)
 
+    def is_placed(self, engine_id: int) -> bool:
+        """The sequence is in the engine, and nobody has given it up."""
+        return engine_id in self._tenants
+
     def is_held(self, engine_id: int) -> bool:
         return engine_id in self._held
 

@@ -1,0 +1,65 @@
+"""`motet doctor`: what it reads and tries, and what it says where something does not answer."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from motet.cluster.doctor import examination
+from motet.cluster.doctor.finding import ok
+from motet.cluster.doctor.redis import check_redis, gather_redis
+from motet.cluster.doctor.secrets_folder import redis_url_in
+from motet.cluster.doctor.shared_folder import hold_lock, is_locked_out, remove_trial
+
+
+def test_without_a_folder_of_secrets_no_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "redis-url").write_text("redis://of-somebody-else")
+    monkeypatch.chdir(tmp_path)
+    assert redis_url_in("") is None
+    assert redis_url_in(str(tmp_path)) == "redis://of-somebody-else"
+
+
+def test_a_url_with_a_cut_password_is_not_repeated() -> None:
+    (finding,) = check_redis(gather_redis("redis://:Secret/Part@h"))
+    assert finding.level == "error"
+    assert "percent-encode the password" in finding.found
+    assert "Secret" not in repr(finding) and "Part" not in repr(finding)
+
+
+@pytest.mark.parametrize("is_made", [True, False])
+def test_nodes_lock_where_the_data_folder_is_or_will_be(tmp_path: Path, is_made: bool) -> None:
+    data_dir = tmp_path / "motet" / "data"
+    if is_made:
+        data_dir.mkdir(parents=True)
+    with ThreadPoolExecutor(1) as first_node:
+        holding = first_node.submit(hold_lock, data_dir, "trial")
+        assert is_locked_out(data_dir, "trial") is True
+        assert holding.result() is True
+    remove_trial(data_dir, "trial")
+    assert not [*tmp_path.rglob(".motet-doctor*")]
+    assert data_dir.exists() == is_made
+
+
+def test_a_controller_that_hangs_is_a_finding_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*_given: Any, **_options: Any) -> None:
+        raise ray.exceptions.GetTimeoutError("Get timed out: some object(s) not ready.")
+
+    earlier = ok("cluster", "what was found before")
+    controller: Any = SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda asked: "an answer to come"))
+    monkeypatch.setattr(examination, "_gathered", lambda nodes, questions: ({}, [earlier]))
+    monkeypatch.setattr(ray, "init", lambda **_options: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "nodes", lambda: [])
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: controller)
+    monkeypatch.setattr(ray, "get", hang)
+    questions: Any = SimpleNamespace(data_dir=Path("/nowhere"))
+    expected: Any = None
+    first, last = examination.examine_cluster("auto", questions, expected)
+    assert first == earlier
+    assert last.level == "error"
+    assert "its controller does not answer: Get timed out" in last.found
