@@ -30,7 +30,6 @@ from ..application.shared_token import shared_token
 from ..exposition.exposition_config import ExpositionConfig
 from ..exposition.gang_metrics import GangFacts, GangMetrics
 from ..exposition.process_page import ProcessPage
-from ..launch_secrets import operator_key_in
 from ..logs.log_config import LogConfig
 from ..progress_log import OnEvent, ProgressWriter, ignore_event, step
 from ..settings.config_error import ConfigError
@@ -83,11 +82,8 @@ class GangReplica:
         self._engine = engine
         self._server = FrameServer(engine, info, token, leader, metrics.observe)
         self._address = await self._server.start(host)
-        operator_key = launch.operator_key
-        if operator_key is None:
-            operator_key = await asyncio.to_thread(operator_key_in, exposition.data_dir)
         self._page = ProcessPage(
-            exposition, info.gang_id, operator_key, lambda: metrics.families(GangFacts.of(self._server))
+            exposition, info.gang_id, launch.operator_key, lambda: metrics.families(GangFacts.of(self._server))
         )
         await self._page.start(host)
         make_garbage_collection_rare()

@@ -89,7 +89,9 @@ class RouterReplica:
         )
         await asyncio.to_thread(config.data_dir.mkdir, parents=True, exist_ok=True)
         await when_redis_answers(partial(register_router, registry, config, self._launch.owner, secrets.keys))
-        await when_redis_answers(partial(self._launch.start, secrets.keys))
+        # The secrets of a node may get a file of keys later.
+        given = secrets.keys if secrets_path is not None else secrets.keys or ()
+        await when_redis_answers(partial(self._launch.start, given))
         self._view = RegistryView(registry)
         await when_redis_answers(self._view.start)
         token = await when_redis_answers(partial(shared_token, secrets))
