@@ -47,8 +47,7 @@ ENV PATH=/opt/motet/bin:/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/
     PYTHONUNBUFFERED=1 \
     TRITON_HOME=/var/cache/motet \
     XDG_CACHE_HOME=/var/cache \
-    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
-    NVIDIA_VISIBLE_DEVICES=all
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
 # What Ray and Serve read on every node: cluster/edge/serve_variables.py says why.
 ENV GLIBC_TUNABLES=glibc.malloc.hugetlb=1 \
     RAY_SERVE_DEFAULT_HTTP_HOST=0.0.0.0 \

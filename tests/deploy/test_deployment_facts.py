@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from motet.cluster.application.secret_files import SECRETS_VARIABLE
-from motet.cluster.edge.serve_variables import HUGE_PAGES, LASTING_STREAMS, SERVE_FLAGS, image_variables
+from motet.cluster.edge.serve_variables import HUGE_PAGES, LASTING_STREAMS, PATIENT_STARTS, SERVE_FLAGS, image_variables
 from motet.cluster.logs.process_log import FOLDER
 from motet.cluster.settings.setting_field import fields_of
 from motet.cluster.settings.settings import Settings
@@ -59,7 +59,10 @@ def setting(service: Manifest, key: str) -> Any:
 
 @every_overlay
 def test_serve_has_its_flags_on_every_node(name: str) -> None:
-    wanted = SERVE_FLAGS | LASTING_STREAMS | HUGE_PAGES | {"RAY_SERVE_DEFAULT_HTTP_HOST": "0.0.0.0"}
+    # KubeRay gives the last one a value of its own where a pod gives it none, whatever the image says.
+    gcs = "RAY_gcs_server_request_timeout_seconds"
+    own = {"RAY_SERVE_DEFAULT_HTTP_HOST": "0.0.0.0", gcs: PATIENT_STARTS[gcs]}
+    wanted = SERVE_FLAGS | LASTING_STREAMS | HUGE_PAGES | own
     for group, pod in pod_templates(ray_service(name)):
         found = environment(pod)
         assert {key: found.get(key) for key in wanted} == wanted, group
@@ -101,7 +104,7 @@ def test_who_ends_has_time_to(name: str) -> None:
 @every_overlay
 def test_the_head_computes_nothing_and_has_room(name: str) -> None:
     head = ray_service(name)["spec"]["rayClusterConfig"]["headGroupSpec"]
-    assert head["rayStartParams"]["num-cpus"] == "0"
+    assert (head["rayStartParams"]["num-cpus"], head["rayStartParams"]["num-gpus"]) == ("0", "0")
     (container,) = head["template"]["spec"]["containers"]
     assert container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"]
     assert int(container["resources"]["requests"]["memory"].removesuffix("Gi")) >= 4
@@ -116,19 +119,50 @@ def test_gangs_and_routers_fit_into_their_pods(name: str) -> None:
     limits = gangs["template"]["spec"]["containers"][0]["resources"]["limits"]
     params = gangs["rayStartParams"]
     leader = 0.1 if workers > 1 else 0
-    assert setting(service, "gang-num-cpus") * workers + leader <= float(limits["cpu"])
-    gpus = sum(int(amount) for one, amount in limits.items() if one.endswith("gpu") or "/mig-" in one)
+    assert setting(service, "gang-num-cpus") * workers + leader <= float(params.get("num-cpus", limits["cpu"]))
+    # KubeRay counts those of the limits, but not beside `resources`, which it cannot read in these quotes.
+    gpus = 0 if "resources" in params else int(limits.get("nvidia.com/gpu", 0))
     assert setting(service, "gang-num-gpus") * workers == float(params.get("num-gpus", gpus))
     offered = yaml.safe_load(yaml.safe_load(params.get("resources", '"{}"')))
     assert dict(setting(service, "resource")) == offered
     assert all(limits[one] == str(amount) for one, amount in offered.items())
-
-    of_routers = yaml.safe_load(yaml.safe_load(routers["rayStartParams"]["resources"]))
-    ((resource, amount),) = setting(service, "router-resource")
-    assert of_routers[resource] >= 2 * amount  # an update starts a router's successor before it ends
     assert routers["replicas"] >= setting(service, "routers")
     assert gangs["minReplicas"] == setting(service, "min-gangs")
     assert gangs["maxReplicas"] == (setting(service, "max-gangs") or max(setting(service, "min-gangs"), 1))
+
+
+@every_overlay
+def test_a_router_finds_room_and_no_gang_does_beside_it(name: str) -> None:
+    service = ray_service(name)
+    cluster = service["spec"]["rayClusterConfig"]
+    routers = cluster["workerGroupSpecs"][0]
+    params, count = routers["rayStartParams"], setting(service, "routers")
+    assert (params["num-cpus"], params["num-gpus"]) == ("0", "0")
+    offered = yaml.safe_load(yaml.safe_load(params["resources"]))
+    ((resource, amount),) = setting(service, "router-resource")
+    room_in_a_pod = offered.pop(resource) // amount
+    assert offered == {} and routers["replicas"] * room_in_a_pod >= count
+    # An update starts the successors of all routers before it ends one.
+    most_pods = routers["maxReplicas"] if cluster.get("enableInTreeAutoscaling") else routers["replicas"]
+    assert most_pods * room_in_a_pod >= 2 * count
+    if count > 1:  # else those of a pod that was lost start on another one, and nobody moves them back
+        assert room_in_a_pod == 1
+
+
+def test_the_trial_leaves_room_for_what_else_runs_on_its_node() -> None:
+    """The operator, whose chart asks for half a GiB, and what is Kubernetes' own."""
+    pages = (
+        "docs/install.md",
+        "deploy/kustomize/overlays/cpu-trial/kustomization.yaml",
+        "deploy/helm/motet/presets/cpu-trial.yaml",
+    )
+    said = [int(gib) for page in pages for gib in re.findall(r"4 CPUs and (\d+) GiB", (ROOT / page).read_text())]
+    asked = [
+        int(container["resources"]["requests"]["memory"].removesuffix("Gi"))
+        for _, pod in pods(kustomized(OVERLAYS / "cpu-trial"))
+        for container in containers(pod)
+    ]
+    assert len(said) == len(pages) and said == [sum(asked) + 2] * len(pages)
 
 
 @every_overlay
@@ -258,6 +292,16 @@ def test_what_images_bring_is_where_manifests_look(name: str) -> None:
         assert model.startswith("/opt/") or "/models" in mounts
         for variable, value in environment(pod).items():  # said twice, but not differently
             assert of_image.get(variable, value) == value, variable
+
+
+@every_overlay
+def test_files_of_ray_stay_far_below_their_volume(name: str) -> None:
+    """The bare output of processes, the GCS's and the raylet's too, grows for ever without these variables."""
+    for group, pod in pod_templates(ray_service(name)):
+        (volume,) = (one["emptyDir"] for one in pod["spec"]["volumes"] if one["name"] == "ray-logs")
+        variables = environment(pod)
+        a_file = int(variables["RAY_ROTATION_MAX_BYTES"]) * (1 + int(variables["RAY_ROTATION_BACKUP_COUNT"]))
+        assert 32 * a_file <= int(volume["sizeLimit"].removesuffix("Gi")) << 30, group
 
 
 def test_the_shipper_reads_the_logs_that_are_written() -> None:

@@ -78,6 +78,9 @@ spec:
         - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: "660"}
         - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
         - {name: RAY_worker_niceness, value: "0"}
+        - {name: RAY_gcs_server_request_timeout_seconds, value: "120"}
+        - {name: RAY_ROTATION_MAX_BYTES, value: "67108864"}
+        - {name: RAY_ROTATION_BACKUP_COUNT, value: "1"}
         - {name: GLIBC_TUNABLES, value: glibc.malloc.hugetlb=1}
         - {name: MOTET_SECRETS_DIR, value: /etc/motet/secrets}
         - {name: HOME, value: /tmp}
