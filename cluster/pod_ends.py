@@ -30,10 +30,12 @@ def gang_end_s(drain_s: float) -> float:
 def pod_ends(*, router_drain_s: float, drain_s: float, start_s: float) -> PodEnds:
     """The seconds for these settings. `start_s`: in which another node's gang or router is up in a lost one's place.
 
-    A cluster that another one replaces gets no requests once the endpoints have changed. The last one's stream may last
-    as long as a router that is told to go would serve it. Then its pods are told to end, as a single one is when its
-    node is cleared. Ray tells Serve until when the pod stays. Serve starts a replacement and tells a replica to go when
-    that is up, or when the replica's own time would reach the end: with a shorter drain, before there is another.
+    Behind KubeRay's own Service or Gateway a cluster that another one replaces gets no requests once the endpoints
+    have changed. The last one's stream may last as long as a router that is told to go would serve it. Behind a
+    Service that names no cluster, as `deploy/` has one, it gets its share of requests until it is deleted. Then its
+    pods are told to end, as a single one is when its node is cleared, and end the streams that they have. Ray tells
+    Serve until when the pod stays. Serve starts a replacement and tells a replica to go when that is up, or when the
+    replica's own time would reach the end: with a shorter drain, before there is another.
     """
     node_drain_s = math.ceil(start_s + max(router_drain_s, gang_end_s(drain_s)))
     return PodEnds(
