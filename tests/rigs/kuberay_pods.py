@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -24,6 +24,8 @@ from motet.tests.rigs.namespaces import Network
 from motet.tests.rigs.ray_nodes import DEMO, RayNodes
 
 HEAD = 0
+# Where the kernel gives each session a share of the processor, `nice` counts only inside of one.
+YIELDING = ("sh", "-c", 'echo 15 2>&- >/proc/self/autogroup; exec nice -n 15 "$@"', "sh")
 # As KubeRay sets it in the pods of workers where the GCS is fault-tolerant: so long they wait for another head.
 RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 
@@ -62,8 +64,20 @@ def redis_on(network: Network, machine: int) -> Iterator[str]:
 class RayClusterPods:
     """One RayCluster on some machines of a network, the head's first. Its processes are ended with the context."""
 
-    def __init__(self, network: Network, machines: Sequence[int], name: str, redis_url: str, **variables: str) -> None:
-        """`name`: of the cluster, which is its namespace in Redis. `variables`: of each container."""
+    def __init__(
+        self,
+        network: Network,
+        machines: Sequence[int],
+        name: str,
+        redis_url: str,
+        yielding: Container[int] = (),
+        **variables: str,
+    ) -> None:
+        """`name`: of the cluster, which is its namespace in Redis. `variables`: of each container.
+
+        `yielding`: nodes whose processes leave the processor to everybody else's. A node that starts has a machine of
+        its own where it matters; here Ray would give it up beside others that serve: its parts have 15 to 30 s.
+        """
         self.addresses = [network.addresses[machine] for machine in machines]
         redis = urlsplit(redis_url)
         self._clean_up = [
@@ -80,7 +94,9 @@ class RayClusterPods:
         haproxy = write_haproxy(Path(self._folder.name) / "haproxy", edge, None)
         self.nodes = RayNodes(
             self.addresses,
-            lambda number, command: network.command(machines[number], command),
+            lambda number, command: network.command(
+                machines[number], [*(YIELDING if number in yielding else ()), *command]
+            ),
             {"RAY_REDIS_ADDRESS": f"{redis.hostname}:{redis.port}", "REDIS_PASSWORD": str(redis.password)},
             RAY_external_storage_namespace=name,
             REDIS_URL=redis_url,

@@ -117,15 +117,15 @@ def clusters() -> Iterator[Clusters]:
         network = parts.enter_context(Network(3))
         redis_url = parts.enter_context(redis_on(network, BESIDE))
         pods = [
-            parts.enter_context(RayClusterPods(network, [machine], name, redis_url, **LASTS))
-            for machine, name in ((OLD, "cluster-old"), (NEW, "cluster-new"))
+            parts.enter_context(RayClusterPods(network, [machine], name, redis_url, yielding, **LASTS))
+            for machine, name, yielding in ((OLD, "cluster-old", {HEAD}), (NEW, "cluster-new", ()))
         ]
         clients = parts.enter_context(network.threads(BESIDE, NUM_STREAMS + 6))
         data_dir = Path(parts.enter_context(tempfile.TemporaryDirectory()))
 
         def deploy(number: int) -> None:
             pods[number].nodes.start(HEAD, num_cpus=1)
-            pods[number].deploy(data_dir, dtype="float32")
+            pods[number].deploy(data_dir, dtype="float32", threads=1)
 
         yield Clusters(pods, clients, deploy)
 

@@ -67,7 +67,7 @@ class Cluster:
 
     def num_resumed(self) -> int:
         lines = self.call("GET", "/metrics", OPERATOR_KEY).raise_for_status().text.splitlines()
-        return int(float(next(line for line in lines if line.startswith("motet_resumed_sequences_total ")).split()[1]))
+        return int(float(next(line for line in lines if line.startswith("motet_resumed_sequences_total")).split()[1]))
 
     def gangs(self) -> Mapping[int, psutil.Process]:
         return {**self.pods.processes(WORKER, GANG), **self.pods.processes(OTHER_WORKER, GANG)}
@@ -81,13 +81,14 @@ def cluster() -> Iterator[Cluster]:
     with (
         Network(4) as network,
         redis_on(network, BESIDE) as redis_url,
-        RayClusterPods(network, [HEAD, WORKER, OTHER_WORKER], "cluster-1", redis_url) as pods,
+        RayClusterPods(network, [HEAD, WORKER, OTHER_WORKER], "cluster-1", redis_url, {WORKER, OTHER_WORKER}) as pods,
         network.threads(BESIDE, NUM_STREAMS + 2) as clients,
     ):
         pods.start_head()
         pods.start_worker(WORKER, front=1)
         pods.start_worker(OTHER_WORKER)
-        pods.deploy(pods.nodes.path / "data", **{"dtype": "float32", "gangs": 2, "router-resource": ["front=1"]})
+        args = {"dtype": "float32", "threads": 1, "gangs": 2, "router-resource": ["front=1"]}
+        pods.deploy(pods.nodes.path / "data", **args)
         yield Cluster(pods, f"http://{pods.addresses[WORKER]}:8000", clients)
 
 
