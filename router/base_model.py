@@ -7,7 +7,7 @@ import asyncio
 from ..adapters.adapter import AdapterVersion
 from ..adapters.errors import RegistryUnavailable
 from ..adapters.registry.registry_view import RegistryView
-from ..workers.wire.messages import AdapterRef, GangInfo
+from ..workers.wire.messages import GangInfo
 from .fleet.dispatch import Dispatcher
 from .fleet.probe import probe
 from .openai_api.errors import model_not_found, unavailable
@@ -50,8 +50,8 @@ class BaseModel:
             raise unavailable("No gang of workers is connected yet, try again.", "gang_lost")
         return gang
 
-    async def adapter(self, tenant: str, model: str) -> AdapterRef | None:
-        """The adapter that a request's `model` names for the tenant; None: the base itself. Raises 404.
+    async def adapter(self, tenant: str, model: str) -> AdapterVersion | None:
+        """The version that a request's `model` names for the tenant; None: the base itself. Raises 404.
 
         Raises 503 for an adapter that this router does not keep in memory while the registry is away.
         """
@@ -60,7 +60,7 @@ class BaseModel:
         version = await resolved(self._view, tenant, model)
         if version is None:
             raise model_not_found(model)
-        return AdapterRef(version.digest, dict(version.module_ranks))
+        return version
 
 
 async def resolved(view: RegistryView, tenant: str, model: str) -> AdapterVersion | None:

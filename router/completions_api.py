@@ -9,9 +9,11 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from ..adapters.adapter import AdapterVersion
 from ..adapters.registry.registry_view import RegistryView
 from ..workers.wire.messages import AdapterRef
 from .access.request_record import NUM_ANSWER_CHARS, record_of
+from .accounts.account import Accounts, Asked
 from .answers.answer_shape import AnswerHead, AnswerShape
 from .answers.chat_answer import ChatAnswer
 from .answers.completion_answer import CompletionAnswer
@@ -35,7 +37,8 @@ from .requests.chat_prompt import chat_prompt
 from .requests.completion_prompts import completion_prompts, count_prompts
 from .requests.model_limits import check_length
 from .requests.sampling_params import sampling_params, stop_strings
-from .tenants.auth import tenant_of
+from .tenants.auth import Door
+from .tenants.identity import Identity
 from .text.text import TextService
 
 R = TypeVar("R", bound=GenerationFields)
@@ -52,6 +55,8 @@ class CompletionsApi:
         view: RegistryView,
         text: TextService,
         metrics: Metrics,
+        door: Door,
+        accounts: Accounts,
     ) -> None:
         self._config = config
         self._bodies = BodyReader(config.now.max_held_body_bytes, metrics)
@@ -60,13 +65,15 @@ class CompletionsApi:
         self._view = view
         self._text = text
         self._metrics = metrics
+        self._door, self._accounts = door, accounts
 
     async def complete(self, http: Request) -> GenerationResponse:
         started_at = time.perf_counter()
-        tenant = tenant_of(http, self._view)
+        identity = self._door.identify(http, "infer")
+        tenant = identity.name
         async with self._body(http, tenant, CompletionRequest, self._config.now.max_sequences_per_request) as request:
             position = self._position(http, request, tenant)
-            adapter = await self._admit(http, request, tenant)
+            version = await self._admit(http, request, tenant)
             if request.echo and request.logprobs is not None:
                 raise unsupported(
                     "echo", "the prompt's log probabilities are not computed; leave echo or logprobs out."
@@ -85,7 +92,7 @@ class CompletionsApi:
             for ids in token_lists
         ]
         n = request.n or 1
-        generation = self._generation(http, request, prompts, tenant, adapter)
+        generation = self._generation(http, request, prompts, identity, version)
         if request.best_of is not None and request.best_of > n:
             generation = with_best_of(generation, request.best_of)
         head = await self._head("cmpl-", request, generation, position)
@@ -98,14 +105,15 @@ class CompletionsApi:
             with_logprobs=request.logprobs is not None,
             with_token_ids=bool(request.return_token_ids),
         )
-        return self._response(request, generation, head, position, shape, started_at)
+        return await self._response(request, generation, head, position, shape, started_at, identity, version)
 
     async def chat(self, http: Request) -> GenerationResponse:
         started_at = time.perf_counter()
-        tenant = tenant_of(http, self._view)
+        identity = self._door.identify(http, "infer")
+        tenant = identity.name
         async with self._body(http, tenant, ChatRequest, 1) as request:
             position = self._position(http, request, tenant)
-            adapter = await self._admit(http, request, tenant)
+            version = await self._admit(http, request, tenant)
             if request.echo:
                 raise unsupported("echo", "a chat's prompt is not repeated; leave it out.")
             if request.top_logprobs is not None and not request.logprobs:
@@ -117,7 +125,7 @@ class CompletionsApi:
         max_tokens = request.max_completion_tokens or request.max_tokens
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
         prompt = self._prompt(request, token_ids, "messages", max_tokens, num_logprobs)
-        generation = self._generation(http, request, [prompt], tenant, adapter)
+        generation = self._generation(http, request, [prompt], identity, version)
         head = await self._head("chatcmpl-", request, generation, position)
         record_of(http.scope).answer = head.id[-NUM_ANSWER_CHARS:]
         shape = ChatAnswer(
@@ -128,7 +136,7 @@ class CompletionsApi:
             with_logprobs=bool(request.logprobs),
             with_token_ids=bool(request.return_token_ids),
         )
-        return self._response(request, generation, head, position, shape, started_at)
+        return await self._response(request, generation, head, position, shape, started_at, identity, version)
 
     def _position(self, http: Request, request: GenerationFields, tenant: str) -> StreamPosition | None:
         """The position from which the client resumes a stream; None: it does not resume one. Raises a 400."""
@@ -146,8 +154,8 @@ class CompletionsApi:
         max_bytes = max_body_bytes(context, num_prompts, self._config.now.max_body_bytes)
         return self._bodies.open(http, tenant, kind, max_bytes=max_bytes, context=context)
 
-    async def _admit(self, http: Request, request: GenerationFields, tenant: str) -> AdapterRef | None:
-        """The adapter that `model` names; None: the base. Raises 404, and 400 for fields that are refused."""
+    async def _admit(self, http: Request, request: GenerationFields, tenant: str) -> AdapterVersion | None:
+        """The version that `model` names; None: the base. Raises 404, and 400 for fields that are refused."""
         adapter = await self._base.adapter(tenant, request.model)
         record_of(http.scope).model = request.model
         refuse_unsupported(request)
@@ -183,15 +191,15 @@ class CompletionsApi:
         http: Request,
         request: GenerationFields,
         prompts: list[Prompt],
-        tenant: str,
-        adapter: AdapterRef | None,
+        identity: Identity,
+        version: AdapterVersion | None,
     ) -> GenerationRequest:
         return GenerationRequest(
             prompts=prompts,
             n=request.n or 1,
-            tenant=tenant,
-            adapter=adapter,
-            adapter_name="" if adapter is None else request.model,
+            tenant=identity.name,
+            adapter=None if version is None else AdapterRef(version.digest, dict(version.module_ranks)),
+            adapter_name="" if version is None else request.model,
             stop=stop_strings(request),
             keep_token_ids=bool(request.return_token_ids),
             keep_logprobs=prompts[0].sampling.num_logprobs is not None,
@@ -248,7 +256,7 @@ class CompletionsApi:
             if num_tokens > limit:
                 raise wrong_position(f"it tells of {num_tokens} tokens of choice {index}, which has at most {limit}.")
 
-    def _response(
+    async def _response(
         self,
         request: GenerationFields,
         generation: GenerationRequest,
@@ -256,6 +264,8 @@ class CompletionsApi:
         position: StreamPosition | None,
         shape: AnswerShape,
         started_at: float,
+        identity: Identity,
+        version: AdapterVersion | None,
     ) -> GenerationResponse:
         style = None
         if request.stream:
@@ -265,7 +275,27 @@ class CompletionsApi:
             generation = replace(generation, key=head.id, num_seen=num_seen)
             self._metrics.num_resumed_streams += position is not None
         running = Generation(generation, self._dispatcher, self._text, self._metrics, started_at)
-        return GenerationResponse(running, shape, style, self._metrics)
+        context = self._base.gang().max_model_len
+        asked = Asked(
+            identity=identity,
+            response_id=head.id,
+            model=request.model,
+            version=version,
+            user=request.user or "",
+            num_prompt_tokens=sum(len(prompt.token_ids) for prompt in generation.prompts),
+            num_new_tokens=generation.n * sum(_num_new_tokens(prompt, context) for prompt in generation.prompts),
+            num_sequences=len(running.choices),
+            is_resumed=position is not None,
+            progress=running.progress,
+        )
+        account = await self._accounts.open(asked)
+        return GenerationResponse(running, shape, style, self._metrics, account)
+
+
+def _num_new_tokens(prompt: Prompt, context: int) -> int:
+    """At most, of one sequence."""
+    rest = context - len(prompt.token_ids)
+    return rest if prompt.sampling.max_tokens is None else min(prompt.sampling.max_tokens, rest)
 
 
 def _stream_style(request: GenerationFields, event_ids: EventIds, position: StreamPosition | None) -> StreamStyle:

@@ -18,21 +18,21 @@ from .base_model import BaseModel, resolved
 from .openai_api.answer_schema import Model
 from .openai_api.errors import model_not_found, unavailable
 from .openai_api.list_page import PageRequest, encoded_list, page_request, read_page
-from .tenants.auth import tenant_of
+from .tenants.auth import Door
 
 OWNER_OF_BASE = "motet"
 _name = attrgetter("name")
 
 
 class ModelsApi:
-    def __init__(self, base: BaseModel, view: RegistryView) -> None:
-        self._base = base
+    def __init__(self, base: BaseModel, view: RegistryView, door: Door) -> None:
+        self._base, self._door = base, door
         self._view = view
         self._created_at = int(time.time())
 
     async def list(self, request: Request) -> Response:
         """The base first, then the tenant's adapters by name."""
-        tenant = tenant_of(request, self._view)
+        tenant = self._door.identify(request, "infer").name
         wanted = page_request(request)
         models: list[Model] = []
         if wanted.after is None:
@@ -49,7 +49,7 @@ class ModelsApi:
         return Response(body, media_type="application/json")
 
     async def show(self, request: Request) -> Response:
-        tenant = tenant_of(request, self._view)
+        tenant = self._door.identify(request, "infer").name
         name = request.path_params["model"]
         if name == self._base.name:
             model = self._base_model()

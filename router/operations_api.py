@@ -25,7 +25,7 @@ from .fleet.dispatch import Dispatcher
 from .metrics import Metrics
 from .openai_api.errors import unavailable
 from .readiness import Readiness
-from .tenants.auth import check_operator
+from .tenants.auth import Door
 
 
 def router_facts(dispatcher: Dispatcher, view: RegistryView) -> RouterFacts:
@@ -47,12 +47,12 @@ class OperationsApi:
         view: RegistryView,
         metrics: Metrics,
         readiness: Readiness,
-        operator_key: str,
+        door: Door,
         labels: Mapping[str, str],
         targets: Callable[[], Sequence[MetricsTarget]],
     ) -> None:
         """`labels`: of all that /metrics shows. `targets`: processes with metrics of their own, this one included."""
-        self._operator_key = operator_key
+        self._door = door
         self._labels, self._targets = labels, targets
         self._base = base
         self._dispatcher = dispatcher
@@ -73,7 +73,7 @@ class OperationsApi:
 
     async def metrics(self, request: Request) -> Response:
         """This router's own numbers, and what each gang has told it: all of a motet that has one router."""
-        check_operator(request, self._operator_key)
+        self._door.check_operator(request)
         own = router_families(self._metrics, router_facts(self._dispatcher, self._view), self._labels)
         gangs = gang_families({info.gang_id: load for info, load in self._dispatcher.gangs()}, self._labels)
         # In a thread: a hundred gangs have thousands of series.
@@ -82,12 +82,12 @@ class OperationsApi:
 
     async def metrics_targets(self, request: Request) -> Response:
         """For Prometheus' HTTP service discovery: where each process of this motet shows its own numbers."""
-        check_operator(request, self._operator_key)
+        self._door.check_operator(request)
         return Response(discovery(self._targets()), media_type="application/json")
 
     async def status(self, request: Request) -> Response:
         """What `motet status` shows."""
-        check_operator(request, self._operator_key)
+        self._door.check_operator(request)
         load = self._dispatcher.load()
         status: dict[str, Any] = {
             "version": __version__,

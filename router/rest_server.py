@@ -16,10 +16,11 @@ from ..adapters.registry.registry_view import RegistryView
 from ..adapters.upload import UploadService
 from .access.access_log import AccessLog
 from .access.request_record import begin_record
+from .accounts.account import Accountant, Accounts
 from .base_model import BaseModel
 from .completions_api import CompletionsApi
 from .config import CurrentConfig
-from .endpoint import Endpoint, Handler
+from .endpoint import Endpoint
 from .exposition.targets import MetricsTarget
 from .fleet.dispatch import Dispatcher
 from .metrics import Metrics
@@ -27,6 +28,8 @@ from .models_api import ModelsApi
 from .openai_api.errors import ApiError, internal_error
 from .operations_api import OperationsApi
 from .readiness import Readiness
+from .route import RouteSpec
+from .tenants.auth import Door
 from .text.text import TextService
 from .uploads.adapters_api import AdaptersApi
 
@@ -44,41 +47,45 @@ def create_app(
     metrics: Metrics | None = None,
     labels: Mapping[str, str] | None = None,
     targets: Callable[[], Sequence[MetricsTarget]] = tuple,
+    accountants: Sequence[Accountant] = (),
 ) -> FastAPI:
     """The app. The caller starts and stops the collaborators that it passes in.
 
     `operator_key`: what /status and the routes of metrics ask for, since they tell of all tenants. `metrics`: where
     somebody else writes into them too. `labels`: of all that /metrics shows. `targets`: processes with metrics of their
-    own. `config`: what in it can change takes effect with the next request.
+    own. `config`: what in it can change takes effect with the next request. `accountants`: they keep something
+    of each answer.
     """
     metrics = metrics or Metrics()
+    door = Door(view, operator_key)
     base = BaseModel(config.now.model_name, dispatcher, view, scales_from_zero=config.now.scales_from_zero)
     readiness = Readiness(config, dispatcher, metrics)
-    operations = OperationsApi(base, dispatcher, view, metrics, readiness, operator_key, labels or {}, targets)
-    models = ModelsApi(base, view)
-    completions = CompletionsApi(config, base, dispatcher, view, text, metrics)
-    adapters = AdaptersApi(config, view, uploads, metrics)
+    operations = OperationsApi(base, dispatcher, view, metrics, readiness, door, labels or {}, targets)
+    models = ModelsApi(base, view, door)
+    completions = CompletionsApi(config, base, dispatcher, view, text, metrics, door, Accounts(accountants))
+    adapters = AdaptersApi(config, door, uploads, metrics)
     access_log = AccessLog(config)
-    routes: tuple[tuple[str, str, Handler], ...] = (
-        ("POST", "/v1/chat/completions", completions.chat),
-        ("POST", "/v1/completions", completions.complete),
-        ("GET", "/v1/models", models.list),
-        ("GET", "/v1/models/", models.list),
-        ("GET", "/v1/models/{model:path}", models.show),  # the name of a base may have slashes
-        ("POST", "/v1/adapters", adapters.upload),
-        ("GET", "/v1/adapters", adapters.list),
-        ("GET", "/v1/adapters/{name}", adapters.show),
-        ("DELETE", "/v1/adapters/{name}", adapters.delete),
-        ("GET", "/health", operations.health),
-        ("GET", "/ready", operations.ready),
-        ("GET", "/metrics", operations.metrics),
-        ("GET", "/metrics/targets", operations.metrics_targets),
-        ("GET", "/status", operations.status),
+    # The name of a base may have slashes.
+    routes: Sequence[RouteSpec] = (
+        RouteSpec(method="POST", path="/v1/chat/completions", handler=completions.chat, scope="infer"),
+        RouteSpec(method="POST", path="/v1/completions", handler=completions.complete, scope="infer"),
+        RouteSpec(method="GET", path="/v1/models", handler=models.list, scope="infer"),
+        RouteSpec(method="GET", path="/v1/models/", handler=models.list, scope="infer"),
+        RouteSpec(method="GET", path="/v1/models/{model:path}", handler=models.show, scope="infer"),
+        RouteSpec(method="POST", path="/v1/adapters", handler=adapters.upload, scope="upload"),
+        RouteSpec(method="GET", path="/v1/adapters", handler=adapters.list, scope="upload"),
+        RouteSpec(method="GET", path="/v1/adapters/{name}", handler=adapters.show, scope="upload"),
+        RouteSpec(method="DELETE", path="/v1/adapters/{name}", handler=adapters.delete, scope="upload"),
+        RouteSpec(method="GET", path="/health", handler=operations.health, scope=None),
+        RouteSpec(method="GET", path="/ready", handler=operations.ready, scope=None),
+        RouteSpec(method="GET", path="/metrics", handler=operations.metrics, scope="metrics"),
+        RouteSpec(method="GET", path="/metrics/targets", handler=operations.metrics_targets, scope="metrics"),
+        RouteSpec(method="GET", path="/status", handler=operations.status, scope="metrics"),
     )
     app = FastAPI(title="motet", openapi_url=None, docs_url=None, redoc_url=None)
-    for method, path, handler in routes:
-        endpoint = Endpoint(f"{method} {path}", handler, metrics, access_log)
-        app.router.routes.append(Route(path, endpoint, methods=[method]))
+    for route in routes:
+        endpoint = Endpoint(f"{route.method} {route.path}", route.handler, metrics, access_log)
+        app.router.routes.append(Route(route.path, endpoint, methods=[route.method]))
     app.add_exception_handler(HTTPException, partial(_no_route, metrics, access_log))
     app.add_exception_handler(Exception, partial(_internal, metrics))
     return app

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from ..adapter import AdapterVersion
 from ..errors import RegistryUnavailable
+from ..tenants.records import KeyRecord, TenantRecord
 from .adapter_lookups import AdapterLookups
 from .events import AdapterDeleted, AdapterSet, KeySet, RegistryEvent
 from .kept_adapters import KeptAdapters, Name
@@ -111,8 +112,15 @@ class RegistryView:
                 raise
             return [adapter for adapter in self._names.of(tenant) if adapter.name > after][:limit]
 
-    def tenant_of_key(self, key: str) -> str | None:
-        return self._key_tenants.get(bytes.fromhex(hash_key(key)))
+    def key(self, key: str) -> KeyRecord | None:
+        """What is known of an API key; None: it is nobody's."""
+        key_hash = hash_key(key)
+        tenant = self._key_tenants.get(bytes.fromhex(key_hash))
+        return None if tenant is None else KeyRecord(key_id=key_hash[:16], tenant=tenant)
+
+    def tenant(self, name: str) -> TenantRecord:
+        """What is known of a tenant that has a key."""
+        return TenantRecord(name=name)
 
     @property
     def stream_keys(self) -> tuple[bytes, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from msgspec import UNSET
 from starlette.types import Receive, Scope, Send
 
 from ..access.request_record import RequestRecord, record_of
+from ..accounts.account import Account, Ending
 from ..generation.generation import Generation, SequenceFailedError
 from ..loop_share import LoopShare
 from ..metrics import Metrics
@@ -60,11 +62,16 @@ class GenerationResponse:
     """An ASGI response. `status_code` is the status that was sent, once the call has returned."""
 
     def __init__(
-        self, generation: Generation, shape: AnswerShape, stream: StreamStyle | None, metrics: Metrics
+        self,
+        generation: Generation,
+        shape: AnswerShape,
+        stream: StreamStyle | None,
+        metrics: Metrics,
+        account: Account,
     ) -> None:
-        """`stream`: None for one JSON document."""
+        """`stream`: None for one JSON document. `account`: is settled before the last of the answer goes out."""
         self.status_code = CLIENT_CLOSED_REQUEST
-        self.raw_headers: list[tuple[bytes, bytes]] = []  # beside its own
+        self.raw_headers = [*account.headers]  # beside its own
         self._generation = generation
         self._shape = shape
         self._stream = stream
@@ -73,6 +80,8 @@ class GenerationResponse:
         self._has_opened = False  # the events before the first token are out
         self._is_ending = False  # the last of the body is on its way
         self._starting = asyncio.Lock()
+        self._account, self._is_settled = account, False
+        self._started_at = generation.started_at
         self._num_sent = 0  # events
         self._num_sent_bytes = 0
 
@@ -91,7 +100,9 @@ class GenerationResponse:
         finally:
             self._metrics.num_open_generations -= 1
             self._generation.cancel()
-            self._tell(record_of(scope), is_cancelled=not answer.done())
+            is_cancelled = not answer.done()
+            self._settle("", is_cancelled=is_cancelled)
+            self._tell(record_of(scope), is_cancelled=is_cancelled)
             gone.cancel()
             answer.cancel()  # a no-op when it is done
             await asyncio.gather(answer, gone, return_exceptions=True)
@@ -135,6 +146,7 @@ class GenerationResponse:
         before, after = _encode(shape.without_choices(generation.usage())).split(_NO_CHOICES, 1)
         self.status_code = 200
         self._has_started = True
+        self._settle()
         await self._send_document(send, [before + b'"choices":[', *pieces[1:], b"]" + after], share)
 
     async def _send_events(self, send: Send, style: StreamStyle) -> None:
@@ -156,6 +168,7 @@ class GenerationResponse:
             ending += style.event_ids.line(generation.num_tokens, AT_USAGE)
             ending += _event(shape.closing(generation.usage()))
         self._is_ending = True
+        self._settle()
         await self._send_body(send, ending + b"data: [DONE]\n\n", more=False)
 
     async def _start_events(self, send: Send, usage: ChunkUsage, style: StreamStyle) -> bytes:
@@ -191,6 +204,7 @@ class GenerationResponse:
         No [DONE] follows, so that no client takes such a stream for complete.
         """
         self._is_ending = True
+        self._settle(error.detail.code or "internal_error")
         record_of(scope).error = error.detail.code or ""
         self._metrics.count_error(error)
         async with self._starting:  # the headers may be on their way
@@ -225,6 +239,23 @@ class GenerationResponse:
                 body.clear()
                 await share.pause()
         await self._send_body(send, bytes(body), more=False)
+
+    def _settle(self, error: str = "", *, is_cancelled: bool = False) -> None:
+        """Tells the account of the end, once."""
+        if self._is_settled:
+            return
+        self._is_settled = True
+        generation, now = self._generation, time.perf_counter()
+        first_at = generation.first_token_at
+        self._account.settle(
+            Ending(
+                progress=generation.progress(),
+                error=error,
+                is_cancelled=is_cancelled,
+                first_token_s=None if first_at is None else first_at - self._started_at,
+                duration_s=now - self._started_at,
+            )
+        )
 
     def _tell(self, record: RequestRecord, *, is_cancelled: bool) -> None:
         """What the access log says of the generation. `is_cancelled`: the client has left before its end."""

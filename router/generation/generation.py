@@ -11,6 +11,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from ...workers.wire.messages import AdapterRef, SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
+from ..accounts.account import Progress
 from ..fleet.admission import TimeLimit
 from ..fleet.dispatch import Dispatcher, SequenceStream
 from ..loop_share import LoopShare
@@ -94,7 +95,7 @@ class Generation:
         self._dispatcher = dispatcher
         self._text = text
         self._metrics = metrics
-        self._started_at = started_at
+        self.started_at = started_at
         self._num_seen = request.num_seen or [0] * len(self.choices)
         self._deadline = None if request.timeout_s is None else started_at + request.timeout_s
         self._updated_at = [started_at] * len(self.choices)
@@ -195,9 +196,18 @@ class Generation:
         details = UNSET if num_cached is None else PromptTokensDetails(num_cached)
         return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
+    def progress(self) -> Progress:
+        """What the answer has cost so far, as its client is told in the end."""
+        usage = self.usage()
+        return Progress(
+            num_prompt_tokens=usage.prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            num_completion_tokens=usage.completion_tokens,
+        )
+
     def count_end(self) -> None:
         """Counts the answer, all of which its client was sent."""
-        self._metrics.request_s.observe(time.perf_counter() - self._started_at)
+        self._metrics.request_s.observe(time.perf_counter() - self.started_at)
         self._metrics.num_cached_prompt_tokens += self.num_cached_tokens or 0
 
     @property

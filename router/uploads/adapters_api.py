@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 from ...adapters.adapter import AdapterVersion
 from ...adapters.errors import AdapterInvalid, RegistryUnavailable, UploadTooLarge
-from ...adapters.registry.registry_view import RegistryView
 from ...adapters.upload import UploadService
 from ..access.request_record import record_of
 from ..bodies.arrival import ArrivalPace
@@ -24,7 +23,7 @@ from ..config import CurrentConfig
 from ..metrics import Metrics
 from ..openai_api.errors import ApiError, unavailable
 from ..openai_api.list_page import encoded_list, page_request, read_page
-from ..tenants.auth import tenant_of
+from ..tenants.auth import Door
 from .upload_form import check_form, declared_bytes, receive_upload
 from .upload_spool import UploadSpool
 
@@ -36,10 +35,10 @@ DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 class AdaptersApi:
     """Handlers of a tenant's adapters. They ask the registry itself and not this router's copy of it."""
 
-    def __init__(self, config: CurrentConfig, view: RegistryView, uploads: UploadService, metrics: Metrics) -> None:
+    def __init__(self, config: CurrentConfig, door: Door, uploads: UploadService, metrics: Metrics) -> None:
         self._config = config
         self._metrics = metrics
-        self._view = view
+        self._door = door
         self._uploads = uploads
         self._spool = UploadSpool(config.now.spool_path, config.now.min_free_bytes)
         self._open_uploads = asyncio.Semaphore(config.now.max_open_uploads)
@@ -48,7 +47,7 @@ class AdaptersApi:
     async def upload(self, request: Request) -> Response:
         """201 for a new version, 200 for content that the name already points to."""
         started_at = time.perf_counter()
-        tenant = tenant_of(request, self._view)
+        tenant = self._door.identify(request, "upload").name
         if self._tenants_uploads.num_here(tenant) >= MAX_WAITING_UPLOADS:
             raise _too_many_uploads()
         # Its own turns first, so that a tenant who waits for them takes nobody else's.
@@ -84,7 +83,7 @@ class AdaptersApi:
             return await self._uploads.upload(tenant, form.name, form.config, tensors_path)
 
     async def list(self, request: Request) -> Response:
-        tenant = tenant_of(request, self._view)
+        tenant = self._door.identify(request, "upload").name
         wanted = page_request(request)
         try:
             adapters, more = await read_page(partial(self._uploads.list_page, tenant), _name, wanted)
@@ -94,7 +93,7 @@ class AdaptersApi:
         return Response(body, media_type="application/json")
 
     async def show(self, request: Request) -> Response:
-        tenant = tenant_of(request, self._view)
+        tenant = self._door.identify(request, "upload").name
         name = request.path_params["name"]
         try:
             adapter = await self._uploads.get(tenant, name)
@@ -106,7 +105,7 @@ class AdaptersApi:
         return _json(_shown(adapter))
 
     async def delete(self, request: Request) -> Response:
-        tenant = tenant_of(request, self._view)
+        tenant = self._door.identify(request, "upload").name
         name = request.path_params["name"]
         try:
             deleted = await self._uploads.delete(tenant, name)

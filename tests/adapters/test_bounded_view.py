@@ -199,7 +199,8 @@ async def test_an_outage_serves_what_is_kept_and_says_so_of_the_rest(tmp_path: P
         await view.list_adapters("acme")
     assert await view.resolve("acme", "n1") == kept
     assert await view.resolve("acme", "none") is None
-    assert view.tenant_of_key("k") == "acme" and view.tenant_of_key("no key") is None
+    record = view.key("k")
+    assert record is not None and record.tenant == "acme" and view.key("no key") is None
 
     num_lookups = len(registry.looked_up)
     server = RedisServer(tmp_path / "redis")

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.registry.registry import PAGE_SIZE
 from motet.adapters.registry.registry_view import RegistryView
+from motet.adapters.tenants.records import KeyRecord, TenantRecord
 from motet.adapters.upload import UploadService
 from motet.router.config import CurrentConfig
 from motet.router.fleet.admission import TimeLimit
@@ -251,8 +252,12 @@ class FakeRegistry:
         self.adapters[tenant, name] = adapter
         return adapter
 
-    def tenant_of_key(self, key: str) -> str | None:
-        return KEYS.get(key)
+    def key(self, key: str) -> KeyRecord | None:
+        tenant = KEYS.get(key)
+        return None if tenant is None else KeyRecord(key_id=f"id of {key}", tenant=tenant)
+
+    def tenant(self, name: str) -> TenantRecord:
+        return TenantRecord(name=name)
 
     def held(self, tenant: str, name: str) -> AdapterVersion | None:
         return self.adapters.get((tenant, name))

@@ -100,6 +100,9 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     was_admitted: bool = False  # it waited in another gang's queue: it is not refused for want of room either
     wait_s: float | None = None  # it is given up if it still waits after so long; None: it waits as long as it takes
     timeout_s: float | None = None  # it is given up, waiting or running, after so long; None: never
+    weight: float = 1.0  # its tenant's share of what the gang computes, beside those of others
+    priority: int = 0  # among its tenant's sequences, the higher one goes first
+    is_background: bool = False  # it yields to everybody else's
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

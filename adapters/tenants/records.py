@@ -1,0 +1,44 @@
+"""What is known of a tenant, and of an API key, wherever they are needed: plain data."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Scope = Literal["infer", "upload", "admin", "metrics"]
+ALL_OF_A_TENANT: frozenset[Scope] = frozenset({"infer", "upload", "metrics"})  # what a key may do if nothing is said
+
+
+class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The most that a tenant or a key may have. None: there is no bound."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None  # prompt and completion
+    concurrent_streams: int | None = None  # answers that are made at once
+    adapters: int | None = None
+    stored_bytes: int | None = None  # of uploaded tensors, all versions that are kept
+    pinned_bytes: int | None = None  # of adapters that are kept in host memory
+
+
+class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A tenant. One of whom nothing was said has what stands here."""
+
+    name: str
+    created_at: float = 0.0  # Unix time, seconds; 0: it came with a configured key
+    is_suspended: bool = False
+    weight: float = 1.0  # its share of what gangs compute, beside those of other tenants
+    is_background: bool = False  # all that it asks for yields to everybody else's
+    quota: Quota = Quota()
+
+
+class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """An API key, without the key itself."""
+
+    key_id: str  # may be shown
+    tenant: str
+    scopes: frozenset[Scope] = ALL_OF_A_TENANT
+    label: str = ""  # its maker's words
+    created_at: float = 0.0  # Unix time, seconds; 0: it was configured
+    expires_at: float | None = None  # Unix time, seconds; None: never
+    quota: Quota = Quota()  # beside its tenant's

@@ -1,0 +1,109 @@
+"""What is kept of each answer beside the answer: quotas, usage, how a version does.
+
+An `Accountant` is told of every answer before it is made, and may refuse it. It is told again when the answer has
+ended, before its last bytes go out: who has been told of the end can be asked for what it cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...adapters.adapter import AdapterVersion
+from ..openai_api.errors import ApiError
+from ..tenants.identity import Identity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """What an answer has cost so far."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int  # of the prompt's, that were not computed
+    num_completion_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """An answer that is about to be made."""
+
+    identity: Identity
+    response_id: str  # the same when a client comes back for the rest of a stream, at any router
+    model: str  # as the client named it
+    version: AdapterVersion | None  # None: the base
+    user: str  # the client's name for whom it asks; empty: none
+    num_prompt_tokens: int
+    num_new_tokens: int  # at most, of all sequences together
+    num_sequences: int
+    is_resumed: bool  # its client has had a part of it, through this router or another
+    progress: Callable[[], Progress]  # as of the moment of the call
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """How an answer has ended."""
+
+    progress: Progress
+    error: str  # code of the error that its client is told; empty: none
+    is_cancelled: bool  # its client has left before the end
+    first_token_s: float | None  # from the request's arrival; None: no token came
+    duration_s: float
+
+
+class Account(Protocol):
+    """Of one answer."""
+
+    @property
+    def headers(self) -> Sequence[tuple[bytes, bytes]]:
+        """For the answer, as ASGI has them."""
+
+    def settle(self, ending: Ending) -> None:
+        """The answer has ended. Called once. It must return at once, and what it took in outlives this process."""
+
+
+class Accountant(Protocol):
+    async def open(self, asked: Asked) -> Account:
+        """Raises `ApiError` if the answer must not be made."""
+
+
+class Accounts:
+    """Several accountants as one: an answer that any of them refuses is opened at none."""
+
+    def __init__(self, accountants: Sequence[Accountant]) -> None:
+        """The first one is asked first: those that refuse most cheaply stand in front."""
+        self._accountants = tuple(accountants)
+
+    async def open(self, asked: Asked) -> Account:
+        accounts: list[Account] = []
+        try:
+            for accountant in self._accountants:
+                accounts.append(await accountant.open(asked))
+        except BaseException as error:
+            code = error.detail.code or "" if isinstance(error, ApiError) else "internal_error"
+            refused = Ending(
+                progress=Progress(num_prompt_tokens=0, num_cached_tokens=0, num_completion_tokens=0),
+                error=code,
+                is_cancelled=not isinstance(error, Exception),
+                first_token_s=None,
+                duration_s=0.0,
+            )
+            for account in reversed(accounts):
+                with suppress(Exception):
+                    account.settle(refused)
+            raise
+        return _Joint(accounts)
+
+
+class _Joint:
+    def __init__(self, accounts: Sequence[Account]) -> None:
+        self._accounts = tuple(accounts)
+
+    @property
+    def headers(self) -> Sequence[tuple[bytes, bytes]]:
+        return [header for account in self._accounts for header in account.headers]
+
+    def settle(self, ending: Ending) -> None:
+        for account in self._accounts:
+            account.settle(ending)
