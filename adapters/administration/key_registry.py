@@ -52,7 +52,7 @@ class KeyRegistry:
         `key`: what is known of it. Raises NoSuchKey.
         """
         shown = {name: sorted(value) if name == "scopes" else value for name, value in fields.items()}
-        shown.pop("label", None)
+        shown.pop("label", None)  # which may say anything
 
         def make(found: Found) -> Wanted:
             before, given = _held(found, key_hash), dict(fields)

@@ -13,7 +13,7 @@ from ..errors import RegistryUnavailable
 from ..registry.events import decode_key, decode_tenant
 from ..registry.redis_deadline import answered_within
 from ..registry.registry_scripts import API_KEYS, TENANTS
-from ..tenants.audit_entry import AuditEntry, encode_entry
+from ..tenants.audit_entry import AuditEntry, encode_entry, log_entry
 from ..tenants.records import KeyRecord, TenantRecord
 from .change_scripts import CHANGE_SCRIPT, CHANGED
 
@@ -68,8 +68,10 @@ class RecordChanges:
             for key_hash, record in wanted.keys.items():
                 args += [key_hash, held.get(key_hash) or "", _encoded(record)]
             async with answered_within(self._timeout_s):
-                if await self._change_script(keys=CHANGED, args=args):
-                    return wanted
+                is_changed = await self._change_script(keys=CHANGED, args=args)
+            if is_changed:
+                log_entry(wanted.entry)
+                return wanted
         raise RegistryUnavailable("others change the same things all the time: try again")
 
 

@@ -64,7 +64,8 @@ class TenantRegistry:
         The caller has made sure that there is this tenant. Raises TenantEnding.
         """
         check_tenant(name)
-        entry = AuditEntry(action=action, tenant=name, changed=dict(fields), actor=actor)
+        shown = {field: value for field, value in fields.items() if field != "label"}  # which may say anything
+        entry = AuditEntry(action=action, tenant=name, changed=shown, actor=actor)
 
         def make(found: Found) -> Wanted:
             before = found.tenant or TenantRecord(name=name)

@@ -22,7 +22,7 @@ from ..adapter import AdapterVersion
 from ..base_identity import BaseIdentity
 from ..errors import KeyTaken, TenantGone
 from ..names import check_name, check_tenant
-from ..tenants.audit_entry import AuditEntry, encode_entry
+from ..tenants.audit_entry import AuditEntry, encode_entry, log_entry
 from .digest_set import DigestSet
 from .events import RegistryEvent, decode_adapter, decode_event, decode_key, encode_facts
 from .redis_deadline import answered_within
@@ -150,7 +150,10 @@ class Registry:
         if made == 0:
             raise TenantGone("this tenant was deleted meanwhile")
         created, record = made
-        return decode_adapter(field, record), bool(created)
+        adapter = decode_adapter(field, record)
+        if created and entry is not None:
+            log_entry(entry, str(adapter.version))
+        return adapter, bool(created)
 
     async def get(self, tenant: str, name: str) -> AdapterVersion | None:
         """The name's current version; None: there is no such name."""
@@ -186,6 +189,8 @@ class Registry:
             version = await self._delete_script(
                 keys=[ADAPTERS, NAMES, NUMBER, EVENTS, AUDIT], args=[f"{tenant}/{name}", encode_entry(entry)]
             )
+        if version is not None and entry is not None:
+            log_entry(entry, version)
         return None if version is None else int(version)
 
     async def get_many(self, names: Sequence[tuple[str, str]]) -> Sequence[AdapterVersion | None]:

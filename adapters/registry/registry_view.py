@@ -33,7 +33,7 @@ class _EventsMissed(Exception):  # noqa: N818
 
 
 class RegistryView:
-    """All API keys and tenants, and the adapters that are asked for most, up to `capacity`: all of them if no more are there.
+    """All API keys, all tenants, and the adapters that are asked for most, up to `capacity`: all if no more are there.
 
     It applies every event, and reads the adapters page by page; what is not kept yet, or no more, is looked up when it
     is asked for.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import logging
+from typing import Final, Literal
 
 import msgspec
 
+LOGGER: Final = "motet.adapters.audit"
 ActorKind = Literal["operator", "key", "token"]
+_log = logging.getLogger(LOGGER)
 
 
 class Actor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -46,3 +49,18 @@ def decode_entry(entry_id: str, entry: str, result: str) -> WrittenEntry:
     milliseconds, _, _ = entry_id.partition("-")
     found = msgspec.json.decode(entry, type=AuditEntry)
     return WrittenEntry(id=entry_id, at=int(milliseconds) / 1000, result=result, entry=found)
+
+
+def log_entry(entry: AuditEntry, result: str = "") -> None:
+    """One line in this process's log, which is kept where logs are, for as long as they are."""
+    actor = entry.actor
+    fields = {
+        "action": entry.action,
+        "tenant": entry.tenant,
+        "target": entry.target,
+        "result": result,
+        "actor": actor.kind,
+        "actor_id": actor.id,
+        "request_id": actor.request_id,
+    }
+    _log.info("audit", extra={"fields": {name: value for name, value in fields.items() if value}})
