@@ -43,6 +43,7 @@ from .text.text import TextService
 
 R = TypeVar("R", bound=GenerationFields)
 
+BACKGROUND_TIER = "flex"  # OpenAI's service_tier for what may take its time
 _DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions; a chat may fill the context, or the pool
 
 
@@ -207,6 +208,9 @@ class CompletionsApi:
             request_id=record_of(http.scope).request_id,
             cache_salt=request.cache_salt or "",
             timeout_s=request.timeout,
+            weight=identity.tenant.weight,
+            priority=request.priority or 0,
+            is_background=identity.tenant.is_background or request.service_tier == BACKGROUND_TIER,
             is_echoed=isinstance(request, CompletionRequest) and bool(request.echo),
         )
 

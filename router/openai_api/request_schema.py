@@ -84,6 +84,8 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     use_beam_search: bool | None = None  # vLLM: n is the number of beams
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
     timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None  # seconds for the whole answer
+    priority: Annotated[int, Meta(ge=-100, le=100)] | None = None  # among the tenant's own, the higher one goes first
+    service_tier: Annotated[str, Meta(max_length=64)] | None = None  # "flex": it yields to everybody; others: nothing
     user: Annotated[str, Meta(max_length=512)] | None = None  # for whom the client asks, in its own words
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None  # vLLM: sequences share KV only with equal salts
 

@@ -286,7 +286,9 @@ class FakeUploads:
     def __init__(self, registry: FakeRegistry) -> None:
         self._registry = registry
 
-    async def upload(self, tenant: str, name: str, config: bytes, tensors: Path) -> tuple[AdapterVersion, bool]:
+    async def upload(
+        self, tenant: str, name: str, config: bytes, tensors: Path, **given: object
+    ) -> tuple[AdapterVersion, bool]:
         self._answer()
         hasher = hashlib.sha256()
         with tensors.open("rb") as file:
@@ -299,7 +301,7 @@ class FakeUploads:
             return held, False
         return self._registry.add(tenant, name, digest), True
 
-    async def delete(self, tenant: str, name: str) -> bool:
+    async def delete(self, tenant: str, name: str, entry: object = None) -> bool:
         self._answer()
         return self._registry.adapters.pop((tenant, name), None) is not None
 
