@@ -10,6 +10,7 @@ from typing import Final
 from ..registry.registry_scripts import (
     ADAPTERS,
     API_KEYS,
+    CANARIES,
     AUDIT,
     EVENTS,
     LAUNCH_KEYS,
@@ -19,6 +20,7 @@ from ..registry.registry_scripts import (
     OWNER,
     TELL,
     TENANTS,
+    VERSION_NOTES,
 )
 
 CHANGED: Final = (TENANTS, API_KEYS, LAUNCH_KEYS, NUMBER, EVENTS, AUDIT)  # KEYS of CHANGE_SCRIPT and END_KEYS_SCRIPT
@@ -70,7 +72,7 @@ end
 remove_marks(gone)
 return page[1]
 """
-END_ADAPTERS_KEYS: Final = (ADAPTERS, NAMES, NUMBER, EVENTS)
+END_ADAPTERS_KEYS: Final = (ADAPTERS, NAMES, VERSION_NOTES, CANARIES, NUMBER, EVENTS)
 # tenant, count. Deletes at most that many of its adapters, and returns how many it has deleted.
 END_ADAPTERS_SCRIPT = f"""{TELL}
 local first, last = '[' .. ARGV[1] .. '/', '(' .. ARGV[1] .. '0'
@@ -80,7 +82,9 @@ for _, name in ipairs(names) do
   redis.call('ZREM', KEYS[2], name)
   if record then
     redis.call('HDEL', KEYS[1], name)
-    tell('delete', name, string.match(record, '^%d+'))
+    redis.call('HDEL', KEYS[3], name)
+    redis.call('SREM', KEYS[4], name)
+    tell('delete', name, string.match(record, '^%d+') .. ' ' .. string.format('%d', next_number()))
   end
 end
 return #names

@@ -20,17 +20,19 @@ from redis.backoff import NoBackoff
 
 from ..adapter import AdapterVersion
 from ..base_identity import BaseIdentity
-from ..errors import KeyTaken, TenantGone
-from ..names import check_name, check_tenant
+from ..errors import KeyTaken
+from ..names import check_tenant
 from ..tenants.audit_entry import AuditEntry, encode_entry, log_entry
 from .digest_set import DigestSet
-from .events import RegistryEvent, decode_adapter, decode_event, decode_key, encode_facts
+from .events import AdapterDeleted, RegistryEvent, decode_adapter, decode_event, decode_key
+from .name_records import NameRecords
 from .redis_deadline import answered_within
 from .registry_scripts import (
     ADAPTERS,
     API_KEYS,
     AUDIT,
     BASE,
+    CANARIES,
     CLAIM_BASE_SCRIPT,
     DELETE_SCRIPT,
     DIGESTS_SCRIPT,
@@ -41,7 +43,6 @@ from .registry_scripts import (
     LIST_SCRIPT,
     NAMES,
     NUMBER,
-    REGISTER_SCRIPT,
     SCAN_SCRIPT,
     SET_KEY_SCRIPT,
     STREAM_KEY,
@@ -49,7 +50,7 @@ from .registry_scripts import (
     TAKE_BACK_KEYS_SCRIPT,
     TENANTS,
     TENANTS_SCRIPT,
-    VERSIONS,
+    VERSION_NOTES,
 )
 
 _SCAN_SIZE = 100  # records that are decoded at once, in the event loop of a router that serves
@@ -94,7 +95,7 @@ def hash_key(key: str) -> str:
 
 
 class Registry:
-    """Every method is one round trip, unless it says that it reads pages.
+    """Every method is one round trip, unless it says that it reads pages; a change of a name reads it first.
 
     Raises RegistryUnavailable when Redis does not answer within `timeout_s`. A change whose answer was lost may or may
     not have happened; the same call may be repeated.
@@ -106,7 +107,7 @@ class Registry:
         self._client = client
         self._timeout_s = timeout_s
         self._clock = clock
-        self._register_script = client.register_script(REGISTER_SCRIPT)
+        self.names = NameRecords(client, timeout_s, clock)
         self._delete_script = client.register_script(DELETE_SCRIPT)
         self._set_key_script = client.register_script(SET_KEY_SCRIPT)
         self._give_keys_script = client.register_script(GIVE_KEYS_SCRIPT)
@@ -133,27 +134,17 @@ class Registry:
         num_ended: int | None = None,
         entry: AuditEntry | None = None,
     ) -> tuple[AdapterVersion, bool]:
-        """The name's current version, which has this digest, and whether this call made it.
-
-        `num_ended`: of the tenant that asked; None: it is not looked at. Raises TenantGone if that tenant is being
-        deleted, or was: who has its name now gets nothing of it. `entry`: for the audit log.
-        """
-        check_tenant(tenant)
-        check_name(name)
-        field = f"{tenant}/{name}"
-        facts = encode_facts(module_ranks, num_bytes, self._clock())
-        async with self._bounded():
-            made = await self._register_script(
-                keys=[ADAPTERS, NAMES, VERSIONS, NUMBER, EVENTS, TENANTS, AUDIT],
-                args=[field, digest, facts, encode_entry(entry), "" if num_ended is None else num_ended],
-            )
-        if made == 0:
-            raise TenantGone("this tenant was deleted meanwhile")
-        created, record = made
-        adapter = decode_adapter(field, record)
-        if created and entry is not None:
-            log_entry(entry, str(adapter.version))
-        return adapter, bool(created)
+        """The name's current version, which has this digest, and whether this call made it. See `NameRecords`."""
+        adapter, _, created = await self.names.register(
+            tenant,
+            name,
+            digest=digest,
+            module_ranks=module_ranks,
+            num_bytes=num_bytes,
+            num_ended=num_ended,
+            entry=entry,
+        )
+        return adapter, created
 
     async def get(self, tenant: str, name: str) -> AdapterVersion | None:
         """The name's current version; None: there is no such name."""
@@ -183,15 +174,19 @@ class Registry:
             adapters = [*adapters, *page]
         return adapters
 
-    async def delete(self, tenant: str, name: str, entry: AuditEntry | None = None) -> int | None:
-        """Removes the name and returns the version that it had; None: there is no such name. `entry`: for the log."""
+    async def delete(self, tenant: str, name: str, entry: AuditEntry | None = None) -> AdapterDeleted | None:
+        """Removes the name with all its versions; None: there is no such name. `entry`: for the audit log."""
         async with self._bounded():
-            version = await self._delete_script(
-                keys=[ADAPTERS, NAMES, NUMBER, EVENTS, AUDIT], args=[f"{tenant}/{name}", encode_entry(entry)]
+            ended = await self._delete_script(
+                keys=[ADAPTERS, NAMES, VERSION_NOTES, CANARIES, NUMBER, EVENTS, AUDIT],
+                args=[f"{tenant}/{name}", encode_entry(entry)],
             )
-        if version is not None and entry is not None:
-            log_entry(entry, version)
-        return None if version is None else int(version)
+        if ended is None:
+            return None
+        deleted = AdapterDeleted(tenant, name, *map(int, ended.split(" ")))
+        if entry is not None:
+            log_entry(entry, str(deleted.version))
+        return deleted
 
     async def get_many(self, names: Sequence[tuple[str, str]]) -> Sequence[AdapterVersion | None]:
         """The current version of each (tenant, name), at most PAGE_SIZE of them; None: there is no such name."""
@@ -219,7 +214,7 @@ class Registry:
             yield page
 
     async def digests(self) -> DigestSet:
-        """The digests that a name pointed to during the whole call, and perhaps others. One round trip a page."""
+        """The digests that names had as versions during the whole call, and perhaps others. One round trip a page."""
         pages = []
         cursor = "0"
         while True:

@@ -306,8 +306,8 @@ def _apply(event: RegistryEvent, names: KeptAdapters, keys: KnownKeys) -> str | 
     match event:
         case AdapterSet(adapter):
             return names.set(adapter)
-        case AdapterDeleted(tenant, name, version):
-            return names.delete((tenant, name), version)
+        case AdapterDeleted(tenant, name):
+            return names.delete((tenant, name), event.order)
         case KeySet() | TenantSet():
             keys.apply(event)
     return None

@@ -14,8 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...adapters.adapter import AdapterVersion
-from ...adapters.errors import AdapterInvalid, RegistryUnavailable, TenantGone, UploadTooLarge
+from ...adapters.errors import AdapterInvalid, RegistryUnavailable, TenantGone, UploadTooLarge, VersionRefused
 from ...adapters.upload import UploadService
+from ...adapters.versions.name_state import VersionNote
 from ..access.request_record import record_of
 from ..bodies.arrival import ArrivalPace
 from ..bodies.turns import Turns
@@ -63,6 +64,8 @@ class AdaptersApi:
                 raise ApiError(400, str(error), code="invalid_adapter") from error
             except TenantGone as error:
                 raise unknown_key() from error
+            except VersionRefused as error:
+                raise ApiError(409, str(error), param="activate", code="version_refused") from error
             except UploadTooLarge as error:
                 raise ApiError(413, str(error), code="too_large") from error
             except RegistryUnavailable as error:
@@ -89,6 +92,8 @@ class AdaptersApi:
                 form.name,
                 form.config,
                 tensors_path,
+                activate=form.activate,
+                note=VersionNote(form.note, identity.key.key_id),
                 num_ended=identity.tenant.num_ended,
                 entry=identity.entry(request, "adapter.upload", form.name),
             )

@@ -287,7 +287,7 @@ class FakeUploads:
         self._registry = registry
 
     async def upload(
-        self, tenant: str, name: str, config: bytes, tensors: Path, **given: object
+        self, tenant: str, name: str, config: bytes, tensors: Path, *, activate: bool = True, **given: object
     ) -> tuple[AdapterVersion, bool]:
         self._answer()
         hasher = hashlib.sha256()
