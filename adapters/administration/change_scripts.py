@@ -10,8 +10,8 @@ from typing import Final
 from ..registry.registry_scripts import (
     ADAPTERS,
     API_KEYS,
-    CANARIES,
     AUDIT,
+    CANARIES,
     EVENTS,
     LAUNCH_KEYS,
     NAMES,
