@@ -181,11 +181,16 @@ def _successes(route: RouteSpec, types: _Types) -> dict[int, Schema]:
     if route.texts:
         whole = answers.setdefault(200, {"description": "Done.", "headers": _REQUEST_ID})
         for media_type, what in route.texts.items():
-            text: Schema = {"schema": {"type": "string", "description": what}}
-            if media_type == "text/event-stream" and route.events is not None:
-                text["x-event-schema"] = types.schema(route.events)
-            whole.setdefault("content", {})[media_type] = text
+            whole["description"] += f" As `{media_type}`: {what}"
+            whole.setdefault("content", {})[media_type] = _text(media_type, route, types)
     return answers
+
+
+def _text(media_type: str, route: RouteSpec, types: _Types) -> Schema:
+    if media_type != "text/event-stream":
+        return {"schema": {"type": "string"}}
+    # JSON Schema has no words for a stream, and tools disagree what `schema` would be of: the whole, or an event.
+    return {} if route.events is None else {"x-event-schema": types.schema(route.events)}
 
 
 def _refusal(codes: tuple[str, ...], types: _Types) -> Schema:
