@@ -25,6 +25,7 @@ from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
 from motet.tests.rigs.lora_files import LAYOUT, LoraFiles, lora_files
 from motet.tests.rigs.part_configs import router_config
+from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.router_rig import BASE, FakeDispatcher, encoded
 
 OWNER, ASKER = "tenant-of-lions", "tenant-of-moles"
@@ -93,9 +94,9 @@ async def real_front(
     redis_url: str, folder: Path, text: TextService, capacity: int = CAPACITY
 ) -> AsyncIterator[RealFront]:
     """On an emptied server. `capacity`: adapters that the router keeps in memory."""
-    redis = connect(redis_url)
+    redis = connect(redis_url, PATIENCE_S)
     await redis.flushall()
-    registry = Registry(redis)
+    registry = Registry(redis, PATIENCE_S)
     view = FurnishedView(registry, capacity)
     uploads = UploadService(AdapterStore(folder / "store"), registry, view, [LAYOUT], LIMITS, reserved={BASE})
     for tenant, key in ((OWNER, OWNER_KEY), (ASKER, ASKER_KEY)):

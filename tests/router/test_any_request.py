@@ -186,6 +186,8 @@ def statuses_of(front: RealFront, runner: Runner, operation: Any, mode: Generati
     return seen
 
 
+# The loop on the other thread draws how long to wait, at the same time.
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["as told", "otherwise"])
 @pytest.mark.parametrize("is_anew", [False, True], ids=["the same each time", "drawn anew"])
 def test_no_request_is_a_server_error_or_stores_what_it_was_refused(
