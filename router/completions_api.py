@@ -6,8 +6,10 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from typing import Annotated, Final, TypeVar
 
+from msgspec import Meta
 from starlette.requests import Request
 
 from ..adapters.adapter import AdapterVersion
@@ -27,6 +29,7 @@ from .fleet.dispatch import Dispatcher
 from .generation.generation import Generation, GenerationRequest, Prompt
 from .loop_share import LoopShare
 from .metrics import Metrics
+from .openai_api.answer_schema import ChatChunk, ChatCompletion, Completion
 from .openai_api.errors import invalid_value, unsupported
 from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from .openai_api.response_id import fingerprint_of, new_response_id
@@ -38,6 +41,7 @@ from .requests.chat_prompt import chat_prompt
 from .requests.completion_prompts import completion_prompts, count_prompts
 from .requests.model_limits import check_length
 from .requests.sampling_params import sampling_params, stop_strings
+from .route import RouteSpec
 from .tenants.auth import Door
 from .tenants.identity import Identity
 from .text.text import TextService
@@ -47,6 +51,23 @@ R = TypeVar("R", bound=GenerationFields)
 Versions = Sequence[AdapterVersion | None]  # the one that answers first; None: the base
 
 BACKGROUND_TIER = "flex"  # OpenAI's service_tier for what may take its time
+_EventId = Annotated[str, Meta(description="The last event's id that came of a stream: it goes on behind that.")]
+_ERRORS: Final = (
+    "unsupported_parameter",
+    "context_length_exceeded",
+    "invalid_request",
+    "model_not_found",
+    "body_timeout",
+    "timeout",
+    "taken_over",
+    "unsupported_encoding",
+    "overloaded",
+    "bodies_full",
+    "adapter_failed",
+    "gang_lost",
+    "store_unavailable",
+    "registry_unavailable",
+)
 _DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions; a chat may fill the context, or the pool
 
 
@@ -70,6 +91,35 @@ class CompletionsApi:
         self._text = text
         self._metrics = metrics
         self._door, self._accounts = door, accounts
+
+    def routes(self) -> Sequence[RouteSpec]:
+        generating = partial(
+            RouteSpec,
+            method="POST",
+            scope="infer",
+            texts={"text/event-stream": "With `stream`: an event for each chunk, and at last `[DONE]`."},
+            headers={LAST_EVENT_ID: _EventId},
+        )
+        return (
+            generating(
+                path="/v1/chat/completions",
+                handler=self.chat,
+                summary="Answer a chat.",
+                body=ChatRequest,
+                answers={200: ChatCompletion},
+                events=ChatChunk,
+                errors=("invalid_messages", *_ERRORS),
+            ),
+            generating(
+                path="/v1/completions",
+                handler=self.complete,
+                summary="Complete a text.",
+                body=CompletionRequest,
+                answers={200: Completion},
+                events=Completion,
+                errors=_ERRORS,
+            ),
+        )
 
     async def complete(self, http: Request) -> GenerationResponse:
         started_at = time.perf_counter()

@@ -26,9 +26,9 @@ from .fleet.dispatch import Dispatcher
 from .metrics import Metrics
 from .models_api import ModelsApi
 from .openai_api.errors import ApiError, internal_error
+from .openapi.openapi_api import OpenApi
 from .operations_api import OperationsApi
 from .readiness import Readiness
-from .route import RouteSpec
 from .tenants.auth import Door
 from .text.text import TextService
 from .uploads.adapters_api import AdaptersApi
@@ -67,26 +67,18 @@ def create_app(
     adapters = AdaptersApi(config, door, uploads, metrics)
     versions = VersionsApi(door, uploads)
     access_log = AccessLog(config)
-    # The name of a base may have slashes.
-    routes: Sequence[RouteSpec] = (
-        RouteSpec(method="POST", path="/v1/chat/completions", handler=completions.chat, scope="infer"),
-        RouteSpec(method="POST", path="/v1/completions", handler=completions.complete, scope="infer"),
-        RouteSpec(method="GET", path="/v1/models", handler=models.list, scope="infer"),
-        RouteSpec(method="GET", path="/v1/models/", handler=models.list, scope="infer"),
-        RouteSpec(method="GET", path="/v1/models/{model:path}", handler=models.show, scope="infer"),
-        RouteSpec(method="POST", path="/v1/adapters", handler=adapters.upload, scope="upload"),
-        RouteSpec(method="GET", path="/v1/adapters", handler=adapters.list, scope="upload"),
-        RouteSpec(method="GET", path="/v1/adapters/{name}", handler=adapters.show, scope="upload"),
-        RouteSpec(method="DELETE", path="/v1/adapters/{name}", handler=adapters.delete, scope="upload"),
-        *versions.routes(),
-        RouteSpec(method="GET", path="/health", handler=operations.health, scope=None),
-        RouteSpec(method="GET", path="/ready", handler=operations.ready, scope=None),
-        RouteSpec(method="GET", path="/metrics", handler=operations.metrics, scope="metrics"),
-        RouteSpec(method="GET", path="/metrics/targets", handler=operations.metrics_targets, scope="metrics"),
-        RouteSpec(method="GET", path="/status", handler=operations.status, scope="metrics"),
+    openapi = OpenApi(
+        (
+            *completions.routes(),
+            *models.routes(),
+            *adapters.routes(),
+            *versions.routes(),
+            *operations.routes(),
+        )
     )
     app = FastAPI(title="motet", openapi_url=None, docs_url=None, redoc_url=None)
-    for route in routes:
+    app.state.routes = openapi.all_routes
+    for route in openapi.all_routes:
         endpoint = Endpoint(f"{route.method} {route.path}", route.handler, metrics, access_log)
         app.router.routes.append(Route(route.path, endpoint, methods=[route.method]))
     app.add_exception_handler(HTTPException, partial(_no_route, metrics, access_log))

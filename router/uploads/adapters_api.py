@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -23,15 +24,35 @@ from ..bodies.turns import Turns
 from ..config import CurrentConfig
 from ..metrics import Metrics
 from ..openai_api.errors import ApiError, unavailable
-from ..openai_api.list_page import encoded_list, page_request, read_page
+from ..openai_api.list_page import PAGE_QUERY, ListPage, encoded_list, page_request, read_page
+from ..route import RouteSpec
 from ..tenants.auth import Door, unknown_key
 from ..tenants.identity import Identity
-from .upload_form import check_form, declared_bytes, receive_upload
+from .upload_form import AdapterForm, check_form, declared_bytes, receive_upload
 from .upload_spool import UploadSpool
 
 MAX_WAITING_UPLOADS: Final = 64  # of a tenant at a router, with those under way: each holds a connection
 _name: Final = attrgetter("name")
 DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """A name's current version."""
+
+    name: str
+    version: int
+    digest: str  # SHA-256 of what it computes
+    rank: int
+    targets: tuple[str, ...]
+    bytes: int
+    created_at: int  # Unix time, seconds
+    object: Literal["adapter"] = "adapter"
+
+
+class DeletedAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    object: Literal["adapter"] = "adapter"
+    deleted: Literal[True] = True
 
 
 class AdaptersApi:
@@ -45,6 +66,45 @@ class AdaptersApi:
         self._spool = UploadSpool(config.now.spool_path, config.now.min_free_bytes)
         self._open_uploads = asyncio.Semaphore(config.now.max_open_uploads)
         self._tenants_uploads = Turns(config.now.max_tenant_uploads)
+
+    def routes(self) -> Sequence[RouteSpec]:
+        route = partial(RouteSpec, scope="upload")
+        return (
+            route(
+                method="POST",
+                path="/v1/adapters",
+                handler=self.upload,
+                summary="Upload an adapter.",
+                form=AdapterForm,
+                answers={200: Adapter, 201: Adapter},
+                errors=("invalid_adapter", "uploads_full", "registry_unavailable", "insufficient_storage"),
+            ),
+            route(
+                method="GET",
+                path="/v1/adapters",
+                handler=self.list,
+                summary="List your adapters.",
+                answers={200: ListPage[Adapter]},
+                query=PAGE_QUERY,
+                errors=("registry_unavailable",),
+            ),
+            route(
+                method="GET",
+                path="/v1/adapters/{name}",
+                handler=self.show,
+                summary="Show an adapter.",
+                answers={200: Adapter},
+                errors=("adapter_not_found", "registry_unavailable"),
+            ),
+            route(
+                method="DELETE",
+                path="/v1/adapters/{name}",
+                handler=self.delete,
+                summary="Delete an adapter.",
+                answers={200: DeletedAdapter},
+                errors=("adapter_not_found", "registry_unavailable"),
+            ),
+        )
 
     async def upload(self, request: Request) -> Response:
         """201 for a new version, 200 for content that the name already points to."""
@@ -99,6 +159,7 @@ class AdaptersApi:
             )
 
     async def list(self, request: Request) -> Response:
+        """By name."""
         tenant = self._door.identify(request, "upload").name
         wanted = page_request(request)
         try:
@@ -109,6 +170,7 @@ class AdaptersApi:
         return Response(body, media_type="application/json")
 
     async def show(self, request: Request) -> Response:
+        """The version that requests with its name get now."""
         tenant = self._door.identify(request, "upload").name
         name = request.path_params["name"]
         try:
@@ -121,6 +183,7 @@ class AdaptersApi:
         return _json(_shown(adapter))
 
     async def delete(self, request: Request) -> Response:
+        """Requests that are under way finish on it."""
         identity = self._door.identify(request, "upload")
         name = request.path_params["name"]
         try:
@@ -130,20 +193,19 @@ class AdaptersApi:
         if not deleted:
             raise _not_found(name)
         record_of(request.scope).model = name
-        return _json({"name": name, "object": "adapter", "deleted": True})
+        return _json(DeletedAdapter(name=name))
 
 
-def _shown(adapter: AdapterVersion) -> dict[str, Any]:
-    return {
-        "name": adapter.name,
-        "version": adapter.version,
-        "digest": adapter.digest,
-        "rank": adapter.rank,
-        "targets": adapter.targets,
-        "bytes": adapter.num_bytes,
-        "created_at": int(adapter.created_at),
-        "object": "adapter",
-    }
+def _shown(adapter: AdapterVersion) -> Adapter:
+    return Adapter(
+        name=adapter.name,
+        version=adapter.version,
+        digest=adapter.digest,
+        rank=adapter.rank,
+        targets=adapter.targets,
+        bytes=adapter.num_bytes,
+        created_at=int(adapter.created_at),
+    )
 
 
 def _json(body: Any, status_code: int = 200) -> Response:

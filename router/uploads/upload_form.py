@@ -7,8 +7,10 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
+import msgspec
+from msgspec import Meta
 from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
@@ -33,6 +35,27 @@ MAX_NOTE_BYTES: Final = 4 * MAX_NOTE_CHARS
 MAX_CONFIG_BYTES: Final = 1 << 20
 MAX_FRAMING_BYTES: Final = 1 << 16  # boundaries and headers of the parts
 FLUSH_BYTES: Final = 1 << 20  # tensors in memory are written to disk when they reach this size
+
+
+_File = {"contentMediaType": "application/octet-stream"}
+
+
+class AdapterForm(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of an upload, as PEFT saves an adapter."""
+
+    name: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+            description="What requests call it in `model`; not the base's name.",
+        ),
+    ]
+    config: Annotated[
+        str, Meta(description=f"The file as PEFT writes it, at most {MAX_CONFIG_BYTES} bytes.", extra_json_schema=_File)
+    ] = msgspec.field(name=CONFIG_FILE)
+    tensors: Annotated[str, Meta(description="The file as PEFT writes it.", extra_json_schema=_File)] = msgspec.field(
+        name=TENSORS_FILE
+    )
 
 
 @dataclass(frozen=True)
