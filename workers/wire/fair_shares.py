@@ -17,6 +17,9 @@ class TenantShare(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_running: int
     num_waiting: int
     num_waiting_tokens: int  # of prompts (and of answers that another gang began) of its sequences that wait
+    num_running_tokens: int = 0  # still to compute of its sequences that run
+    weight: float = 1.0  # that its sequences have come with, the latest
+    served: float = 0.0  # of the counter, what this gang has served it: without lifts, nor what other gangs served
 
 
 class ServedElsewhere(msgspec.Struct, frozen=True, tag="served"):
