@@ -112,7 +112,9 @@ class Fleet:
                 if block_size not in page_keys:
                     page_keys[block_size] = _page_keys(sequence, block_size)
                 num_cached_tokens = block_size * connection.known.num_cached_pages(page_keys[block_size])
-            views[key] = connection.known.view(key, request.digest, num_cached_tokens, sequence.request.key)
+            views[key] = connection.known.view(
+                key, request.digest, num_cached_tokens, sequence.request.key, request.tenant, request.weight
+            )
         if not views:
             return False
         chosen = self._choose(sequence, request, views)
@@ -154,6 +156,8 @@ class Fleet:
             sequence.num_tokens,
             0 if adapter is None else self._adapter_pages(adapter),
             random.getrandbits(32),
+            sequence.request.tenant,
+            sequence.request.weight,
         )
 
     def _able(self, sequence: OpenSequence) -> dict[str, LeaderConnection]:
