@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ...workers.wire.engine_load import EngineLoad
 from ...workers.wire.messages import Frame
+from ..fairness.fair_queue import FairQueue
 from .affinity import GangView, RoutingConfig, RoutingRequest
 from .observed_costs import ObservedCosts
 
@@ -34,6 +35,8 @@ class KnownGang:
         self._open: Counter[str] = Counter()  # unfinished sequences of this router, by digest
         self._open_keys: Counter[str] = Counter()  # of these sequences, those with a key
         self._num_unseen = self._num_unseen_tokens = 0  # sent, and not yet counted in `load`
+        self.fair_queue = FairQueue()
+        self._unseen_of: Counter[str] = Counter()  # by tenant: tokens sent, and not yet counted in its share
         self._observed = ObservedCosts(config.belief)
 
     def receive(self, frame: Frame) -> None:
@@ -46,6 +49,9 @@ class KnownGang:
         if frame.orphans is not None:
             self._orphans.difference_update(frame.orphans.went)
             self._orphans.update(frame.orphans.came)
+        self.fair_queue.receive(frame.shares)
+        if frame.shares or not (self.fair_queue.is_told and frame.load.gauges.num_waiting):
+            self._unseen_of.clear()
         if frame.load != self.load:  # else no step was made since, and the load cannot count what was sent
             self._observed.observe(self.load, frame.load)
             self.load = frame.load
@@ -61,6 +67,7 @@ class KnownGang:
             self._open_keys[sequence_key] += 1
         self._num_unseen += 1
         self._num_unseen_tokens += request.num_tokens
+        self._unseen_of[request.tenant] += request.num_tokens
         self._expected_pages.update(dict.fromkeys(key for key in page_keys if key not in self._pages))
         while len(self._expected_pages) > _MAX_EXPECTED_PAGES:  # some never come, as their sequence was cancelled
             del self._expected_pages[next(iter(self._expected_pages))]
@@ -95,17 +102,38 @@ class KnownGang:
         """The gang keeps the sequence with this key for any router that asks, or computes it for this one."""
         return sequence_key in self._orphans or sequence_key in self._open_keys
 
-    def view(self, key: str, digest: str | None, num_cached_tokens: int = 0, sequence_key: str = "") -> GangView:
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens to compute there, of all tenants."""
+        return self.load.gauges.num_queued_tokens + self._num_unseen_tokens
+
+    def num_tokens_before(self, tenant: str, weight: float = 1.0, num_more: int = 0, num_more_of_all: int = 0) -> int:
+        """Tokens that are computed before the turn of a sequence of the tenant that comes now, in the fair order.
+
+        `num_more`: of its tenant, beside what was told and sent; `num_more_of_all`: of all tenants. Negative: fewer.
+        """
+        queued = max(0, self.num_queued_tokens + num_more_of_all)
+        return self.fair_queue.num_tokens_before(tenant, queued, weight, self._unseen_of, num_more)
+
+    def view(
+        self,
+        key: str,
+        digest: str | None,
+        num_cached_tokens: int = 0,
+        sequence_key: str = "",
+        tenant: str = "",
+        weight: float = 1.0,
+    ) -> GangView:
         """The gang, called `key`, as a choice for one request sees it.
 
         `digest`: of the request's adapter. `num_cached_tokens`: of its first tokens, those whose KV is there.
-        `sequence_key`: the request's.
+        `sequence_key`: the request's. `tenant`, `weight`: whose it is, and that tenant's weight.
         """
         now = self.load.gauges
         return GangView(
             key,
             has_adapter=digest is not None and self.has(digest),
-            num_queued_tokens=now.num_queued_tokens + self._num_unseen_tokens,
+            num_queued_tokens=self.num_tokens_before(tenant, weight),
             num_sequences=now.num_running + now.num_waiting + self._num_unseen,
             costs=self._observed.costs,
             num_cached_tokens=num_cached_tokens,

@@ -20,6 +20,7 @@ import grpc
 import msgspec
 
 from ...workers.wire.engine_load import EngineLoad
+from ...workers.wire.fair_shares import ServedElsewhere, TenantShare
 from ...workers.wire.messages import (
     Cancel,
     Disown,
@@ -51,7 +52,6 @@ LONGEST_PAUSE_S = 1.0  # while a gang cannot be reached, what it had may be comp
 HELLO_TIMEOUT_S = 10.0
 
 _log = logging.getLogger(__name__)
-
 
 # What of a gang was lost: its process or the way to it, or its engine.
 FaultKind = Literal["connection", "engine"]
@@ -88,7 +88,7 @@ class LeaderConnection:
         on_lost: Callable[[list[OpenSequence], str], None],
         on_orphans: Callable[[LeaderConnection, Collection[str]], None] = lambda connection, keys: None,
         on_fault: Callable[[FaultKind], None] = lambda kind: None,
-        on_load: Callable[[], None] = lambda: None,
+        on_load: Callable[[Sequence[TenantShare]], None] = lambda shares: None,
         on_withdrawn: Callable[[OpenSequence, str], None] = lambda sequence, target: None,
         on_store_failure: Callable[[OpenSequence, SequenceError], None] = lambda sequence, error: sequence.refuse(
             error
@@ -97,10 +97,11 @@ class LeaderConnection:
         """`on_lost` gets the unfinished sequences of a connection that ended, and the reason.
 
         `on_orphans` gets this connection and the keys of sequences that the leader keeps for any router that asks: all
-        of them at the greeting, later those that it has begun to keep. `on_fault`: a connected gang was
-        lost that had not been told to go. `on_load`: the gang has told how things are there. `on_withdrawn` gets a
-        sequence that has left the gang's queue, and the key of the gang that it is meant for. `on_store_failure` gets
-        a sequence that the gang has given back because it cannot read its adapter, and its error.
+        of them at the greeting, later those that it has begun to keep. `on_fault`: a connected gang was lost that had
+        not been told to go. `on_load`: the gang has told how things are there; it gets the tenants' shares that have
+        changed. `on_withdrawn` gets a sequence that has left the gang's queue, and the key of the gang that it is meant
+        for. `on_store_failure` gets a sequence that the gang has given back because it cannot read its adapter, and its
+        error.
         """
         self.address = address
         self.info: GangInfo | None = None  # None: not connected
@@ -181,10 +182,10 @@ class LeaderConnection:
         self._unbegun[sequence].target = target
         self._outbox.put(Withdraw(self._ids[sequence]))
 
-    def outdate(self, digest: str) -> None:
-        """Tells the leader that no name points to the adapter any more. Not while the connection is broken."""
+    def tell(self, news: Outdated | ServedElsewhere) -> None:
+        """Tells the leader what concerns no sequence of its own. Not while the connection is broken."""
         if self.info is not None:
-            self._outbox.put(Outdated(digest))
+            self._outbox.put(news)
 
     def _start(self, sequence: OpenSequence, request: RoutingRequest, page_keys: Sequence[int] = ()) -> None:
         self._last_id += 1
@@ -341,7 +342,7 @@ class LeaderConnection:
             raise (_HandedOverError if is_farewell else _EngineFailedError)(given_back.message)
         if frame.orphans is not None and frame.orphans.came:
             self._on_orphans(self, frame.orphans.came)
-        self._on_load()
+        self._on_load(frame.shares)
 
     def _withdraw(self, sequence: OpenSequence) -> None:
         """The sequence has left the gang's queue, to go where it was asked back for."""

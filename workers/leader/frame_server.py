@@ -288,7 +288,7 @@ class FrameServer:
                         self._engine.outdate(message.digest)
                     elif isinstance(message, Submit):
                         self._sequences.submit(stream, message.request)
-                    else:
+                    elif isinstance(message, SubmitPart):
                         self._take_part(stream, message)
         except (msgspec.DecodeError, ValueError) as error:
             failure = f"a router's message is not understood: {error}"

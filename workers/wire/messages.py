@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from .engine_load import EngineLoad
+from .fair_shares import ServedElsewhere, TenantShare
 
 FinishReason = Literal["stop", "length"]
 # A leader says "gang_lost" of a sequence when its engine has failed, and "handed_over" when it leaves before the
@@ -148,7 +149,7 @@ class Outdated(msgspec.Struct, frozen=True, tag="outdated"):
     digest: str
 
 
-ToLeaderMessage = Submit | Cancel | Withdraw | Disown | Outdated
+ToLeaderMessage = Submit | Cancel | Withdraw | Disown | Outdated | ServedElsewhere
 
 
 class ToLeader(msgspec.Struct, frozen=True):
@@ -239,6 +240,7 @@ class Frame(msgspec.Struct, frozen=True, tag="frame"):
     residency: ResidencyChange = ResidencyChange()  # since the last frame on this stream
     orphans: OrphanChange | None = None  # since the last frame on this stream
     last_submitted: int = 0  # id of this router's newest sequence that has reached the leader; 0: none has
+    shares: list[TenantShare] = []  # of tenants whose share has changed; not all of them each time
 
 
 FromLeader = Hello | Frame

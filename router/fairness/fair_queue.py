@@ -1,0 +1,135 @@
+"""What stands before a tenant's next sequence in one gang's fair order, as the gang has told of its tenants.
+
+A gang serves first whose counter is least (virtual token counters, arXiv 2401.00588 §4). So a sequence has its turn
+when its tenant's counter has grown by the tenant's own tokens before it, and until then any other tenant gets no more
+than what takes its counter to the same level: at most its weight times the distance, and no more than it has there.
+That is max-min fair sharing as of a fluid. However much another tenant sends, it does not get further than that level.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+
+from ...workers.wire.fair_shares import TenantShare
+
+_MAX_RESTING = 1 << 12  # tenants of which a gang has nothing at present, but whose counters are known
+
+
+class FairQueue:
+    """The shares of one gang's tenants, and the sums over them. A question takes the logarithm of their number.
+
+    The first question after news takes as long as it takes to sort them.
+    """
+
+    def __init__(self) -> None:
+        self._active: dict[str, TenantShare] = {}  # the gang has sequences of them
+        self._resting: dict[str, TenantShare] = {}  # it has none; the latest that were told last
+        self._fluid: _Fluid | None = None  # None: news have come since it was made
+
+    @property
+    def is_told(self) -> bool:
+        """The gang has told of some tenant."""
+        return bool(self._active or self._resting)
+
+    @property
+    def active(self) -> Mapping[str, TenantShare]:
+        """The tenants of which the gang has sequences, as far as it has told."""
+        return self._active
+
+    def share(self, tenant: str) -> TenantShare | None:
+        """The tenant's share as it was told last; None: never, or too long ago."""
+        return self._active.get(tenant) or self._resting.get(tenant)
+
+    def receive(self, shares: Iterable[TenantShare]) -> None:
+        """Takes in what has changed."""
+        for share in shares:
+            self._fluid = None
+            self._active.pop(share.tenant, None)
+            self._resting.pop(share.tenant, None)
+            is_active = share.num_running or share.num_waiting or _num_tokens(share)
+            (self._active if is_active else self._resting)[share.tenant] = share
+        while len(self._resting) > _MAX_RESTING:
+            del self._resting[next(iter(self._resting))]
+
+    def num_tokens_before(
+        self,
+        tenant: str,
+        num_queued_tokens: int,
+        weight: float = 1.0,
+        unseen: Mapping[str, int] | None = None,
+        num_more: int = 0,
+    ) -> int:
+        """Tokens that the gang computes before the turn of a sequence of the tenant that comes now.
+
+        `num_queued_tokens`: of all tenants, by whatever was told or sent last; it is never more than these, and exactly
+        these for a tenant that is alone, or if the gang tells nothing of tenants. `weight`: the tenant's, which counts
+        if none was told. `unseen`: tokens by tenant that are not in the shares yet. `num_more`: of the tenant, beside these;
+        negative: fewer.
+        """
+        unseen = unseen or {}
+        own = self._active.get(tenant)
+        has_others = len(self._active) > (own is not None) or len(unseen) > (tenant in unseen)
+        if not has_others and (own is not None or not self.is_told):
+            return num_queued_tokens
+        if self._fluid is None:
+            self._fluid = _Fluid(self._active.values())
+        if own is None:  # it comes back: not before those that are there
+            resting = self._resting.get(tenant)
+            weight = weight if resting is None else resting.weight
+            counter = max(self._fluid.least, self._fluid.least if resting is None else resting.counter)
+            num_told = 0
+        else:
+            weight, counter, num_told = own.weight, own.counter, _num_tokens(own)
+        num_own = max(0, num_told + unseen.get(tenant, 0) + num_more)
+        level = counter + num_own / weight
+        others = self._fluid.num_tokens_below(level)
+        if own is not None:
+            others -= _below(level, own, num_told)
+        for other, number in unseen.items():
+            if other == tenant:
+                continue
+            share = self._active.get(other)
+            if share is None:
+                others += max(0.0, min(number, level - self._fluid.least))
+            else:
+                told = _num_tokens(share)
+                others += _below(level, share, told + number) - _below(level, share, told)
+        return min(num_queued_tokens, num_own + max(0, round(others)))
+
+
+class _Fluid:
+    """How many tokens the tenants together are served until all have come to a level, as far as they have so many."""
+
+    def __init__(self, shares: Iterable[TenantShare]) -> None:
+        bends: list[tuple[float, float]] = []  # where the sum's slope changes, and by how much
+        self.least = 0.0  # counter of all
+        counters: list[float] = []
+        for share in shares:
+            counters.append(share.counter)
+            if num_tokens := _num_tokens(share):
+                bends.append((share.counter, share.weight))
+                bends.append((share.counter + num_tokens / share.weight, -share.weight))
+        self.least = min(counters, default=0.0)
+        bends.sort()
+        self._levels = [level for level, _ in bends]
+        self._slopes = [*accumulate(change for _, change in bends)]  # behind each bend
+        widths = (after - before for before, after in zip(self._levels, self._levels[1:], strict=False))
+        rises = (slope * width for slope, width in zip(self._slopes, widths, strict=False))
+        self._tokens = [*accumulate(rises, initial=0.0)]  # at each bend
+
+    def num_tokens_below(self, level: float) -> float:
+        place = bisect_right(self._levels, level) - 1
+        if place < 0:
+            return 0.0
+        return self._tokens[place] + self._slopes[place] * (level - self._levels[place])
+
+
+def _num_tokens(share: TenantShare) -> int:
+    return share.num_waiting_tokens + share.num_running_tokens
+
+
+def _below(level: float, share: TenantShare, num_tokens: int) -> float:
+    """Of so many tokens of the tenant, those that are served until its counter has come to the level."""
+    return min(num_tokens, share.weight * max(0.0, level - share.counter))
