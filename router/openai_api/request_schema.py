@@ -92,8 +92,7 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=-100, le=100, description="Of your own requests, the higher goes first.")] | None
     ) = None
     service_tier: (
-        Annotated[str, Meta(max_length=64, description="`flex`: it yields to everybody else's; others: nothing.")]
-        | None
+        Annotated[str, Meta(max_length=64, description="`flex`: it yields to everybody; others: nothing.")] | None
     ) = None
     user: Annotated[str, Meta(max_length=512, description="For whom you ask, in your own words.")] | None = None
     cache_salt: Annotated[str, Meta(max_length=1024, description="KV is shared only with equal salts.")] | None = None
