@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ..adapters.tenants.records import Scope
 from .endpoint import Handler
@@ -16,7 +16,7 @@ class RouteSpec:
     method: str
     path: str
     handler: Handler
-    scope: Scope | None  # that a key needs; None: anybody may ask
+    scope: Scope | Literal["operator"] | None  # that a key needs; "operator": the operators'; None: anybody may ask
     summary: str = ""
     body: Any = None
     answers: dict[int, Any] = field(default_factory=dict)  # by status; the errors that all routes share are left out
