@@ -19,6 +19,7 @@ from msgspec import structs
 from prometheus_client.metrics_core import Metric
 from ray import serve
 
+from ...adapters.administration.administration import Administration
 from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.launches import Launches
 from ...adapters.registry.registry import Registry, connect
@@ -145,6 +146,7 @@ class RouterReplica:
             operator_key=operator_key,
             metrics=self._metrics,
             labels=self._labels,
+            administration=Administration.of(self._redis),
             targets=lambda: targets_of(config.exposition, self._routers.values(), self._gangs.values()),
         )
         self._app.add_middleware(BoundedReceive)

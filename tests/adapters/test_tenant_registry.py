@@ -16,7 +16,7 @@ from motet.adapters.errors import AdapterInvalid, KeyTaken, NoSuchKey, TenantEnd
 from motet.adapters.registry.registry import Registry, hash_key
 from motet.adapters.registry.registry_scripts import ADAPTERS, API_KEYS, LAUNCH_KEYS, NAMES, PREFIX
 from motet.adapters.registry.registry_view import RegistryView
-from motet.adapters.tenants.audit_entry import Actor, AuditEntry
+from motet.adapters.tenants.audit_entry import Actor, AuditEntry, WrittenEntry
 from motet.adapters.tenants.records import KeyRecord, Quota, TenantRecord
 
 OPERATOR = Actor(kind="operator", request_id="req-1")
@@ -284,7 +284,8 @@ async def test_every_change_is_in_the_log(
     assert key not in str(written) and "secret" not in str(written)
     assert [one.entry.tenant for one in await log.read("", 1)] == ["zoo"]
     assert len(await log.read("", 100, "acme")) == 7 and await log.read("", 100, "none") == []
-    pages, before = [], ""
+    pages: list[WrittenEntry] = []
+    before = ""
     while page := await log.read(before, 3):
         pages += page
         before = page[-1].id
