@@ -4,6 +4,7 @@
 AdapterError
 ├── AdapterInvalid        the upload is wrong; the message says what, and what is accepted (HTTP 400)
 ├── UploadTooLarge        the upload is over a size limit (HTTP 413)
+├── QuotaExceeded         a tenant, or a key, may not have so much (HTTP 429, code insufficient_quota)
 ├── RegistryUnavailable   Redis does not answer; the same call may be repeated later (HTTP 503)
 ├── StoreUnavailable      the store cannot be read now: it may be later, or from another machine (HTTP 503)
 ├── AdapterCorrupt        the store has an adapter no longer, or damaged; requests for this adapter fail, others do not
@@ -24,6 +25,10 @@ class AdapterInvalid(AdapterError):  # noqa: N818
 
 
 class UploadTooLarge(AdapterError):  # noqa: N818
+    pass
+
+
+class QuotaExceeded(AdapterError):  # noqa: N818
     pass
 
 
