@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from limits import RateLimitItemPerMinute
+from limits.storage import MemoryStorage
+from limits.strategies import MovingWindowRateLimiter
 
 from motet.router.quotas.gcra import (
     PERIOD_US,
@@ -97,3 +102,23 @@ def test_what_is_left_counts_whole_units() -> None:
     assert remaining(bucket, 0.0, 10) == 3
     assert remaining(bucket, step_us(10) / 2, 10) == 3
     assert remaining(bucket, step_us(10), 10) == 4
+
+
+@pytest.mark.parametrize("limit", [1, 7, 600])
+def test_over_whole_minutes_it_lets_through_what_a_moving_window_does(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`limits` is the oracle. Both are asked for more than they give, several times a second."""
+    now_s = 1000.0
+    monkeypatch.setattr("limits.storage.memory.time", SimpleNamespace(time=lambda: now_s))
+    oracle, item = MovingWindowRateLimiter(MemoryStorage()), RateLimitItemPerMinute(limit)
+    bucket, mine, its = Bucket(), 0, 0
+    for tick in range(4 * 60 * 4):
+        now_s, before = 1000.0 + tick / 4, its
+        while oracle.hit(item, "acme"):
+            its += 1
+        while admits(bucket, now_s * 1e6, 1, limit):
+            bucket, mine = taken(bucket, now_s * 1e6, 1, limit), mine + 1
+        if its > before:  # a window begins, in which the oracle lets through no more
+            assert mine == pytest.approx(its, rel=0.01, abs=1)
+    assert its == 4 * limit
