@@ -3,6 +3,9 @@
 ```
 AdapterError
 ├── AdapterInvalid        the upload is wrong; the message says what, and what is accepted (HTTP 400)
+├── NoSuchVersion         a name has no such version or alias (HTTP 404)
+│   └── NoSuchName        there is no such name (HTTP 404)
+├── VersionRefused        what a version is asked to be it cannot be now; the message says why (HTTP 409)
 ├── UploadTooLarge        the upload is over a size limit (HTTP 413)
 ├── QuotaExceeded         a tenant, or a key, may not have so much (HTTP 429, code insufficient_quota)
 ├── RegistryUnavailable   Redis does not answer; the same call may be repeated later (HTTP 503)
@@ -21,6 +24,18 @@ class AdapterError(Exception):
 
 
 class AdapterInvalid(AdapterError):  # noqa: N818
+    pass
+
+
+class NoSuchVersion(AdapterError):  # noqa: N818
+    pass
+
+
+class NoSuchName(NoSuchVersion):
+    pass
+
+
+class VersionRefused(AdapterError):  # noqa: N818
     pass
 
 

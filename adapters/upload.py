@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +15,11 @@ from .format.peft import CONFIG_FILE, TENSORS_FILE
 from .format.validation import validate
 from .names import check_name, check_tenant
 from .packing.layout import AdapterLayout
-from .registry.events import AdapterDeleted, AdapterSet
+from .registry.events import AdapterSet
 from .registry.registry import Registry
 from .registry.registry_view import RegistryView
 from .store.store import BEGINNINGS, AdapterStore
+from .versions.name_state import NameState, VersionNote
 
 _SWEEP_LEASE_S = 60.0  # of a 256th of a store; after so long another router takes over from one that died
 
@@ -31,7 +32,7 @@ class UploadLimits:
 
 
 class UploadService:
-    """Uploads, lists and deletes adapters. Owned by one event loop; tensors are handled in threads.
+    """Uploads, lists, changes and deletes adapters. Owned by one event loop; tensors are handled in threads.
 
     Adapters are packed for each of `layouts`, which are of one base. `reserved`: names that no adapter may have.
     """
@@ -55,30 +56,61 @@ class UploadService:
         self._reserved = frozenset(reserved)
         self._slots = asyncio.Semaphore(self.limits.max_concurrent)
 
-    async def upload(self, tenant: str, name: str, config: bytes | Path, tensors: Path) -> tuple[AdapterVersion, bool]:
-        """The version that the name points to from now on, and whether this upload made it: the same content does not.
+    async def upload(
+        self,
+        tenant: str,
+        name: str,
+        config: bytes | Path,
+        tensors: Path,
+        *,
+        activate: bool = True,
+        note: VersionNote | None = None,
+    ) -> tuple[AdapterVersion, bool]:
+        """The version with this content, and whether this upload made it: the same content does not.
+
+        The name points to it from now on, unless `activate` is False: then it is only in the name's history.
 
         `config` is adapter_config.json, as bytes or a file; `tensors` is the file adapter_model.safetensors. The caller
         removes both afterwards. Once this returns, the adapter is on disk. Raises AdapterInvalid, UploadTooLarge,
-        RegistryUnavailable; after the last one the same upload may be repeated.
+        VersionRefused for a new name without `activate`, and RegistryUnavailable, after which the same upload may be
+        repeated.
         """
         check_tenant(tenant)
         check_name(name, self._reserved)
         await self._registry.ping()  # no work for an upload that cannot be registered
         async with self._slots:
             content = await asyncio.to_thread(self._keep, config, tensors)
-        adapter, created = await self._registry.register(
-            tenant, name, digest=content.digest, module_ranks=content.module_ranks, num_bytes=content.num_bytes
+        adapter, current, created = await self._registry.names.register(
+            tenant,
+            name,
+            digest=content.digest,
+            module_ranks=content.module_ranks,
+            num_bytes=content.num_bytes,
+            activate=activate,
+            note=note,
         )
-        self._view.apply(AdapterSet(adapter))
+        self._view.apply(AdapterSet(current))
         return adapter, created
 
+    async def state(self, tenant: str, name: str) -> NameState:
+        """The name with its history. Raises NoSuchName, RegistryUnavailable."""
+        return await self._registry.names.get(tenant, name)
+
+    async def change(self, tenant: str, name: str, change: Callable[[NameState, float], NameState]) -> NameState:
+        """The name after a change (`name_state.py`). Raises as the change does, NoSuchName, RegistryUnavailable."""
+        state = await self._registry.names.change(tenant, name, change)
+        self._view.apply(AdapterSet(state.current))
+        return state
+
     async def delete(self, tenant: str, name: str) -> bool:
-        """Deletes the name; whether there was one. Sequences that run on it finish. Raises RegistryUnavailable."""
-        version = await self._registry.delete(tenant, name)
-        if version is None:
+        """Deletes the name with its versions; whether there was one. Sequences that run on it finish.
+
+        Raises RegistryUnavailable.
+        """
+        deleted = await self._registry.delete(tenant, name)
+        if deleted is None:
             return False
-        self._view.apply(AdapterDeleted(tenant, name, version))
+        self._view.apply(deleted)
         return True
 
     async def list_page(self, tenant: str, after: str, limit: int) -> Sequence[AdapterVersion]:
@@ -94,7 +126,7 @@ class UploadService:
         return await self._registry.get(tenant, name)
 
     async def sweep(self, older_than_s: float = 3600.0, rest_s: float = 0.0) -> int | None:
-        """Removes stored adapters that no name has pointed to for `older_than_s`, and returns their number.
+        """Removes stored adapters that no name has had as a version for `older_than_s`, and returns their number.
 
         None: another router sweeps this store, or did so less than its `rest_s` ago. The caller calls it at intervals.
         Raises RegistryUnavailable.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TypeVar
@@ -40,8 +41,10 @@ from .requests.sampling_params import sampling_params, stop_strings
 from .tenants.auth import Door
 from .tenants.identity import Identity
 from .text.text import TextService
+from .versions.version_choice import answering, version_header
 
 R = TypeVar("R", bound=GenerationFields)
+Versions = Sequence[AdapterVersion | None]  # the one that answers first; None: the base
 
 _DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions; a chat may fill the context, or the pool
 
@@ -73,7 +76,7 @@ class CompletionsApi:
         tenant = identity.name
         async with self._body(http, tenant, CompletionRequest, self._config.now.max_sequences_per_request) as request:
             position = self._position(http, request, tenant)
-            version = await self._admit(http, request, tenant)
+            versions = await self._admit(http, request, identity)
             if request.echo and request.logprobs is not None:
                 raise unsupported(
                     "echo", "the prompt's log probabilities are not computed; leave echo or logprobs out."
@@ -92,10 +95,11 @@ class CompletionsApi:
             for ids in token_lists
         ]
         n = request.n or 1
-        generation = self._generation(http, request, prompts, identity, version)
+        generation = self._generation(http, request, prompts, identity)
         if request.best_of is not None and request.best_of > n:
             generation = with_best_of(generation, request.best_of)
-        head = await self._head("cmpl-", request, generation, position)
+        head, version = await self._head("cmpl-", request, generation, position, versions)
+        generation = _of_version(generation, version, request.model)
         record_of(http.scope).answer = head.id[-NUM_ANSWER_CHARS:]
         shape = CompletionAnswer(
             head,
@@ -113,7 +117,7 @@ class CompletionsApi:
         tenant = identity.name
         async with self._body(http, tenant, ChatRequest, 1) as request:
             position = self._position(http, request, tenant)
-            version = await self._admit(http, request, tenant)
+            versions = await self._admit(http, request, identity)
             if request.echo:
                 raise unsupported("echo", "a chat's prompt is not repeated; leave it out.")
             if request.top_logprobs is not None and not request.logprobs:
@@ -125,8 +129,9 @@ class CompletionsApi:
         max_tokens = request.max_completion_tokens or request.max_tokens
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
         prompt = self._prompt(request, token_ids, "messages", max_tokens, num_logprobs)
-        generation = self._generation(http, request, [prompt], identity, version)
-        head = await self._head("chatcmpl-", request, generation, position)
+        generation = self._generation(http, request, [prompt], identity)
+        head, version = await self._head("chatcmpl-", request, generation, position, versions)
+        generation = _of_version(generation, version, request.model)
         record_of(http.scope).answer = head.id[-NUM_ANSWER_CHARS:]
         shape = ChatAnswer(
             head,
@@ -154,14 +159,15 @@ class CompletionsApi:
         max_bytes = max_body_bytes(context, num_prompts, self._config.now.max_body_bytes)
         return self._bodies.open(http, tenant, kind, max_bytes=max_bytes, context=context)
 
-    async def _admit(self, http: Request, request: GenerationFields, tenant: str) -> AdapterVersion | None:
-        """The version that `model` names; None: the base. Raises 404, and 400 for fields that are refused."""
-        adapter = await self._base.adapter(tenant, request.model)
+    async def _admit(self, http: Request, request: GenerationFields, identity: Identity) -> Versions:
+        """The version that answers, and others as `answering` has them. Raises 404, and 400 for refused fields."""
+        current = await self._base.adapter(identity.name, request.model)
+        versions: Versions = [None] if current is None else answering(current, request, identity)
         record_of(http.scope).model = request.model
         refuse_unsupported(request)
         if request.stream_options is not None and not request.stream:
             raise invalid_value("stream_options", "it is only allowed with stream: true.")
-        return adapter
+        return versions
 
     def _check_num_sequences(self, num_prompts: int, request: GenerationFields, param: str) -> None:
         limit = self._config.now.max_sequences_per_request
@@ -192,14 +198,13 @@ class CompletionsApi:
         request: GenerationFields,
         prompts: list[Prompt],
         identity: Identity,
-        version: AdapterVersion | None,
     ) -> GenerationRequest:
+        """Of the base: see `_of_version`."""
         return GenerationRequest(
             prompts=prompts,
             n=request.n or 1,
             tenant=identity.name,
-            adapter=None if version is None else AdapterRef(version.digest, dict(version.module_ranks)),
-            adapter_name="" if version is None else request.model,
+            adapter=None,
             stop=stop_strings(request),
             keep_token_ids=bool(request.return_token_ids),
             keep_logprobs=prompts[0].sampling.num_logprobs is not None,
@@ -211,9 +216,14 @@ class CompletionsApi:
         )
 
     async def _head(
-        self, prefix: str, request: GenerationFields, generation: GenerationRequest, position: StreamPosition | None
-    ) -> AnswerHead:
-        """The head of a new answer, or of the answer whose stream the client resumes.
+        self,
+        prefix: str,
+        request: GenerationFields,
+        generation: GenerationRequest,
+        position: StreamPosition | None,
+        versions: Versions,
+    ) -> tuple[AnswerHead, AdapterVersion | None]:
+        """The head of a new answer and its version, or those of the answer whose stream the client resumes.
 
         Raises a 400 if the resumed stream belongs to another request.
         """
@@ -221,25 +231,25 @@ class CompletionsApi:
         for prompt in generation.prompts:
             prompts.append(fingerprint_of(prompt))
             await share.pause()
-        asked = fingerprint_of(
-            generation.tenant,
-            None if generation.adapter is None else generation.adapter.digest,
-            prompts,
-            generation.n,
-            generation.stop.strings,
-            generation.keep_token_ids,
-        )
+
+        def fingerprint(version: AdapterVersion | None) -> bytes:
+            stop, digest = generation.stop.strings, None if version is None else version.digest
+            return fingerprint_of(generation.tenant, digest, prompts, generation.n, stop, generation.keep_token_ids)
+
+        version = versions[0]
         if position is None:
-            response_id = new_response_id(prefix, int(time.time()), asked)
+            response_id = new_response_id(prefix, int(time.time()), fingerprint(version))
         else:
             response_id = position.response_id
-            if (response_id.prefix, response_id.fingerprint) != (prefix, asked):
+            begun = [one for one in versions if fingerprint(one) == response_id.fingerprint]
+            if response_id.prefix != prefix or not begun:
                 raise wrong_position(
                     "it belongs to the answer to another request: send the same body with it. A stream cannot be "
-                    "resumed either if the model's name points to another version of the adapter by now."
+                    "resumed either if the version of the adapter that it began with is kept no more."
                 )
+            version = begun[0]
             self._check_position(position, generation)
-        return AnswerHead(str(response_id), response_id.created, request.model)
+        return AnswerHead(str(response_id), response_id.created, request.model), version
 
     def _check_position(self, position: StreamPosition, generation: GenerationRequest) -> None:
         """Raises a 400 for a position that the request's choices cannot have reached."""
@@ -290,7 +300,16 @@ class CompletionsApi:
             progress=running.progress,
         )
         account = await self._accounts.open(asked)
-        return GenerationResponse(running, shape, style, self._metrics, account)
+        response = GenerationResponse(running, shape, style, self._metrics, account)
+        if version is not None:
+            response.raw_headers.append(version_header(version))
+        return response
+
+
+def _of_version(generation: GenerationRequest, version: AdapterVersion | None, model: str) -> GenerationRequest:
+    if version is None:
+        return generation
+    return replace(generation, adapter=AdapterRef(version.digest, dict(version.module_ranks)), adapter_name=model)
 
 
 def _num_new_tokens(prompt: Prompt, context: int) -> int:

@@ -7,6 +7,7 @@ from functools import partial
 from operator import attrgetter
 
 import msgspec
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -57,7 +58,7 @@ class ModelsApi:
             version = await resolved(self._view, tenant, name)
             if version is None:
                 raise model_not_found(name)
-            model = self._adapter_model(version)
+            model = structs.replace(self._adapter_model(version), id=name)
         record_of(request.scope).model = model.id
         return Response(msgspec.json.encode(model), media_type="application/json")
 

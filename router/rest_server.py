@@ -32,6 +32,7 @@ from .route import RouteSpec
 from .tenants.auth import Door
 from .text.text import TextService
 from .uploads.adapters_api import AdaptersApi
+from .versions.versions_api import VersionsApi
 
 UNKNOWN_ROUTE: Final = "unknown"  # in the metrics: what clients ask for must not make labels
 
@@ -64,6 +65,7 @@ def create_app(
     models = ModelsApi(base, view, door)
     completions = CompletionsApi(config, base, dispatcher, view, text, metrics, door, Accounts(accountants))
     adapters = AdaptersApi(config, door, uploads, metrics)
+    versions = VersionsApi(door, uploads)
     access_log = AccessLog(config)
     # The name of a base may have slashes.
     routes: Sequence[RouteSpec] = (
@@ -76,6 +78,7 @@ def create_app(
         RouteSpec(method="GET", path="/v1/adapters", handler=adapters.list, scope="upload"),
         RouteSpec(method="GET", path="/v1/adapters/{name}", handler=adapters.show, scope="upload"),
         RouteSpec(method="DELETE", path="/v1/adapters/{name}", handler=adapters.delete, scope="upload"),
+        *versions.routes(),
         RouteSpec(method="GET", path="/health", handler=operations.health, scope=None),
         RouteSpec(method="GET", path="/ready", handler=operations.ready, scope=None),
         RouteSpec(method="GET", path="/metrics", handler=operations.metrics, scope="metrics"),

@@ -21,14 +21,16 @@ from redis.backoff import NoBackoff
 from ..adapter import AdapterVersion
 from ..base_identity import BaseIdentity
 from ..errors import KeyTaken
-from ..names import check_name, check_tenant
+from ..names import check_tenant
 from .digest_set import DigestSet
-from .events import RegistryEvent, decode_adapter, decode_event, encode_facts
+from .events import AdapterDeleted, RegistryEvent, decode_adapter, decode_event
+from .name_records import NameRecords
 from .redis_deadline import answered_within
 from .registry_scripts import (
     ADAPTERS,
     API_KEYS,
     BASE,
+    CANARIES,
     CLAIM_BASE_SCRIPT,
     DELETE_SCRIPT,
     DIGESTS_SCRIPT,
@@ -39,14 +41,13 @@ from .registry_scripts import (
     LIST_SCRIPT,
     NAMES,
     NUMBER,
-    REGISTER_SCRIPT,
     SCAN_SCRIPT,
     SET_KEY_SCRIPT,
     STREAM_KEY,
     SWEEP,
     TAKE_BACK_KEYS_SCRIPT,
     TENANTS_SCRIPT,
-    VERSIONS,
+    VERSION_NOTES,
 )
 
 _SCAN_SIZE = 100  # records that are decoded at once, in the event loop of a router that serves
@@ -91,7 +92,7 @@ def hash_key(key: str) -> str:
 
 
 class Registry:
-    """Every method is one round trip, unless it says that it reads pages.
+    """Every method is one round trip, unless it says that it reads pages; a change of a name reads it first.
 
     Raises RegistryUnavailable when Redis does not answer within `timeout_s`. A change whose answer was lost may or may
     not have happened; the same call may be repeated.
@@ -103,7 +104,7 @@ class Registry:
         self._client = client
         self._timeout_s = timeout_s
         self._clock = clock
-        self._register_script = client.register_script(REGISTER_SCRIPT)
+        self.names = NameRecords(client, timeout_s, clock)
         self._delete_script = client.register_script(DELETE_SCRIPT)
         self._set_key_script = client.register_script(SET_KEY_SCRIPT)
         self._give_keys_script = client.register_script(GIVE_KEYS_SCRIPT)
@@ -122,16 +123,11 @@ class Registry:
     async def register(
         self, tenant: str, name: str, *, digest: str, module_ranks: Mapping[str, int], num_bytes: int
     ) -> tuple[AdapterVersion, bool]:
-        """The name's current version, which has this digest, and whether this call made it."""
-        check_tenant(tenant)
-        check_name(name)
-        field = f"{tenant}/{name}"
-        facts = encode_facts(module_ranks, num_bytes, self._clock())
-        async with self._bounded():
-            created, record = await self._register_script(
-                keys=[ADAPTERS, NAMES, VERSIONS, NUMBER, EVENTS], args=[field, digest, facts]
-            )
-        return decode_adapter(field, record), bool(created)
+        """The name's current version, which has this digest, and whether this call made it. See `NameRecords`."""
+        adapter, _, created = await self.names.register(
+            tenant, name, digest=digest, module_ranks=module_ranks, num_bytes=num_bytes
+        )
+        return adapter, created
 
     async def get(self, tenant: str, name: str) -> AdapterVersion | None:
         """The name's current version; None: there is no such name."""
@@ -161,11 +157,13 @@ class Registry:
             adapters = [*adapters, *page]
         return adapters
 
-    async def delete(self, tenant: str, name: str) -> int | None:
-        """Removes the name and returns the version that it had; None: there is no such name."""
+    async def delete(self, tenant: str, name: str) -> AdapterDeleted | None:
+        """Removes the name with all its versions; None: there is no such name."""
         async with self._bounded():
-            version = await self._delete_script(keys=[ADAPTERS, NAMES, NUMBER, EVENTS], args=[f"{tenant}/{name}"])
-        return None if version is None else int(version)
+            ended = await self._delete_script(
+                keys=[ADAPTERS, NAMES, VERSION_NOTES, CANARIES, NUMBER, EVENTS], args=[f"{tenant}/{name}"]
+            )
+        return None if ended is None else AdapterDeleted(tenant, name, *map(int, ended.split(" ")))
 
     async def get_many(self, names: Sequence[tuple[str, str]]) -> Sequence[AdapterVersion | None]:
         """The current version of each (tenant, name), at most PAGE_SIZE of them; None: there is no such name."""
@@ -188,7 +186,7 @@ class Registry:
             yield page
 
     async def digests(self) -> DigestSet:
-        """The digests that a name pointed to during the whole call, and perhaps others. One round trip a page."""
+        """The digests that names had as versions during the whole call, and perhaps others. One round trip a page."""
         pages = []
         cursor = "0"
         while True:

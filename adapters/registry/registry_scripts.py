@@ -1,7 +1,9 @@
 """What a registry stores in Redis, and the Lua scripts that read or change several of its keys at once.
 
-A record of an adapter is "version digest facts", where the facts are JSON. A launch mark is "owner hash": the owner is
-a launch that gave the API key with this hash. A script gets its Redis keys as KEYS and what each comment names as ARGV.
+A record of a name is "version digest facts", where the facts are JSON that holds its revision and its other versions.
+Each change gives it a higher revision, which is the number of the change's event. A launch mark is "owner hash": the
+owner is a launch that gave the API key with this hash. A script gets its Redis keys as KEYS and what each comment
+names as ARGV.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ PREFIX = "motet:{registry}:"  # the braces put all keys into one slot of a Redis
 ADAPTERS = PREFIX + "adapters"  # hash: tenant/name -> record
 NAMES = PREFIX + "names"  # sorted set of tenant/name, all with the score 0, so that they are sorted by name
 VERSIONS = PREFIX + "versions"  # hash: tenant/name -> last version, kept when the name is deleted
+VERSION_NOTES = PREFIX + "version_notes"  # hash: tenant/name -> JSON of NameNotes, for names that have any
+CANARIES = PREFIX + "canaries"  # set of tenant/name that have a canary
 API_KEYS = PREFIX + "keys"  # hash: SHA-256 of an API key -> tenant
 LAUNCH_KEYS = PREFIX + "launch_keys"  # set of launch marks
 LAUNCHES = PREFIX + "launches"  # hash: launch that has given keys -> number of its beats
@@ -22,32 +26,46 @@ EVENTS = PREFIX + "events"  # stream of (number, kind, field, value), see events
 _NUM_EVENTS_KEPT = 10_000
 
 _TELL = f"""
+local function next_number()  -- of the event that is told next
+  return tonumber(redis.call('GET', '{NUMBER}') or '0') + 1
+end
 local function tell(kind, field, value)
   local number = redis.call('INCR', '{NUMBER}')
   redis.call('XADD', '{EVENTS}', 'MAXLEN', '~', {_NUM_EVENTS_KEPT}, '*',
              'number', number, 'kind', kind, 'field', field, 'value', value)
 end
 """
-# tenant/name, digest, facts. Returns {1 if this made a new version else 0, record}.
-REGISTER_SCRIPT = f"""{_TELL}
-local current = redis.call('HGET', KEYS[1], ARGV[1])
-if current and string.match(current, '^%d+ (%x+) ') == ARGV[2] then return {{0, current}} end
-local version = redis.call('HINCRBY', KEYS[3], ARGV[1], 1)
-local record = string.format('%d', version) .. ' ' .. ARGV[2] .. ' ' .. ARGV[3]
-redis.call('HSET', KEYS[1], ARGV[1], record)
-redis.call('ZADD', KEYS[2], 0, ARGV[1])
-tell('set', ARGV[1], record)
-return {{1, record}}
+# tenant/name. Returns {record, last version, notes}; empty: none.
+READ_NAME_SCRIPT = """
+return {redis.call('HGET', KEYS[1], ARGV[1]) or '', redis.call('HGET', KEYS[2], ARGV[1]) or '0',
+        redis.call('HGET', KEYS[3], ARGV[1]) or ''}
 """
-# tenant/name. Returns the version that is deleted; nil: there is no such name.
+# tenant/name; record, last version and notes as they were read; "version digest ", facts without brace and revision,
+# last version, notes, 1 if it has a canary. Returns the record; nil and no change: the name is not as it was read.
+CHANGE_NAME_SCRIPT = f"""{_TELL}
+local field = ARGV[1]
+if (redis.call('HGET', KEYS[1], field) or '') ~= ARGV[2] or (redis.call('HGET', KEYS[3], field) or '0') ~= ARGV[3]
+    or (redis.call('HGET', KEYS[4], field) or '') ~= ARGV[4] then return false end
+local record = ARGV[5] .. '{{"revision":' .. string.format('%d', next_number()) .. ',' .. ARGV[6]
+redis.call('HSET', KEYS[1], field, record)
+redis.call('ZADD', KEYS[2], 0, field)
+redis.call('HSET', KEYS[3], field, ARGV[7])
+if ARGV[8] == '' then redis.call('HDEL', KEYS[4], field) else redis.call('HSET', KEYS[4], field, ARGV[8]) end
+if ARGV[9] == '1' then redis.call('SADD', KEYS[5], field) else redis.call('SREM', KEYS[5], field) end
+tell('set', field, record)
+return record
+"""
+# tenant/name. Returns "version revision" of the record that is deleted and of its end; nil: there is no such name.
 DELETE_SCRIPT = f"""{_TELL}
 local current = redis.call('HGET', KEYS[1], ARGV[1])
 if not current then return false end
 redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
-local version = string.match(current, '^%d+')
-tell('delete', ARGV[1], version)
-return version
+redis.call('HDEL', KEYS[3], ARGV[1])
+redis.call('SREM', KEYS[4], ARGV[1])
+local ended = string.match(current, '^%d+') .. ' ' .. string.format('%d', next_number())
+tell('delete', ARGV[1], ended)
+return ended
 """
 # hash of an API key, tenant (empty: deletes the key). Removes the key's launch marks and returns nil; or changes
 # nothing and returns the tenant that the key belongs to, if that is another one.
@@ -120,12 +138,19 @@ SCAN_SCRIPT = """
 local page = redis.call('HSCAN', KEYS[1], ARGV[1], 'COUNT', ARGV[2])
 return {page[1], table.concat(page[2], '\\n')}
 """
-# cursor, count. Returns the next cursor and the first 16 digits of the digests of about that many adapters, joined.
+# cursor, count. Returns the next cursor and the first 16 digits of the digests of all versions of about that many
+# adapters, joined. The digest is the second field of each of a record's other versions.
 DIGESTS_SCRIPT = """
 local page = redis.call('HSCAN', KEYS[1], ARGV[1], 'COUNT', ARGV[2])
 local found = {}
 for i = 2, #page[2], 2 do
-  found[#found + 1] = string.sub(string.match(page[2][i], '^%d+ (%x+) '), 1, 16)
+  local digest, facts = string.match(page[2][i], '^%d+ (%x+) (.*)$')
+  found[#found + 1] = string.sub(digest, 1, 16)
+  if string.find(facts, '"others"', 1, true) then
+    for _, other in ipairs(cjson.decode(facts)['rollout']['others']) do
+      found[#found + 1] = string.sub(other[2], 1, 16)
+    end
+  end
 end
 return {page[1], table.concat(found)}
 """

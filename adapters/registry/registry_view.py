@@ -275,8 +275,8 @@ def _apply(event: RegistryEvent, names: KeptAdapters, key_tenants: dict[bytes, s
     match event:
         case AdapterSet(adapter):
             return names.set(adapter)
-        case AdapterDeleted(tenant, name, version):
-            return names.delete((tenant, name), version)
+        case AdapterDeleted(tenant, name):
+            return names.delete((tenant, name), event.order)
         case KeySet(key_hash, None):
             key_tenants.pop(bytes.fromhex(key_hash), None)
         case KeySet(key_hash, str() as owner):

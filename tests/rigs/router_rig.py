@@ -286,7 +286,9 @@ class FakeUploads:
     def __init__(self, registry: FakeRegistry) -> None:
         self._registry = registry
 
-    async def upload(self, tenant: str, name: str, config: bytes, tensors: Path) -> tuple[AdapterVersion, bool]:
+    async def upload(
+        self, tenant: str, name: str, config: bytes, tensors: Path, *, activate: bool = True, note: Any = None
+    ) -> tuple[AdapterVersion, bool]:
         self._answer()
         hasher = hashlib.sha256()
         with tensors.open("rb") as file:

@@ -1,0 +1,138 @@
+"""What the registry holds of each name, and how it is changed: read, compute, and write if nobody wrote meanwhile.
+
+A change is a pure function of `NameState` (`name_state.py`) and lands in one script or not at all; one that lost
+against another is computed anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+from redis.asyncio import Redis
+
+from ..adapter import AdapterVersion
+from ..errors import NoSuchName, RegistryUnavailable
+from ..names import check_name, check_tenant
+from ..versions.name_state import NameNotes, NameState, VersionNote, with_upload
+from ..versions.rollout import versions_of
+from .events import decode_adapter, encode_facts
+from .redis_deadline import answered_within
+from .registry_scripts import (
+    ADAPTERS,
+    CANARIES,
+    CHANGE_NAME_SCRIPT,
+    EVENTS,
+    NAMES,
+    NUMBER,
+    READ_NAME_SCRIPT,
+    VERSION_NOTES,
+    VERSIONS,
+)
+
+_MAX_TRIES: Final = 64  # of a change that others overtake
+_encode = msgspec.json.Encoder().encode
+_decode_notes = msgspec.json.Decoder(NameNotes).decode
+
+
+class NameRecords:
+    """Raises RegistryUnavailable when Redis does not answer; then a change may or may not have happened."""
+
+    def __init__(self, client: Redis, timeout_s: float = 3.0, clock: Callable[[], float] = time.time) -> None:
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._read_script = client.register_script(READ_NAME_SCRIPT)
+        self._change_script = client.register_script(CHANGE_NAME_SCRIPT)
+
+    async def get(self, tenant: str, name: str) -> NameState:
+        """Raises NoSuchName if the tenant has no adapter of this name."""
+        state, *_ = await self._read(f"{tenant}/{name}")
+        return _existing(state, name)
+
+    async def register(
+        self,
+        tenant: str,
+        name: str,
+        *,
+        digest: str,
+        module_ranks: Mapping[str, int],
+        num_bytes: int,
+        activate: bool = True,
+        note: VersionNote | None = None,
+    ) -> tuple[AdapterVersion, AdapterVersion, bool]:
+        """The version that has this digest, the name's current version, and whether this call made a version.
+
+        The current version with the same digest is taken for the same upload; where the new one would not be current,
+        any version of the name is. Raises VersionRefused for the first version of a name that is not to be current.
+        """
+        check_tenant(tenant)
+        check_name(name)
+        own = note or VersionNote()
+
+        def add(state: NameState | None, last_version: int, now: float) -> tuple[NameState, int, AdapterVersion | None]:
+            if state is not None:
+                candidates = [state.current] if activate else [state.current, *versions_of(state.current)]
+                same = next((one for one in candidates if one.digest == digest), None)
+                if same is not None:
+                    return state, last_version, same
+            version = last_version + 1
+            upload = AdapterVersion(tenant, name, version, digest, module_ranks, num_bytes, now)
+            return with_upload(state, upload, own, activate=activate, now=now), version, None
+
+        state, found, version = await self._change(f"{tenant}/{name}", add)
+        if found is not None:
+            return found, state.current, False
+        made = state.current if activate else state.find(str(version))
+        return made, state.current, True
+
+    async def change(self, tenant: str, name: str, change: Callable[[NameState, float], NameState]) -> NameState:
+        """The name after `change`, which gets it and the Unix time. Raises NoSuchName, and what `change` raises."""
+
+        def apply(state: NameState | None, last_version: int, now: float) -> tuple[NameState, int, None]:
+            return change(_existing(state, name), now), last_version, None
+
+        state, _, _ = await self._change(f"{tenant}/{name}", apply)
+        return state
+
+    async def _change(
+        self,
+        field: str,
+        change: Callable[[NameState | None, int, float], tuple[NameState, int, AdapterVersion | None]],
+    ) -> tuple[NameState, AdapterVersion | None, int]:
+        for _ in range(_MAX_TRIES):
+            before, last_version, record, notes = await self._read(field)
+            after, new_last, found = change(before, last_version, self._clock())
+            if after == before and (before is None or after.current.rollout == before.current.rollout):
+                return after, found, new_last
+            head = f"{after.current.version} {after.current.digest} "
+            args: list[Any] = [field, record, last_version, notes, head, encode_facts(after.current), new_last]
+            new_notes = "" if after.notes == NameNotes() else _encode(after.notes).decode()
+            async with answered_within(self._timeout_s):
+                written = await self._change_script(
+                    keys=[ADAPTERS, NAMES, VERSIONS, VERSION_NOTES, CANARIES, NUMBER, EVENTS],
+                    args=[*args, new_notes, int(after.rollout.canary is not None)],
+                )
+            if written is not None:
+                return NameState(decode_adapter(field, written), after.notes), found, new_last
+            await asyncio.sleep(random.uniform(0.0, 0.01))
+        raise RegistryUnavailable("others change this adapter all the time: try again")
+
+    async def _read(self, field: str) -> tuple[NameState | None, int, str, str]:
+        """The name, its last version, and record and notes as Redis holds them."""
+        async with answered_within(self._timeout_s):
+            answer: Any = await self._read_script(keys=[ADAPTERS, VERSIONS, VERSION_NOTES], args=[field])
+        record, last_version, notes = answer
+        state = None
+        if record:
+            state = NameState(decode_adapter(field, record), _decode_notes(notes) if notes else NameNotes())
+        return state, int(last_version), record, notes
+
+
+def _existing(state: NameState | None, name: str) -> NameState:
+    if state is None:
+        raise NoSuchName(f"The adapter `{name}` does not exist.")
+    return state

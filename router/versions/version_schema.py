@@ -1,0 +1,108 @@
+"""Bodies and answers of the routes of versions, as msgspec and the OpenAPI description have them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from ...adapters.adapter import AdapterVersion
+from ...adapters.versions.name_state import MAX_NOTE_CHARS, NameState, VersionNote
+
+Selector = Annotated[str | int, Meta(description="A version's number, or an alias.")]
+CanaryShare = Annotated[float, Meta(gt=0, lt=1)]
+ShadowShare = Annotated[float, Meta(gt=0, le=1)]
+
+
+class NoteBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    note: Annotated[str, Meta(max_length=MAX_NOTE_CHARS)]
+
+
+class PromoteBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: Selector | None = None  # none: that of the canary
+
+
+class EmptyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class AliasBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: Selector
+
+
+class CanaryBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: Selector
+    share: CanaryShare
+
+
+class ShadowBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: Selector
+    share: ShadowShare
+
+
+class VersionAnswer(msgspec.Struct, frozen=True):
+    name: str
+    version: int
+    digest: str
+    rank: int
+    targets: tuple[str, ...]
+    bytes: int
+    created_at: int
+    note: str
+    uploaded_by: str  # id of a key; empty: from before they were kept
+    is_current: bool
+    aliases: tuple[str, ...]
+    is_canary: bool
+    is_shadow: bool
+    state: Literal["ready", "failed"] = "ready"
+    reason: str | None = None  # why it failed
+    object: Literal["version"] = "version"
+
+
+class VersionList(msgspec.Struct, frozen=True):
+    """All versions that are kept, the newest first."""
+
+    data: list[VersionAnswer]
+    object: Literal["list"] = "list"
+
+
+class AliasAnswer(msgspec.Struct, frozen=True):
+    name: str
+    alias: str
+    version: int
+    object: Literal["alias"] = "alias"
+
+
+class AliasList(msgspec.Struct, frozen=True):
+    data: list[AliasAnswer]
+    object: Literal["list"] = "list"
+
+
+class Deleted(msgspec.Struct, frozen=True):
+    name: str
+    object: Literal["alias", "canary", "shadow", "pin"]
+    deleted: bool = True
+
+
+def shown_version(state: NameState, adapter: AdapterVersion, failure: str | None = None) -> VersionAnswer:
+    """A version of the name as its tenant sees it. `failure`: why a gang could not load it; None: nobody says so."""
+    note = state.notes.versions.get(adapter.version, VersionNote())
+    rollout = state.rollout
+    return VersionAnswer(
+        name=adapter.name,
+        version=adapter.version,
+        digest=adapter.digest,
+        rank=adapter.rank,
+        targets=adapter.targets,
+        bytes=adapter.num_bytes,
+        created_at=int(adapter.created_at),
+        note=note.note,
+        uploaded_by=note.uploaded_by,
+        is_current=adapter.version == state.current.version,
+        aliases=tuple(sorted(alias for alias, version in rollout.aliases.items() if version == adapter.version)),
+        is_canary=rollout.canary is not None and rollout.canary.version == adapter.version,
+        is_shadow=rollout.shadow is not None and rollout.shadow.version == adapter.version,
+        state="ready" if failure is None else "failed",
+        reason=failure,
+    )
