@@ -7,6 +7,7 @@ AdapterError
 │   └── NoSuchName        there is no such name (HTTP 404)
 ├── VersionRefused        what a version is asked to be it cannot be now; the message says why (HTTP 409)
 ├── UploadTooLarge        the upload is over a size limit (HTTP 413)
+├── QuotaExceeded         a tenant, or a key, may not have so much (HTTP 429, code insufficient_quota)
 ├── RegistryUnavailable   Redis does not answer; the same call may be repeated later (HTTP 503)
 ├── StoreUnavailable      the store cannot be read now: it may be later, or from another machine (HTTP 503)
 ├── AdapterCorrupt        the store has an adapter no longer, or damaged; requests for this adapter fail, others do not
@@ -44,6 +45,10 @@ class VersionRefused(AdapterError):  # noqa: N818
 
 
 class UploadTooLarge(AdapterError):  # noqa: N818
+    pass
+
+
+class QuotaExceeded(AdapterError):  # noqa: N818
     pass
 
 

@@ -350,6 +350,7 @@ class CompletionsApi:
             num_new_tokens=generation.n * sum(_num_new_tokens(prompt, context) for prompt in generation.prompts),
             num_sequences=len(running.choices),
             is_resumed=position is not None,
+            is_stream=style is not None,
             progress=running.progress,
         )
         account = await self._accounts.open(asked)

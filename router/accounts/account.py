@@ -38,6 +38,7 @@ class Asked:
     num_new_tokens: int  # at most, of all sequences together
     num_sequences: int
     is_resumed: bool  # its client has had a part of it, through this router or another
+    is_stream: bool = False  # so its client may come back for the rest
     progress: Callable[[], Progress]  # as of the moment of the call
 
 

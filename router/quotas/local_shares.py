@@ -1,0 +1,127 @@
+"""What one router may let through of each quota while it cannot ask Redis: its share of what the fleet may have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .bounds import Bounds, RateBound
+from .gcra import Bucket, admits, given_back, reserved, step_us, taken
+from .standing import Costs, Standing
+
+
+@dataclass(slots=True)
+class _Share:
+    """A bucket with the router's part of a limit, and what Redis has not heard of it."""
+
+    limit: float
+    fleet_limit: int
+    bucket: Bucket
+    unheard: Bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Units of a rate that were let through and have not drained."""
+
+    tenant: str
+    name: str
+    limit: int
+    units: float
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What an answer was given of one rate. `end_us`: the end of the backlog with it."""
+
+    name: str
+    units: float
+    end_us: float
+
+
+class LocalShares:
+    """Times are microseconds of one clock. A share begins with the part that was left when Redis was last heard.
+
+    What no router can tell, as how others of them use their shares, is left out: all of them together let through what
+    the fleet may, if each has the same share.
+    """
+
+    def __init__(self) -> None:
+        self._shares: dict[tuple[str, str], _Share] = {}
+
+    def open(
+        self,
+        bounds: Bounds,
+        known: Sequence[Bucket],
+        costs: Costs,
+        now_us: float,
+        num_routers: int,
+    ) -> tuple[bool, Standing, list[Held]]:
+        """Takes all costs, by kind, or nothing, and says which. `known`: of each rate, as Redis has last told it.
+
+        Streams are not looked at.
+        """
+        shares = [
+            self._share(bounds.tenant, rate, bucket, now_us, num_routers)
+            for rate, bucket in zip(bounds.rates, known, strict=True)
+        ]
+        wanted = [costs.get(rate.kind, 0) for rate in bounds.rates]
+        admitted = all(
+            not cost or admits(share.bucket, now_us, cost, share.limit)
+            for share, cost in zip(shares, wanted, strict=True)
+        )
+        held = []
+        if admitted:
+            for rate, share, cost in zip(bounds.rates, shares, wanted, strict=True):
+                # A request is one, even where the share of a minute is less: the next one waits for longer.
+                amount = float(cost) if rate.kind == "requests" else reserved(cost, share.limit)
+                self._take(share, amount, now_us)
+                if rate.kind == "tokens" and cost:
+                    held.append(Held(rate.name, amount, share.bucket.at_us + share.bucket.backlog_us))
+        standing = Standing(bounds, now_us, [share.bucket for share in shares], [share.limit for share in shares], 0, 0)
+        return admitted, standing, held
+
+    def use(self, tenant: str, held: Held, used: int, now_us: float, *, has_ended: bool) -> Held:
+        """Charges what an answer has used beyond what it was given, or gives back what it has not used in the end."""
+        share = self._shares.get((tenant, held.name))
+        if share is None or (used <= held.units and not has_ended):
+            return held
+        more = used - held.units
+        if more > 0:
+            self._take(share, more, now_us)
+        else:
+            share.bucket = given_back(share.bucket, now_us, -more, share.limit, held.end_us)
+            share.unheard = given_back(share.unheard, now_us, -more, share.limit, held.end_us)
+        return Held(held.name, float(used), share.bucket.at_us + share.bucket.backlog_us)
+
+    def reports(self, now_us: float) -> Iterator[Report]:
+        """What Redis has not heard, once: from now on it counts as heard."""
+        for (tenant, name), share in self._shares.items():
+            backlog_us = share.unheard.drained(now_us).backlog_us
+            share.unheard = Bucket(0.0, now_us)
+            if backlog_us > 0:
+                yield Report(tenant, name, share.fleet_limit, backlog_us / step_us(share.limit))
+
+    def take_back(self, report: Report, now_us: float) -> None:
+        """Redis has not heard the report after all."""
+        share = self._shares.get((report.tenant, report.name))
+        if share is not None:
+            share.unheard = taken(share.unheard, now_us, report.units, share.limit)
+
+    def clear(self) -> None:
+        self._shares.clear()
+
+    def _take(self, share: _Share, amount: float, now_us: float) -> None:
+        share.bucket = taken(share.bucket, now_us, amount, share.limit)
+        share.unheard = taken(share.unheard, now_us, amount, share.limit)
+
+    def _share(self, tenant: str, rate: RateBound, known: Bucket, now_us: float, num_routers: int) -> _Share:
+        limit = max(rate.limit, 0) / max(num_routers, 1)
+        share = self._shares.get((tenant, rate.name))
+        if share is None:
+            bucket = known.drained(now_us)
+            if rate.kind == "requests" and 0 < limit < 1:  # less than one is left, so the first one has to wait
+                bucket = taken(bucket, now_us, 1 - limit, limit)
+            share = self._shares[tenant, rate.name] = _Share(limit, rate.limit, bucket, Bucket(0.0, now_us))
+        share.limit, share.fleet_limit = limit, rate.limit
+        return share
