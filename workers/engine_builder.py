@@ -18,13 +18,13 @@ from .execution.executor import Executor, LocalExecutor, WorkerLostError, comput
 from .execution.gang_executor import GangExecutor
 from .execution.gang_messages import Failed, FromWorker, Join, Ready
 from .execution.gang_messages import Progress as ProgressMessage
+from .fairness.prompt_budget import token_interval_of
 from .loop import EngineLoop
 from .memory.pool import PoolGeometry, plan_pool
 from .models.config import ModelConfig
 from .models.sharding import ModelSharding
 from .models.weights import Progress
 from .parallel import Alone
-from .scheduling.prompt_budget import token_interval_of
 from .scheduling.request_limits import GangLimits
 from .scheduling.scheduler import Scheduler
 from .wire.messages import GangInfo

@@ -11,8 +11,8 @@ from typing import Literal
 import msgspec
 
 from .engine import Engine
+from .fairness.prompt_budget import token_interval_of
 from .leader.served_engine import OnStep
-from .scheduling.prompt_budget import token_interval_of
 from .step_deadline import StepDeadline
 from .step_times import StepTimes
 from .wire.messages import (

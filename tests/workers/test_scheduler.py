@@ -13,7 +13,7 @@ from motet.tests.rigs.scheduler_rig import Worker, WorkerExecutor, asking, limit
 from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
 from motet.workers.plan import INT32_BYTES
-from motet.workers.scheduling.preemption import choose_victim
+from motet.workers.fairness.preemption import choose_victim
 from motet.workers.scheduling.request_limits import GangLimits, refusal
 from motet.workers.scheduling.running_sequences import RunningSequences
 from motet.workers.scheduling.sequence import Sequence
@@ -361,6 +361,6 @@ def test_nobody_older_ever_gives_way(arrivals: list[int], needy_arrival: int) ->
     for number, arrival in enumerate(arrivals):
         running.add(Sequence(request(number), arrival, 0, [1] * (1 + arrival % 2)))  # every other one is a prompt
     running.check_integrity()
-    victim = choose_victim(running.newest, made(needy_arrival))
+    victim = choose_victim(running.last, made(needy_arrival))
     newer = [arrival for arrival in arrivals if arrival > needy_arrival]
     assert (None if victim is None else victim.arrival) == max(newer, default=None)

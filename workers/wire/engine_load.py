@@ -60,6 +60,12 @@ class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: Annotated[
         int, Meta(description="Sequences that gave their pages to others and are computed again.")
     ] = 0
+    num_fair_preemptions: Annotated[
+        int,
+        Meta(
+            description="Of these, sequences of tenants who had most, that gave their places to waiting ones of others."
+        ),
+    ] = 0
     num_adapter_loads: Annotated[int, Meta(description="Adapters that were loaded into the pool.")] = 0
     num_adapter_evictions: Annotated[int, Meta(description="Adapters that were evicted from the pool.")] = 0
     num_cached_tokens: Annotated[
