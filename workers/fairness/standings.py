@@ -11,6 +11,7 @@ from .standing import Standing
 Scheduling = Literal["fair", "fifo"]
 
 _SLACK_STEPS = 4  # so many full steps of prompts
+_AHEAD_STEPS = 64  # that a tenant is put back for what other gangs serve it: more than one makes between two news
 _BURST_STEPS = 16  # what a tenant may be behind when it comes back
 _MAX_IDLE = 16_384  # tenants that are remembered though they have nothing here; some 200 bytes each
 
@@ -30,6 +31,7 @@ class Standings:
         """`scheduling`: "fifo" serves all as they come, as if they were one tenant's, of one class and priority."""
         self.is_fair = scheduling == "fair"
         self.slack, self.burst = float(_SLACK_STEPS * max_tokens_per_step), float(_BURST_STEPS * max_tokens_per_step)
+        self.ahead = float(_AHEAD_STEPS * max_tokens_per_step)
         self._known: dict[tuple[str, bool], Standing] = {}
         self._here = {is_background: LeastFirst(_key_here) for is_background in (False, True)}
         self._last_left = {False: 0.0, True: 0.0}  # counter of the tenant that last had nothing left here, by class
@@ -62,6 +64,8 @@ class Standings:
             standing.num_sequences -= 1
             self._changed[standing.tenant] = None
             if not standing.num_sequences:
+                if not standing.is_background:
+                    self._elsewhere.pop(standing.tenant, None)
                 self._last_left[standing.is_background] = standing.counter
                 self._num_here -= 1
                 self._forget_some()
@@ -76,15 +80,19 @@ class Standings:
     def charge_elsewhere(self, totals: Iterable[tuple[str, float]]) -> None:
         """What tenants have had of all other gangs since these were first told of, divided by their weights.
 
-        Of several that tell the same the largest counts; a tenant that is told of for the first time is not charged for
-        what was before.
+        Of several that tell the same the largest counts. A tenant is charged for what it has elsewhere while it has
+        something here: not for what was before, and no further than to `ahead` of whoever is first. So it yields to
+        those who have only this gang, and is one of them again soon after it has no other.
         """
         if not self.is_fair:
             return
         for tenant, total in totals:
             standing, before = self._standing(tenant, False), self._elsewhere.get(tenant, total)
             self._elsewhere[tenant] = max(before, total)
-            standing.counter += max(total - before, 0.0)
+            if standing.num_sequences:
+                first = self._here[False].first()
+                most = self.ahead + (standing if first is None else first).counter
+                standing.counter = max(standing.counter, min(standing.counter + max(total - before, 0.0), most))
         self._forget_some()
 
     def take_changed(self, most: int) -> list[Standing]:
