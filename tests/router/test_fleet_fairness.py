@@ -40,11 +40,20 @@ def test_two_tenants_get_the_same_though_one_is_at_half_of_the_gangs(num_gangs: 
     st.integers(1, 3),
 )
 def test_whatever_a_third_does(num_gangs: int, from_s: float, lasts_s: float, weight: float, num_routers: int) -> None:
-    """It comes and goes, at all gangs where the two are."""
+    """It comes and goes, at half of the gangs where the two are."""
     wide, narrow = Backlog("wide", range(num_gangs), weight), Backlog("narrow", range(num_gangs), weight)
     third = Backlog("third", range(num_gangs // 2), from_s=from_s, until_s=from_s + lasts_s)
     after = simulate([wide, narrow, third], num_gangs, 20.0, NEWS_S, num_routers)
     assert worst_difference(after, wide, narrow) <= bound(num_gangs)
+
+
+def test_many_gangs_do_not_swing_together() -> None:
+    """Each hears late of what the others do, so all favour the same tenant for a while: within the bound."""
+    wide, narrow = Backlog("wide", range(24)), Backlog("narrow", range(24))
+    third = Backlog("third", range(12), from_s=5.0)
+    after = simulate([wide, narrow, third], 24, 40.0, NEWS_S)
+    assert worst_difference(after, wide, narrow) <= bound(24)
+    assert after[-1]["third"] > 0.95 * 24 * RATE * 35.0 / 3
 
 
 def test_several_routers_do_not_count_twice() -> None:

@@ -11,7 +11,7 @@ from .standing import Standing
 Scheduling = Literal["fair", "fifo"]
 
 _SLACK_STEPS = 4  # so many full steps of prompts
-_AHEAD_STEPS = 64  # that a tenant is put back for what other gangs serve it: more than one makes between two news
+_AHEAD_NEWS = 4  # a tenant is put back by no more than others serve it in so many times that they tell of it
 _BURST_STEPS = 16  # what a tenant may be behind when it comes back
 _MAX_IDLE = 16_384  # tenants that are remembered though they have nothing here; some 200 bytes each
 
@@ -31,7 +31,6 @@ class Standings:
         """`scheduling`: "fifo" serves all as they come, as if they were one tenant's, of one class and priority."""
         self.is_fair = scheduling == "fair"
         self.slack, self.burst = float(_SLACK_STEPS * max_tokens_per_step), float(_BURST_STEPS * max_tokens_per_step)
-        self.ahead = float(_AHEAD_STEPS * max_tokens_per_step)
         self._known: dict[tuple[str, bool], Standing] = {}
         self._here = {is_background: LeastFirst(_key_here) for is_background in (False, True)}
         self._last_left = {False: 0.0, True: 0.0}  # counter of the tenant that last had nothing left here, by class
@@ -81,8 +80,8 @@ class Standings:
         """What tenants have had of all other gangs since these were first told of, divided by their weights.
 
         Of several that tell the same the largest counts. A tenant is charged for what it has elsewhere while it has
-        something here: not for what was before, and no further than to `ahead` of whoever is first. So it yields to
-        those who have only this gang, and is one of them again soon after it has no other.
+        something here: not for what was before, and never so far that it could not be one of those who have only this
+        gang soon after it has no other. As long as it has others, it is charged with each news.
         """
         if not self.is_fair:
             return
@@ -90,9 +89,9 @@ class Standings:
             standing, before = self._standing(tenant, False), self._elsewhere.get(tenant, total)
             self._elsewhere[tenant] = max(before, total)
             if standing.num_sequences:
-                first = self._here[False].first()
-                most = self.ahead + (standing if first is None else first).counter
-                standing.counter = max(standing.counter, min(standing.counter + max(total - before, 0.0), most))
+                growth, first = max(total - before, 0.0), self._here[False].first() or standing
+                most = first.counter + max(self.burst, _AHEAD_NEWS * growth)
+                standing.counter = max(standing.counter, min(standing.counter + growth, most))
         self._forget_some()
 
     def take_changed(self, most: int) -> list[Standing]:
