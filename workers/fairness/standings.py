@@ -11,6 +11,7 @@ from .standing import Standing
 Scheduling = Literal["fair", "fifo"]
 
 _SLACK_STEPS = 4  # so many full steps of prompts
+_AHEAD_NEWS = 4  # a tenant is put back by no more than others serve it in so many times that they tell of it
 _BURST_STEPS = 16  # what a tenant may be behind when it comes back
 _MAX_IDLE = 16_384  # tenants that are remembered though they have nothing here; some 200 bytes each
 
@@ -62,6 +63,8 @@ class Standings:
             standing.num_sequences -= 1
             self._changed[standing.tenant] = None
             if not standing.num_sequences:
+                if not standing.is_background:
+                    self._elsewhere.pop(standing.tenant, None)
                 self._last_left[standing.is_background] = standing.counter
                 self._num_here -= 1
                 self._forget_some()
@@ -76,15 +79,19 @@ class Standings:
     def charge_elsewhere(self, totals: Iterable[tuple[str, float]]) -> None:
         """What tenants have had of all other gangs since these were first told of, divided by their weights.
 
-        Of several that tell the same the largest counts; a tenant that is told of for the first time is not charged for
-        what was before.
+        Of several that tell the same the largest counts. A tenant is charged for what it has elsewhere while it has
+        something here: not for what was before, and never so far that it could not be one of those who have only this
+        gang soon after it has no other. As long as it has others, it is charged with each news.
         """
         if not self.is_fair:
             return
         for tenant, total in totals:
             standing, before = self._standing(tenant, False), self._elsewhere.get(tenant, total)
             self._elsewhere[tenant] = max(before, total)
-            standing.counter += max(total - before, 0.0)
+            if standing.num_sequences:
+                growth, first = max(total - before, 0.0), self._here[False].first() or standing
+                most = first.counter + max(self.burst, _AHEAD_NEWS * growth)
+                standing.counter = max(standing.counter, min(standing.counter + growth, most))
         self._forget_some()
 
     def take_changed(self, most: int) -> list[Standing]:
