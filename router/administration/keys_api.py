@@ -16,7 +16,7 @@ from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.tenants.audit_entry import Actor
 from ...adapters.tenants.records import ALL_OF_A_TENANT, KeyRecord
-from ..bodies.small_body import read_small
+from ..bodies.small_body import small_body
 from ..openai_api.errors import ApiError
 from ..openai_api.list_page import encoded_list, page_request
 from ..route import RouteSpec
@@ -93,7 +93,7 @@ class KeysApi:
 
     async def create_for_tenant(self, request: Request) -> Response:
         self._door.check_operator(request)
-        body = await read_small(request, _new)
+        body = await small_body(request, _new)
         tenant = await self._tenant(request)
         return await self._create(self._wanted(tenant, body), operators(request))
 
@@ -103,7 +103,7 @@ class KeysApi:
 
     async def change(self, request: Request) -> Response:
         self._door.check_operator(request)
-        body = await read_small(request, _changes)
+        body = await small_body(request, _changes)
         fields = given(body)
         if "scopes" in fields:
             fields["scopes"] = frozenset(fields["scopes"])
@@ -122,7 +122,7 @@ class KeysApi:
 
     async def rotate(self, request: Request) -> Response:
         self._door.check_operator(request)
-        overlap_s = (await read_small(request, _rotation)).overlap_s
+        overlap_s = (await small_body(request, _rotation)).overlap_s
         return await self._rotate(*await self._key(request), overlap_s, operators(request))
 
     async def list_own(self, request: Request) -> Response:
@@ -130,7 +130,7 @@ class KeysApi:
 
     async def create_own(self, request: Request) -> Response:
         identity = self._door.identify(request, "admin")
-        body = await read_small(request, _new)
+        body = await small_body(request, _new)
         wanted = within(self._wanted(identity.name, body), body, identity.key)
         return await self._create(wanted, identity.actor(request))
 
@@ -144,7 +144,7 @@ class KeysApi:
 
     async def rotate_own(self, request: Request) -> Response:
         identity = self._door.identify(request, "admin")
-        overlap_s = (await read_small(request, _rotation)).overlap_s
+        overlap_s = (await small_body(request, _rotation)).overlap_s
         key_hash, key = await self._key(request, identity)
         check_not_beyond(key, identity.key)
         return await self._rotate(key_hash, key, overlap_s, identity.actor(request))

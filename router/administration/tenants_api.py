@@ -14,7 +14,7 @@ from ...adapters.administration.administration import Administration
 from ...adapters.names import check_tenant
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.tenants.records import TenantRecord
-from ..bodies.small_body import read_small
+from ..bodies.small_body import small_body
 from ..openai_api.errors import invalid_value
 from ..openai_api.list_page import encoded_list, page_request
 from ..route import RouteSpec
@@ -81,7 +81,7 @@ class TenantsApi:
 
     async def create(self, request: Request) -> Response:
         self._door.check_operator(request)
-        body = await read_small(request, _new)
+        body = await small_body(request, _new)
         tenant = TenantRecord(
             name=body.name,
             label=body.label,
@@ -99,7 +99,7 @@ class TenantsApi:
 
     async def change(self, request: Request) -> Response:
         self._door.check_operator(request)
-        body = await read_small(request, _changes)
+        body = await small_body(request, _changes)
         fields = given(body)
         if "background" in fields:
             fields["is_background"] = fields.pop("background")

@@ -1,4 +1,4 @@
-"""Small JSON bodies, of requests that change something and compute nothing."""
+"""Bodies of requests that change something: JSON of a few kilobytes, read at once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ MAX_BYTES: Final = 16 << 10
 _DEADLINE_S: Final = 10.0
 
 
-async def read_small(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
-    """What the body says; an empty one is read as {}.
-
-    Raises 400 for a body that does not fit, 408 for one that comes too slowly, and 413 for one that is too large.
-    """
+async def small_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
+    """The decoded body; an empty one counts as {}. Raises 400, 408 for one that comes too slowly, and 413."""
     body = bytearray()
     try:
         async with asyncio.timeout(_DEADLINE_S):
@@ -30,6 +27,6 @@ async def read_small(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
                     raise ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
                 body += chunk
     except TimeoutError:
-        message = f"The request's body comes too slowly: {_DEADLINE_S:g} s are enough for it."
+        message = f"The request's body did not come within {_DEADLINE_S:g} s."
         raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
-    return decode(bytes(body) or b"{}", decoder)
+    return decode(body or b"{}", decoder)
