@@ -17,7 +17,7 @@ from ..tenants.records import TenantRecord
 from .change_scripts import CHANGED, END_ADAPTERS_KEYS, END_ADAPTERS_SCRIPT, END_KEYS_SCRIPT
 from .record_changes import Found, RecordChanges, Wanted
 
-_PAGE_SIZE: Final = 500  # of what is deleted at once: a few milliseconds of Redis's time
+_PAGE_SIZE: Final = 200  # of what is deleted at once: a few milliseconds of Redis's time
 EndOfTenant = Callable[[str], Awaitable[None]]  # deletes what somebody keeps of a tenant; may be called again
 
 

@@ -8,6 +8,7 @@ import random
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from hashlib import sha256
 
 from ..adapter import AdapterVersion
 from ..errors import RegistryUnavailable
@@ -16,7 +17,7 @@ from .adapter_lookups import AdapterLookups
 from .events import AdapterDeleted, AdapterSet, KeySet, RegistryEvent, TenantSet, decode_key, decode_tenant
 from .kept_adapters import KeptAdapters, Name
 from .known_keys import KnownKeys
-from .registry import PAGE_SIZE, NumberedEvent, Registry, hash_key
+from .registry import PAGE_SIZE, NumberedEvent, Registry
 
 _LOG = logging.getLogger(__name__)
 CAPACITY = 65_536  # adapters: some 40 MB
@@ -116,7 +117,7 @@ class RegistryView:
 
     def key(self, key: str) -> KeyRecord | None:
         """What is known of an API key; None: it is nobody's."""
-        return self._keys.key(bytes.fromhex(hash_key(key)))
+        return self._keys.key(sha256(key.encode()).digest())
 
     def tenant(self, name: str) -> TenantRecord:
         """What is known of a tenant; one of whom nothing was said has the defaults."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -11,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...adapters.administration.administration import Administration
+from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.tenants.audit_entry import Actor
 from ...adapters.tenants.records import ALL_OF_A_TENANT, KeyRecord
@@ -173,11 +175,13 @@ class KeysApi:
             raise ApiError(409, message, code="too_many_keys")
         with as_api_errors():
             made, key = await self._keys.create(wanted, actor)
+        await self._settle()
         return json_answer(made_key(made, key), 201)
 
     async def _rotate(self, key_hash: str, key: KeyRecord, overlap_s: float, actor: Actor) -> Response:
         with as_api_errors():
             made, new_key, old = await self._keys.rotate(key_hash, key, overlap_s, actor)
+        await self._settle()
         return json_answer(rotated_key(made, new_key, old), 201)
 
     async def _delete(self, key_hash: str, key: KeyRecord, actor: Actor) -> Response:
@@ -201,6 +205,11 @@ class KeysApi:
         if found is None or (identity is not None and found[1].tenant != identity.name):
             raise no_key()
         return found
+
+    async def _settle(self) -> None:
+        """Waits until this router lets the new key in. If that takes long, the key is told all the same: only once."""
+        with suppress(RegistryUnavailable):
+            await self._view.catch_up()
 
     async def _catch_up(self) -> None:
         with as_api_errors():

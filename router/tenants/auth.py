@@ -13,18 +13,25 @@ from starlette.requests import Request
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.tenants.records import KeyRecord, Scope
 from ..access.request_record import record_of
-from ..openai_api.errors import ApiError
+from ..openai_api.errors import ApiError, unavailable
 from .identity import Identity
 
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 _MAX_KEY_CHARS = 1024
 
 
+class TokensUnavailable(Exception):  # noqa: N818
+    """Whether a token is good cannot be told now."""
+
+
 class Tokens(Protocol):
     """Who verifies tokens of identity providers."""
 
     def verify(self, token: str) -> tuple[KeyRecord, str] | None:
-        """What a token allows, and its subject; None: it is not accepted. It waits for nobody."""
+        """What a token allows, and its subject; None: it is not accepted. It waits for nobody.
+
+        Raises TokensUnavailable.
+        """
 
 
 class Door:
@@ -45,10 +52,8 @@ class Door:
         """Raises 401 for a missing, unknown or expired key, 403 for a suspended tenant and for a missing scope."""
         credential = _credential_of(request)
         key, subject = self._view.key(credential) if len(credential) <= _MAX_KEY_CHARS else None, ""
-        if key is None and self._tokens is not None and (verified := self._tokens.verify(credential)) is not None:
-            key, subject = verified
-            if not self._view.keys.has_tenant(key.tenant):
-                raise unknown_key()
+        if key is None and self._tokens is not None:
+            key, subject = self._of_token(self._tokens, credential)
         if key is None or (key.expires_at is not None and key.expires_at <= self._clock()):
             raise unknown_key()
         tenant = self._view.tenant(key.tenant)
@@ -58,8 +63,18 @@ class Door:
         if tenant.is_suspended:
             raise ApiError(403, "This tenant is suspended: ask the operators of this server.", code="tenant_suspended")
         if scope not in key.scopes:
-            raise ApiError(403, f"This API key lacks the scope {scope}.", code="missing_scope")
+            what = "token" if subject else "API key"
+            raise ApiError(403, f"This {what} lacks the scope {scope}.", code="missing_scope")
         return Identity(tenant, key, subject)
+
+    def _of_token(self, tokens: Tokens, token: str) -> tuple[KeyRecord | None, str]:
+        try:
+            key, subject = tokens.verify(token) or (None, "")
+        except TokensUnavailable as error:
+            raise unavailable("Tokens cannot be verified now, try again.", "issuer_unavailable") from error
+        if key is not None and not self._view.keys.has_tenant(key.tenant):
+            return None, ""  # tenants are made by operators, not by who issues tokens
+        return key, subject
 
     def check_operator(self, request: Request) -> None:
         """Raises 401 unless the request has the operators' key. A tenant's key is none."""

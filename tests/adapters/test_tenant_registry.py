@@ -201,7 +201,7 @@ async def test_a_deletion_that_was_cut_off_goes_on(
     moment: int, registry: Registry, view: RegistryView, redis_client: Redis
 ) -> None:
     """Whatever was done, the tenant is refused, and nobody else gets the name before the end."""
-    num_names, ended = 1200, []
+    num_names, ended = 500, []
 
     async def end(tenant: str) -> None:
         ended.append(tenant)

@@ -1,4 +1,4 @@
-"""A router's app over a real registry, with tenants and keys that are made through its API; generation is a stand-in."""
+"""A router's app over a real registry, with tenants and keys made through its API; generation is a stand-in."""
 
 from __future__ import annotations
 
