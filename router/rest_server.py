@@ -27,6 +27,8 @@ from .metrics import Metrics
 from .models_api import ModelsApi
 from .openai_api.errors import ApiError, internal_error
 from .operations_api import OperationsApi
+from .quotas.limits_api import LimitsApi
+from .quotas.quotas import Quotas
 from .readiness import Readiness
 from .route import RouteSpec
 from .tenants.auth import Door
@@ -49,13 +51,14 @@ def create_app(
     labels: Mapping[str, str] | None = None,
     targets: Callable[[], Sequence[MetricsTarget]] = tuple,
     accountants: Sequence[Accountant] = (),
+    quotas: Quotas | None = None,
 ) -> FastAPI:
     """The app. The caller starts and stops the collaborators that it passes in.
 
     `operator_key`: what /status and the routes of metrics ask for, since they tell of all tenants. `metrics`: where
     somebody else writes into them too. `labels`: of all that /metrics shows. `targets`: processes with metrics of their
     own. `config`: what in it can change takes effect with the next request. `accountants`: they keep something
-    of each answer.
+    of each answer. `quotas`: None: nobody has any.
     """
     metrics = metrics or Metrics()
     door = Door(view, operator_key)
@@ -63,9 +66,11 @@ def create_app(
     readiness = Readiness(config, dispatcher, metrics)
     operations = OperationsApi(base, dispatcher, view, metrics, readiness, door, labels or {}, targets)
     models = ModelsApi(base, view, door)
-    completions = CompletionsApi(config, base, dispatcher, view, text, metrics, door, Accounts(accountants))
+    accounts = Accounts(accountants) if quotas is None else Accounts((quotas, *accountants), quotas.at_door)
+    completions = CompletionsApi(config, base, dispatcher, view, text, metrics, door, accounts)
     adapters = AdaptersApi(config, door, uploads, metrics)
     versions = VersionsApi(door, uploads)
+    limits = LimitsApi(door, quotas, uploads)
     access_log = AccessLog(config)
     # The name of a base may have slashes.
     routes: Sequence[RouteSpec] = (
@@ -79,6 +84,7 @@ def create_app(
         RouteSpec(method="GET", path="/v1/adapters/{name}", handler=adapters.show, scope="upload"),
         RouteSpec(method="DELETE", path="/v1/adapters/{name}", handler=adapters.delete, scope="upload"),
         *versions.routes(),
+        *limits.routes(),
         RouteSpec(method="GET", path="/health", handler=operations.health, scope=None),
         RouteSpec(method="GET", path="/ready", handler=operations.ready, scope=None),
         RouteSpec(method="GET", path="/metrics", handler=operations.metrics, scope="metrics"),

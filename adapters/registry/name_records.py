@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from ..adapter import AdapterVersion
 from ..errors import NoSuchName, RegistryUnavailable
 from ..names import check_name, check_tenant
+from ..tenants.storage_bounds import StorageBound, check_storage
 from ..versions.name_state import NameNotes, NameState, VersionNote, with_upload
 from ..versions.rollout import versions_of
 from .events import decode_adapter, encode_facts
@@ -33,6 +34,7 @@ from .registry_scripts import (
     VERSION_NOTES,
     VERSIONS,
 )
+from .stored_counts import bound_args, use_of
 
 _MAX_TRIES: Final = 64  # of a change that others overtake
 _encode = msgspec.json.Encoder().encode
@@ -63,11 +65,13 @@ class NameRecords:
         num_bytes: int,
         activate: bool = True,
         note: VersionNote | None = None,
+        bounds: Sequence[StorageBound] = (),
     ) -> tuple[AdapterVersion, AdapterVersion, bool]:
         """The version that has this digest, the name's current version, and whether this call made a version.
 
         The current version with the same digest is taken for the same upload; where the new one would not be current,
-        any version of the name is. Raises VersionRefused for the first version of a name that is not to be current.
+        any version of the name is. Raises VersionRefused for the first version of a name that is not to be current, and
+        QuotaExceeded if what is stored would be over one of the bounds: that is decided where it is counted.
         """
         check_tenant(tenant)
         check_name(name)
@@ -83,7 +87,7 @@ class NameRecords:
             upload = AdapterVersion(tenant, name, version, digest, module_ranks, num_bytes, now)
             return with_upload(state, upload, own, activate=activate, now=now), version, None
 
-        state, found, version = await self._change(f"{tenant}/{name}", add)
+        state, found, version = await self._change(f"{tenant}/{name}", add, bounds)
         if found is not None:
             return found, state.current, False
         made = state.current if activate else state.find(str(version))
@@ -102,6 +106,7 @@ class NameRecords:
         self,
         field: str,
         change: Callable[[NameState | None, int, float], tuple[NameState, int, AdapterVersion | None]],
+        bounds: Sequence[StorageBound] = (),
     ) -> tuple[NameState, AdapterVersion | None, int]:
         for _ in range(_MAX_TRIES):
             before, last_version, record, notes = await self._read(field)
@@ -114,8 +119,10 @@ class NameRecords:
             async with answered_within(self._timeout_s):
                 written = await self._change_script(
                     keys=[ADAPTERS, NAMES, VERSIONS, VERSION_NOTES, CANARIES, NUMBER, EVENTS],
-                    args=[*args, new_notes, int(after.rollout.canary is not None)],
+                    args=[*args, new_notes, int(after.rollout.canary is not None), *bound_args(bounds)],
                 )
+            if isinstance(written, list):
+                _refuse(bounds, *written)
             if written is not None:
                 return NameState(decode_adapter(field, written), after.notes), found, new_last
             await asyncio.sleep(random.uniform(0.0, 0.01))
@@ -130,6 +137,12 @@ class NameRecords:
         if record:
             state = NameState(decode_adapter(field, record), _decode_notes(notes) if notes else NameNotes())
         return state, int(last_version), record, notes
+
+
+def _refuse(bounds: Sequence[StorageBound], key_id: str, *counts: int | str) -> None:
+    bound = next(bound for bound in bounds if bound.key_id == key_id and not bound.is_open)
+    check_storage(bound, use_of(*counts[:2]), use_of(*counts[2:]))
+    raise AssertionError(f"{bound} was exceeded, and is not")
 
 
 def _existing(state: NameState | None, name: str) -> NameState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import click
 
 from ... import __version__
+from ..tenant_commands.limit_lines import limit_lines
 from .adapter_commands import adapters
 from .chat import Chat
 from .client import MotetClient
@@ -63,6 +65,15 @@ def status(client: MotetClient, seconds: float) -> None:
     time.sleep(seconds)
     for line in status_lines(client.status(), before=before, seconds=seconds):
         click.echo(line)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="As the server tells it.")
+@with_client
+def limits(client: MotetClient, as_json: bool) -> None:
+    """Show the quotas of the tenant and of its key, and what is left of them."""
+    found = client.limits()
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(limit_lines(found)))
 
 
 main.add_command(serve)

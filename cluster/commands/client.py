@@ -153,6 +153,10 @@ class MotetClient:
         """Model, gangs and load, as the server tells them."""
         return dict(self._json("GET", "/status"))
 
+    def limits(self) -> dict[str, Any]:
+        """The tenant's and its key's quotas, and what is left of them."""
+        return dict(self._json("GET", "/v1/limits"))
+
     def chat(
         self,
         model: str,

@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...adapters.adapter import AdapterVersion
-from ...adapters.errors import AdapterInvalid, RegistryUnavailable, UploadTooLarge, VersionRefused
+from ...adapters.errors import AdapterInvalid, QuotaExceeded, RegistryUnavailable, UploadTooLarge, VersionRefused
+from ...adapters.tenants.storage_bounds import storage_bounds
 from ...adapters.upload import UploadService
 from ...adapters.versions.name_state import VersionNote
 from ..access.request_record import record_of
@@ -22,7 +23,7 @@ from ..bodies.arrival import ArrivalPace
 from ..bodies.turns import Turns
 from ..config import CurrentConfig
 from ..metrics import Metrics
-from ..openai_api.errors import ApiError, unavailable
+from ..openai_api.errors import ApiError, insufficient_quota, unavailable
 from ..openai_api.list_page import encoded_list, page_request, read_page
 from ..tenants.auth import Door
 from ..tenants.identity import Identity
@@ -66,6 +67,8 @@ class AdaptersApi:
                 raise ApiError(409, str(error), param="activate", code="version_refused") from error
             except UploadTooLarge as error:
                 raise ApiError(413, str(error), code="too_large") from error
+            except QuotaExceeded as error:
+                raise insufficient_quota(str(error)) from error
             except RegistryUnavailable as error:
                 raise _registry_away(error) from error
             except OSError as error:
@@ -86,8 +89,9 @@ class AdaptersApi:
                 request, tensors_path, config.max_upload_bytes, config.upload_idle_s, pace, room
             )
             note = VersionNote(form.note, identity.key.key_id)
+            bounds = storage_bounds(identity.tenant, identity.key)
             return await self._uploads.upload(
-                identity.name, form.name, form.config, tensors_path, activate=form.activate, note=note
+                identity.name, form.name, form.config, tensors_path, activate=form.activate, note=note, bounds=bounds
             )
 
     async def list(self, request: Request) -> Response:
