@@ -20,7 +20,9 @@ from .registry.registry import Registry
 from .registry.registry_view import RegistryView
 from .store.store import BEGINNINGS, AdapterStore
 from .tenants.audit_entry import AuditEntry
+from .tenants.storage_bounds import StorageBound, StorageUse, check_storage
 from .versions.name_state import NameState, VersionNote
+from .versions.rollout import MAX_VERSIONS, versions_of
 
 _SWEEP_LEASE_S = 60.0  # of a 256th of a store; after so long another router takes over from one that died
 
@@ -68,6 +70,7 @@ class UploadService:
         note: VersionNote | None = None,
         num_ended: int | None = None,
         entry: AuditEntry | None = None,
+        bounds: Sequence[StorageBound] = (),
     ) -> tuple[AdapterVersion, bool]:
         """The version with this content, and whether this upload made it: the same content does not.
 
@@ -76,13 +79,17 @@ class UploadService:
         `config` is adapter_config.json, as bytes or a file; `tensors` is the file adapter_model.safetensors. The caller
         removes both afterwards. Once this returns, the adapter is on disk. `num_ended` and `entry`: see
         `NameRecords.register`. Raises AdapterInvalid, UploadTooLarge, TenantGone, VersionRefused for a new name without
-        `activate`, and RegistryUnavailable, after which the same upload may be repeated.
+        `activate`, QuotaExceeded if more would be stored than `bounds` let, and RegistryUnavailable, after which the
+        same upload may be repeated.
         """
         check_tenant(tenant)
         check_name(name, self._reserved)
         await self._registry.ping()  # no work for an upload that cannot be registered
         async with self._slots:
-            content = await asyncio.to_thread(self._keep, config, tensors)
+            content = await asyncio.to_thread(self._validated, config, tensors)
+            if any(not bound.is_open for bound in bounds):
+                await self._check_room(tenant, name, content, bounds)  # so that what is refused takes no disk
+            await asyncio.to_thread(self._store.put, content, self._layouts)
         adapter, current, created = await self._registry.names.register(
             tenant,
             name,
@@ -93,6 +100,7 @@ class UploadService:
             note=note,
             num_ended=num_ended,
             entry=entry,
+            bounds=bounds,
         )
         self._view.apply(AdapterSet(current))
         return adapter, created
@@ -164,14 +172,30 @@ class UploadService:
                 await self._registry.hold_sweep(store_id, sweep_id, rest)
         return num_removed
 
-    def _keep(self, config: bytes | Path, tensors: Path) -> AdapterContent:
+    async def stored(self, tenant: str, key_id: str) -> tuple[StorageUse, StorageUse]:
+        """What the tenant has stored, and what of that came with the key. Raises RegistryUnavailable."""
+        return await self._registry.stored.of(tenant, key_id)
+
+    async def _check_room(
+        self, tenant: str, name: str, content: AdapterContent, bounds: Sequence[StorageBound]
+    ) -> None:
+        """Raises QuotaExceeded as far as can be told before the upload is registered, which decides."""
+        current = await self._registry.get(tenant, name)
+        versions = [] if current is None else [*versions_of(current)]
+        if any(version.digest == content.digest for version in versions):
+            return  # perhaps nothing new
+        freed = max(version.num_bytes for version in versions) if len(versions) >= MAX_VERSIONS else 0
+        more = StorageUse(0 if versions else 1, content.num_bytes - freed)
+        for bound in bounds:
+            use = (await self._registry.stored.of(tenant, bound.key_id))[1]
+            check_storage(bound, use, more)
+
+    def _validated(self, config: bytes | Path, tensors: Path) -> AdapterContent:
         config_bytes = config.stat().st_size if isinstance(config, Path) else len(config)
         _check_size(CONFIG_FILE, config_bytes, self.limits.max_config_bytes)
         _check_size(TENSORS_FILE, tensors.stat().st_size, self.limits.max_tensors_bytes)
         data = config.read_bytes() if isinstance(config, Path) else config
-        content = validate(data, tensors, self._layouts[0].shape)
-        self._store.put(content, self._layouts)
-        return content
+        return validate(data, tensors, self._layouts[0].shape)
 
 
 def _check_size(what: str, num_bytes: int, limit: int) -> None:

@@ -31,6 +31,8 @@ from .models_api import ModelsApi
 from .openai_api.errors import ApiError, internal_error
 from .openapi.openapi_api import OpenApi
 from .operations_api import OperationsApi
+from .quotas.limits_api import LimitsApi
+from .quotas.quotas import Quotas
 from .readiness import Readiness
 from .tenants.auth import Door, Tokens
 from .text.text import TextService
@@ -54,6 +56,7 @@ def create_app(
     accountants: Sequence[Accountant] = (),
     administration: Administration | None = None,
     tokens: Tokens | None = None,
+    quotas: Quotas | None = None,
 ) -> FastAPI:
     """The app. The caller starts and stops the collaborators that it passes in.
 
@@ -61,7 +64,7 @@ def create_app(
     somebody else writes into them too. `labels`: of all that /metrics shows. `targets`: processes with metrics of their
     own. `config`: what in it can change takes effect with the next request. `accountants`: they keep something
     of each answer. `administration`: None: tenants and keys are not changed here. `tokens`: who verifies tokens
-    of identity providers; None: there are none.
+    of identity providers; None: there are none. `quotas`: None: nobody has any.
     """
     metrics = metrics or Metrics()
     door = Door(view, operator_key, tokens)
@@ -69,15 +72,18 @@ def create_app(
     readiness = Readiness(config, dispatcher, metrics)
     operations = OperationsApi(base, dispatcher, view, metrics, readiness, door, labels or {}, targets)
     models = ModelsApi(base, view, door)
-    completions = CompletionsApi(config, base, dispatcher, view, text, metrics, door, Accounts(accountants))
+    accounts = Accounts(accountants) if quotas is None else Accounts((quotas, *accountants), quotas.at_door)
+    completions = CompletionsApi(config, base, dispatcher, view, text, metrics, door, accounts)
     adapters = AdaptersApi(config, door, uploads, metrics)
     versions = VersionsApi(door, uploads)
+    limits = LimitsApi(door, quotas, uploads)
     access_log = AccessLog(config)
     routes = [
         *completions.routes(),
         *models.routes(),
         *adapters.routes(),
         *versions.routes(),
+        *limits.routes(),
         *operations.routes(),
     ]
     if administration is not None:

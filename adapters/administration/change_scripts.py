@@ -18,6 +18,7 @@ from ..registry.registry_scripts import (
     NOTE,
     NUMBER,
     OWNER,
+    STORED,
     TELL,
     TENANTS,
     VERSION_NOTES,
@@ -87,6 +88,7 @@ for _, name in ipairs(names) do
     tell('delete', name, string.match(record, '^%d+') .. ' ' .. string.format('%d', next_number()))
   end
 end
+if #names < tonumber(ARGV[2]) then redis.call('DEL', '{STORED}' .. ARGV[1]) end
 return #names
 """
 # id before which to begin ('+': at the newest), count, tenant (empty: all). Looks at that many entries, the newest

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -19,6 +19,7 @@ from ..adapter import AdapterVersion
 from ..errors import NoSuchName, RegistryUnavailable, TenantGone
 from ..names import check_name, check_tenant
 from ..tenants.audit_entry import AuditEntry, encode_entry, log_entry
+from ..tenants.storage_bounds import StorageBound, check_storage
 from ..versions.name_state import NameNotes, NameState, VersionNote, with_upload
 from ..versions.rollout import versions_of
 from .events import decode_adapter, encode_facts
@@ -34,6 +35,7 @@ from .registry_scripts import (
     VERSION_NOTES,
     VERSIONS,
 )
+from .stored_counts import bound_args, use_of
 
 _MAX_TRIES: Final = 64  # of a change that others overtake
 _encode = msgspec.json.Encoder().encode
@@ -66,11 +68,13 @@ class NameRecords:
         note: VersionNote | None = None,
         num_ended: int | None = None,
         entry: AuditEntry | None = None,
+        bounds: Sequence[StorageBound] = (),
     ) -> tuple[AdapterVersion, AdapterVersion, bool]:
         """The version that has this digest, the name's current version, and whether this call made a version.
 
         The current version with the same digest is taken for the same upload; where the new one would not be current,
-        any version of the name is. Raises VersionRefused for the first version of a name that is not to be current.
+        any version of the name is. Raises VersionRefused for the first version of a name that is not to be current, and
+        QuotaExceeded if what is stored would be over one of the bounds: that is decided where it is counted.
         `num_ended`: of the tenant that asked; None: it is not looked at. Raises TenantGone if that tenant is being
         deleted, or was: who has its name now gets nothing of it. `entry`: for the audit log.
         """
@@ -88,7 +92,7 @@ class NameRecords:
             upload = AdapterVersion(tenant, name, version, digest, module_ranks, num_bytes, now)
             return with_upload(state, upload, own, activate=activate, now=now), version, None
 
-        state, found, version = await self._change(f"{tenant}/{name}", add, entry, num_ended)
+        state, found, version = await self._change(f"{tenant}/{name}", add, entry, num_ended, bounds)
         if found is not None:
             return found, state.current, False
         made = state.current if activate else state.find(str(version))
@@ -115,6 +119,7 @@ class NameRecords:
         change: Callable[[NameState | None, int, float], tuple[NameState, int, AdapterVersion | None]],
         entry: AuditEntry | None = None,
         num_ended: int | None = None,
+        bounds: Sequence[StorageBound] = (),
     ) -> tuple[NameState, AdapterVersion | None, int]:
         for _ in range(_MAX_TRIES):
             before, last_version, record, notes = await self._read(field)
@@ -134,10 +139,13 @@ class NameRecords:
                         encode_entry(entry),
                         new_last,
                         "" if num_ended is None else num_ended,
+                        *bound_args(bounds),
                     ],
                 )
             if written == 0:
                 raise TenantGone("this tenant was deleted meanwhile")
+            if isinstance(written, list):
+                _refuse(bounds, *written)
             if written is not None:
                 if entry is not None:
                     log_entry(entry, str(new_last))
@@ -154,6 +162,12 @@ class NameRecords:
         if record:
             state = NameState(decode_adapter(field, record), _decode_notes(notes) if notes else NameNotes())
         return state, int(last_version), record, notes
+
+
+def _refuse(bounds: Sequence[StorageBound], key_id: str, *counts: int | str) -> None:
+    bound = next(bound for bound in bounds if bound.key_id == key_id and not bound.is_open)
+    check_storage(bound, use_of(*counts[:2]), use_of(*counts[2:]))
+    raise AssertionError(f"{bound} was exceeded, and is not")
 
 
 def _existing(state: NameState | None, name: str) -> NameState:

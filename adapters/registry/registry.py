@@ -52,6 +52,7 @@ from .registry_scripts import (
     TENANTS_SCRIPT,
     VERSION_NOTES,
 )
+from .stored_counts import StoredCounts
 
 _SCAN_SIZE = 100  # records that are decoded at once, in the event loop of a router that serves
 _KEYS_SIZE = 5_000  # keys that are changed at once; each change looks at all marks of launches, and so they are many
@@ -108,6 +109,7 @@ class Registry:
         self._timeout_s = timeout_s
         self._clock = clock
         self.names = NameRecords(client, timeout_s, clock)
+        self.stored = StoredCounts(client, timeout_s)
         self._delete_script = client.register_script(DELETE_SCRIPT)
         self._set_key_script = client.register_script(SET_KEY_SCRIPT)
         self._give_keys_script = client.register_script(GIVE_KEYS_SCRIPT)

@@ -13,6 +13,8 @@ ADAPTERS = PREFIX + "adapters"  # hash: tenant/name -> record
 NAMES = PREFIX + "names"  # sorted set of tenant/name, all with the score 0, so that they are sorted by name
 VERSIONS = PREFIX + "versions"  # hash: tenant/name -> last version, kept when the name is deleted
 VERSION_NOTES = PREFIX + "version_notes"  # hash: tenant/name -> JSON of NameNotes, for names that have any
+STORED = PREFIX + "stored:"  # + tenant, hash: id of a key (empty: all of the tenant) -> "adapters bytes"
+STORED_IS_COUNTED = PREFIX + "stored_is_counted"  # set once all tenants' are, in a registry older than the counts
 CANARIES = PREFIX + "canaries"  # set of tenant/name that have a canary
 API_KEYS = PREFIX + "keys"  # hash: SHA-256 of an API key -> its record, or its tenant
 TENANTS = PREFIX + "tenants"  # hash: name -> record of the tenant
@@ -53,6 +55,63 @@ local function owner_of(record)
   return record
 end
 """
+# What a name stores counts for its tenant, and each of its versions for the key that has uploaded it. `bounds`: id of
+# a key (empty: the tenant), most adapters, most bytes (empty: no bound), in turn. `count_stored` returns the id of the
+# key whose bound a change would exceed, with what it has and what would come on top, and changes nothing; or nil.
+_COUNT_STORED = f"""
+local function add(counts, owner, adapters, bytes)
+  local count = counts[owner] or {{0, 0}}
+  counts[owner] = {{count[1] + adapters, count[2] + bytes}}
+end
+local function add_name(counts, record, notes, sign)
+  if record == '' then return end
+  local version, text = string.match(record, '^(%d+) %x+ (.*)$')
+  local facts = cjson.decode(text)
+  local versions = {{{{version, facts.num_bytes}}}}
+  for _, other in ipairs(facts.rollout and facts.rollout.others or {{}}) do
+    versions[#versions + 1] = {{string.format('%d', other[1]), other[3]}}
+  end
+  local by = notes ~= '' and cjson.decode(notes).versions or {{}}
+  local keys = {{}}
+  add(counts, '', sign, 0)
+  for _, one in ipairs(versions) do
+    local key = by[one[1]] and by[one[1]].uploaded_by or ''
+    add(counts, '', 0, sign * one[2])
+    if key ~= '' then
+      add(counts, key, keys[key] and 0 or sign, sign * one[2])
+      keys[key] = true
+    end
+  end
+end
+local function stored_of(tenant, owner)
+  local adapters, bytes = string.match(redis.call('HGET', '{STORED}' .. tenant, owner) or '0 0', '(%S+) (%S+)')
+  return tonumber(adapters), tonumber(bytes)
+end
+local function write_stored(tenant, owner, adapters, bytes)
+  if adapters == 0 and bytes == 0 then
+    redis.call('HDEL', '{STORED}' .. tenant, owner)
+  else
+    redis.call('HSET', '{STORED}' .. tenant, owner, string.format('%d %.0f', adapters, bytes))
+  end
+end
+local function count_stored(field, before, notes_before, after, notes_after, bounds)
+  local tenant, more = string.match(field, '^[^/]*'), {{}}
+  add_name(more, before, notes_before, -1)
+  add_name(more, after, notes_after, 1)
+  for i = 1, #bounds, 3 do
+    local owner, change = bounds[i], more[bounds[i]] or {{0, 0}}
+    local adapters, bytes = stored_of(tenant, owner)
+    if (bounds[i + 1] ~= '' and change[1] > 0 and adapters + change[1] > tonumber(bounds[i + 1]))
+        or (bounds[i + 2] ~= '' and change[2] > 0 and bytes + change[2] > tonumber(bounds[i + 2])) then
+      return {{owner, adapters, string.format('%.0f', bytes), change[1], string.format('%.0f', change[2])}}
+    end
+  end
+  for owner, change in pairs(more) do
+    local adapters, bytes = stored_of(tenant, owner)
+    write_stored(tenant, owner, adapters + change[1], bytes + change[2])
+  end
+end
+"""
 # tenant/name. Returns {record, last version, notes}; empty: none.
 READ_NAME_SCRIPT = """
 return {redis.call('HGET', KEYS[1], ARGV[1]) or '', redis.call('HGET', KEYS[2], ARGV[1]) or '0',
@@ -60,9 +119,9 @@ return {redis.call('HGET', KEYS[1], ARGV[1]) or '', redis.call('HGET', KEYS[2], 
 """
 # tenant/name; record, last version and notes as they were read; "version digest ", facts without brace and revision,
 # last version, notes, 1 if it has a canary; entry of the audit log (empty: none) and its result; num_ended of the
-# tenant that asks (empty: any). Returns the record; nil and no change: the name is not as it was read; 0 and no
-# change: that tenant is being deleted or was.
-CHANGE_NAME_SCRIPT = f"""{TELL}{NOTE}
+# tenant that asks (empty: any); then bounds of what is stored. Returns the record; nil and no change: the name is not as
+# it was read; 0 and no change: that tenant is being deleted or was; a list and no change: see `count_stored`.
+CHANGE_NAME_SCRIPT = f"""{TELL}{NOTE}{_COUNT_STORED}
 local field = ARGV[1]
 local tenant = string.match(field, '^[^/]*')
 local owner = redis.call('HGET', '{TENANTS}', tenant)
@@ -73,6 +132,8 @@ end
 if (redis.call('HGET', KEYS[1], field) or '') ~= ARGV[2] or (redis.call('HGET', KEYS[3], field) or '0') ~= ARGV[3]
     or (redis.call('HGET', KEYS[4], field) or '') ~= ARGV[4] then return false end
 local record = ARGV[5] .. '{{"revision":' .. string.format('%d', next_number()) .. ',' .. ARGV[6]
+local over = count_stored(field, ARGV[2], ARGV[4], record, ARGV[8], {{unpack(ARGV, 13)}})
+if over then return over end
 redis.call('HSET', KEYS[1], field, record)
 redis.call('ZADD', KEYS[2], 0, field)
 redis.call('HSET', KEYS[3], field, ARGV[7])
@@ -84,9 +145,10 @@ return record
 """
 # tenant/name, entry of the audit log (empty: none). Returns "version revision" of the record that is deleted and of its
 # end; nil: there is no such name.
-DELETE_SCRIPT = f"""{TELL}{NOTE}
+DELETE_SCRIPT = f"""{TELL}{NOTE}{_COUNT_STORED}
 local current = redis.call('HGET', KEYS[1], ARGV[1])
 if not current then return false end
+count_stored(ARGV[1], current, redis.call('HGET', KEYS[3], ARGV[1]) or '', '', '', {{}})
 redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('HDEL', KEYS[3], ARGV[1])
@@ -96,6 +158,20 @@ local ended = version .. ' ' .. string.format('%d', next_number())
 tell('delete', ARGV[1], ended)
 note(string.match(ARGV[1], '^[^/]*'), ARGV[2], version)
 return ended
+"""
+# tenant (empty: before the first). Counts anew what the next tenant has stored, and returns it; empty: there is none.
+RECOUNT_SCRIPT = f"""{_COUNT_STORED}
+local first = '-'
+if ARGV[1] ~= '' then first = '[' .. ARGV[1] .. '0' end
+local next_name = redis.call('ZRANGEBYLEX', KEYS[1], first, '+', 'LIMIT', 0, 1)[1]
+if not next_name then return '' end
+local tenant, counts = string.match(next_name, '^[^/]*'), {{}}
+for _, field in ipairs(redis.call('ZRANGEBYLEX', KEYS[1], '[' .. tenant .. '/', '(' .. tenant .. '0')) do
+  add_name(counts, redis.call('HGET', KEYS[2], field) or '', redis.call('HGET', KEYS[3], field) or '', 1)
+end
+redis.call('DEL', '{STORED}' .. tenant)
+for owner, count in pairs(counts) do write_stored(tenant, owner, count[1], count[2]) end
+return tenant
 """
 # hash of an API key, tenant (empty: deletes the key). Removes the key's launch marks and returns nil; or changes
 # nothing and returns the tenant that the key belongs to, if that is another one.

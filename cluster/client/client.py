@@ -161,6 +161,10 @@ class MotetClient:
         """All entries of a list of the server's."""
         return self._entries(path)
 
+    def limits(self) -> dict[str, Any]:
+        """The tenant's and its key's quotas, and what is left of them."""
+        return dict(self._json("GET", "/v1/limits"))
+
     def chat(
         self,
         model: str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from ..client.client import MotetClient
 from ..client.client_options import with_client, with_operator_client
 from ..tenant_commands.audit_command import audit
 from ..tenant_commands.key_commands import keys
+from ..tenant_commands.limit_lines import limit_lines
 from ..tenant_commands.tenant_commands import tenants
 from .adapter_commands import adapters
 from .chat import Chat
@@ -66,6 +68,15 @@ def status(client: MotetClient, seconds: float) -> None:
     time.sleep(seconds)
     for line in status_lines(client.status(), before=before, seconds=seconds):
         click.echo(line)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="As the server tells it.")
+@with_client
+def limits(client: MotetClient, as_json: bool) -> None:
+    """Show the quotas of the tenant and of its key, and what is left of them."""
+    found = client.limits()
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(limit_lines(found)))
 
 
 main.add_command(serve)

@@ -32,6 +32,7 @@ from ...router.fleet.dispatch import FleetDispatcher
 from ...router.loop_watchdog import LoopWatchdog
 from ...router.metrics import Metrics
 from ...router.operations_api import router_facts
+from ...router.quotas.quotas import Quotas
 from ...router.rest_server import create_app
 from ...router.text.model_tokenizer import import_transformers_without_torch
 from ...router.text.text import TextService
@@ -129,6 +130,8 @@ class RouterReplica:
         )
         for directory in self._directories:
             directory.start()
+        self._quotas = Quotas(self._redis, lambda: len(self._routers))
+        self._quotas.start()
         self._text = await asyncio.to_thread(TextService.from_folder, config.model_path)
         operator_key = secrets.operator_key
         if operator_key is None:
@@ -153,6 +156,7 @@ class RouterReplica:
             administration=Administration.of(self._redis),
             tokens=self._tokens,
             targets=lambda: targets_of(config.exposition, self._routers.values(), self._gangs.values()),
+            quotas=self._quotas,
         )
         self._app.add_middleware(BoundedReceive)
         _keep_pauses_short()
@@ -201,6 +205,7 @@ class RouterReplica:
         if self._tokens is not None:
             await self._tokens.stop()
         await self._dispatcher.close()
+        await self._quotas.stop()
         await self._view.stop()
         await self._redis.aclose()
         self._text.close()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..openai_api.errors import DO_NOT_RETRY, RETRY_AFTER_S, ApiError
+from ..openai_api.errors import RETRY_AFTER_S, ApiError, insufficient_quota
 from .bounds import Bounds, Kind
 from .gcra import SLACK_US, Bucket, remaining, wait_us
 from .quota_scripts import Outcome
@@ -131,4 +131,4 @@ def _too_many(message: str, wait_s: float, headers: Headers) -> ApiError:
 
 def _none_at_all(what: str, owner: str) -> ApiError:
     message = f"This {owner}'s quota of {what} is 0: ask who runs this motet for more."
-    return ApiError(429, message, code="insufficient_quota", headers=DO_NOT_RETRY)
+    return insufficient_quota(message)

@@ -15,7 +15,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...adapters.adapter import AdapterVersion
-from ...adapters.errors import AdapterInvalid, RegistryUnavailable, TenantGone, UploadTooLarge, VersionRefused
+from ...adapters.errors import (
+    AdapterInvalid,
+    QuotaExceeded,
+    RegistryUnavailable,
+    TenantGone,
+    UploadTooLarge,
+    VersionRefused,
+)
+from ...adapters.tenants.storage_bounds import storage_bounds
 from ...adapters.upload import UploadService
 from ...adapters.versions.name_state import VersionNote
 from ..access.request_record import record_of
@@ -23,7 +31,7 @@ from ..bodies.arrival import ArrivalPace
 from ..bodies.turns import Turns
 from ..config import CurrentConfig
 from ..metrics import Metrics
-from ..openai_api.errors import ApiError, unavailable
+from ..openai_api.errors import ApiError, insufficient_quota, unavailable
 from ..openai_api.list_page import PAGE_QUERY, ListPage, encoded_list, page_request, read_page
 from ..route import RouteSpec
 from ..tenants.auth import Door, unknown_key
@@ -128,6 +136,8 @@ class AdaptersApi:
                 raise ApiError(409, str(error), param="activate", code="version_refused") from error
             except UploadTooLarge as error:
                 raise ApiError(413, str(error), code="too_large") from error
+            except QuotaExceeded as error:
+                raise insufficient_quota(str(error)) from error
             except RegistryUnavailable as error:
                 raise _registry_away(error) from error
             except OSError as error:
@@ -156,6 +166,7 @@ class AdaptersApi:
                 note=VersionNote(form.note, identity.key.key_id),
                 num_ended=identity.tenant.num_ended,
                 entry=identity.entry(request, "adapter.upload", form.name),
+                bounds=storage_bounds(identity.tenant, identity.key),
             )
 
     async def list(self, request: Request) -> Response:

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.errors import AdapterError, AdapterInvalid, RegistryUnavailable, UploadTooLarge
+from motet.adapters.errors import AdapterError, AdapterInvalid, QuotaExceeded, RegistryUnavailable, UploadTooLarge
 from motet.adapters.packing.packing import pack
 from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.store.store import AdapterStore
+from motet.adapters.tenants.storage_bounds import StorageBound
 from motet.adapters.upload import UploadLimits, UploadService
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, LoraFiles, lora_files, name_of
@@ -234,3 +235,17 @@ async def test_layouts_must_agree(parts: Parts) -> None:
     with pytest.raises(ValueError, match="layouts"):
         UploadService(parts.store, parts.registry, parts.view, [], LIMITS)
     assert LAYOUT.shape == SHAPE
+
+
+async def test_an_upload_over_the_quota_takes_no_disk(parts: Parts) -> None:
+    _, _, digest = await parts.upload("x", lora_files(seed=1))
+    full = (StorageBound("", 1, None), StorageBound("k1", None, 10))
+    files = lora_files(seed=2)
+    for name, bounds in (("y", full[:1]), ("x", full[1:])):
+        with pytest.raises(QuotaExceeded):
+            await parts.uploads.upload("acme", name, files.config_bytes, files.write(parts.folder), bounds=bounds)
+    assert parts.store.digests() == [digest]
+    files = lora_files(seed=1)
+    again = await parts.uploads.upload("acme", "x", files.config_bytes, files.write(parts.folder), bounds=full)
+    assert not again[1]
+    assert (await parts.uploads.stored("acme", ""))[0].adapters == 1

@@ -21,12 +21,14 @@ from transformers import PreTrainedTokenizerFast
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.registry.registry import PAGE_SIZE
 from motet.adapters.registry.registry_view import RegistryView
-from motet.adapters.tenants.records import KeyRecord, TenantRecord
+from motet.adapters.tenants.records import KeyRecord, Quota, TenantRecord
+from motet.adapters.tenants.storage_bounds import StorageUse
 from motet.adapters.upload import UploadService
 from motet.router.config import CurrentConfig
 from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.openai_api.event_seal import EventSealer
+from motet.router.quotas.quotas import Quotas
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
 from motet.tests.rigs.engine_loads import engine_load
@@ -245,6 +247,7 @@ class FakeRegistry:
         self.error: Exception | None = None
         self.uploaded: list[tuple[str, str, bytes, str]] = []  # tenant, name, config, digest of the tensors
         self.connected = True
+        self.quotas: dict[str, Quota] = {}  # by tenant
 
     def add(self, tenant: str, name: str, digest: str = "d" * 64) -> AdapterVersion:
         version = self.adapters[tenant, name].version + 1 if (tenant, name) in self.adapters else 1
@@ -257,7 +260,7 @@ class FakeRegistry:
         return None if tenant is None else KeyRecord(key_id=f"id of {key}", tenant=tenant)
 
     def tenant(self, name: str) -> TenantRecord:
-        return TenantRecord(name=name)
+        return TenantRecord(name=name, quota=self.quotas.get(name, Quota()))
 
     def held(self, tenant: str, name: str) -> AdapterVersion | None:
         return self.adapters.get((tenant, name))
@@ -301,6 +304,11 @@ class FakeUploads:
             return held, False
         return self._registry.add(tenant, name, digest), True
 
+    async def stored(self, tenant: str, key_id: str) -> tuple[StorageUse, StorageUse]:
+        self._answer()
+        mine = self._registry.of(tenant)
+        return StorageUse(len(mine), sum(adapter.num_bytes for adapter in mine)), StorageUse()
+
     async def delete(self, tenant: str, name: str, entry: object = None) -> bool:
         self._answer()
         return self._registry.adapters.pop((tenant, name), None) is not None
@@ -321,7 +329,7 @@ class FakeUploads:
 class RouterRig:
     """The app and its stand-ins."""
 
-    def __init__(self, spool_path: Path, text: TextService, **config: Any) -> None:
+    def __init__(self, spool_path: Path, text: TextService, quotas: Quotas | None = None, **config: Any) -> None:
         self.text = text
         self.dispatcher = FakeDispatcher()
         self.registry = FakeView()
@@ -334,6 +342,7 @@ class RouterRig:
             uploads=cast(UploadService, FakeUploads(self.registry)),
             text=text,
             operator_key=OPERATOR_KEY,
+            quotas=quotas,
         )
 
     def ids(self, text: str) -> list[int]:
