@@ -32,6 +32,8 @@ from .route import RouteSpec
 from .tenants.auth import Door
 from .text.text import TextService
 from .uploads.adapters_api import AdaptersApi
+from .versions.canary_book import CanaryBook
+from .versions.trials_api import TrialsApi
 from .versions.versions_api import VersionsApi
 
 UNKNOWN_ROUTE: Final = "unknown"  # in the metrics: what clients ask for must not make labels
@@ -49,13 +51,14 @@ def create_app(
     labels: Mapping[str, str] | None = None,
     targets: Callable[[], Sequence[MetricsTarget]] = tuple,
     accountants: Sequence[Accountant] = (),
+    canaries: CanaryBook | None = None,
 ) -> FastAPI:
     """The app. The caller starts and stops the collaborators that it passes in.
 
     `operator_key`: what /status and the routes of metrics ask for, since they tell of all tenants. `metrics`: where
     somebody else writes into them too. `labels`: of all that /metrics shows. `targets`: processes with metrics of their
     own. `config`: what in it can change takes effect with the next request. `accountants`: they keep something
-    of each answer.
+    of each answer. `canaries`: must be started; None: no version can be put on trial.
     """
     metrics = metrics or Metrics()
     door = Door(view, operator_key)
@@ -63,9 +66,13 @@ def create_app(
     readiness = Readiness(config, dispatcher, metrics)
     operations = OperationsApi(base, dispatcher, view, metrics, readiness, door, labels or {}, targets)
     models = ModelsApi(base, view, door)
+    if canaries is not None:
+        accountants = (*accountants, canaries)
     completions = CompletionsApi(config, base, dispatcher, view, text, metrics, door, Accounts(accountants))
     adapters = AdaptersApi(config, door, uploads, metrics)
-    versions = VersionsApi(door, uploads)
+    counts = None if canaries is None else canaries.counts
+    versions = VersionsApi(door, uploads, counts)
+    trials = () if counts is None else TrialsApi(door, uploads, counts).routes()
     access_log = AccessLog(config)
     # The name of a base may have slashes.
     routes: Sequence[RouteSpec] = (
@@ -79,6 +86,7 @@ def create_app(
         RouteSpec(method="GET", path="/v1/adapters/{name}", handler=adapters.show, scope="upload"),
         RouteSpec(method="DELETE", path="/v1/adapters/{name}", handler=adapters.delete, scope="upload"),
         *versions.routes(),
+        *trials,
         RouteSpec(method="GET", path="/health", handler=operations.health, scope=None),
         RouteSpec(method="GET", path="/ready", handler=operations.ready, scope=None),
         RouteSpec(method="GET", path="/metrics", handler=operations.metrics, scope="metrics"),
