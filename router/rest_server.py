@@ -37,6 +37,8 @@ from .readiness import Readiness
 from .tenants.auth import Door, Tokens
 from .text.text import TextService
 from .uploads.adapters_api import AdaptersApi
+from .versions.canary_book import CanaryBook
+from .versions.trials_api import TrialsApi
 from .versions.versions_api import VersionsApi
 
 UNKNOWN_ROUTE: Final = "unknown"  # in the metrics: what clients ask for must not make labels
@@ -57,6 +59,7 @@ def create_app(
     administration: Administration | None = None,
     tokens: Tokens | None = None,
     quotas: Quotas | None = None,
+    canaries: CanaryBook | None = None,
 ) -> FastAPI:
     """The app. The caller starts and stops the collaborators that it passes in.
 
@@ -64,7 +67,8 @@ def create_app(
     somebody else writes into them too. `labels`: of all that /metrics shows. `targets`: processes with metrics of their
     own. `config`: what in it can change takes effect with the next request. `accountants`: they keep something
     of each answer. `administration`: None: tenants and keys are not changed here. `tokens`: who verifies tokens
-    of identity providers; None: there are none. `quotas`: None: nobody has any.
+    of identity providers; None: there are none. `quotas`: None: nobody has any. `canaries`: must be started; None: no
+    version can be put on trial.
     """
     metrics = metrics or Metrics()
     door = Door(view, operator_key, tokens)
@@ -72,10 +76,13 @@ def create_app(
     readiness = Readiness(config, dispatcher, metrics)
     operations = OperationsApi(base, dispatcher, view, metrics, readiness, door, labels or {}, targets)
     models = ModelsApi(base, view, door)
+    if canaries is not None:
+        accountants = (*accountants, canaries)
     accounts = Accounts(accountants) if quotas is None else Accounts((quotas, *accountants), quotas.at_door)
     completions = CompletionsApi(config, base, dispatcher, view, text, metrics, door, accounts)
     adapters = AdaptersApi(config, door, uploads, metrics)
-    versions = VersionsApi(door, uploads)
+    counts = None if canaries is None else canaries.counts
+    versions = VersionsApi(door, uploads, counts)
     limits = LimitsApi(door, quotas, uploads)
     access_log = AccessLog(config)
     routes = [
@@ -86,6 +93,8 @@ def create_app(
         *limits.routes(),
         *operations.routes(),
     ]
+    if counts is not None:
+        routes += TrialsApi(door, uploads, counts).routes()
     if administration is not None:
         routes += TenantsApi(administration, view, door).routes()
         routes += KeysApi(administration, view, door).routes()

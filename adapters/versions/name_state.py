@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 from msgspec import structs
@@ -27,6 +27,7 @@ from .rollout import (
     version_of,
 )
 
+Ending = Literal["promoted", "stopped", "superseded", "rolled_back"]
 MAX_NOTE_CHARS: Final = 1000
 
 
@@ -43,7 +44,7 @@ class EndedCanary(msgspec.Struct, frozen=True):
     id: str
     version: int
     share: float
-    state: str  # promoted, stopped, superseded or rolled_back
+    state: Ending
     reason: str
     ended_at: float  # Unix time, seconds
 
@@ -142,7 +143,7 @@ def with_canary(state: NameState, selector: str, share: float, canary_id: str, n
     return _with(state, canary=Canary(canary_id, version, share, now))
 
 
-def without_canary(state: NameState, ending: str, reason: str, now: float) -> NameState:
+def without_canary(state: NameState, ending: Ending, reason: str, now: float) -> NameState:
     """The name without a trial. `ending`: see `EndedCanary.state`."""
     canary = state.rollout.canary
     if canary is None:
@@ -152,14 +153,14 @@ def without_canary(state: NameState, ending: str, reason: str, now: float) -> Na
     return replace(state, notes=structs.replace(state.notes, last_canary=ended))
 
 
-def with_shadow(state: NameState, selector: str | None, share: float) -> NameState:
+def with_shadow(state: NameState, selector: str | None, share: float, shadow_id: str = "") -> NameState:
     """The name with a version that sees requests too; None: without one."""
     if selector is None:
         return _trimmed(_with(state, shadow=None))
     version = state.find(selector).version
     if version == state.current.version:
         raise VersionRefused(f"version {version} of {state.current.name} is the current one: a shadow is another")
-    return _with(state, shadow=Shadow(version, share))
+    return _with(state, shadow=Shadow(shadow_id, version, share))
 
 
 def with_pin(state: NameState, is_pinned: bool) -> NameState:
@@ -177,7 +178,7 @@ def _with_current(state: NameState, target: AdapterVersion, now: float) -> NameS
     canary, before = state.rollout.canary, state.current
     if canary is not None:
         is_it = canary.version == target.version
-        ending = "promoted" if is_it else "superseded"
+        ending: Ending = "promoted" if is_it else "superseded"
         state = without_canary(state, ending, f"version {target.version} is current", now)
     rollout = state.rollout
     others = (*(facts for facts in rollout.others if facts.version != target.version), facts_of(before))

@@ -39,6 +39,7 @@ class Canary(msgspec.Struct, frozen=True, omit_defaults=True):
 class Shadow(msgspec.Struct, frozen=True):
     """A version that a share of the requests for the name is sent to as well, and whose answers nobody sees."""
 
+    id: str
     version: int
     share: float  # above 0, at most 1
 

@@ -21,6 +21,7 @@ from ray import serve
 
 from ...adapters.administration.administration import Administration
 from ...adapters.errors import RegistryUnavailable
+from ...adapters.registry.canary_counts import CanaryCounts
 from ...adapters.registry.launches import Launches
 from ...adapters.registry.registry import Registry, connect
 from ...adapters.registry.registry_view import RegistryView
@@ -36,6 +37,8 @@ from ...router.quotas.quotas import Quotas
 from ...router.rest_server import create_app
 from ...router.text.model_tokenizer import import_transformers_without_torch
 from ...router.text.text import TextService
+from ...router.versions.canary_book import CanaryBook
+from ...router.versions.canary_judge import CanaryJudge
 from ...workers.models.config import ModelConfig
 from ...workers.models.sharding import layouts_of_gang
 from ..application.live_settings import live_values
@@ -142,6 +145,10 @@ class RouterReplica:
         self._watchdog = LoopWatchdog(self._metrics.loop_held_s)
         name = uuid4().hex[:8]
         self._labels = {"router": name, "base": config.name}
+        counts = CanaryCounts(self._redis)
+        self._canaries, self._judge = CanaryBook(self._view, counts), CanaryJudge(self._uploads, counts)
+        self._canaries.start()
+        self._judge.start()
         self._page = ProcessPage(config.exposition, name, operator_key, self._families)
         await self._page.start(ray.util.get_node_ip_address())
         self._app = create_app(
@@ -157,6 +164,7 @@ class RouterReplica:
             tokens=self._tokens,
             targets=lambda: targets_of(config.exposition, self._routers.values(), self._gangs.values()),
             quotas=self._quotas,
+            canaries=self._canaries,
         )
         self._app.add_middleware(BoundedReceive)
         _keep_pauses_short()
@@ -206,6 +214,8 @@ class RouterReplica:
             await self._tokens.stop()
         await self._dispatcher.close()
         await self._quotas.stop()
+        await self._judge.stop()
+        await self._canaries.stop()
         await self._view.stop()
         await self._redis.aclose()
         self._text.close()

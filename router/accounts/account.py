@@ -51,6 +51,7 @@ class Ending:
     is_cancelled: bool  # its client has left before the end
     first_token_s: float | None  # from the request's arrival; None: no token came
     duration_s: float
+    reason: str = ""  # what its client is told of the error
 
 
 class Account(Protocol):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from ...adapters.adapter import AdapterVersion
+from ...adapters.versions.canary_policy import FIRST_TOKEN_EDGES_S, PER_TOKEN_EDGES_S, ArmCounts
 from ...adapters.versions.name_state import MAX_NOTE_CHARS, NameState, VersionNote
 
 Selector = Annotated[str | int, Meta(description="A version's number, or an alias.")]
@@ -106,3 +108,68 @@ def shown_version(state: NameState, adapter: AdapterVersion, failure: str | None
         state="ready" if failure is None else "failed",
         reason=failure,
     )
+
+
+class ArmAnswer(msgspec.Struct, frozen=True):
+    """What the answers of one version were."""
+
+    answers: int
+    errors: int
+    refused: int
+    thumbs_up: int
+    thumbs_down: int
+    first_token_p50_s: float | None  # at most; None: nothing was timed
+    first_token_p99_s: float | None
+    per_token_p50_s: float | None
+    per_token_p99_s: float | None
+
+
+class CanaryAnswer(msgspec.Struct, frozen=True):
+    name: str
+    version: int
+    share: float
+    state: Literal["running", "promoted", "stopped", "superseded", "rolled_back"]
+    reason: str | None  # why it has ended
+    stable: ArmAnswer
+    canary: ArmAnswer
+    comments: list[str]  # of people who gave feedback, the newest first
+    object: Literal["canary"] = "canary"
+
+
+class ShadowAnswer(msgspec.Struct, frozen=True):
+    name: str
+    version: int
+    share: float
+    seen: ArmAnswer
+    object: Literal["shadow"] = "shadow"
+
+
+class FeedbackBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What somebody thinks of an answer: `score`, or `thumb`."""
+
+    id: Annotated[str, Meta(min_length=1, max_length=128)]
+    score: Annotated[float, Meta(ge=-1, le=1)] | None = None  # above 0: good, below 0: bad
+    thumb: Literal["up", "down"] | None = None
+    comment: Annotated[str, Meta(max_length=MAX_NOTE_CHARS)] = ""
+
+
+class FeedbackAnswer(msgspec.Struct, frozen=True):
+    id: str
+    counted: bool  # False: no answer of this tenant in a trial has this id, or it was rated before
+    object: Literal["feedback"] = "feedback"
+
+
+def shown_arm(counts: ArmCounts) -> ArmAnswer:
+    first = [quantile(counts.first_token, FIRST_TOKEN_EDGES_S, share) for share in (0.5, 0.99)]
+    each = [quantile(counts.per_token, PER_TOKEN_EDGES_S, share) for share in (0.5, 0.99)]
+    return ArmAnswer(counts.answers, counts.errors, counts.refused, counts.thumbs_up, counts.thumbs_down, *first, *each)
+
+
+def quantile(counts: Sequence[int], edges: Sequence[float], share: float) -> float | None:
+    """The edge below which so many of the times are; twice the last edge stands for those above it."""
+    wanted, so_far = share * sum(counts), 0
+    for count, edge in zip(counts, (*edges, 2 * edges[-1]), strict=True):
+        so_far += count
+        if so_far and so_far >= wanted:
+            return edge
+    return None

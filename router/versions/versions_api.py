@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...adapters.errors import AdapterInvalid, NoSuchName, NoSuchVersion, RegistryUnavailable, VersionRefused
+from ...adapters.registry.canary_counts import CanaryCounts
 from ...adapters.upload import UploadService
 from ...adapters.versions import name_state
 from ...adapters.versions.name_state import NameState
@@ -33,7 +34,6 @@ from .version_schema import (
 )
 
 T = TypeVar("T")
-Failures = Callable[[NameState], Awaitable[dict[int, str]]]
 NAME: Final = "/v1/adapters/{name}"
 _note = msgspec.json.Decoder(NoteBody)
 _promote = msgspec.json.Decoder(PromoteBody)
@@ -41,16 +41,12 @@ _empty = msgspec.json.Decoder(EmptyBody)
 _alias = msgspec.json.Decoder(AliasBody)
 
 
-async def _no_failures(state: NameState) -> dict[int, str]:
-    return {}
-
-
 class VersionsApi:
     """Handlers. They ask the registry itself; what they change every router hears of within a second."""
 
-    def __init__(self, door: Door, uploads: UploadService, failures: Failures = _no_failures) -> None:
-        """`failures`: why versions of a name could not be loaded lately, by version."""
-        self._door, self._uploads, self._failures = door, uploads, failures
+    def __init__(self, door: Door, uploads: UploadService, counts: CanaryCounts | None) -> None:
+        """`counts`: knows which versions could not be loaded lately; None: nobody notes it."""
+        self._door, self._uploads, self._counts = door, uploads, counts
 
     def routes(self) -> Sequence[RouteSpec]:
         def route(method: str, path: str, handler: Any, summary: str, answer: Any, body: Any = None) -> RouteSpec:
@@ -135,6 +131,12 @@ class VersionsApi:
         state = await answered(self._uploads.change(tenant, name, change))
         record_of(request.scope).model = name
         return state
+
+    async def _failures(self, state: NameState) -> dict[int, str]:
+        if self._counts is None:
+            return {}
+        versions = [one.version for one in versions_of(state.current)]
+        return await self._counts.failures(state.current.tenant, state.current.name, versions)
 
     async def _shown(self, state: NameState, selector: str) -> Response:
         async def found() -> VersionAnswer:

@@ -204,7 +204,7 @@ def test_any_history_keeps_its_invariants() -> None:
                 case 7 if state is not None:
                     state = name_state.without_canary(state, "stopped", "", now)
                 case 8 if state is not None:
-                    state = name_state.with_shadow(state, chooser.choice([pick, None]), 0.5)
+                    state = name_state.with_shadow(state, chooser.choice([pick, None]), 0.5, "s")
         except (VersionRefused, NoSuchVersion):
             pass
         if state is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 from redis.asyncio import Redis
 
+from motet.adapters.registry.canary_counts import CanaryCounts
 from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.store.store import AdapterStore
@@ -17,6 +18,8 @@ from motet.adapters.upload import UploadLimits, UploadService
 from motet.router.config import CurrentConfig
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
+from motet.router.versions.canary_book import CanaryBook
+from motet.router.versions.canary_judge import CanaryJudge
 from motet.tests.rigs.lora_files import LAYOUT, lora_files
 from motet.tests.rigs.part_configs import router_config
 from motet.tests.rigs.router_rig import BASE, HEADERS, KEYS, OPERATOR_KEY, FakeDispatcher, encoded
@@ -27,6 +30,7 @@ class VersionRig:
 
     def __init__(self, client: Redis, folder: Path, text: TextService) -> None:
         self._folder = folder
+        self.digests: dict[int, str] = {}  # of the versions that were uploaded here
         self.registry = Registry(client)
         self.view = RegistryView(self.registry)
         self.dispatcher = FakeDispatcher(answer=encoded(text, "hi"))
@@ -38,6 +42,8 @@ class VersionRig:
             limits=UploadLimits(max_tensors_bytes=1 << 20),
             reserved=[BASE],
         )
+        counts = CanaryCounts(client)
+        self.canaries, self.judge = CanaryBook(self.view, counts), CanaryJudge(self.uploads, counts)
         self.app = create_app(
             config=CurrentConfig(router_config(BASE, folder / "spool")),
             dispatcher=self.dispatcher,
@@ -45,6 +51,7 @@ class VersionRig:
             uploads=self.uploads,
             text=text,
             operator_key=OPERATOR_KEY,
+            canaries=self.canaries,
         )
         transport = httpx.ASGITransport(app=self.app)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://router", headers=HEADERS)
@@ -52,7 +59,7 @@ class VersionRig:
     async def upload(self, seed: int, name: str = "x", **fields: str) -> httpx.Response:
         """Another seed, another content."""
         files = lora_files(seed=seed)
-        return await self.http.post(
+        response = await self.http.post(
             "/v1/adapters",
             data={"name": name, **fields},
             files={
@@ -60,6 +67,10 @@ class VersionRig:
                 "adapter_model.safetensors": files.write(self._folder).read_bytes(),
             },
         )
+
+        if response.is_success:
+            self.digests[response.json()["version"]] = response.json()["digest"]
+        return response
 
     async def complete(self, model: str = "x", **fields: Any) -> httpx.Response:
         body = {"model": model, "prompt": "hello", "max_tokens": 2, **fields}
@@ -82,7 +93,11 @@ async def version_rigs(
         await rigs[0].registry.set_key(tenant, key)
     for rig in rigs:
         await rig.view.start()
+        rig.canaries.start()
+        rig.judge.start()
     yield rigs
     for rig in rigs:
         await rig.http.aclose()
+        await rig.judge.stop()
+        await rig.canaries.stop()
         await rig.view.stop()
