@@ -48,13 +48,14 @@ def create_app(
     labels: Mapping[str, str] | None = None,
     targets: Callable[[], Sequence[MetricsTarget]] = tuple,
     accountants: Sequence[Accountant] = (),
+    more_routes: Callable[[Door], Sequence[RouteSpec]] = lambda door: (),
 ) -> FastAPI:
     """The app. The caller starts and stops the collaborators that it passes in.
 
     `operator_key`: what /status and the routes of metrics ask for, since they tell of all tenants. `metrics`: where
     somebody else writes into them too. `labels`: of all that /metrics shows. `targets`: processes with metrics of their
     own. `config`: what in it can change takes effect with the next request. `accountants`: they keep something
-    of each answer.
+    of each answer. `more_routes`: of what else the caller has made, which ask this door.
     """
     metrics = metrics or Metrics()
     door = Door(view, operator_key)
@@ -81,6 +82,7 @@ def create_app(
         RouteSpec(method="GET", path="/metrics", handler=operations.metrics, scope="metrics"),
         RouteSpec(method="GET", path="/metrics/targets", handler=operations.metrics_targets, scope="metrics"),
         RouteSpec(method="GET", path="/status", handler=operations.status, scope="metrics"),
+        *more_routes(door),
     )
     app = FastAPI(title="motet", openapi_url=None, docs_url=None, redoc_url=None)
     for route in routes:

@@ -34,6 +34,8 @@ from ...router.operations_api import router_facts
 from ...router.rest_server import create_app
 from ...router.text.model_tokenizer import import_transformers_without_torch
 from ...router.text.text import TextService
+from ...router.usage.prices import read_prices
+from ...router.usage.usage import Usage
 from ...workers.models.config import ModelConfig
 from ...workers.models.sharding import layouts_of_gang
 from ..application.live_settings import live_values
@@ -131,6 +133,17 @@ class RouterReplica:
             operator_key = await asyncio.to_thread(operator_key_in, config.data_dir)
         self._metrics = Metrics()
         self._metrics.dropped_log_lines = lambda: self._log.num_dropped
+        self._usage = Usage(
+            self._redis,
+            config.ledger_path,
+            config.ledger_archive_path,
+            kept_days=config.ledger_days,
+            spool_bytes=config.ledger_spool_bytes,
+            min_free_bytes=config.min_free_bytes,
+            prices=None if config.prices_path is None else await asyncio.to_thread(read_prices, config.prices_path),
+        )
+        await self._usage.start()
+        self._metrics.ledger = self._usage.behind
         self._watchdog = LoopWatchdog(self._metrics.loop_held_s)
         name = uuid4().hex[:8]
         self._labels = {"router": name, "base": config.name}
@@ -146,6 +159,8 @@ class RouterReplica:
             metrics=self._metrics,
             labels=self._labels,
             targets=lambda: targets_of(config.exposition, self._routers.values(), self._gangs.values()),
+            accountants=[self._usage.metering],
+            more_routes=self._usage.routes,
         )
         self._app.add_middleware(BoundedReceive)
         _keep_pauses_short()
@@ -193,6 +208,7 @@ class RouterReplica:
         await self._page.stop()
         await self._dispatcher.close()
         await self._view.stop()
+        await self._usage.stop()
         await self._redis.aclose()
         self._text.close()
         self._log.close()

@@ -23,11 +23,14 @@ from motet.adapters.registry.registry import PAGE_SIZE
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.tenants.records import KeyRecord, TenantRecord
 from motet.adapters.upload import UploadService
+from motet.router.accounts.account import Accountant
 from motet.router.config import CurrentConfig
 from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.openai_api.event_seal import EventSealer
 from motet.router.rest_server import create_app
+from motet.router.route import RouteSpec
+from motet.router.tenants.auth import Door
 from motet.router.text.text import TextService
 from motet.tests.rigs.engine_loads import engine_load
 from motet.tests.rigs.operators import with_operator_key_in_loop
@@ -319,7 +322,15 @@ class FakeUploads:
 class RouterRig:
     """The app and its stand-ins."""
 
-    def __init__(self, spool_path: Path, text: TextService, **config: Any) -> None:
+    def __init__(
+        self,
+        spool_path: Path,
+        text: TextService,
+        *,
+        accountants: Sequence[Accountant] = (),
+        more_routes: Callable[[Door], Sequence[RouteSpec]] = lambda door: (),
+        **config: Any,
+    ) -> None:
         self.text = text
         self.dispatcher = FakeDispatcher()
         self.registry = FakeView()
@@ -332,6 +343,8 @@ class RouterRig:
             uploads=cast(UploadService, FakeUploads(self.registry)),
             text=text,
             operator_key=OPERATOR_KEY,
+            accountants=accountants,
+            more_routes=more_routes,
         )
 
     def ids(self, text: str) -> list[int]:
