@@ -106,6 +106,15 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.data_dir / "spool"
 
     @property
+    def ledger_path(self) -> Path:
+        """Of what routers have not sent to Redis yet."""
+        return self.data_dir / "ledger"
+
+    @property
+    def ledger_archive_path(self) -> Path:
+        return self.store_path / "ledger"
+
+    @property
     def listen_host(self) -> str:
         """Where it listens."""
         assert self.host is not None

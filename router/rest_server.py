@@ -60,6 +60,7 @@ def create_app(
     tokens: Tokens | None = None,
     quotas: Quotas | None = None,
     canaries: CanaryBook | None = None,
+    more_routes: Callable[[Door], Sequence[RouteSpec]] = lambda door: (),
 ) -> FastAPI:
     """The app. The caller starts and stops the collaborators that it passes in.
 
@@ -68,7 +69,7 @@ def create_app(
     own. `config`: what in it can change takes effect with the next request. `accountants`: they keep something
     of each answer. `administration`: None: tenants and keys are not changed here. `tokens`: who verifies tokens
     of identity providers; None: there are none. `quotas`: None: nobody has any. `canaries`: must be started; None: no
-    version can be put on trial.
+    version can be put on trial. `more_routes`: of what else the caller has made, which ask this door.
     """
     metrics = metrics or Metrics()
     door = Door(view, operator_key, tokens)
@@ -92,6 +93,7 @@ def create_app(
         *versions.routes(),
         *limits.routes(),
         *operations.routes(),
+        *more_routes(door),
     ]
     if counts is not None:
         routes += TrialsApi(door, uploads, counts).routes()

@@ -37,6 +37,8 @@ from ...router.quotas.quotas import Quotas
 from ...router.rest_server import create_app
 from ...router.text.model_tokenizer import import_transformers_without_torch
 from ...router.text.text import TextService
+from ...router.usage.prices import read_prices
+from ...router.usage.usage import Usage
 from ...router.versions.canary_book import CanaryBook
 from ...router.versions.canary_judge import CanaryJudge
 from ...workers.models.config import ModelConfig
@@ -142,6 +144,17 @@ class RouterReplica:
         self._tokens = await _verifier(config)
         self._metrics = Metrics()
         self._metrics.dropped_log_lines = lambda: self._log.num_dropped
+        self._usage = Usage(
+            self._redis,
+            config.ledger_path,
+            config.ledger_archive_path,
+            kept_days=config.ledger_days,
+            spool_bytes=config.ledger_spool_bytes,
+            min_free_bytes=config.min_free_bytes,
+            prices=None if config.prices_path is None else await asyncio.to_thread(read_prices, config.prices_path),
+        )
+        await self._usage.start()
+        self._metrics.ledger = self._usage.behind
         self._watchdog = LoopWatchdog(self._metrics.loop_held_s)
         name = uuid4().hex[:8]
         self._labels = {"router": name, "base": config.name}
@@ -165,6 +178,8 @@ class RouterReplica:
             targets=lambda: targets_of(config.exposition, self._routers.values(), self._gangs.values()),
             quotas=self._quotas,
             canaries=self._canaries,
+            accountants=[self._usage.metering],
+            more_routes=self._usage.routes,
         )
         self._app.add_middleware(BoundedReceive)
         _keep_pauses_short()
@@ -217,6 +232,7 @@ class RouterReplica:
         await self._judge.stop()
         await self._canaries.stop()
         await self._view.stop()
+        await self._usage.stop()
         await self._redis.aclose()
         self._text.close()
         self._log.close()

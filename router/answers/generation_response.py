@@ -101,7 +101,7 @@ class GenerationResponse:
             self._metrics.num_open_generations -= 1
             self._generation.cancel()
             is_cancelled = not answer.done()
-            self._settle("", is_cancelled=is_cancelled)
+            self._settle(is_cancelled=True)  # whoever heard the end, or of an error, has settled before that
             self._tell(record_of(scope), is_cancelled=is_cancelled)
             gone.cancel()
             answer.cancel()  # a no-op when it is done

@@ -24,12 +24,15 @@ from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.tenants.records import KeyRecord, Quota, TenantRecord
 from motet.adapters.tenants.storage_bounds import StorageUse
 from motet.adapters.upload import UploadService
+from motet.router.accounts.account import Accountant
 from motet.router.config import CurrentConfig
 from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.openai_api.event_seal import EventSealer
 from motet.router.quotas.quotas import Quotas
 from motet.router.rest_server import create_app
+from motet.router.route import RouteSpec
+from motet.router.tenants.auth import Door
 from motet.router.text.text import TextService
 from motet.tests.rigs.engine_loads import engine_load
 from motet.tests.rigs.operators import with_operator_key_in_loop
@@ -329,7 +332,16 @@ class FakeUploads:
 class RouterRig:
     """The app and its stand-ins."""
 
-    def __init__(self, spool_path: Path, text: TextService, quotas: Quotas | None = None, **config: Any) -> None:
+    def __init__(
+        self,
+        spool_path: Path,
+        text: TextService,
+        quotas: Quotas | None = None,
+        *,
+        accountants: Sequence[Accountant] = (),
+        more_routes: Callable[[Door], Sequence[RouteSpec]] = lambda door: (),
+        **config: Any,
+    ) -> None:
         self.text = text
         self.dispatcher = FakeDispatcher()
         self.registry = FakeView()
@@ -343,6 +355,8 @@ class RouterRig:
             text=text,
             operator_key=OPERATOR_KEY,
             quotas=quotas,
+            accountants=accountants,
+            more_routes=more_routes,
         )
 
     def ids(self, text: str) -> list[int]:
