@@ -34,6 +34,7 @@ from .operations_api import OperationsApi
 from .quotas.limits_api import LimitsApi
 from .quotas.quotas import Quotas
 from .readiness import Readiness
+from .route import RouteSpec
 from .tenants.auth import Door, Tokens
 from .text.text import TextService
 from .uploads.adapters_api import AdaptersApi
