@@ -52,7 +52,9 @@ def floods(adapters: list[str]) -> dict[str, Flood]:
 class Asking(subprocess.Popen[str]):
     """A client process. `nice`: so much less of a busy processor is its own."""
 
-    def __init__(self, kind: str, url: str, key: str, model: str, seconds: float, adapters: list[str], nice: int) -> None:
+    def __init__(
+        self, kind: str, url: str, key: str, model: str, seconds: float, adapters: list[str], nice: int
+    ) -> None:
         arguments = [kind, url, model, str(seconds), *adapters]
         super().__init__(
             ["nice", "-n", str(nice), sys.executable, "-m", "motet.benchmarks.rigs.fairness_clients", *arguments],

@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 from .affinity import GangCosts
 
-
 # Tokens before the turn of a tenant's sequence, if its tenant had so many more there than it has, and all together had
 # so many more. The arguments: tenant, its weight, these two; a negative number is of tokens that have left.
 TokensBefore = Callable[[str, float, int, int], float]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
@@ -132,8 +131,6 @@ def test_tenants_that_rest_are_forgotten_in_time() -> None:
     queue = queue_of([TenantShare(str(number), 9.0, 0, 0, 0) for number in range(10_000)])
     assert queue.share("0") is None
     assert queue.share("9999") is not None
-
-
 
 
 def test_a_router_counts_what_it_sent_by_tenant() -> None:
