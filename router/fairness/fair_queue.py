@@ -71,8 +71,8 @@ class FairQueue:
 
         `num_queued_tokens`: of all tenants, by whatever was told or sent last; it is never more than these, and exactly
         these for a tenant that is alone, or if the gang tells nothing of tenants. `weight`: the tenant's, which counts
-        if none was told. `unseen`: tokens by tenant that are not in the shares yet. `num_more`: of the tenant, beside these;
-        negative: fewer.
+        if none was told. `unseen`: tokens by tenant that are not in the shares yet. `num_more`: of the tenant, beside
+        these; negative: fewer.
         """
         unseen = unseen or {}
         own = self._active.get(tenant)
