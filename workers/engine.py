@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from .execution.executor import Executor
 from .plan import StepPlan, StepResult
 from .plan_ahead import PlanAhead
 from .scheduling.scheduler import Scheduler
 from .wire.engine_load import EngineLoad
+from .wire.fair_shares import TenantShare
 from .wire.messages import GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 
 
@@ -53,6 +54,14 @@ class Engine:
     def outdate(self, digest: str) -> None:
         """No name points to the adapter any more: what there is of it goes first. Sequences that need it go on."""
         self._scheduler.outdate(digest)
+
+    def charge_elsewhere(self, totals: Iterable[tuple[str, float]]) -> None:
+        """What tenants have had of all other gangs, as `ServedElsewhere` has it: here they come later for it."""
+        self._scheduler.charge_elsewhere(totals)
+
+    def take_shares(self, most: int) -> list[TenantShare]:
+        """Of at most so many tenants whose share has changed since it was last taken."""
+        return self._scheduler.take_shares(most)
 
     def change_token_interval(self, token_interval_s: float) -> None:
         """Steps that are planned from now on should take no longer while sequences decode; 0: as long as they take."""

@@ -71,6 +71,7 @@ def build_engine(
         config.prefix_cache,
         tier_sizes(config, geometry),
         token_interval_s=token_interval_of(config.token_interval_s, device),
+        scheduling=config.scheduling,
     )
     return Engine(scheduler, executor, _info(config, geometry, kernels, device, model))
 

@@ -15,6 +15,7 @@ from .fairness.prompt_budget import token_interval_of
 from .leader.served_engine import OnStep
 from .step_deadline import StepDeadline
 from .step_times import StepTimes
+from .wire.fair_shares import ServedElsewhere, TenantShare
 from .wire.messages import (
     Cancel,
     GangInfo,
@@ -27,6 +28,7 @@ from .wire.messages import (
 )
 
 _log = logging.getLogger(__name__)
+_SHARES_S, _MAX_SHARES = 0.25, 512  # so often so many tenants' shares are told
 _HEARTBEAT_S = 5.0  # between steps while there is nothing to compute
 
 
@@ -43,7 +45,9 @@ class TokenInterval(msgspec.Struct, frozen=True):
     seconds: float
 
 
-_Message = Submit | Cancel | GiveUpWaiting | Outdated | TokenInterval  # what the loop's thread is told by others
+_Message = (
+    Submit | Cancel | GiveUpWaiting | Outdated | TokenInterval | ServedElsewhere
+)  # what the loop's thread is told by others
 
 
 class EngineLoop:
@@ -62,6 +66,8 @@ class EngineLoop:
         self._submitted: set[int] = set()  # unfinished sequences; the loop's thread owns it
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._times = StepTimes()
+        self._shares: deque[list[TenantShare]] = deque()  # that nobody has taken
+        self._shares_due_at = 0.0
         self._on_step: OnStep = lambda updates, load, residency: None
         engine.wake_on_copy_end(self._copy_ended)
 
@@ -95,6 +101,13 @@ class EngineLoop:
 
     def outdate(self, digest: str) -> None:
         self._put(Outdated(digest))
+
+    def charge_elsewhere(self, served: ServedElsewhere) -> None:
+        self._put(served)
+
+    def take_shares(self) -> list[TenantShare]:
+        """Shares that have changed since they were last taken: some, and a few times a second."""
+        return self._shares.popleft() if self._shares else []
 
     def change_token_interval(self, token_interval_s: float | Literal["auto"]) -> None:
         """As the setting of an engine has it, from the next plan on."""
@@ -133,6 +146,9 @@ class EngineLoop:
         updates = self._engine.step()
         self._submitted.difference_update(u.sequence_id for u in updates if u.finish_reason or u.error)
         self._deadline.observe(time.monotonic() - self._progress_at)
+        if time.monotonic() >= self._shares_due_at and not self._shares:
+            self._shares_due_at = time.monotonic() + _SHARES_S
+            self._shares.append(self._engine.take_shares(_MAX_SHARES))
         self._on_step(updates, self._times.end_step(self._engine.load()), self._engine.take_residency_changes())
 
     def _refuse_all(self, failure: SequenceError) -> None:
@@ -171,6 +187,8 @@ class EngineLoop:
                 self._submitted.discard(sequence_id)
             case Outdated(digest):
                 self._engine.outdate(digest)
+            case ServedElsewhere(totals):
+                self._engine.charge_elsewhere(totals)
             case TokenInterval(seconds):
                 self._engine.change_token_interval(seconds)
             case GiveUpWaiting(sequence_id, error):

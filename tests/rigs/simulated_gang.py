@@ -19,6 +19,7 @@ from motet.workers.plan import SampledToken, StepPlan, StepResult
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.step_times import StepTimes
+from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
 from motet.workers.wire.messages import SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
 
 TOKEN = "a secret"
@@ -89,6 +90,12 @@ class SimulatedEngine:
 
     def outdate(self, digest: str) -> None:
         """Nothing: its sequences have no adapters."""
+
+    def charge_elsewhere(self, served: ServedElsewhere) -> None:
+        self.scheduler.charge_elsewhere(served.totals)
+
+    def take_shares(self) -> list[TenantShare]:
+        return self.scheduler.take_shares(512)
 
     def stop(self) -> None:
         self.alive = False

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from motet.tests.rigs.engine_loads import engine_load
 from motet.workers.wire.engine_load import EngineLoad
+from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
 from motet.workers.wire.messages import (
     AdapterRef,
     GangInfo,
@@ -64,6 +65,8 @@ class StandInEngine:
         self.submitted: list[SequenceRequest] = []
         self.cancelled: list[int] = []
         self.outdated: list[str] = []
+        self.served_elsewhere: list[ServedElsewhere] = []
+        self.shares: list[TenantShare] = []  # to be told with the next step
         self.paused = False
         self.fails = self.cannot_read = False
         self.num_turns = 0  # of its loop, in which it may have had nothing to do
@@ -116,6 +119,13 @@ class StandInEngine:
 
     def outdate(self, digest: str) -> None:
         self.outdated.append(digest)
+
+    def charge_elsewhere(self, served: ServedElsewhere) -> None:
+        self.served_elsewhere.append(served)
+
+    def take_shares(self) -> list[TenantShare]:
+        shares, self.shares = self.shares, []
+        return shares
 
     def stop(self) -> None:
         self._stopping.set()

@@ -40,6 +40,25 @@ async def end_of(router: Router, sequence_id: int) -> tuple[list[int], SequenceU
     raise AssertionError("the stream ended")
 
 
+async def test_a_full_queue_of_one_tenant_has_room_for_another(narrow_leader: Leader) -> None:
+    router = Router(narrow_leader.address)
+    await router.read()
+    narrow_leader.engine.paused = True
+    await router.send(submit(1, 0, 3), submit(2, 0, 3), with_time(submit(3, 70, 1), tenant="quiet"))
+    await eventually(lambda: len(narrow_leader.engine.submitted) == 3)
+    narrow_leader.engine.paused = False
+    ends: dict[int, SequenceUpdate] = {}
+    async for update in router.updates():
+        if update.finish_reason is not None or update.error is not None:
+            ends[update.sequence_id] = update
+            if len(ends) == 3:
+                break
+    assert (ends[1].finish_reason, ends[3].finish_reason) == ("length", "length")
+    assert ends[2].error is not None
+    assert (ends[2].error.kind, ends[2].error.reason) == ("overloaded", "tenant_full")
+    await router.channel.close()
+
+
 async def test_a_full_queue_refuses_all_but_what_has_begun(narrow_leader: Leader) -> None:
     narrow_leader.engine.paused = True
     router = Router(narrow_leader.address)

@@ -52,6 +52,46 @@ def test_never_more_than_the_bounds_say(
         assert room.oldest_s(now) == now - min((came for came, _, _ in model.values()), default=now)
 
 
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 30)), max_size=60), st.integers(1, 8))
+def test_the_longest_queue_gives_way_and_no_longer_one_comes_of_it(todo: list[tuple[str, int]], most: int) -> None:
+    """Against what it is for: bounds hold, and whoever has less than another is never refused for the whole."""
+    room = QueueLimit(leader_config(max_waiting_sequences=most, max_waiting_tokens=100, tenant_queue_share=1.0))
+    model: dict[int, tuple[str, int]] = {}
+
+    def filled(tenant: str, more: int = 0) -> float:
+        own = [tokens for whose, tokens in model.values() if whose == tenant]
+        return max((len(own) + bool(more)) / most, (sum(own) + more) / 100)
+
+    for number, (tenant, num_tokens) in enumerate(todo):
+        wanted = filled(tenant, num_tokens)
+        if room.refusal(tenant, num_tokens, number) is not None:
+            given_up = room.make_room(tenant, num_tokens, 1.0)
+            for gone in given_up:
+                whose, _ = model[gone]
+                assert whose != tenant and filled(whose) > wanted
+                assert gone == max(each for each, (other, _) in model.items() if other == whose)
+                del model[gone]
+            if not given_up:
+                continue
+        room.enter(number, tenant, num_tokens, number)
+        model[number] = tenant, num_tokens
+        room.check_integrity()
+        assert (len(room), room.num_tokens) == (len(model), sum(tokens for _, tokens in model.values()))
+        assert len(model) <= most and (len(model) == 1 or room.num_tokens <= 100)
+
+
+def test_a_tenant_with_nothing_waiting_finds_room_in_a_queue_full_of_others_by_weight() -> None:
+    room = QueueLimit(leader_config(max_waiting_sequences=8, tenant_queue_share=0.5))
+    for number in range(8):
+        room.enter(number, "ab"[number % 2], 10, number, weight=(1.0, 4.0)[number % 2], may_go=number < 6)
+    assert room.refusal("quiet", 10, 9) is not None
+    assert room.make_room("quiet", 10, 1.0) == [4]  # the newest of a: b has as much, but may have four times that
+    room.enter(9, "quiet", 10, 9)
+    assert room.make_room("c", 10, 1.0) == [2]
+    assert room.make_room("a", 10, 1.0) == []
+    assert len(room) == 7
+
+
 def request(wait_s: float | None, timeout_s: float | None) -> SequenceRequest:
     return SequenceRequest(
         sequence_id=1,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from motet.tests.rigs.scheduler_rig import Worker, WorkerExecutor, asking, limits, request, run, scheduler
 from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
-from motet.workers.plan import INT32_BYTES
 from motet.workers.fairness.preemption import choose_victim
+from motet.workers.plan import INT32_BYTES
 from motet.workers.scheduling.request_limits import GangLimits, refusal
 from motet.workers.scheduling.running_sequences import RunningSequences
 from motet.workers.scheduling.sequence import Sequence

@@ -23,6 +23,7 @@ import grpc
 import msgspec
 
 from ..wire.engine_load import EngineGauges, EngineLoad
+from ..wire.fair_shares import ServedElsewhere
 from ..wire.messages import (
     Cancel,
     Disown,
@@ -45,6 +46,7 @@ from ..wire.stream_options import (
     TOKEN_KEY,
 )
 from .asked_adapters import AskedAdapters
+from .known_shares import KnownShares
 from .leader_config import LeaderConfig
 from .residency import Residency
 from .routed_sequences import RoutedSequences
@@ -84,7 +86,7 @@ class FrameServer:
         self._num_streams_ever = 0
         self._sequences = RoutedSequences(engine, config, self._tell_orphans)
         self._leaving = False
-        self._residency = Residency()
+        self._residency, self._shares = Residency(), KnownShares()
         self._load = EngineLoad(EngineGauges(num_pages=info.num_pages, num_free_pages=info.num_pages))
         self._beat: asyncio.Task[None] | None = None
         self._encoder = msgspec.msgpack.Encoder()
@@ -192,8 +194,11 @@ class FrameServer:
         self._load = EngineLoad(gauges, load.counters)
         self._on_load(self._load)
         self._residency.apply(residency)
+        told = self._engine.take_shares()
+        self._shares.apply(told)
         for stream in self._streams.values():
             stream.tell_moved(residency)
+            stream.tell_shares(told)
             if stream.unsent.is_overfull:
                 self._sequences.give_back(stream)
 
@@ -233,6 +238,7 @@ class FrameServer:
         try:
             hello = stream.greeting(self._info, self._residency, self._sequences.orphans)
             await context.write(self._encoder.encode(hello))
+            stream.moved_shares.update(self._shares.tenants)
             stream.refresh()  # a new router learns the load at once
             await self._write(context, stream)
         finally:
@@ -265,7 +271,7 @@ class FrameServer:
             stream.wake.clear()
             if not stream.has_news:
                 continue
-            frame = stream.take_frame(self._load, self._residency, lambda: self._sequences.orphans)
+            frame = stream.take_frame(self._load, self._residency, lambda: self._sequences.orphans, self._shares)
             data = self._encoder.encode(frame)
             self.largest_frame_bytes = max(self.largest_frame_bytes, len(data))
             await context.write(data)
@@ -288,7 +294,9 @@ class FrameServer:
                         self._engine.outdate(message.digest)
                     elif isinstance(message, Submit):
                         self._sequences.submit(stream, message.request)
-                    elif isinstance(message, SubmitPart):
+                    elif isinstance(message, ServedElsewhere):
+                        self._engine.charge_elsewhere(message)
+                    else:
                         self._take_part(stream, message)
         except (msgspec.DecodeError, ValueError) as error:
             failure = f"a router's message is not understood: {error}"

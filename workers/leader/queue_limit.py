@@ -1,12 +1,16 @@
 """A bound on the sequences of a gang that have no token yet, and for how long they have waited.
 
 A leader that took all that comes would hold it in memory, and serve it when its clients have long gone. If one tenant
-could fill the queue, everybody else would be refused, so each may have a share of it.
+could fill the queue, everybody else would be refused, so each may have a share of it. And where several fill it
+together, whoever has most there gives up its newest for one who has less: longest queue drop (Suter et al., INFOCOM
+1998). So nobody is refused for the queues of others who have more of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
 from typing import NamedTuple
 
 from ..wire.messages import RefusalReason, SequenceError
@@ -19,10 +23,15 @@ class _Waiting(NamedTuple):
     arrived_at: float
 
 
+_MAX_GIVEN_UP = 64  # sequences, for one that comes
+
+
 @dataclass(slots=True)
 class _Count:
     num_sequences: int = 0
     num_tokens: int = 0
+    weight: float = 1.0
+    may_go: dict[int, None] = field(default_factory=dict)  # ids of those that may be given up, the newest last
 
 
 class QueueLimit:
@@ -66,15 +75,8 @@ class QueueLimit:
                 f"sequences of {self._num_tokens} tokens wait for their first token: {num_tokens} more would be over "
                 f"{times * config.max_waiting_tokens}"
             )
-        elif own.num_sequences >= times * self._tenant_sequences:
-            reason = "tenant_full"
-            problem = f"{own.num_sequences} sequences of this tenant wait for their first token, and no more may"
-        elif own.num_sequences and own.num_tokens + num_tokens > times * self._tenant_tokens:
-            reason = "tenant_full"
-            problem = (
-                f"sequences of {own.num_tokens} tokens of this tenant wait for their first token: {num_tokens} more "
-                f"would be over {times * self._tenant_tokens}"
-            )
+        elif (tenant_problem := self._tenant_problem(own, num_tokens, times)) is not None:
+            reason, problem = "tenant_full", tenant_problem
         else:
             return None
         whose = "the gang's queue" if reason == "full" else "the tenant's share of the gang's queue"
@@ -85,13 +87,46 @@ class QueueLimit:
             reason=reason,
         )
 
-    def enter(self, engine_id: int, tenant: str, num_tokens: int, now: float) -> None:
+    def make_room(self, tenant: str, num_tokens: int, weight: float) -> list[int]:
+        """Sequences of others to give up, so that a tenant's sequence of so many tokens may wait here.
+
+        They are the newest of whoever has most waiting by its weight, as long as that is more than this tenant will
+        have. They are not counted here any more. Empty, and nothing changed, if that is not enough.
+        """
+        own, config = self._tenants.get(tenant, _Count()), self._config
+        if self._tenant_problem(own, num_tokens, 1) is not None:
+            return []
+        filled = self.filled(own.num_sequences + 1, own.num_tokens + num_tokens, weight)
+        queues = [_Queue(self, each) for each in self._tenants.values() if each.may_go and each is not own]
+        heapify(queues)
+        given_up: list[int] = []
+        left_sequences, left_tokens = len(self._waiting), self._num_tokens
+        while left_sequences >= config.max_waiting_sequences or (
+            left_sequences and left_tokens + num_tokens > config.max_waiting_tokens
+        ):
+            if not queues or queues[0].filled <= filled or len(given_up) == _MAX_GIVEN_UP:
+                return []
+            newest = queues[0].take(self._waiting)
+            given_up.append(newest)
+            left_sequences, left_tokens = left_sequences - 1, left_tokens - self._waiting[newest].num_tokens
+            heapreplace(queues, queues[0])
+        for engine_id in given_up:
+            self.leave(engine_id)
+        return given_up
+
+    def enter(
+        self, engine_id: int, tenant: str, num_tokens: int, now: float, weight: float = 1.0, may_go: bool = True
+    ) -> None:
+        """`may_go`: it may be given up for another tenant's, since nobody has been promised more of it."""
         assert engine_id not in self._waiting
         self._waiting[engine_id] = _Waiting(tenant, num_tokens, now)
         self._num_tokens += num_tokens
         own = self._tenants.setdefault(tenant, _Count())
         own.num_sequences += 1
         own.num_tokens += num_tokens
+        own.weight = weight
+        if may_go:
+            own.may_go[engine_id] = None
 
     def leave(self, engine_id: int) -> None:
         """The sequence has a token, has ended or was cancelled. Ids that are not here are ignored."""
@@ -102,15 +137,58 @@ class QueueLimit:
         own = self._tenants[left.tenant]
         own.num_sequences -= 1
         own.num_tokens -= left.num_tokens
+        own.may_go.pop(engine_id, None)
         if not own.num_sequences:
             del self._tenants[left.tenant]
 
     def check_integrity(self) -> None:
         """Raises AssertionError if sequences or tokens are miscounted."""
-        counted: dict[str, _Count] = {}
+        counted: dict[str, list[_Waiting]] = {}
         for waiting in self._waiting.values():
-            own = counted.setdefault(waiting.tenant, _Count())
-            own.num_sequences += 1
-            own.num_tokens += waiting.num_tokens
-        assert counted == self._tenants
-        assert self._num_tokens == sum(own.num_tokens for own in counted.values())
+            counted.setdefault(waiting.tenant, []).append(waiting)
+        assert counted.keys() == self._tenants.keys()
+        for tenant, own in self._tenants.items():
+            assert own.num_sequences == len(counted[tenant])
+            assert own.num_tokens == sum(waiting.num_tokens for waiting in counted[tenant])
+            assert all(self._waiting[engine_id].tenant == tenant for engine_id in own.may_go)
+        assert self._num_tokens == sum(own.num_tokens for own in self._tenants.values())
+
+    def filled(self, num_sequences: int, num_tokens: int, weight: float) -> float:
+        """How much of the queue this is, by the bound that it is nearest to, for a tenant of this weight."""
+        config = self._config
+        return max(num_sequences / config.max_waiting_sequences, num_tokens / config.max_waiting_tokens) / weight
+
+    def _tenant_problem(self, own: _Count, num_tokens: int, times: int) -> str | None:
+        if own.num_sequences >= times * self._tenant_sequences:
+            return f"{own.num_sequences} sequences of this tenant wait for their first token, and no more may"
+        if own.num_sequences and own.num_tokens + num_tokens > times * self._tenant_tokens:
+            return (
+                f"sequences of {own.num_tokens} tokens of this tenant wait for their first token: {num_tokens} more "
+                f"would be over {times * self._tenant_tokens}"
+            )
+        return None
+
+
+class _Queue:
+    """What would be left of a tenant's waiting sequences; the fullest comes first."""
+
+    def __init__(self, limit: QueueLimit, count: _Count) -> None:
+        self._limit, self._weight = limit, count.weight
+        self._num_sequences, self._num_tokens = count.num_sequences, count.num_tokens
+        self._newest = reversed(count.may_go)
+        self.filled = limit.filled(self._num_sequences, self._num_tokens, self._weight)
+        self._next: int | None = next(self._newest)
+
+    def __lt__(self, other: _Queue) -> bool:
+        return self.filled > other.filled
+
+    def take(self, waiting: Mapping[int, _Waiting]) -> int:
+        """The newest that is left, without which it is less full. With none left to take it counts as empty."""
+        taken = self._next
+        assert taken is not None
+        self._num_sequences, self._num_tokens = self._num_sequences - 1, self._num_tokens - waiting[taken].num_tokens
+        self._next = next(self._newest, None)
+        self.filled = (
+            self._limit.filled(self._num_sequences, self._num_tokens, self._weight) if self._next is not None else 0.0
+        )
+        return taken

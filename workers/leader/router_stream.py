@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from ..wire.engine_load import EngineLoad
+from ..wire.fair_shares import TenantShare
 from ..wire.messages import Frame, GangInfo, Hello, OrphanChange, ResidencyChange, SequenceUpdate
 from ..wire.unread_update import UnreadUpdate
+from .known_shares import KnownShares
 from .residency import Residency
 from .unsent_updates import UnsentUpdates
 
 _MAX_ADAPTERS: Final = 4096  # that a message tells of, some 66 bytes each
 _MAX_PAGES: Final = 1 << 16  # 9 bytes each
+_MAX_SHARES: Final = 512  # that a frame tells of, some 60 bytes each; the others come with the next frames
 _MAX_ORPHANS: Final = 1 << 14  # that a frame tells of, some 50 bytes each
 
 
@@ -31,6 +34,7 @@ class RouterStream:
     moved: set[str] = field(default_factory=set)  # adapters that came or went; not yet written
     moved_pages: set[int] = field(default_factory=set)  # full pages of KV that came or went; not yet written
     moved_orphans: set[str] = field(default_factory=set)  # keys of orphans that came or went; not yet written
+    moved_shares: set[str] = field(default_factory=set)  # tenants whose shares have changed; not yet written
     last_submitted: int = 0  # id of the newest sequence that came from the router
     load_is_stale: bool = False
     is_ending: bool = False  # what is pending is the last that is written
@@ -58,6 +62,10 @@ class RouterStream:
             self.moved.update(residency.came, residency.went)
             self.wake.set()
 
+    def tell_shares(self, shares: Iterable[TenantShare]) -> None:
+        """Tenants' shares have changed. The router hears of it with its next frame or beat."""
+        self.moved_shares.update([share.tenant for share in shares])
+
     def tell_orphans(self, keys: Iterable[str]) -> None:
         """Orphans with these keys have come or gone; the router hears of it soon."""
         self.moved_orphans.update(keys)
@@ -79,8 +87,10 @@ class RouterStream:
         self.moved_pages.update(pages[_MAX_PAGES:])
         return Hello(info, adapters[:_MAX_ADAPTERS], pages[:_MAX_PAGES], orphans)
 
-    def take_frame(self, load: EngineLoad, residency: Residency, orphans: Callable[[], Iterable[str]]) -> Frame:
-        """What happened since the last frame, if it fits. `load`, `residency` and `orphans`: the gang's of now."""
+    def take_frame(
+        self, load: EngineLoad, residency: Residency, orphans: Callable[[], Iterable[str]], known: KnownShares
+    ) -> Frame:
+        """What happened since the last frame, if it fits. All that is given is the gang's of now."""
         updates = self.unsent.take()
         moved = _taken(self.moved, _MAX_ADAPTERS)
         pages = _taken(self.moved_pages, _MAX_PAGES)
@@ -92,7 +102,8 @@ class RouterStream:
         if moved_orphans:
             came = moved_orphans.intersection(orphans())
             orphan_change = OrphanChange(sorted(came), sorted(moved_orphans - came))
-        return Frame(updates, load, residency.change_of(moved, pages), orphan_change, self.last_submitted)
+        shares = known.of(_taken(self.moved_shares, _MAX_SHARES)) if self.moved_shares else []
+        return Frame(updates, load, residency.change_of(moved, pages), orphan_change, self.last_submitted, shares)
 
 
 _Moved = TypeVar("_Moved", str, int)

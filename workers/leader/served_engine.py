@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ..wire.engine_load import EngineLoad
+from ..wire.fair_shares import ServedElsewhere, TenantShare
 from ..wire.messages import ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 
 OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
@@ -31,5 +32,11 @@ class ServedEngine(Protocol):
 
     def outdate(self, digest: str) -> None:
         """No name points to the adapter any more, so it need not be kept."""
+
+    def charge_elsewhere(self, served: ServedElsewhere) -> None:
+        """Tenants come later here for what they have had of all other gangs."""
+
+    def take_shares(self) -> list[TenantShare]:
+        """Shares that have changed since they were last taken: some of them, and a few times a second."""
 
     def stop(self) -> None: ...
