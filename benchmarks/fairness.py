@@ -101,6 +101,7 @@ class Fairness:
         for way in ways:
             self._config = msgspec.structs.replace(self._config, scheduling=way)
             self._deployment.update(self._config)
+            self._quiet(WARM_S)
             alone_s = _p99(self._quiet(seconds))
             for kind in self._kinds:
                 flood = self._ask(kind, FLOODER, 2 * WARM_S + seconds, NICE)
