@@ -91,7 +91,7 @@ class Gang:
 def bound(of: GangLimits, s: Scheduler, least_weight: float) -> float:
     """What two backlogged tenants may differ by: see docs/fairness.md."""
     step = OUTPUT_TOKEN * (of.max_tokens_per_step + of.max_num_sequences)
-    sequences = of.max_num_sequences * of.max_model_len / 2
+    sequences = OUTPUT_TOKEN * of.num_pages * of.block_size  # those that run are not cut off by a newcomer without need
     return 2 * (s._standings.burst + 2 * s._standings.slack + (step + sequences) / least_weight)
 
 
@@ -135,6 +135,11 @@ def shared(seed: int, scheduling: Scheduling) -> tuple[float, float]:
 def test_two_who_always_wait_are_served_alike_whatever_a_third_does(seed: int) -> None:
     worst, most = shared(seed, "fair")
     assert worst <= most
+
+
+def test_first_come_first_served_breaks_the_bound() -> None:
+    worst, most = shared(1, "fifo")
+    assert worst > 2 * most
 
 
 @pytest.mark.parametrize(("scheduling", "most_steps"), [("fair", 3), ("fifo", None)])

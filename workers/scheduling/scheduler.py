@@ -279,6 +279,8 @@ class Scheduler:
         return self._waiting.first(min(self._limits.max_num_sequences, _MAX_LOOK_AHEAD))
 
     def _begin_loads(self) -> Iterator[AdapterLoad]:
+        if not (self._waiting.num_lacking or self._prefixes.can_come_ahead):
+            return iter(())
         return self._prefetcher.begin(self._next_batch(), self._waiting.num_lacking, len(self._running))
 
     def _share(self, standing: Standing) -> TenantShare:

@@ -62,9 +62,7 @@ class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     num_fair_preemptions: Annotated[
         int,
-        Meta(
-            description="Of these, sequences of tenants who had most, that gave their places to waiting ones of others."
-        ),
+        Meta(description="Of the preempted sequences, those that gave way to waiting ones of tenants who had less."),
     ] = 0
     num_adapter_loads: Annotated[int, Meta(description="Adapters that were loaded into the pool.")] = 0
     num_adapter_evictions: Annotated[int, Meta(description="Adapters that were evicted from the pool.")] = 0
