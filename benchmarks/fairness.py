@@ -1,9 +1,9 @@
 """What a quiet tenant feels of a flood: its time to first token beside each kind of flood over that alone, fair or not.
 
-A whole motet of the demo model runs on this machine, its gang on one thread; all asking is done over HTTP by processes
-of their own, those of the flood at a low priority. In each round the quiet tenant is measured alone and beside each kind
-of flood, once with fair scheduling and once first come, first served. Then two tenants ask for more than the gang can
-do, for the throughput of either. A ratio is of two measurements of one round; what is told is the median of the rounds.
+A whole motet of the demo model runs on this machine, its gang on one thread. All asking is done over HTTP by processes
+of their own, those of the flood at a low priority. In each round the quiet tenant is measured alone and beside each
+kind of flood, once with fair scheduling and once first come, first served. Then two tenants ask for more than the gang
+can do, for the throughput of either. A ratio is of two measurements of one round, and the median of the rounds is told.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ WARM_S = 2.0  # a flood is under way for so long before it is measured
 NICE = 10  # of what is not measured
 
 Way = Literal["fair", "fifo"]
+WAYS: tuple[Way, ...] = ("fair", "fifo")
 
 
 def main() -> None:
@@ -61,7 +62,7 @@ def main() -> None:
         try:
             bench = Fairness(config, deployment, asyncio.run(upload(config, arguments.adapters, Path(folder))))
             for number in range(arguments.rounds):
-                bench.round(arguments.seconds, ("fair", "fifo") if number % 2 == 0 else ("fifo", "fair"))
+                bench.round(arguments.seconds, WAYS if number % 2 == 0 else WAYS[::-1])
         finally:
             deployment.stop()
     bench.report()
@@ -100,6 +101,7 @@ class Fairness:
         for way in ways:
             self._config = msgspec.structs.replace(self._config, scheduling=way)
             self._deployment.update(self._config)
+            self._quiet(WARM_S)
             alone_s = _p99(self._quiet(seconds))
             for kind in self._kinds:
                 flood = self._ask(kind, FLOODER, 2 * WARM_S + seconds, NICE)
@@ -139,7 +141,7 @@ class Fairness:
         worst: dict[Way, float] = {}
         print(f"{'':14}{'fair':>8}{'fifo':>8}   p99 to the first token over that alone, median of the rounds")
         for kind in self._kinds:
-            medians = {way: statistics.median(self._ratios[way, kind]) for way in ("fair", "fifo")}
+            medians = {way: statistics.median(self._ratios[way, kind]) for way in WAYS}
             print(f"{kind:14}{medians['fair']:8.2f}{medians['fifo']:8.2f}")
             for way, median in medians.items():
                 worst[way] = max(worst.get(way, 0.0), median)

@@ -14,9 +14,9 @@ _MAX_TENANTS = 1 << 16  # that are remembered; who was served longest ago is for
 class FleetShares:
     """Service in tokens' worth, divided by the tenant's weight. Totals never shrink, whatever gangs come and go.
 
-    What a gang has served counts from its start, whoever hears of it and since when, so all routers tell about the same.
-    A gang whose service of a tenant has shrunk has forgotten it or is another one: that counts from zero, beside what
-    was before. What a gang that went had served stays in the total.
+    What a gang has served counts from its start, whoever hears of it and since when: so all routers tell about the
+    same. A gang whose service of a tenant has shrunk has forgotten it or is another one: that counts from zero, beside
+    what was before. What a gang that went had served stays in the total.
     """
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 from ...workers.wire.fair_shares import ServedElsewhere, TenantShare
 from ...workers.wire.messages import AdapterRef, Outdated, SequenceError
@@ -20,6 +21,7 @@ from .open_sequence import OpenSequence
 from .relocator import Relocator
 
 _MAX_ROUTED_PAGES = 2048  # of a prompt; the pages after them are not looked at
+_MAX_EXAMINED = 1024  # tenants of a gang, each time that it hears of others' service
 _TELL_S = 0.25  # from one time that a gang hears of its tenants' service elsewhere to the next
 STORE_PAUSE_S = 2.0  # for so long after a gang could not read an adapter, it gets none to read if another gang can
 
@@ -108,7 +110,8 @@ class Fleet:
         if len(self._gang_ids) < 2 or now < self._next_tell.get(key, now):
             return
         self._next_tell[key] = now + _TELL_S
-        if totals := self._shares.take_due(self._gang_ids[key], connection.known.fair_queue.active):
+        told_last = islice(reversed(connection.known.fair_queue.active), _MAX_EXAMINED)
+        if totals := self._shares.take_due(self._gang_ids[key], told_last):
             connection.tell(ServedElsewhere(totals))
 
     def _forget_shares(self, key: str) -> None:

@@ -1,4 +1,4 @@
-"""What stands before a tenant's sequence in a gang's fair order: the sums against the definition, and what it promises."""
+"""What stands before a tenant's sequence in a gang's fair order: against its definition, and what it promises."""
 
 from __future__ import annotations
 

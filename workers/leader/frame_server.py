@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -23,7 +23,7 @@ import grpc
 import msgspec
 
 from ..wire.engine_load import EngineGauges, EngineLoad
-from ..wire.fair_shares import ServedElsewhere
+from ..wire.fair_shares import ServedElsewhere, TenantShare
 from ..wire.messages import (
     Cancel,
     Disown,
@@ -128,6 +128,11 @@ class FrameServer:
     def load(self) -> EngineLoad:
         """The engine's, as of its last step."""
         return self._load
+
+    @property
+    def shares(self) -> Iterable[TenantShare]:
+        """Of the tenants that the engine has told of, as it told last."""
+        return iter(self._shares)
 
     @property
     def healthy(self) -> bool:

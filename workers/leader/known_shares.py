@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ..wire.fair_shares import TenantShare
 
@@ -28,6 +28,9 @@ class KnownShares:
             idle = [tenant for tenant, of in self._shares.items() if not of.num_running and not of.num_waiting]
             for tenant in idle[: self._most // 2]:
                 del self._shares[tenant]
+
+    def __iter__(self) -> Iterator[TenantShare]:
+        return iter(self._shares.values())
 
     def of(self, tenants: Iterable[str]) -> list[TenantShare]:
         """Of those that are known."""

@@ -25,9 +25,9 @@ class TenantShare(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class ServedElsewhere(msgspec.Struct, frozen=True, tag="served"):
     """What tenants have had at all other gangs, as this router knows it: to be told again as it grows.
 
-    `totals`: a tenant and what it had since the router began to hear of it, in tokens' worth divided by its weight,
-    which never shrinks. A leader charges what the largest total of all its routers has grown by, so several routers
-    that tell the same do not count it twice.
+    `totals`: a tenant and what it had, in tokens' worth divided by its weight, since those gangs were started: the same
+    whichever router tells it, and it never shrinks. A leader charges what the largest total of all its routers has
+    grown by, so several routers that tell the same do not count it twice.
     """
 
     totals: list[tuple[str, float]]
