@@ -43,7 +43,11 @@ def test_the_parts_get_what_was_set(paths: dict[str, Any]) -> None:
 
 
 def test_what_is_told_of_settings_has_no_secret(paths: dict[str, Any]) -> None:
-    secrets = {"keys": (("acme", "hush-1"),), "operator_key": "hush-2", "redis_url": "redis://:hush-3@localhost"}
+    secrets: dict[str, Any] = {
+        "keys": (("acme", "hush-1"),),
+        "operator_key": "hush-2",
+        "redis_url": "redis://:hush-3@localhost",
+    }
     told = MotetConfig(**paths, **secrets, latency_objectives_s=(("acme", 2.0),), max_queue_wait_s=3.0).told
     assert "hush" not in str(told) and told["max-queue-wait"] == 3.0 and told["latency-objective"] == ["acme=2.0"]
     assert msgspec.json.decode(msgspec.json.encode(told)) == told
