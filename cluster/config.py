@@ -215,6 +215,12 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """How long a sequence waits while no gang is connected."""
         return max(self.gang_wait_s, self.cold_start_wait_s) if self.min_gangs == 0 else self.gang_wait_s
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """The settings as they are written, without secrets."""
+        shown = [field for field in fields_of(Settings) if not field.mark.secret]
+        return {field.flags[0]: _written(getattr(self, field.name)) for field in shown}
+
     def without_secrets(self) -> MotetConfig:
         """The same, without what nobody but this process may know: it may be sent where others look."""
         return structs.replace(
@@ -232,6 +238,12 @@ def _with_options(message: str) -> str:
         if "_" in field.name:  # others are also plain words
             message = re.sub(rf"\b{field.name}\b", field.option, message)
     return message
+
+
+def _written(value: object) -> object:
+    if isinstance(value, tuple):
+        return ["=".join(map(str, pair)) for pair in value]
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
 def part_config(kind: type[P], settings: Settings, **given: object) -> P:

@@ -1,16 +1,17 @@
-"""The audit log as it is read: the newest entries first."""
+"""The audit log as it is read, the newest entries first; and what no other change writes into it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
+import msgspec
 from redis.asyncio import Redis
 
 from ..registry.redis_deadline import answered_within
-from ..registry.registry_scripts import AUDIT
-from ..tenants.audit_entry import WrittenEntry, decode_entry
-from .change_scripts import READ_AUDIT_SCRIPT
+from ..registry.registry_scripts import AUDIT, SETTINGS
+from ..tenants.audit_entry import Actor, AuditEntry, WrittenEntry, decode_entry, encode_entry, log_entry
+from .change_scripts import READ_AUDIT_SCRIPT, SETTINGS_KEYS, SETTINGS_SCRIPT
 
 _PAGE_SIZE: Final = 1000  # entries that Redis looks at in one go
 
@@ -19,7 +20,9 @@ class AuditLog:
     """It holds the last 100,000 entries, and a few more. Raises RegistryUnavailable as `Registry` does."""
 
     def __init__(self, client: Redis, timeout_s: float = 3.0) -> None:
+        self._client: Any = client
         self._timeout_s = timeout_s
+        self._settings_script = client.register_script(SETTINGS_SCRIPT)
         self._read_script = client.register_script(READ_AUDIT_SCRIPT)
 
     async def read(self, before: str, limit: int, tenant: str = "") -> Sequence[WrittenEntry]:
@@ -37,3 +40,31 @@ class AuditLog:
                 break
             end = f"({last}"
         return entries[:limit]
+
+    async def note_settings(self, settings: Mapping[str, object]) -> bool:
+        """Whether these settings are others than those that were noted last; then an entry says which have changed.
+
+        Every router calls it with what it serves by, and one of them writes. Secrets must not be among them.
+        """
+        text = msgspec.json.encode(settings, order="sorted").decode()
+        while True:
+            async with answered_within(self._timeout_s):
+                before: str = await self._client.get(SETTINGS) or ""
+            if before == text:
+                return False
+            told = msgspec.json.decode(before or "{}", type=dict[str, object])
+            given = msgspec.json.decode(text, type=dict[str, object])
+            changed = {name: value for name, value in given.items() if name not in told or told[name] != value}
+            if not before:  # the first settings of all are no change of any
+                changed = {}
+            entry = AuditEntry(
+                action="settings.change" if before else "settings.first",
+                tenant="",
+                changed=changed,
+                actor=Actor(kind="configuration"),
+            )
+            async with answered_within(self._timeout_s):
+                is_noted = await self._settings_script(keys=SETTINGS_KEYS, args=[before, text, encode_entry(entry)])
+            if is_noted:
+                log_entry(entry)
+                return True

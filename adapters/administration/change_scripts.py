@@ -18,6 +18,7 @@ from ..registry.registry_scripts import (
     NOTE,
     NUMBER,
     OWNER,
+    SETTINGS,
     STORED,
     TELL,
     TENANTS,
@@ -90,6 +91,14 @@ for _, name in ipairs(names) do
 end
 if #names < tonumber(ARGV[2]) then redis.call('DEL', '{STORED}' .. ARGV[1]) end
 return #names
+"""
+SETTINGS_KEYS: Final = (SETTINGS, AUDIT)
+# settings of before (empty: none), settings, entry of the audit log. Returns 1; 0: they are others by now.
+SETTINGS_SCRIPT = f"""{NOTE}
+if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2])
+note('', ARGV[3], '')
+return 1
 """
 # id before which to begin ('+': at the newest), count, tenant (empty: all). Looks at that many entries, the newest
 # first, and returns the id of the last of them (empty: there are no more), then id, entry and result of those found.

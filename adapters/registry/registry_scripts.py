@@ -22,6 +22,7 @@ AUDIT = PREFIX + "audit"  # stream of (tenant, entry, result): who changed what
 LAUNCH_KEYS = PREFIX + "launch_keys"  # set of launch marks
 LAUNCHES = PREFIX + "launches"  # hash: launch that has given keys -> number of its beats
 CLUSTER_TOKEN = PREFIX + "cluster_token"  # that routers show to gangs, where no file says one
+SETTINGS = PREFIX + "settings"  # JSON of those that routers have now
 BASE = PREFIX + "base"  # fingerprint and name of the base that all adapters belong to
 NUMBER = PREFIX + "event_number"  # number of events so far
 STREAM_KEY = PREFIX + "stream_key"  # hex: with which routers seal the ids of events

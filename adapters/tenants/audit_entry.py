@@ -8,7 +8,7 @@ from typing import Final, Literal
 import msgspec
 
 LOGGER: Final = "motet.adapters.audit"
-ActorKind = Literal["operator", "key", "token"]
+ActorKind = Literal["operator", "key", "token", "configuration"]
 _log = logging.getLogger(LOGGER)
 
 
@@ -25,7 +25,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One change that was asked for and done."""
 
     action: str  # such as "key.create"
-    tenant: str  # whose things have changed
+    tenant: str  # whose things have changed; empty: everybody's
     target: str = ""  # id of a key, name of an adapter; empty: the tenant itself
     changed: dict[str, object] = {}  # the fields that were given, and their new values
     actor: Actor

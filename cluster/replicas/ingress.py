@@ -102,6 +102,7 @@ class RouterReplica:
         # The secrets of a node may get a file of keys later.
         given = secrets.keys if secrets_path is not None else secrets.keys or ()
         await when_redis_answers(partial(self._launch.start, given))
+        self._administration = Administration.of(self._redis)
         self._view = RegistryView(registry)
         await when_redis_answers(self._view.start)
         token = await when_redis_answers(partial(shared_token, secrets))
@@ -173,7 +174,7 @@ class RouterReplica:
             operator_key=operator_key,
             metrics=self._metrics,
             labels=self._labels,
-            administration=Administration.of(self._redis),
+            administration=self._administration,
             tokens=self._tokens,
             targets=lambda: targets_of(config.exposition, self._routers.values(), self._gangs.values()),
             quotas=self._quotas,
@@ -206,6 +207,10 @@ class RouterReplica:
             return
         self._current.now = config.router
         self._dispatcher.change_admission(config.admission)
+        try:
+            await self._administration.audit.note_settings(config.told)
+        except RegistryUnavailable as error:  # they hold all the same; the next router that starts notes them
+            _log.warning("settings that have changed were not noted in the audit log: %s", error)
 
     async def check_health(self) -> None:
         """Serve's hook: a router that answers is well."""

@@ -17,42 +17,30 @@ _NO_BOUND: Final = "none"
 C = TypeVar("C", bound=Callable[..., Any])
 
 
-class Lifetime(click.ParamType):
-    """A time in seconds, typed as 45s, 30m, 12h, 90d, or as a plain number of seconds."""
-
-    name = "TIME"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        match = _LIFETIME.fullmatch(str(value))
-        if match is None:
-            self.fail(f"{value!r} is no time: one like 45s, 30m, 12h or 90d is accepted", param, ctx)
-        return float(match[1]) * _UNITS_S[match[2] or "s"]
+def lifetime_s(text: str) -> float:
+    """A time in seconds, typed as 45s, 30m, 12h, 90d, or as a plain number of seconds. Raises BadParameter."""
+    match = _LIFETIME.fullmatch(text)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no time: one like 45s, 30m, 12h or 90d is accepted")
+    return float(match[1]) * _UNITS_S[match[2] or "s"]
 
 
-class Bound(click.ParamType):
-    """NAME=NUMBER, one bound of a quota; NAME=none takes it away."""
-
-    name = "NAME=NUMBER"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int | None]:
-        if isinstance(value, tuple):
-            return value
-        name, _, text = str(value).partition("=")
-        name = name.replace("-", "_")
-        if name not in Quota.__struct_fields__:
-            names = ", ".join(field.replace("_", "-") for field in Quota.__struct_fields__)
-            self.fail(f"{value!r}: the bounds of a quota are {names}", param, ctx)
-        if text == _NO_BOUND:
-            return name, None
-        try:
-            number = parse_byte_size(text) if name.endswith("_bytes") else int(text)
-        except ValueError:
-            number = -1
-        if number < 0:
-            self.fail(f"{value!r}: a whole number from 0 on, or none for no bound, is accepted", param, ctx)
-        return name, number
+def bound(text: str) -> tuple[str, int | None]:
+    """NAME=NUMBER, one bound of a quota; NAME=none takes it away. Raises BadParameter."""
+    told, _, value = text.partition("=")
+    name = told.replace("-", "_")
+    if name not in Quota.__struct_fields__:
+        names = ", ".join(field.replace("_", "-") for field in Quota.__struct_fields__)
+        raise click.BadParameter(f"{text!r}: the bounds of a quota are {names}")
+    if value == _NO_BOUND:
+        return name, None
+    try:
+        number = parse_byte_size(value) if name.endswith("_bytes") else int(value)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise click.BadParameter(f"{text!r}: a whole number from 0 on, or none for no bound, is accepted")
+    return name, number
 
 
 def with_quota(command: C) -> C:
@@ -60,7 +48,8 @@ def with_quota(command: C) -> C:
     option = click.option(
         "--quota",
         "bounds",
-        type=Bound(),
+        type=bound,
+        metavar="NAME=NUMBER",
         multiple=True,
         help="A bound, as requests-per-minute=600 or stored-bytes=10GiB; none: there is none. May be repeated.",
     )

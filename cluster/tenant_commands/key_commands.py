@@ -10,7 +10,7 @@ import click
 from ...adapters.tenants.records import Scope
 from ..client.client import MotetClient
 from ..client.client_options import with_operator_client
-from .given import Lifetime, quota_of, with_quota
+from .given import lifetime_s, quota_of, with_quota
 from .shown import show_json, show_keys
 from .tenant_commands import as_json, label, path_of
 
@@ -32,7 +32,9 @@ def keys() -> None:
     help="What it may do; may be repeated. Without: infer, upload and metrics.",
 )
 @label
-@click.option("--expires-in", type=Lifetime(), help="For how long it is good, as 90d. Without: for ever.")
+@click.option(
+    "--expires-in", type=lifetime_s, metavar="TIME", help="For how long it is good, as 90d. Without: for ever."
+)
 @with_quota
 @as_json
 @with_operator_client
@@ -65,7 +67,14 @@ def list_keys(client: MotetClient, tenant: str, as_json: bool) -> None:
 
 @keys.command()
 @click.argument("key_id")
-@click.option("--overlap", type=Lifetime(), default="24h", show_default=True, help="How long the old key is good yet.")
+@click.option(
+    "--overlap",
+    type=lifetime_s,
+    metavar="TIME",
+    default="24h",
+    show_default=True,
+    help="How long the old key is good yet.",
+)
 @as_json
 @with_operator_client
 def rotate(client: MotetClient, key_id: str, overlap: float, as_json: bool) -> None:

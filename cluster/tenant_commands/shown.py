@@ -59,7 +59,7 @@ def show_entries(entries: Sequence[Mapping[str, Any]]) -> None:
             _time(entry["at"]),
             " ".join(filter(None, (entry["actor"]["kind"], entry["actor"]["id"]))),
             entry["action"],
-            entry["tenant"],
+            entry["tenant"] or "",
             entry["target"] or "",
             json.dumps(entry["changed"]) if entry["changed"] else entry["result"] or "",
             entry["request_id"],

@@ -73,7 +73,7 @@ class Deleted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ActorShown(msgspec.Struct, frozen=True, kw_only=True):
-    kind: Literal["operator", "key", "token"]
+    kind: Literal["operator", "key", "token", "configuration"]
     id: str | None  # of a key; the subject of a token
     tenant: str | None
 
@@ -84,7 +84,7 @@ class AuditShown(msgspec.Struct, frozen=True, kw_only=True):
     at: float  # Unix seconds, by Redis' clock
     actor: ActorShown
     action: str
-    tenant: str
+    tenant: str | None  # null: it is everybody's
     target: str | None  # id of a key, name of an adapter; null: the tenant itself
     changed: dict[str, Any]
     result: str | None
@@ -124,7 +124,7 @@ def shown_entry(written: WrittenEntry) -> AuditShown:
         at=written.at,
         actor=ActorShown(kind=actor.kind, id=actor.id or None, tenant=actor.tenant or None),
         action=entry.action,
-        tenant=entry.tenant,
+        tenant=entry.tenant or None,
         target=entry.target or None,
         changed=entry.changed,
         result=written.result or None,

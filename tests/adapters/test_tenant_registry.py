@@ -299,3 +299,17 @@ async def test_the_log_is_read_past_others_entries(redis_client: Redis, tenants:
         pipeline.xadd(PREFIX + "audit", {"tenant": "loud", "entry": "{}", "result": ""})
     await pipeline.execute()
     assert [one.entry.tenant for one in await AuditLog(redis_client).read("", 5, "quiet")] == ["quiet"]
+
+
+async def test_settings_that_change_are_noted_once(redis_client: Redis) -> None:
+    logs = [AuditLog(redis_client) for _ in range(8)]
+    first, then = {"max-num-sequences": 64, "name": "base"}, {"max-num-sequences": 32, "name": "base"}
+    assert sorted(await asyncio.gather(*(log.note_settings(first) for log in logs))) == [False] * 7 + [True]
+    assert sorted(await asyncio.gather(*(log.note_settings(then) for log in logs))) == [False] * 7 + [True]
+    assert await logs[0].note_settings(first)  # back again
+    written = [one.entry for one in reversed(await logs[0].read("", 10))]
+    assert [(entry.action, entry.changed, entry.actor.kind) for entry in written] == [
+        ("settings.first", {}, "configuration"),
+        ("settings.change", {"max-num-sequences": 32}, "configuration"),
+        ("settings.change", {"max-num-sequences": 64}, "configuration"),
+    ]

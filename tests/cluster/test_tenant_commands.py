@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from redis.asyncio import Redis
 
 from motet.cluster.commands.cli import main
-from motet.cluster.tenant_commands.given import Bound, Lifetime
+from motet.cluster.tenant_commands.given import bound, lifetime_s
 from motet.tests.rigs.patience import eventually_in_loop
 from motet.tests.rigs.router_rig import OPERATOR_KEY
 from motet.tests.rigs.tenants_rig import TenantsRig
@@ -99,13 +99,13 @@ async def test_a_tenants_day_at_the_command_line(redis_client: Redis, tmp_path: 
     ("text", "seconds"), [("45s", 45.0), ("30m", 1800.0), ("1.5h", 5400.0), ("90d", 7_776_000.0), ("7", 7.0)]
 )
 def test_times_are_read_as_people_write_them(text: str, seconds: float) -> None:
-    assert Lifetime().convert(text, None, None) == seconds
+    assert lifetime_s(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "d", "-1s", "1w", "1 d", "nan", "1e3"])
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match="is no time"):
-        Lifetime().convert(text, None, None)
+        lifetime_s(text)
 
 
 @pytest.mark.parametrize(
@@ -113,4 +113,4 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 )
 def test_what_is_no_bound_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
-        Bound().convert(text, None, None)
+        bound(text)
