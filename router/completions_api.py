@@ -207,6 +207,7 @@ class CompletionsApi:
             request_id=record_of(http.scope).request_id,
             cache_salt=request.cache_salt or "",
             timeout_s=request.timeout,
+            page_tokens=self._base.gang().block_size,
             is_echoed=isinstance(request, CompletionRequest) and bool(request.echo),
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ... import __version__
+from ..usage_commands.usage_command import usage_command
 from .adapter_commands import adapters
 from .chat import Chat
 from .client import MotetClient
@@ -67,6 +68,7 @@ def status(client: MotetClient, seconds: float) -> None:
 
 main.add_command(serve)
 main.add_command(adapters)
+main.add_command(usage_command(with_client))
 main.add_command(doctor)
 main.add_command(edge_program)
 
