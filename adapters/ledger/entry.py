@@ -1,4 +1,4 @@
-"""One answer, or one adapter's stay in a gang, as the ledger has it; and what several entries of one id say together.
+"""One answer as the ledger has it, and what several entries of one id say together.
 
 An id is counted once, however many entries of it there are, in whatever order they come: the entry that knows most of
 the end decides (`Stage`), and among such entries the largest of each number. So a router may write how far an answer
@@ -20,8 +20,6 @@ NUMBERS: Final = (
     "cached_tokens",  # of the prompts', that were not computed
     "output_tokens",
     "kv_device_page_ms",  # pages of KV that sequences held, times milliseconds
-    "adapter_device_page_ms",
-    "adapter_host_page_ms",
 )
 _NUM_DIGEST_DIGITS: Final = 12  # of a digest in sums: versions of a name are told apart by their number anyway
 
@@ -37,7 +35,7 @@ class Stage(IntEnum):
 class Group(msgspec.Struct, frozen=True, order=True):
     """What usage is summed by, beside the tenant and the time."""
 
-    key_id: str  # empty: no key's, as the stay of an adapter
+    key_id: str
     adapter: str  # its name, or the base's
     version: int  # 0: the base
     digest: str  # its first digits; empty: the base
@@ -69,8 +67,6 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: int = 0
     output_tokens: int = 0
     kv_device_page_ms: int = 0
-    adapter_device_page_ms: int = 0
-    adapter_host_page_ms: int = 0
 
     @property
     def group(self) -> Group:

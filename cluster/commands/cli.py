@@ -17,6 +17,7 @@ from ..tenant_commands.audit_command import audit
 from ..tenant_commands.key_commands import keys
 from ..tenant_commands.limit_lines import limit_lines
 from ..tenant_commands.tenant_commands import tenants
+from ..usage_commands.usage_command import usage_command
 from .adapter_commands import adapters
 from .chat import Chat
 from .doctor_command import doctor
@@ -81,6 +82,7 @@ def limits(client: MotetClient, as_json: bool) -> None:
 
 main.add_command(serve)
 main.add_command(adapters)
+main.add_command(usage_command(with_client))
 main.add_command(doctor)
 main.add_command(edge_program)
 main.add_command(tenants)

@@ -23,6 +23,7 @@ class Progress:
     num_prompt_tokens: int
     num_cached_tokens: int  # of the prompt's, that were not computed
     num_completion_tokens: int
+    kv_page_ms: int = 0  # pages of KV times milliseconds, as its router can tell: an estimate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,6 +24,7 @@ from .beam_search import BeamRules
 from .beam_stops import BeamStops
 from .beam_streams import BeamRun
 from .choice import Choice, Delta
+from .kv_use import kv_page_ms
 from .portions import portions
 from .seeds import seeded
 
@@ -70,6 +71,7 @@ class GenerationRequest:
     weight: float = 1.0  # of the tenant
     priority: int = 0  # among the tenant's own
     is_background: bool = False
+    page_tokens: int = 0  # of KV, in a page of the gangs; 0: not known
     num_seen: Sequence[int] = ()  # tokens of each choice that the client had before it came back; empty: a new request
 
 
@@ -206,7 +208,22 @@ class Generation:
             num_prompt_tokens=usage.prompt_tokens,
             num_cached_tokens=self.num_cached_tokens or 0,
             num_completion_tokens=usage.completion_tokens,
+            kv_page_ms=self._kv_page_ms(),
         )
+
+    def _kv_page_ms(self) -> int:
+        """Of all choices, from the first token on."""
+        begin, page_tokens = self.first_token_at, self.request.page_tokens
+        if begin is None or not page_tokens:
+            return 0
+        now, n, prompts = time.perf_counter(), self.request.n, self.request.prompts
+        total = 0
+        for index, (choice, updated_at) in enumerate(zip(self.choices, self._updated_at, strict=True)):
+            if choice.num_tokens:
+                end = now if choice.finish_reason is None else updated_at
+                num_prompt_tokens = len(prompts[index // n].token_ids)
+                total += kv_page_ms(num_prompt_tokens, choice.num_tokens, end - begin, page_tokens)
+        return total
 
     def count_end(self) -> None:
         """Counts the answer, all of which its client was sent."""

@@ -103,4 +103,5 @@ class _MeteredAnswer:
             prompt_tokens=progress.num_prompt_tokens,
             cached_tokens=progress.num_cached_tokens,
             output_tokens=progress.num_completion_tokens,
+            kv_device_page_ms=progress.kv_page_ms,
         )

@@ -33,8 +33,6 @@ _PRICED: Final = {  # what a price is called, what is counted, and how many of t
     "cached_tokens": ("cached_tokens", 1),
     "output_tokens": ("output_tokens", 1),
     "kv_device_page_seconds": ("kv_device_page_ms", 1000),
-    "adapter_device_page_seconds": ("adapter_device_page_ms", 1000),
-    "adapter_host_page_seconds": ("adapter_host_page_ms", 1000),
 }
 _EXACT: Final = Context(prec=60)
 

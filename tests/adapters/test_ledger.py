@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import itertools
 import json
@@ -22,6 +23,7 @@ from motet.adapters.ledger.archive import LedgerArchive
 from motet.adapters.ledger.entry import NUMBERS, Entry, Group, Stage, merged, parse_group
 from motet.adapters.ledger.ledger import Ledger
 from motet.adapters.registry.registry import connect
+from motet.tests.rigs.patience import PATIENCE_S
 
 NOON = int(datetime(2026, 11, 22, 12, 30, tzinfo=UTC).timestamp())
 DAY = date(2026, 11, 22)
@@ -98,24 +100,24 @@ async def hours_of(ledger: Ledger) -> dict[tuple[datetime, Group], tuple[int, ..
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(stories(), st.randoms())
 def test_redis_sums_as_the_rule_says(redis_url: str, story: list[Entry], rng: Any) -> None:
-    import asyncio
-
     async def check() -> None:
-        client = connect(redis_url)
-        await client.flushall()
-        ledger = Ledger(client, kept_days=3)
-        again = story + rng.choices(story, k=len(story))
-        rng.shuffle(again)
-        for start in range(0, len(again), 3):
-            await ledger.take(again[start : start + 3])
-        expected = totals(story)
-        assert await hours_of(ledger) == {key: numbers for key, numbers in expected.items() if any(numbers)}
-        by_day: dict[tuple[date, Group], tuple[int, ...]] = {}
-        for (hour, group), numbers in expected.items():
-            before = by_day.get((hour.date(), group), (0,) * len(NUMBERS))
-            by_day[hour.date(), group] = tuple(map(sum, zip(before, numbers, strict=True)))
-        assert {(s.start.date(), s.group): s.numbers for s in await ledger.days("acme", DAY)} == by_day
-        await client.aclose()
+        client = connect(redis_url, timeout_s=PATIENCE_S)  # the machine may be busy
+        try:
+            await client.flushall()
+            ledger = Ledger(client, kept_days=3, timeout_s=PATIENCE_S)
+            again = story + rng.choices(story, k=len(story))
+            rng.shuffle(again)
+            for start in range(0, len(again), 3):
+                await ledger.take(again[start : start + 3])
+            expected = totals(story)
+            assert await hours_of(ledger) == {key: numbers for key, numbers in expected.items() if any(numbers)}
+            by_day: dict[tuple[date, Group], tuple[int, ...]] = {}
+            for (hour, group), numbers in expected.items():
+                before = by_day.get((hour.date(), group), (0,) * len(NUMBERS))
+                by_day[hour.date(), group] = tuple(map(sum, zip(before, numbers, strict=True)))
+            assert {(s.start.date(), s.group): s.numbers for s in await ledger.days("acme", DAY)} == by_day
+        finally:
+            await client.aclose()
 
     asyncio.run(check())
 

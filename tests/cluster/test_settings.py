@@ -111,6 +111,9 @@ def test_defaults_are_acceptable_and_shown_as_they_are_written(monkeypatch: pyte
 
 
 RESTART_ONLY = {
+    "ledger_days",
+    "ledger_spool_bytes",
+    "prices_path",
     "log_format",
     "log_level",
     "metrics_port",

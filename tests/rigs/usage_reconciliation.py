@@ -62,9 +62,9 @@ async def reconcile(client: Redis, received: Iterable[Received], generated: Mapp
             known = (one.num_output_tokens, one.num_cached_tokens)
             assert (entry.output_tokens, entry.cached_tokens) == known, (one, entry)
         else:
-            assert entry.stage is not Stage.COMPLETE or one.num_output_tokens <= entry.output_tokens
-            most = generated.get(one.id, entry.output_tokens)
-            assert one.num_output_tokens <= entry.output_tokens <= most, (one, entry)
+            assert entry.output_tokens <= generated.get(one.id, entry.output_tokens), (one, entry)
+            if entry.stage is not Stage.UNDER_WAY:  # else its router was killed, up to a second after it wrote this
+                assert one.num_output_tokens <= entry.output_tokens, (one, entry)
     assert entries.keys() <= told.keys(), "the ledger has answers that nobody asked for"
     for tenant in tenants:
         expected: Counter[str] = Counter()

@@ -98,8 +98,7 @@ class Router:
     url: str
 
     def kill(self) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # with SIGKILL
         self.process.join()
 
 
