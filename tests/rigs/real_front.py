@@ -82,11 +82,21 @@ class RealFront:
         """Without credentials."""
         return httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app), base_url="http://router")
 
+    async def furnish(self) -> None:
+        """Gives both tenants what they have, as far as it has gone."""
+        await self._upload(OWNER, OWNERS_ADAPTER, lora_files(seed=1))
+        await self._upload(ASKER, ASKERS_ADAPTER, lora_files(seed=2))
+
     async def stored(self) -> Any:
         """All that a request could leave: what the registry says, and files in the store and of uploads."""
         keys = sorted([key async for key in self.redis.scan_iter(match="motet:{registry}:*")])
         files = sorted(str(path) for path in self.folder.rglob("*") if path.is_file())
         return [(key, await self.redis.dump(key)) for key in keys], files
+
+    async def _upload(self, tenant: str, name: str, files: LoraFiles) -> None:
+        tensors = files.write(self.folder)
+        await self.uploads.upload(tenant, name, files.config_bytes, tensors)
+        tensors.unlink()
 
 
 @asynccontextmanager
@@ -113,17 +123,8 @@ async def real_front(
     )
     front = RealFront(app, redis, registry, view, uploads, dispatcher, folder)
     try:
-        await upload(front, OWNER, OWNERS_ADAPTER, lora_files(seed=1))
-        await upload(front, ASKER, ASKERS_ADAPTER, lora_files(seed=2))
+        await front.furnish()
         yield front
     finally:
         await view.stop()
         await redis.aclose()
-
-
-async def upload(front: RealFront, tenant: str, name: str, files: LoraFiles) -> str:
-    """The digest."""
-    tensors = files.write(front.folder)
-    adapter, _ = await front.uploads.upload(tenant, name, files.config_bytes, tensors)
-    tensors.unlink()
-    return adapter.digest
