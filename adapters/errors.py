@@ -7,6 +7,11 @@ AdapterError
 ├── RegistryUnavailable   Redis does not answer; the same call may be repeated later (HTTP 503)
 ├── StoreUnavailable      the store cannot be read now: it may be later, or from another machine (HTTP 503)
 ├── AdapterCorrupt        the store has an adapter no longer, or damaged; requests for this adapter fail, others do not
+├── TenantGone            the tenant that asked was deleted meanwhile (HTTP 401)
+├── TenantExists          there is a tenant of this name already (HTTP 409)
+├── TenantEnding          the tenant's deletion has not ended (HTTP 409)
+├── NoSuchTenant          (HTTP 404)
+├── NoSuchKey             (HTTP 404)
 ├── KeyTaken              an API key belongs to another tenant already (a launch is refused)
 └── OtherBase             a store or registry holds adapters of another base (a launch is refused)
 ```
@@ -36,6 +41,26 @@ class StoreUnavailable(AdapterError):  # noqa: N818
 
 
 class AdapterCorrupt(AdapterError):  # noqa: N818
+    pass
+
+
+class TenantGone(AdapterError):  # noqa: N818
+    pass
+
+
+class TenantExists(AdapterError):  # noqa: N818
+    pass
+
+
+class TenantEnding(AdapterError):  # noqa: N818
+    pass
+
+
+class NoSuchTenant(AdapterError):  # noqa: N818
+    pass
+
+
+class NoSuchKey(AdapterError):  # noqa: N818
     pass
 
 

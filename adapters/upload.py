@@ -19,6 +19,7 @@ from .registry.events import AdapterDeleted, AdapterSet
 from .registry.registry import Registry
 from .registry.registry_view import RegistryView
 from .store.store import BEGINNINGS, AdapterStore
+from .tenants.audit_entry import AuditEntry
 
 _SWEEP_LEASE_S = 60.0  # of a 256th of a store; after so long another router takes over from one that died
 
@@ -55,12 +56,22 @@ class UploadService:
         self._reserved = frozenset(reserved)
         self._slots = asyncio.Semaphore(self.limits.max_concurrent)
 
-    async def upload(self, tenant: str, name: str, config: bytes | Path, tensors: Path) -> tuple[AdapterVersion, bool]:
+    async def upload(
+        self,
+        tenant: str,
+        name: str,
+        config: bytes | Path,
+        tensors: Path,
+        *,
+        num_ended: int | None = None,
+        entry: AuditEntry | None = None,
+    ) -> tuple[AdapterVersion, bool]:
         """The version that the name points to from now on, and whether this upload made it: the same content does not.
 
         `config` is adapter_config.json, as bytes or a file; `tensors` is the file adapter_model.safetensors. The caller
-        removes both afterwards. Once this returns, the adapter is on disk. Raises AdapterInvalid, UploadTooLarge,
-        RegistryUnavailable; after the last one the same upload may be repeated.
+        removes both afterwards. Once this returns, the adapter is on disk. `num_ended` and `entry`: see
+        `Registry.register`. Raises AdapterInvalid, UploadTooLarge, TenantGone, RegistryUnavailable; after the last one
+        the same upload may be repeated.
         """
         check_tenant(tenant)
         check_name(name, self._reserved)
@@ -68,14 +79,20 @@ class UploadService:
         async with self._slots:
             content = await asyncio.to_thread(self._keep, config, tensors)
         adapter, created = await self._registry.register(
-            tenant, name, digest=content.digest, module_ranks=content.module_ranks, num_bytes=content.num_bytes
+            tenant,
+            name,
+            digest=content.digest,
+            module_ranks=content.module_ranks,
+            num_bytes=content.num_bytes,
+            num_ended=num_ended,
+            entry=entry,
         )
         self._view.apply(AdapterSet(adapter))
         return adapter, created
 
-    async def delete(self, tenant: str, name: str) -> bool:
+    async def delete(self, tenant: str, name: str, entry: AuditEntry | None = None) -> bool:
         """Deletes the name; whether there was one. Sequences that run on it finish. Raises RegistryUnavailable."""
-        version = await self._registry.delete(tenant, name)
+        version = await self._registry.delete(tenant, name, entry)
         if version is None:
             return False
         self._view.apply(AdapterDeleted(tenant, name, version))

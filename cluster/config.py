@@ -2,7 +2,7 @@
 
 A setting's environment variable (`env` of `Setting`) is read here, and by click where `motet serve` has the option;
 XDG_CACHE_HOME is read here. No part reads the environment for a setting. The commands that talk to a running motet read
-two variables of their own (`commands/client_options.py`). Ray and other libraries read theirs; motet sets some of these
+two variables of their own (`client/client_options.py`). Ray and other libraries read theirs; motet sets some of these
 (`launch/local_serve.py`, `launch/joined_cluster.py`, `replicas/gang_workers.py`).
 """
 
@@ -19,6 +19,7 @@ from msgspec import structs
 
 from ..router.config import RouterConfig
 from ..router.fleet.admission import AdmissionConfig
+from ..router.oidc.oidc_config import OidcConfig
 from ..workers.config import EngineConfig
 from ..workers.device_probe import probe_device
 from ..workers.leader.leader_config import LeaderConfig
@@ -63,7 +64,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.placement != "strict-pack" and self.tensor_parallel == 1:
             raise ConfigError("--placement", self.placement, "a gang of one worker is on one node: strict-pack is it")
         try:  # these check what holds between their settings
-            _ = self.scaling, part_config(EngineConfig, self, num_threads=1)
+            _ = self.scaling, self.oidc, part_config(EngineConfig, self, num_threads=1)
         except ValueError as error:
             raise ValueError(_with_options(str(error))) from error
 
@@ -130,6 +131,11 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def router(self) -> RouterConfig:
         """Settings of one router."""
         return part_config(RouterConfig, self, model_name=self.name, scales_from_zero=self.min_gangs == 0)
+
+    @property
+    def oidc(self) -> OidcConfig:
+        """Whose tokens routers accept."""
+        return part_config(OidcConfig, self)
 
     @property
     def exposition(self) -> ExpositionConfig:

@@ -65,6 +65,7 @@ _ERRORS: Final = (
     "store_unavailable",
     "registry_unavailable",
 )
+BACKGROUND_TIER = "flex"  # OpenAI's service_tier for what may take its time
 _DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions; a chat may fill the context, or the pool
 
 
@@ -258,6 +259,9 @@ class CompletionsApi:
             request_id=record_of(http.scope).request_id,
             cache_salt=request.cache_salt or "",
             timeout_s=request.timeout,
+            weight=identity.tenant.weight,
+            priority=request.priority or 0,
+            is_background=identity.tenant.is_background or request.service_tier == BACKGROUND_TIER,
             is_echoed=isinstance(request, CompletionRequest) and bool(request.echo),
         )
 

@@ -12,11 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..adapters.administration.administration import Administration
 from ..adapters.registry.registry_view import RegistryView
 from ..adapters.upload import UploadService
 from .access.access_log import AccessLog
 from .access.request_record import begin_record
 from .accounts.account import Accountant, Accounts
+from .administration.keys_api import KeysApi
+from .administration.tenants_api import TenantsApi
 from .base_model import BaseModel
 from .completions_api import CompletionsApi
 from .config import CurrentConfig
@@ -29,7 +32,8 @@ from .openai_api.errors import ApiError, internal_error
 from .openapi.openapi_api import OpenApi
 from .operations_api import OperationsApi
 from .readiness import Readiness
-from .tenants.auth import Door
+from .route import RouteSpec
+from .tenants.auth import Door, Tokens
 from .text.text import TextService
 from .uploads.adapters_api import AdaptersApi
 
@@ -48,16 +52,19 @@ def create_app(
     labels: Mapping[str, str] | None = None,
     targets: Callable[[], Sequence[MetricsTarget]] = tuple,
     accountants: Sequence[Accountant] = (),
+    administration: Administration | None = None,
+    tokens: Tokens | None = None,
 ) -> FastAPI:
     """The app. The caller starts and stops the collaborators that it passes in.
 
     `operator_key`: what /status and the routes of metrics ask for, since they tell of all tenants. `metrics`: where
     somebody else writes into them too. `labels`: of all that /metrics shows. `targets`: processes with metrics of their
     own. `config`: what in it can change takes effect with the next request. `accountants`: they keep something
-    of each answer.
+    of each answer. `administration`: None: tenants and keys are not changed here. `tokens`: who verifies tokens
+    of identity providers; None: there are none.
     """
     metrics = metrics or Metrics()
-    door = Door(view, operator_key)
+    door = Door(view, operator_key, tokens)
     base = BaseModel(config.now.model_name, dispatcher, view, scales_from_zero=config.now.scales_from_zero)
     readiness = Readiness(config, dispatcher, metrics)
     operations = OperationsApi(base, dispatcher, view, metrics, readiness, door, labels or {}, targets)
@@ -65,7 +72,11 @@ def create_app(
     completions = CompletionsApi(config, base, dispatcher, view, text, metrics, door, Accounts(accountants))
     adapters = AdaptersApi(config, door, uploads, metrics)
     access_log = AccessLog(config)
-    openapi = OpenApi((*completions.routes(), *models.routes(), *adapters.routes(), *operations.routes()))
+    routes: Sequence[RouteSpec] = (*completions.routes(), *models.routes(), *adapters.routes(), *operations.routes())
+    if administration is not None:
+        tenants, keys = TenantsApi(administration, view, door), KeysApi(administration, view, door)
+        routes = (*routes, *tenants.routes(), *keys.routes())
+    openapi = OpenApi(routes)
     app = FastAPI(title="motet", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.routes = openapi.all_routes
     for route in openapi.all_routes:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from ..adapter import AdapterVersion
+from ..tenants.records import KeyRecord, TenantRecord
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,36 @@ class KeySet:
 
     key_hash: str
     tenant: str | None
+    record: KeyRecord | None = None  # None: nothing is said of it beside its tenant
 
 
-RegistryEvent = AdapterSet | AdapterDeleted | KeySet
+@dataclass(frozen=True)
+class TenantSet:
+    """What is known of a tenant has changed."""
+
+    tenant: TenantRecord
+
+
+RegistryEvent = AdapterSet | AdapterDeleted | KeySet | TenantSet
+KEY_ID_CHARS = 16  # of the hash
+_keys = msgspec.json.Decoder(KeyRecord)
+_tenants = msgspec.json.Decoder(TenantRecord)
+
+
+def key_id_of(key_hash: str) -> str:
+    """What a key is called, so that nobody has to say it: the hash of a random key may be known."""
+    return key_hash[:KEY_ID_CHARS]
+
+
+def decode_key(key_hash: str, record: str) -> KeyRecord:
+    """The key that a field and a value of API_KEYS describe."""
+    if record.startswith("{"):
+        return _keys.decode(record)
+    return KeyRecord(key_id=key_id_of(key_hash), tenant=sys.intern(record))
+
+
+def decode_tenant(record: str) -> TenantRecord:
+    return _tenants.decode(record)
 
 
 def encode_facts(module_ranks: Mapping[str, int], num_bytes: int, created_at: float) -> str:
@@ -66,5 +97,10 @@ def decode_event(fields: dict[str, str]) -> RegistryEvent:
         tenant, name = field.split("/")
         return AdapterDeleted(tenant, name, int(value))
     if kind == "key":
+        if value.startswith("{"):
+            record = decode_key(field, value)
+            return KeySet(field, record.tenant, record)
         return KeySet(field, value or None)
-    raise ValueError(f"an event of kind {kind!r} is not known: set, delete and key are")
+    if kind == "tenant":
+        return TenantSet(decode_tenant(value))
+    raise ValueError(f"an event of kind {kind!r} is not known: set, delete, key and tenant are")

@@ -20,14 +20,16 @@ from redis.backoff import NoBackoff
 
 from ..adapter import AdapterVersion
 from ..base_identity import BaseIdentity
-from ..errors import KeyTaken
+from ..errors import KeyTaken, TenantGone
 from ..names import check_name, check_tenant
+from ..tenants.audit_entry import AuditEntry, encode_entry, log_entry
 from .digest_set import DigestSet
-from .events import RegistryEvent, decode_adapter, decode_event, encode_facts
+from .events import RegistryEvent, decode_adapter, decode_event, decode_key, encode_facts
 from .redis_deadline import answered_within
 from .registry_scripts import (
     ADAPTERS,
     API_KEYS,
+    AUDIT,
     BASE,
     CLAIM_BASE_SCRIPT,
     DELETE_SCRIPT,
@@ -45,6 +47,7 @@ from .registry_scripts import (
     STREAM_KEY,
     SWEEP,
     TAKE_BACK_KEYS_SCRIPT,
+    TENANTS,
     TENANTS_SCRIPT,
     VERSIONS,
 )
@@ -120,18 +123,37 @@ class Registry:
             await self._command("PING")
 
     async def register(
-        self, tenant: str, name: str, *, digest: str, module_ranks: Mapping[str, int], num_bytes: int
+        self,
+        tenant: str,
+        name: str,
+        *,
+        digest: str,
+        module_ranks: Mapping[str, int],
+        num_bytes: int,
+        num_ended: int | None = None,
+        entry: AuditEntry | None = None,
     ) -> tuple[AdapterVersion, bool]:
-        """The name's current version, which has this digest, and whether this call made it."""
+        """The name's current version, which has this digest, and whether this call made it.
+
+        `num_ended`: of the tenant that asked; None: it is not looked at. Raises TenantGone if that tenant is being
+        deleted, or was: who has its name now gets nothing of it. `entry`: for the audit log.
+        """
         check_tenant(tenant)
         check_name(name)
         field = f"{tenant}/{name}"
         facts = encode_facts(module_ranks, num_bytes, self._clock())
         async with self._bounded():
-            created, record = await self._register_script(
-                keys=[ADAPTERS, NAMES, VERSIONS, NUMBER, EVENTS], args=[field, digest, facts]
+            made = await self._register_script(
+                keys=[ADAPTERS, NAMES, VERSIONS, NUMBER, EVENTS, TENANTS, AUDIT],
+                args=[field, digest, facts, encode_entry(entry), "" if num_ended is None else num_ended],
             )
-        return decode_adapter(field, record), bool(created)
+        if made == 0:
+            raise TenantGone("this tenant was deleted meanwhile")
+        created, record = made
+        adapter = decode_adapter(field, record)
+        if created and entry is not None:
+            log_entry(entry, str(adapter.version))
+        return adapter, bool(created)
 
     async def get(self, tenant: str, name: str) -> AdapterVersion | None:
         """The name's current version; None: there is no such name."""
@@ -161,10 +183,14 @@ class Registry:
             adapters = [*adapters, *page]
         return adapters
 
-    async def delete(self, tenant: str, name: str) -> int | None:
-        """Removes the name and returns the version that it had; None: there is no such name."""
+    async def delete(self, tenant: str, name: str, entry: AuditEntry | None = None) -> int | None:
+        """Removes the name and returns the version that it had; None: there is no such name. `entry`: for the log."""
         async with self._bounded():
-            version = await self._delete_script(keys=[ADAPTERS, NAMES, NUMBER, EVENTS], args=[f"{tenant}/{name}"])
+            version = await self._delete_script(
+                keys=[ADAPTERS, NAMES, NUMBER, EVENTS, AUDIT], args=[f"{tenant}/{name}", encode_entry(entry)]
+            )
+        if version is not None and entry is not None:
+            log_entry(entry, version)
         return None if version is None else int(version)
 
     async def get_many(self, names: Sequence[tuple[str, str]]) -> Sequence[AdapterVersion | None]:
@@ -183,8 +209,13 @@ class Registry:
             yield [decode_adapter(field, record) for field, record in page]
 
     async def scan_keys(self) -> AsyncIterator[Sequence[tuple[str, str]]]:
-        """Hash and tenant of all API keys, page by page, as `scan_adapters`."""
+        """Hash and record of all API keys, page by page, as `scan_adapters`. `decode_key` reads a record."""
         async for page in self._scan(API_KEYS):
+            yield page
+
+    async def scan_tenants(self) -> AsyncIterator[Sequence[tuple[str, str]]]:
+        """Name and record of all tenants that have one, page by page. `decode_tenant` reads a record."""
+        async for page in self._scan(TENANTS):
             yield page
 
     async def digests(self) -> DigestSet:
@@ -235,9 +266,9 @@ class Registry:
         for page in _pages(list(given)):
             async with self._bounded():
                 held = await self._command("HMGET", API_KEYS, *page)
-            for key_hash, tenant in zip(page, held, strict=True):
-                if tenant is not None and tenant != given[key_hash]:
-                    raise _key_taken(given[key_hash], tenant)
+            for key_hash, record in zip(page, held, strict=True):
+                if record is not None and (owner_name := decode_key(key_hash, record).tenant) != given[key_hash]:
+                    raise _key_taken(given[key_hash], owner_name)
         changed = [API_KEYS, LAUNCH_KEYS, NUMBER, EVENTS]
         for page in _pages(list(given)):
             args = [part for key_hash in page for part in (key_hash, given[key_hash])]
@@ -257,12 +288,12 @@ class Registry:
         async with self._bounded():
             transaction: Any = self._client.pipeline(transaction=True)
             transaction.hgetall(API_KEYS).smembers(LAUNCH_KEYS)
-            key_tenants, marks = await transaction.execute()
+            keys, marks = await transaction.execute()
         owners: dict[str, set[str]] = {}
         for mark in marks:
             giver, _, key_hash = mark.partition(" ")
             owners.setdefault(key_hash, set()).add(giver)
-        return {tenant for key_hash, tenant in key_tenants.items() if owners.get(key_hash) != {owner}}
+        return {decode_key(one, record).tenant for one, record in keys.items() if owners.get(one) != {owner}}
 
     async def claim_base(self, base: BaseIdentity, remedy: str, *, if_empty: bool) -> None:
         """Records that the registry belongs to `base`, if it belongs to none yet, or `if_empty` and it has no adapters.
@@ -280,8 +311,8 @@ class Registry:
     async def tenant_of_key(self, key: str) -> str | None:
         """The tenant that the API key belongs to; None: the key is not known."""
         async with self._bounded():
-            tenant: str | None = await self._command("HGET", API_KEYS, hash_key(key))
-        return tenant
+            record: str | None = await self._command("HGET", API_KEYS, hash_key(key))
+        return None if record is None else decode_key(hash_key(key), record).tenant
 
     async def position(self) -> Position:
         """Where the event stream is now. What is read afterwards is at least as new as the event there."""

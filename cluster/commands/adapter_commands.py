@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from ..byte_size import format_byte_size
-from .client import ADAPTER_FILES, AdapterInfo, MotetClient
-from .client_options import with_client
+from ..client.client import ADAPTER_FILES, AdapterInfo, MotetClient
+from ..client.client_options import with_client
 from .progress import ProgressDisplay
 
 SILENT_BYTES = 64 << 20  # smaller uploads end too soon for lines of progress

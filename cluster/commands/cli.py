@@ -10,10 +10,13 @@ from typing import Any
 import click
 
 from ... import __version__
+from ..client.client import MotetClient
+from ..client.client_options import with_client, with_operator_client
+from ..tenant_commands.audit_command import audit
+from ..tenant_commands.key_commands import keys
+from ..tenant_commands.tenant_commands import tenants
 from .adapter_commands import adapters
 from .chat import Chat
-from .client import MotetClient
-from .client_options import with_client, with_operator_client
 from .doctor_command import doctor
 from .edge_command import edge_program
 from .secret_arguments import hide_secrets
@@ -69,6 +72,9 @@ main.add_command(serve)
 main.add_command(adapters)
 main.add_command(doctor)
 main.add_command(edge_program)
+main.add_command(tenants)
+main.add_command(keys)
+main.add_command(audit)
 
 
 def _typed_lines(conversation: Chat) -> Iterator[str]:

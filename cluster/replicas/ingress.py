@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import ray
@@ -19,6 +19,7 @@ from msgspec import structs
 from prometheus_client.metrics_core import Metric
 from ray import serve
 
+from ...adapters.administration.administration import Administration
 from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.launches import Launches
 from ...adapters.registry.registry import Registry, connect
@@ -53,6 +54,9 @@ from .garbage_collection import make_garbage_collection_rare
 from .launch_keeper import LaunchKeeper, id_of_this_cluster
 from .replica_directory import ADDRESS, Metadata, ReplicaDirectory
 from .replica_logging import configure_replica_logging
+
+if TYPE_CHECKING:
+    from ...router.oidc.token_verifier import TokenVerifier
 
 SWEEP_INTERVAL_S = 3600.0
 SWEEP_TRY_S = 300.0  # how often each router asks whether a sweep is due
@@ -129,6 +133,7 @@ class RouterReplica:
         operator_key = secrets.operator_key
         if operator_key is None:
             operator_key = await asyncio.to_thread(operator_key_in, config.data_dir)
+        self._tokens = await _verifier(config)
         self._metrics = Metrics()
         self._metrics.dropped_log_lines = lambda: self._log.num_dropped
         self._watchdog = LoopWatchdog(self._metrics.loop_held_s)
@@ -145,6 +150,8 @@ class RouterReplica:
             operator_key=operator_key,
             metrics=self._metrics,
             labels=self._labels,
+            administration=Administration.of(self._redis),
+            tokens=self._tokens,
             targets=lambda: targets_of(config.exposition, self._routers.values(), self._gangs.values()),
         )
         self._app.add_middleware(BoundedReceive)
@@ -191,6 +198,8 @@ class RouterReplica:
         for directory in self._directories:
             directory.stop()
         await self._page.stop()
+        if self._tokens is not None:
+            await self._tokens.stop()
         await self._dispatcher.close()
         await self._view.stop()
         await self._redis.aclose()
@@ -228,6 +237,17 @@ class RouterReplica:
 
 def _keys_of(secrets_path: Path | None) -> Sequence[tuple[str, str]] | None:
     return read_secrets(secrets_path).keys
+
+
+async def _verifier(config: MotetConfig) -> TokenVerifier | None:
+    """Follows the keys of those whose tokens are accepted; None: nobody's are."""
+    if not config.oidc_issuers:
+        return None
+    from ...router.oidc.token_verifier import TokenVerifier  # what verifies signatures takes memory and time to load
+
+    verifier = TokenVerifier(config.oidc)
+    await verifier.start()
+    return verifier
 
 
 def _keep_pauses_short() -> None:

@@ -67,6 +67,9 @@ class GenerationRequest:
     cache_salt: str = ""  # the tenant's sequences share KV only where this is the same
     timeout_s: float | None = None  # from the request's arrival to the last token; None: as long as it takes
     is_echoed: bool = False  # the answer's text begins with the prompt's
+    weight: float = 1.0  # of the tenant
+    priority: int = 0  # among the tenant's own
+    is_background: bool = False
     num_seen: Sequence[int] = ()  # tokens of each choice that the client had before it came back; empty: a new request
 
 
@@ -237,6 +240,9 @@ class Generation:
                 adapter_name=request.adapter_name,
                 cache_salt=request.cache_salt,
                 request_id=request.request_id,
+                weight=request.weight,
+                priority=request.priority,
+                is_background=request.is_background,
             )
             if request.beams:
                 is_stopped = BeamStops(request.stop, self._text, prompt.token_ids)

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...adapters.adapter import AdapterVersion
-from ...adapters.errors import AdapterInvalid, RegistryUnavailable, UploadTooLarge
+from ...adapters.errors import AdapterInvalid, RegistryUnavailable, TenantGone, UploadTooLarge
 from ...adapters.upload import UploadService
 from ..access.request_record import record_of
 from ..bodies.arrival import ArrivalPace
@@ -25,7 +25,8 @@ from ..metrics import Metrics
 from ..openai_api.errors import ApiError, unavailable
 from ..openai_api.list_page import PAGE_QUERY, ListPage, encoded_list, page_request, read_page
 from ..route import RouteSpec
-from ..tenants.auth import Door
+from ..tenants.auth import Door, unknown_key
+from ..tenants.identity import Identity
 from .upload_form import AdapterForm, check_form, declared_bytes, receive_upload
 from .upload_spool import UploadSpool
 
@@ -107,7 +108,8 @@ class AdaptersApi:
     async def upload(self, request: Request) -> Response:
         """201 for a new version, 200 for content that the name already points to."""
         started_at = time.perf_counter()
-        tenant = self._door.identify(request, "upload").name
+        identity = self._door.identify(request, "upload")
+        tenant = identity.name
         if self._tenants_uploads.num_here(tenant) >= MAX_WAITING_UPLOADS:
             raise _too_many_uploads()
         # Its own turns first, so that a tenant who waits for them takes nobody else's.
@@ -116,9 +118,11 @@ class AdaptersApi:
             self._open_uploads,
         ):  # held until the adapter is stored, because until then the spool takes disk
             try:
-                adapter, created = await self._receive(request, tenant)
+                adapter, created = await self._receive(request, identity)
             except AdapterInvalid as error:
                 raise ApiError(400, str(error), code="invalid_adapter") from error
+            except TenantGone as error:
+                raise unknown_key() from error
             except UploadTooLarge as error:
                 raise ApiError(413, str(error), code="too_large") from error
             except RegistryUnavailable as error:
@@ -132,7 +136,7 @@ class AdaptersApi:
         self._metrics.num_upload_bytes += adapter.num_bytes
         return _json(_shown(adapter), 201 if created else 200)
 
-    async def _receive(self, request: Request, tenant: str) -> tuple[AdapterVersion, bool]:
+    async def _receive(self, request: Request, identity: Identity) -> tuple[AdapterVersion, bool]:
         config = self._config.now
         pace = ArrivalPace(config.upload_idle_s, config.upload_bytes_per_s, config.upload_deadline_s)
         check_form(request, config.max_upload_bytes)
@@ -140,7 +144,14 @@ class AdaptersApi:
             form = await receive_upload(
                 request, tensors_path, config.max_upload_bytes, config.upload_idle_s, pace, room
             )
-            return await self._uploads.upload(tenant, form.name, form.config, tensors_path)
+            return await self._uploads.upload(
+                identity.name,
+                form.name,
+                form.config,
+                tensors_path,
+                num_ended=identity.tenant.num_ended,
+                entry=identity.entry(request, "adapter.upload", form.name),
+            )
 
     async def list(self, request: Request) -> Response:
         """By name."""
@@ -168,10 +179,10 @@ class AdaptersApi:
 
     async def delete(self, request: Request) -> Response:
         """Requests that are under way finish on it."""
-        tenant = self._door.identify(request, "upload").name
+        identity = self._door.identify(request, "upload")
         name = request.path_params["name"]
         try:
-            deleted = await self._uploads.delete(tenant, name)
+            deleted = await self._uploads.delete(identity.name, name, identity.entry(request, "adapter.delete", name))
         except RegistryUnavailable as error:
             raise _registry_away(error) from error
         if not deleted:

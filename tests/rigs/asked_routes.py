@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
 from motet.adapters.format.peft import CONFIG_FILE, TENSORS_FILE
 from motet.adapters.registry.registry import hash_key
-from motet.router.openapi.document import openapi_document
 from motet.router.route import RouteSpec
 from motet.tests.rigs.credentials import Thing
 from motet.tests.rigs.real_front import OWNER, OWNER_KEY, OWNERS_ADAPTER
@@ -46,14 +45,13 @@ def path_of(route: RouteSpec, *, owners: bool) -> str:
     return _PARAMETER.sub(fill, route.path)
 
 
-def least_body(routes: Sequence[RouteSpec], route: RouteSpec, *, owners: bool) -> dict[str, Any]:
-    """For httpx: the fields that must be there, of the simplest values."""
+def least_body(document: Any, route: RouteSpec, *, owners: bool) -> dict[str, Any]:
+    """For httpx: the fields that must be there, of the simplest values. `document`: what /openapi.json says."""
     if route.form is not None:
         files = {CONFIG_FILE: ("c", b"{}"), TENSORS_FILE: ("t", b"")}
         return {"data": {"name": "new-adapter"}, "files": files}
     if route.body is None:
         return {}
-    document = openapi_document(routes)
     content = document["paths"][_PARAMETER.sub(r"{\1}", route.path)][route.method.lower()]["requestBody"]["content"]
     body = _least(document, content["application/json"]["schema"])
     for field in body.keys() & THINGS.keys():

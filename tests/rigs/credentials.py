@@ -39,7 +39,7 @@ def refusal(route: RouteSpec, credentials: str) -> Refusal | None:
     """How the route must refuse such credentials; None: whatever it answers, it does not refuse them."""
     if route.scope is None:
         return None
-    if route.scope == "operators":
+    if route.scope == "operator":
         return None if credentials == "the operators' key" else NOBODY
     match credentials:
         case "a tenant's key":

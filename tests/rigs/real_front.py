@@ -15,12 +15,14 @@ import httpx
 from fastapi import FastAPI
 from redis.asyncio import Redis
 
+from motet.adapters.administration.administration import Administration
 from motet.adapters.registry.registry import Registry, connect, hash_key
 from motet.adapters.registry.registry_view import CAPACITY, RegistryView
 from motet.adapters.store.store import AdapterStore
 from motet.adapters.tenants.records import KeyRecord, Scope, TenantRecord
 from motet.adapters.upload import UploadLimits, UploadService
 from motet.router.config import CurrentConfig
+from motet.router.openapi.document import openapi_document
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
 from motet.tests.rigs.lora_files import LAYOUT, LoraFiles, lora_files
@@ -77,6 +79,7 @@ class RealFront:
     uploads: UploadService
     dispatcher: FakeDispatcher
     folder: Path
+    document: Any  # what /openapi.json says
 
     def client(self) -> httpx.AsyncClient:
         """Without credentials."""
@@ -84,6 +87,9 @@ class RealFront:
 
     async def furnish(self) -> None:
         """Gives both tenants what they have, as far as it has gone."""
+        for tenant, key in ((OWNER, OWNER_KEY), (ASKER, ASKER_KEY)):
+            await self.registry.set_key(tenant, key)
+        await self.view.catch_up()
         await self._upload(OWNER, OWNERS_ADAPTER, lora_files(seed=1))
         await self._upload(ASKER, ASKERS_ADAPTER, lora_files(seed=2))
 
@@ -109,8 +115,6 @@ async def real_front(
     registry = Registry(redis, PATIENCE_S)
     view = FurnishedView(registry, capacity)
     uploads = UploadService(AdapterStore(folder / "store"), registry, view, [LAYOUT], LIMITS, reserved={BASE})
-    for tenant, key in ((OWNER, OWNER_KEY), (ASKER, ASKER_KEY)):
-        await registry.set_key(tenant, key)
     await view.start()
     dispatcher = FakeDispatcher(answer=encoded(text, "hello world"))
     app = create_app(
@@ -120,8 +124,9 @@ async def real_front(
         uploads=uploads,
         text=text,
         operator_key=OPERATOR_KEY,
+        administration=Administration.of(redis),
     )
-    front = RealFront(app, redis, registry, view, uploads, dispatcher, folder)
+    front = RealFront(app, redis, registry, view, uploads, dispatcher, folder, openapi_document(app.state.routes))
     try:
         await front.furnish()
         yield front

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from motet.adapters.adapter import AdapterVersion
+from motet.adapters.administration.administration import Administration
 from motet.adapters.registry.registry import PAGE_SIZE
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.tenants.records import KeyRecord, TenantRecord
@@ -286,7 +287,9 @@ class FakeUploads:
     def __init__(self, registry: FakeRegistry) -> None:
         self._registry = registry
 
-    async def upload(self, tenant: str, name: str, config: bytes, tensors: Path) -> tuple[AdapterVersion, bool]:
+    async def upload(
+        self, tenant: str, name: str, config: bytes, tensors: Path, **given: object
+    ) -> tuple[AdapterVersion, bool]:
         self._answer()
         hasher = hashlib.sha256()
         with tensors.open("rb") as file:
@@ -299,7 +302,7 @@ class FakeUploads:
             return held, False
         return self._registry.add(tenant, name, digest), True
 
-    async def delete(self, tenant: str, name: str) -> bool:
+    async def delete(self, tenant: str, name: str, entry: object = None) -> bool:
         self._answer()
         return self._registry.adapters.pop((tenant, name), None) is not None
 
@@ -319,7 +322,9 @@ class FakeUploads:
 class RouterRig:
     """The app and its stand-ins."""
 
-    def __init__(self, spool_path: Path, text: TextService, **config: Any) -> None:
+    def __init__(
+        self, spool_path: Path, text: TextService, administration: Administration | None = None, **config: Any
+    ) -> None:
         self.text = text
         self.dispatcher = FakeDispatcher()
         self.registry = FakeView()
@@ -332,6 +337,7 @@ class RouterRig:
             uploads=cast(UploadService, FakeUploads(self.registry)),
             text=text,
             operator_key=OPERATOR_KEY,
+            administration=administration,
         )
 
     def ids(self, text: str) -> list[int]:

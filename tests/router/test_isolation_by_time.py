@@ -71,7 +71,7 @@ class LeakyApp:
 
 def content_of(front: RealFront, route: RouteSpec) -> bytes:
     """A body that names the owner's."""
-    content = least_body(front.app.state.routes, route, owners=True).get("content", b"")
+    content = least_body(front.document, route, owners=True).get("content", b"")
     assert isinstance(content, bytes)
     return content
 
@@ -133,9 +133,7 @@ async def told_apart(front: RealFront, app: ASGIApp, route: RouteSpec, pairs: Se
 
 def tenants_routes(front: RealFront) -> list[RouteSpec]:
     """Those that name an adapter."""
-    named = [
-        route for route in front.app.state.routes if names_things(route) and route.scope not in (None, "operators")
-    ]
+    named = [route for route in front.app.state.routes if names_things(route) and route.scope not in (None, "operator")]
     return [
         route
         for route in named

@@ -153,6 +153,14 @@ class MotetClient:
         """Model, gangs and load, as the server tells them."""
         return dict(self._json("GET", "/status"))
 
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What the server answers to a request whose body is JSON."""
+        return dict(self._json(method, path, **({} if body is None else {"json": dict(body)})))
+
+    def listed(self, path: str) -> list[dict[str, Any]]:
+        """All entries of a list of the server's."""
+        return self._entries(path)
+
     def chat(
         self,
         model: str,
@@ -192,8 +200,8 @@ class MotetClient:
             entries += page["data"]
         return entries
 
-    def _json(self, method: str, path: str) -> Any:
-        response = self._request(method, path)
+    def _json(self, method: str, path: str, **options: Any) -> Any:
+        response = self._request(method, path, **options)
         try:
             return response.json()
         except ValueError as error:

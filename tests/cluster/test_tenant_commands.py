@@ -1,0 +1,116 @@
+"""`motet tenants`, `motet keys` and `motet audit` against a router over a real registry."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import click
+import pytest
+import uvicorn
+from click.testing import CliRunner, Result
+from redis.asyncio import Redis
+
+from motet.cluster.commands.cli import main
+from motet.cluster.tenant_commands.given import Bound, Lifetime
+from motet.tests.rigs.patience import eventually_in_loop
+from motet.tests.rigs.router_rig import OPERATOR_KEY
+from motet.tests.rigs.tenants_rig import TenantsRig
+
+
+@asynccontextmanager
+async def served(rig: TenantsRig) -> AsyncIterator[str]:
+    """Its URL."""
+    config = uvicorn.Config(rig.app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
+    server = uvicorn.Server(config)
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    task = asyncio.create_task(server._serve())
+    await eventually_in_loop(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def test_a_tenants_day_at_the_command_line(redis_client: Redis, tmp_path: Path) -> None:
+    async with TenantsRig(redis_client, tmp_path) as rig, served(rig) as url:
+
+        async def run(*arguments: str, typed: str | None = None, key: str = OPERATOR_KEY) -> Result:
+            environment = {"MOTET_URL": url, "MOTET_OPERATOR_KEY": key}
+            return await asyncio.to_thread(CliRunner().invoke, main, arguments, input=typed, env=environment)
+
+        async def done(*arguments: str, typed: str | None = None) -> str:
+            result = await run(*arguments, typed=typed)
+            assert result.exit_code == 0, result.output
+            return result.stdout
+
+        created = await done("tenants", "create", "acme", "--weight", "2", "--quota", "stored-bytes=1GiB")
+        assert "acme" in created and "stored-bytes=1073741824" in created
+        refused = await run("tenants", "create", "acme")
+        assert refused.exit_code == 1 and "exists already" in refused.output
+        key = (await done("keys", "create", "acme", "--scope", "infer", "--expires-in", "90d")).strip()
+        assert key.startswith("motet-") and len(key.split()) == 1
+        assert (await rig.ask("GET", "/v1/models", key)).status_code == 200
+        (listed,) = json.loads(await done("keys", "list", "acme", "--json"))
+        assert listed["scopes"] == ["infer"] and key not in str(listed)
+        assert listed["id"] in await done("keys", "list", "acme")
+        new = json.loads(await done("keys", "rotate", listed["id"], "--overlap", "0", "--json"))
+        assert await rig.refused("GET", "/v1/models", key) == (401, "invalid_api_key")
+        assert (await rig.ask("GET", "/v1/models", new["key"])).status_code == 200
+        await done("keys", "delete", listed["id"])
+        assert len(json.loads(await done("keys", "list", "acme", "--json"))) == 1
+        shown = await done(
+            "tenants", "set", "acme", "--background", "--quota", "stored-bytes=none", "--quota", "adapters=5"
+        )
+        assert "background" in shown and "adapters=5" in shown and "stored-bytes" not in shown
+        assert (await run("tenants", "set", "acme")).exit_code == 2
+        assert "suspended" in await done("tenants", "suspend", "acme")
+        assert await rig.refused("GET", "/v1/models", new["key"]) == (403, "tenant_suspended")
+        assert json.loads(await done("tenants", "resume", "acme", "--json"))["state"] == "active"
+        assert [tenant["name"] for tenant in json.loads(await done("tenants", "list", "--json"))] == ["acme"]
+        assert "acme" in await done("tenants", "list") and "acme" in await done("tenants", "show", "acme")
+        assert (await run("tenants", "delete", "acme", typed="n\n")).exit_code == 1
+        assert "deleted acme" in await done("tenants", "delete", "acme", typed="y\n")
+        assert (await run("tenants", "show", "acme")).exit_code == 1
+        entries = json.loads(await done("audit", "--tenant", "acme", "--json"))
+        assert [entry["action"] for entry in entries] == [
+            "tenant.deleted",
+            "tenant.delete",
+            "tenant.resume",
+            "tenant.suspend",
+            "tenant.change",
+            "key.delete",
+            "key.rotate",
+            "key.create",
+            "tenant.create",
+        ]
+        assert len(json.loads(await done("audit", "--limit", "2", "--json"))) == 2
+        table = await done("audit")
+        assert "tenant.suspend" in table and key not in table and new["key"] not in table
+        stranger = await run("tenants", "list", key=key)
+        assert stranger.exit_code == 1 and "Incorrect API key" in stranger.output
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("45s", 45.0), ("30m", 1800.0), ("1.5h", 5400.0), ("90d", 7_776_000.0), ("7", 7.0)]
+)
+def test_times_are_read_as_people_write_them(text: str, seconds: float) -> None:
+    assert Lifetime().convert(text, None, None) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "d", "-1s", "1w", "1 d", "nan", "1e3"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="is no time"):
+        Lifetime().convert(text, None, None)
+
+
+@pytest.mark.parametrize(
+    "text", ["adapters", "adapters=", "adapters=-1", "adapters=1.5", "adapter=1", "stored-bytes=x"]
+)
+def test_what_is_no_bound_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        Bound().convert(text, None, None)
