@@ -50,7 +50,6 @@ from .versions.version_choice import answering, version_header
 R = TypeVar("R", bound=GenerationFields)
 Versions = Sequence[AdapterVersion | None]  # the one that answers first; None: the base
 
-BACKGROUND_TIER = "flex"  # OpenAI's service_tier for what may take its time
 _EventId = Annotated[str, Meta(description="The last event's id that came of a stream: it goes on behind that.")]
 _ERRORS: Final = (
     "unsupported_parameter",
@@ -68,6 +67,7 @@ _ERRORS: Final = (
     "store_unavailable",
     "registry_unavailable",
 )
+BACKGROUND_TIER = "flex"  # OpenAI's service_tier for what may take its time
 _DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions; a chat may fill the context, or the pool
 
 

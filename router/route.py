@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ..adapters.tenants.records import Scope
 from .endpoint import Handler
 
-OperatorsAlone = Literal["operators"]
+OperatorsAlone = Literal["operator"]
 
 
 @dataclass(frozen=True, kw_only=True)

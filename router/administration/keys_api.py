@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from ...adapters.tenants.audit_entry import Actor
 from ...adapters.tenants.records import ALL_OF_A_TENANT, KeyRecord
 from ..bodies.small_body import small_body
 from ..openai_api.errors import ApiError
-from ..openai_api.list_page import encoded_list, page_request
+from ..openai_api.list_page import PAGE_QUERY, ListPage, encoded_list, page_request
 from ..route import RouteSpec
 from ..tenants.auth import Door
 from ..tenants.identity import Identity, operators
@@ -45,7 +45,6 @@ OWN_KEYS: Final = "/v1/keys"
 _new: Final = msgspec.json.Decoder(KeyBody)
 _changes: Final = msgspec.json.Decoder(KeyChanges)
 _rotation: Final = msgspec.json.Decoder(RotationBody)
-_PAGE: Final[Mapping[str, Any]] = {"limit": int, "after": str}
 
 
 class KeysApi:
@@ -62,24 +61,72 @@ class KeysApi:
 
     def routes(self) -> Sequence[RouteSpec]:
         of_tenant, one, own = f"{TENANTS}/{{tenant}}/keys", f"{ADMIN_KEYS}/{{key_id}}", f"{OWN_KEYS}/{{key_id}}"
+        away = ("registry_unavailable",)
+        of_one, of_tenants = (
+            {"errors": ("key_not_found", "tenant_ending", *away)},
+            {"errors": ("tenant_not_found", *away)},
+        )
+        making = ("too_many_keys", "tenant_not_found", "tenant_ending", *away)
         made, turned, found, gone = {201: KeyMade}, {201: KeyRotated}, {200: KeyShown}, {200: Deleted}
-        listed = {200: list[KeyShown]}
-        by_operator: dict[str, Any] = {"scope": "operators"}
+        listed = {200: ListPage[KeyShown]}
+        by_operator: dict[str, Any] = {"scope": "operator"}
         by_tenant: dict[str, Any] = {"scope": "admin"}
         rows: Sequence[tuple[str, str, Any, str, dict[int, Any], dict[str, Any]]] = (
-            ("GET", of_tenant, self.list_of_tenant, "List a tenant's keys.", listed, {"query": dict(_PAGE)}),
-            ("POST", of_tenant, self.create_for_tenant, "Make a key of a tenant.", made, {"body": KeyBody}),
-            ("GET", one, self.show, "Show a key.", found, {}),
-            ("PATCH", one, self.change, "Change a key.", found, {"body": KeyChanges}),
-            ("DELETE", one, self.delete, "Delete a key.", gone, {}),
-            ("POST", f"{one}/rotate", self.rotate, "Replace a key by a new one.", turned, {"body": RotationBody}),
+            (
+                "GET",
+                of_tenant,
+                self.list_of_tenant,
+                "List a tenant's keys.",
+                listed,
+                {"query": PAGE_QUERY, **of_tenants},
+            ),
+            (
+                "POST",
+                of_tenant,
+                self.create_for_tenant,
+                "Make a key of a tenant.",
+                made,
+                {"body": KeyBody, "errors": making},
+            ),
+            ("GET", one, self.show, "Show a key.", found, of_one),
+            ("PATCH", one, self.change, "Change a key.", found, {"body": KeyChanges, **of_one}),
+            ("DELETE", one, self.delete, "Delete a key.", gone, of_one),
+            (
+                "POST",
+                f"{one}/rotate",
+                self.rotate,
+                "Replace a key by a new one.",
+                turned,
+                {"body": RotationBody, **of_one},
+            ),
         )
         own_rows: Sequence[tuple[str, str, Any, str, dict[int, Any], dict[str, Any]]] = (
-            ("GET", OWN_KEYS, self.list_own, "List the keys of your tenant.", listed, {"query": dict(_PAGE)}),
-            ("POST", OWN_KEYS, self.create_own, "Make a key of your tenant.", made, {"body": KeyBody}),
-            ("GET", own, self.show_own, "Show a key of your tenant.", found, {}),
-            ("DELETE", own, self.delete_own, "Delete a key of your tenant.", gone, {}),
-            ("POST", f"{own}/rotate", self.rotate_own, "Replace a key of your tenant.", turned, {"body": RotationBody}),
+            (
+                "GET",
+                OWN_KEYS,
+                self.list_own,
+                "List the keys of your tenant.",
+                listed,
+                {"query": PAGE_QUERY, "errors": away},
+            ),
+            (
+                "POST",
+                OWN_KEYS,
+                self.create_own,
+                "Make a key of your tenant.",
+                made,
+                {"body": KeyBody, "errors": making},
+            ),
+            ("GET", own, self.show_own, "Show a key of your tenant.", found, of_one),
+            ("DELETE", own, self.delete_own, "Delete a key of your tenant.", gone, of_one),
+            (
+                "POST",
+                f"{own}/rotate",
+                self.rotate_own,
+                "Replace a key of your tenant.",
+                turned,
+                {"body": RotationBody, **of_one},
+            ),
         )
         return [
             RouteSpec(method=method, path=path, handler=handler, summary=summary, answers=answers, **who, **more)

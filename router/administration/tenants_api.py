@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -16,7 +16,7 @@ from ...adapters.registry.registry_view import RegistryView
 from ...adapters.tenants.records import TenantRecord
 from ..bodies.small_body import small_body
 from ..openai_api.errors import invalid_value
-from ..openai_api.list_page import encoded_list, page_request
+from ..openai_api.list_page import PAGE_QUERY, ListPage, encoded_list, page_request
 from ..route import RouteSpec
 from ..tenants.auth import Door
 from ..tenants.identity import operators
@@ -38,7 +38,6 @@ _MAX_ENTRIES: Final = 1000  # of the log, in one answer
 _ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 _new: Final = msgspec.json.Decoder(TenantBody)
 _changes: Final = msgspec.json.Decoder(TenantChanges)
-_PAGE: Final[Mapping[str, Any]] = {"limit": int, "after": str}
 
 
 class TenantsApi:
@@ -50,22 +49,34 @@ class TenantsApi:
 
     def routes(self) -> Sequence[RouteSpec]:
         one = f"{TENANTS}/{{tenant}}"
-        found = {200: TenantShown}
+        found, away = {200: TenantShown}, ("registry_unavailable",)
+        of_one = ("tenant_not_found", "tenant_ending", *away)
         return (
-            _route("GET", TENANTS, self.list, "List tenants.", {200: list[TenantShown]}, query=dict(_PAGE)),
-            _route("POST", TENANTS, self.create, "Create a tenant.", {201: TenantShown}, body=TenantBody),
-            _route("GET", one, self.show, "Show a tenant.", found),
-            _route("PATCH", one, self.change, "Change a tenant.", found, body=TenantChanges),
-            _route("DELETE", one, self.delete, "Delete a tenant with all that is its.", {200: Deleted}),
-            _route("POST", f"{one}/suspend", self.suspend, "Refuse a tenant's requests.", found),
-            _route("POST", f"{one}/resume", self.resume, "Accept a tenant's requests again.", found),
+            _route(
+                "GET", TENANTS, self.list, "List tenants.", {200: ListPage[TenantShown]}, query=PAGE_QUERY, errors=away
+            ),
+            _route(
+                "POST",
+                TENANTS,
+                self.create,
+                "Create a tenant.",
+                {201: TenantShown},
+                body=TenantBody,
+                errors=("tenant_exists", "tenant_ending", *away),
+            ),
+            _route("GET", one, self.show, "Show a tenant.", found, errors=of_one),
+            _route("PATCH", one, self.change, "Change a tenant.", found, body=TenantChanges, errors=of_one),
+            _route("DELETE", one, self.delete, "Delete a tenant with all that is its.", {200: Deleted}, errors=of_one),
+            _route("POST", f"{one}/suspend", self.suspend, "Refuse a tenant's requests.", found, errors=of_one),
+            _route("POST", f"{one}/resume", self.resume, "Accept a tenant's requests again.", found, errors=of_one),
             _route(
                 "GET",
                 AUDIT,
                 self.audit,
                 "Show who changed what, the newest change first.",
-                {200: list[AuditShown]},
-                query={**_PAGE, "tenant": str},
+                {200: ListPage[AuditShown]},
+                query={**PAGE_QUERY, "tenant": str},
+                errors=away,
             ),
         )
 
@@ -168,5 +179,5 @@ class TenantsApi:
 
 def _route(method: str, path: str, handler: Any, summary: str, answers: dict[int, Any], **more: Any) -> RouteSpec:
     return RouteSpec(
-        method=method, path=path, handler=handler, scope="operators", summary=summary, answers=answers, **more
+        method=method, path=path, handler=handler, scope="operator", summary=summary, answers=answers, **more
     )

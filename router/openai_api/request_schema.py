@@ -88,12 +88,8 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     use_beam_search: Annotated[bool | None, Meta(description="Search for the likeliest, with `n` beams.")] = None
     length_penalty: Annotated[float, Meta(ge=-10, le=10, description="Of beam search.")] | None = None
     timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S, description="Seconds for the whole answer.")] | None = None
-    priority: (
-        Annotated[int, Meta(ge=-100, le=100, description="Of your own requests, the higher goes first.")] | None
-    ) = None
-    service_tier: (
-        Annotated[str, Meta(max_length=64, description="`flex`: it yields to everybody; others: nothing.")] | None
-    ) = None
+    priority: Annotated[int, Meta(ge=-100, le=100, description="Among your own, the higher goes first.")] | None = None
+    service_tier: Annotated[str, Meta(max_length=64, description="`flex` yields to everybody.")] | None = None
     user: Annotated[str, Meta(max_length=512, description="For whom you ask, in your own words.")] | None = None
     cache_salt: Annotated[str, Meta(max_length=1024, description="KV is shared only with equal salts.")] | None = None
 

@@ -145,7 +145,7 @@ def _where(code: str, calls: Sequence[str], keys: Mapping[str, str]) -> str:
         return "everywhere"
     if calls == [*keys]:
         return "wherever a key is needed"
-    if calls == [call for call, scope in keys.items() if scope != "operators"]:
+    if calls == [call for call, scope in keys.items() if scope != "operator"]:
         return "wherever a tenant's key is needed"
     return ", ".join(f"`{call}`" for call in calls)
 

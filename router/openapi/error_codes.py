@@ -29,8 +29,11 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
         "bad_http": (400, "it is no HTTP, or its headers have more than 31 KiB"),
         "invalid_api_key": (401, "there is no such key, or the route is the operators' and the key is not"),
         "missing_scope": (403, "the key is good, and may not do this; the message names the scope that it lacks"),
+        "tenant_suspended": (403, "the key is good, and the operators have suspended its tenant"),
         "model_not_found": (404, "there is no such model, or it is another tenant's"),
         "adapter_not_found": (404, "there is no such adapter, or it is another tenant's"),
+        "tenant_not_found": (404, "there is no such tenant"),
+        "key_not_found": (404, "there is no such key, or it is another tenant's"),
         "not_found": (404, "there is no such route"),
         "method_not_allowed": (405, "the route is not for this method"),
         "request_timeout": (408, "the headers, or the first 30 KiB of the body, took longer than 10 s"),
@@ -45,6 +48,9 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
         ),
         "timeout": (408, "the request's `timeout` has passed before a token was sent"),
         "taken_over": (409, "the stream was taken up on another connection"),
+        "tenant_exists": (409, "the name is taken"),
+        "tenant_ending": (409, "the tenant's deletion was cut off and has to be repeated"),
+        "too_many_keys": (409, "a tenant has at most 1,000 keys"),
         "request_too_large": (413, "the body is over the limit, or takes too long to decode"),
         "too_large": (413, "a part of the form is over its limit (`--max-upload-bytes`)"),
         "unsupported_encoding": (415, "the body is compressed"),
@@ -74,6 +80,10 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
             503,
             "Redis is away, and the router does not keep what it says of this; with `Retry-After`",
         ),
+        "issuer_unavailable": (
+            503,
+            "a token of an identity provider whose keys this router has never had; with `Retry-After`",
+        ),
         "router_timeout": (504, "the router that had the request did not answer"),
         "insufficient_storage": (
             507,
@@ -94,9 +104,9 @@ EVERYWHERE: Final = (
 )
 OF_NO_ROUTE: Final = ("not_found", "method_not_allowed")  # what is no route, or not by this method, answers so
 _WITH_OPERATORS_KEY: Final = ("invalid_api_key",)
-_WITH_KEY: Final = ("invalid_api_key", "missing_scope")
+_WITH_KEY: Final = ("invalid_api_key", "missing_scope", "tenant_suspended", "issuer_unavailable")
 _WITH_QUERY: Final = ("invalid_value",)
-_WITH_BODY: Final = ("invalid_json", "invalid_value", "missing_required_parameter", "request_too_large")
+_WITH_BODY: Final = ("invalid_json", "invalid_value", "missing_required_parameter", "body_timeout", "request_too_large")
 _WITH_FORM: Final = ("invalid_form", "missing_required_parameter", "too_large", "upload_timeout")
 
 
@@ -104,7 +114,7 @@ def codes_of(route: RouteSpec) -> tuple[str, ...]:
     """The codes of all errors that the route can give, in the order of `ERRORS`. Raises KeyError for an unknown one."""
     codes = {*EVERYWHERE, *route.errors}
     if route.scope is not None:
-        codes.update(_WITH_OPERATORS_KEY if route.scope == "operators" else _WITH_KEY)
+        codes.update(_WITH_OPERATORS_KEY if route.scope == "operator" else _WITH_KEY)
     for has, more in ((route.query, _WITH_QUERY), (route.body, _WITH_BODY), (route.form, _WITH_FORM)):
         codes.update(more if has else ())
     if "{" in route.path:

@@ -15,12 +15,14 @@ import httpx
 from fastapi import FastAPI
 from redis.asyncio import Redis
 
+from motet.adapters.administration.administration import Administration
 from motet.adapters.registry.registry import Registry, connect, hash_key
 from motet.adapters.registry.registry_view import CAPACITY, RegistryView
 from motet.adapters.store.store import AdapterStore
 from motet.adapters.tenants.records import KeyRecord, Scope, TenantRecord
 from motet.adapters.upload import UploadLimits, UploadService
 from motet.router.config import CurrentConfig
+from motet.router.openapi.document import openapi_document
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
 from motet.tests.rigs.lora_files import LAYOUT, LoraFiles, lora_files
@@ -77,16 +79,30 @@ class RealFront:
     uploads: UploadService
     dispatcher: FakeDispatcher
     folder: Path
+    document: Any  # what /openapi.json says
 
     def client(self) -> httpx.AsyncClient:
         """Without credentials."""
         return httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app), base_url="http://router")
+
+    async def furnish(self) -> None:
+        """Gives both tenants what they have, as far as it has gone."""
+        for tenant, key in ((OWNER, OWNER_KEY), (ASKER, ASKER_KEY)):
+            await self.registry.set_key(tenant, key)
+        await self.view.catch_up()
+        await self._upload(OWNER, OWNERS_ADAPTER, lora_files(seed=1))
+        await self._upload(ASKER, ASKERS_ADAPTER, lora_files(seed=2))
 
     async def stored(self) -> Any:
         """All that a request could leave: what the registry says, and files in the store and of uploads."""
         keys = sorted([key async for key in self.redis.scan_iter(match="motet:{registry}:*")])
         files = sorted(str(path) for path in self.folder.rglob("*") if path.is_file())
         return [(key, await self.redis.dump(key)) for key in keys], files
+
+    async def _upload(self, tenant: str, name: str, files: LoraFiles) -> None:
+        tensors = files.write(self.folder)
+        await self.uploads.upload(tenant, name, files.config_bytes, tensors)
+        tensors.unlink()
 
 
 @asynccontextmanager
@@ -99,8 +115,6 @@ async def real_front(
     registry = Registry(redis, PATIENCE_S)
     view = FurnishedView(registry, capacity)
     uploads = UploadService(AdapterStore(folder / "store"), registry, view, [LAYOUT], LIMITS, reserved={BASE})
-    for tenant, key in ((OWNER, OWNER_KEY), (ASKER, ASKER_KEY)):
-        await registry.set_key(tenant, key)
     await view.start()
     dispatcher = FakeDispatcher(answer=encoded(text, "hello world"))
     app = create_app(
@@ -110,20 +124,12 @@ async def real_front(
         uploads=uploads,
         text=text,
         operator_key=OPERATOR_KEY,
+        administration=Administration.of(redis),
     )
-    front = RealFront(app, redis, registry, view, uploads, dispatcher, folder)
+    front = RealFront(app, redis, registry, view, uploads, dispatcher, folder, openapi_document(app.state.routes))
     try:
-        await upload(front, OWNER, OWNERS_ADAPTER, lora_files(seed=1))
-        await upload(front, ASKER, ASKERS_ADAPTER, lora_files(seed=2))
+        await front.furnish()
         yield front
     finally:
         await view.stop()
         await redis.aclose()
-
-
-async def upload(front: RealFront, tenant: str, name: str, files: LoraFiles) -> str:
-    """The digest."""
-    tensors = files.write(front.folder)
-    adapter, _ = await front.uploads.upload(tenant, name, files.config_bytes, tensors)
-    tensors.unlink()
-    return adapter.digest

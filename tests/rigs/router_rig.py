@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from motet.adapters.adapter import AdapterVersion
+from motet.adapters.administration.administration import Administration
 from motet.adapters.registry.registry import PAGE_SIZE
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.tenants.records import KeyRecord, Quota, TenantRecord
@@ -340,6 +341,7 @@ class RouterRig:
         *,
         accountants: Sequence[Accountant] = (),
         more_routes: Callable[[Door], Sequence[RouteSpec]] = lambda door: (),
+        administration: Administration | None = None,
         **config: Any,
     ) -> None:
         self.text = text
@@ -357,6 +359,7 @@ class RouterRig:
             quotas=quotas,
             accountants=accountants,
             more_routes=more_routes,
+            administration=administration,
         )
 
     def ids(self, text: str) -> list[int]:

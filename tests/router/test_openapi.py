@@ -11,6 +11,8 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from motet.adapters.administration.administration import Administration
+from motet.adapters.registry.registry import connect
 from motet.router.openapi.document import openapi_document, operation_id
 from motet.router.openapi.error_codes import ERRORS, codes_of
 from motet.router.route import RouteSpec
@@ -27,7 +29,7 @@ def text() -> TextService:
 
 @pytest.fixture
 def rig(tmp_path: Path, text: TextService) -> RouterRig:
-    return RouterRig(tmp_path / "spool", text)
+    return RouterRig(tmp_path / "spool", text, Administration.of(connect("redis://127.0.0.1:1")))
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def problems(route: RouteSpec) -> list[str]:
     found = []
     if not (route.summary.endswith((".", "?")) and 3 <= len(route.summary) <= 80):
         found.append("summary: a short sentence about what it is for")
-    if route.path.startswith("/v1/admin/") != (route.scope == "operators" and route.path.startswith("/v1/")):
+    if route.path.startswith("/v1/admin/") != (route.scope == "operator" and route.path.startswith("/v1/")):
         found.append("scope: paths under /v1/admin/, and no others under /v1/, are for the operators")
     if route.path.startswith("/v1/") and route.scope is None:
         found.append("scope: what a key needs for it")
