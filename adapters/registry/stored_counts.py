@@ -27,6 +27,11 @@ class StoredCounts:
         of_tenant, of_key = (_use(text) for text in found)
         return of_tenant, of_key
 
+    async def forget(self, tenant: str) -> None:
+        """Drops the counts of a tenant all of whose adapters are deleted."""
+        async with answered_within(self._timeout_s):
+            await self._client.delete(STORED + tenant)
+
     async def count_once(self) -> bool:
         """Counts all tenants anew unless that was done before; whether it did: a registry may be older than counts."""
         async with answered_within(self._timeout_s):

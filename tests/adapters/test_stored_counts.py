@@ -117,7 +117,13 @@ async def test_a_recount_says_what_the_counts_said(registry: Registry, redis_cli
     await redis_client.delete(STORED + "t0")
     assert await registry.stored.recount() == 3
     assert {tenant: await redis_client.hgetall(STORED + tenant) for tenant in tenants} == counted
-    assert counted["acme"][""].startswith("3 ")
+    assert str(counted["acme"][""]).startswith("3 ")
+
+
+async def test_a_tenant_that_is_gone_leaves_no_counts(registry: Registry, redis_client: Redis) -> None:
+    await put(registry, "x", 1, 100)
+    await registry.stored.forget("acme")
+    assert not await redis_client.exists(STORED + "acme")
 
 
 async def test_a_registry_older_than_the_counts_is_counted_once(registry: Registry, redis_client: Redis) -> None:

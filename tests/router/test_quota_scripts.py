@@ -102,7 +102,7 @@ async def test_all_keys_are_in_the_slot_of_their_tenant_and_none_stays(redis_cli
     quotas = RedisQuotas(redis_client, A_WHILE_S)
     account = QuotaAccount(bounds, "lease", asked(who), lambda *_: None)
     assert (await quotas.open(account, {"requests": 1, "tokens": 20}))[0] is Outcome.ADMITTED
-    keys = sorted(await redis_client.keys("*"))
+    keys = sorted(map(str, await redis_client.keys("*")))
     assert [key.startswith("motet:{tenant:acme}:quota:") for key in keys] == [True] * 4
     assert all([await redis_client.pttl(key) > 0 for key in keys])
     await quotas.use(account, 20, has_ended=True)
