@@ -33,6 +33,7 @@ from .tenants.auth import Door
 from .text.text import TextService
 from .uploads.adapters_api import AdaptersApi
 from .versions.canary_book import CanaryBook
+from .versions.residency_api import ResidencyApi
 from .versions.trials_api import TrialsApi
 from .versions.versions_api import VersionsApi
 
@@ -87,6 +88,7 @@ def create_app(
         RouteSpec(method="DELETE", path="/v1/adapters/{name}", handler=adapters.delete, scope="upload"),
         *versions.routes(),
         *trials,
+        *ResidencyApi(door, uploads, dispatcher, view).routes(),
         RouteSpec(method="GET", path="/health", handler=operations.health, scope=None),
         RouteSpec(method="GET", path="/ready", handler=operations.ready, scope=None),
         RouteSpec(method="GET", path="/metrics", handler=operations.metrics, scope="metrics"),

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ... import __version__
+from ..version_commands.version_commands import version_commands
 from .adapter_commands import adapters
 from .chat import Chat
 from .client import MotetClient
@@ -69,6 +70,8 @@ main.add_command(serve)
 main.add_command(adapters)
 main.add_command(doctor)
 main.add_command(edge_program)
+for _command in version_commands(with_client):
+    main.add_command(_command)
 
 
 def _typed_lines(conversation: Chat) -> Iterator[str]:

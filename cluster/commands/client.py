@@ -153,6 +153,10 @@ class MotetClient:
         """Model, gangs and load, as the server tells them."""
         return dict(self._json("GET", "/status"))
 
+    def call(self, method: str, path: str, body: Any = None) -> Any:
+        """The JSON that the server answers."""
+        return self._json(method, path, **({} if body is None else {"json": body}))
+
     def chat(
         self,
         model: str,
@@ -192,8 +196,8 @@ class MotetClient:
             entries += page["data"]
         return entries
 
-    def _json(self, method: str, path: str) -> Any:
-        response = self._request(method, path)
+    def _json(self, method: str, path: str, **options: Any) -> Any:
+        response = self._request(method, path, **options)
         try:
             return response.json()
         except ValueError as error:
