@@ -34,6 +34,7 @@ from .text.text import TextService
 from .uploads.adapters_api import AdaptersApi
 from .versions.canary_book import CanaryBook
 from .versions.residency_api import ResidencyApi
+from .versions.shadow_sender import ShadowSender
 from .versions.trials_api import TrialsApi
 from .versions.versions_api import VersionsApi
 
@@ -69,7 +70,9 @@ def create_app(
     models = ModelsApi(base, view, door)
     if canaries is not None:
         accountants = (*accountants, canaries)
-    completions = CompletionsApi(config, base, dispatcher, view, text, metrics, door, Accounts(accountants))
+    shadows = None if canaries is None else ShadowSender(dispatcher, text, canaries)
+    accounts = Accounts(accountants)
+    completions = CompletionsApi(config, base, dispatcher, view, text, metrics, door, accounts, shadows)
     adapters = AdaptersApi(config, door, uploads, metrics)
     counts = None if canaries is None else canaries.counts
     versions = VersionsApi(door, uploads, counts)

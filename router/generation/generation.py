@@ -67,6 +67,7 @@ class GenerationRequest:
     cache_salt: str = ""  # the tenant's sequences share KV only where this is the same
     timeout_s: float | None = None  # from the request's arrival to the last token; None: as long as it takes
     is_echoed: bool = False  # the answer's text begins with the prompt's
+    is_background: bool = False  # it yields to everybody's other requests
     num_seen: Sequence[int] = ()  # tokens of each choice that the client had before it came back; empty: a new request
 
 
@@ -237,6 +238,7 @@ class Generation:
                 adapter_name=request.adapter_name,
                 cache_salt=request.cache_salt,
                 request_id=request.request_id,
+                is_background=request.is_background,
             )
             if request.beams:
                 is_stopped = BeamStops(request.stop, self._text, prompt.token_ids)
