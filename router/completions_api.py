@@ -45,6 +45,7 @@ from .route import RouteSpec
 from .tenants.auth import Door
 from .tenants.identity import Identity
 from .text.text import TextService
+from .versions.shadow_sender import ShadowSender
 from .versions.version_choice import answering, version_header
 
 R = TypeVar("R", bound=GenerationFields)
@@ -82,6 +83,7 @@ class CompletionsApi:
         metrics: Metrics,
         door: Door,
         accounts: Accounts,
+        shadows: ShadowSender | None = None,
     ) -> None:
         self._config = config
         self._bodies = BodyReader(config.now.max_held_body_bytes, metrics)
@@ -90,7 +92,7 @@ class CompletionsApi:
         self._view = view
         self._text = text
         self._metrics = metrics
-        self._door, self._accounts = door, accounts
+        self._door, self._accounts, self._shadows = door, accounts, shadows
 
     def routes(self) -> Sequence[RouteSpec]:
         generating = partial(
@@ -161,7 +163,7 @@ class CompletionsApi:
             with_logprobs=request.logprobs is not None,
             with_token_ids=bool(request.return_token_ids),
         )
-        return await self._response(request, generation, head, position, shape, started_at, identity, version)
+        return await self._response(request, generation, head, position, shape, started_at, identity, version, versions)
 
     async def chat(self, http: Request) -> GenerationResponse:
         started_at = time.perf_counter()
@@ -194,7 +196,7 @@ class CompletionsApi:
             with_logprobs=bool(request.logprobs),
             with_token_ids=bool(request.return_token_ids),
         )
-        return await self._response(request, generation, head, position, shape, started_at, identity, version)
+        return await self._response(request, generation, head, position, shape, started_at, identity, version, versions)
 
     def _position(self, http: Request, request: GenerationFields, tenant: str) -> StreamPosition | None:
         """The position from which the client resumes a stream; None: it does not resume one. Raises a 400."""
@@ -333,6 +335,7 @@ class CompletionsApi:
         started_at: float,
         identity: Identity,
         version: AdapterVersion | None,
+        versions: Versions,
     ) -> GenerationResponse:
         style = None
         if request.stream:
@@ -357,6 +360,8 @@ class CompletionsApi:
             progress=running.progress,
         )
         account = await self._accounts.open(asked)
+        if self._shadows is not None:
+            self._shadows.send(versions, request.model, generation, head.id)
         response = GenerationResponse(running, shape, style, self._metrics, account)
         if version is not None:
             response.raw_headers.append(version_header(version))

@@ -39,6 +39,8 @@ from .tenants.auth import Door, Tokens
 from .text.text import TextService
 from .uploads.adapters_api import AdaptersApi
 from .versions.canary_book import CanaryBook
+from .versions.residency_api import ResidencyApi
+from .versions.shadow_sender import ShadowSender
 from .versions.trials_api import TrialsApi
 from .versions.versions_api import VersionsApi
 
@@ -80,8 +82,9 @@ def create_app(
     models = ModelsApi(base, view, door)
     if canaries is not None:
         accountants = (*accountants, canaries)
+    shadows = None if canaries is None else ShadowSender(dispatcher, text, canaries)
     accounts = Accounts(accountants) if quotas is None else Accounts((quotas, *accountants), quotas.at_door)
-    completions = CompletionsApi(config, base, dispatcher, view, text, metrics, door, accounts)
+    completions = CompletionsApi(config, base, dispatcher, view, text, metrics, door, accounts, shadows)
     adapters = AdaptersApi(config, door, uploads, metrics)
     counts = None if canaries is None else canaries.counts
     versions = VersionsApi(door, uploads, counts)
@@ -92,6 +95,7 @@ def create_app(
         *models.routes(),
         *adapters.routes(),
         *versions.routes(),
+        *ResidencyApi(door, uploads, dispatcher, view).routes(),
         *limits.routes(),
         *operations.routes(),
         *more_routes(door),

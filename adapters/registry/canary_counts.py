@@ -86,8 +86,7 @@ class CanaryCounts:
     async def add(self, outcomes: Sequence[Outcome]) -> None:
         """Counts answers, each of them unless it was counted before."""
         now = self._clock()
-        async with answered_within(self._timeout_s):
-            pipeline = self._client.pipeline(transaction=False)
+        async with answered_within(self._timeout_s), self._client.pipeline(transaction=False) as pipeline:
             for one in outcomes:
                 keys = [_ANSWERS + one.tenant, _ORDER + one.tenant, _COUNTS + one.canary_id]
                 fields = [f"{one.arm} {what}" for what in one.counted]

@@ -163,10 +163,6 @@ def with_shadow(state: NameState, selector: str | None, share: float, shadow_id:
     return _with(state, shadow=Shadow(shadow_id, version, share))
 
 
-def with_pin(state: NameState, is_pinned: bool) -> NameState:
-    return _with(state, is_pinned=is_pinned)
-
-
 def with_note(state: NameState, selector: str, text: str) -> NameState:
     version = state.find(selector).version
     note = state.notes.versions.get(version, VersionNote())

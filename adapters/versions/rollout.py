@@ -50,7 +50,6 @@ class Rollout(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     aliases: Mapping[str, int] = {}
     canary: Canary | None = None
     shadow: Shadow | None = None
-    is_pinned: bool = False  # gangs keep the current version in host memory
 
     def pointed_to(self) -> set[int]:
         """The versions, beside the current one, that must not go."""

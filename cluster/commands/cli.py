@@ -18,6 +18,7 @@ from ..tenant_commands.key_commands import keys
 from ..tenant_commands.limit_lines import limit_lines
 from ..tenant_commands.tenant_commands import tenants
 from ..usage_commands.usage_command import usage_command
+from ..version_commands.version_commands import version_commands
 from .adapter_commands import adapters
 from .chat import Chat
 from .doctor_command import doctor
@@ -88,6 +89,8 @@ main.add_command(edge_program)
 main.add_command(tenants)
 main.add_command(keys)
 main.add_command(audit)
+for _command in version_commands(with_client):
+    main.add_command(_command)
 
 
 def _typed_lines(conversation: Chat) -> Iterator[str]:

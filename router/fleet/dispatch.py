@@ -95,6 +95,9 @@ class Dispatcher(Protocol):
     def gangs(self) -> Sequence[tuple[GangInfo, EngineLoad]]:
         """Every connected gang with its latest load."""
 
+    def gangs_with(self, digest: str) -> Sequence[str]:
+        """Ids of the connected gangs that have this adapter in their pool, or are getting it."""
+
     def load(self) -> EngineLoad | None:
         """The latest load, summed over the connected gangs, the oldest wait of all; None: none is connected."""
 
@@ -182,6 +185,10 @@ class FleetDispatcher:
     def gangs(self) -> list[tuple[GangInfo, EngineLoad]]:
         """Every connected gang with its latest load."""
         return [(leader.info, leader.load) for leader in self._fleet.connected if leader.info is not None]
+
+    def gangs_with(self, digest: str) -> list[str]:
+        connected = self._fleet.connected
+        return [one.info.gang_id for one in connected if one.info is not None and one.known.has(digest)]
 
     def load(self) -> EngineLoad | None:
         loads = [leader.load for leader in self._fleet.connected]

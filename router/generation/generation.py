@@ -70,7 +70,7 @@ class GenerationRequest:
     is_echoed: bool = False  # the answer's text begins with the prompt's
     weight: float = 1.0  # of the tenant
     priority: int = 0  # among the tenant's own
-    is_background: bool = False
+    is_background: bool = False  # it yields to everybody's other requests
     page_tokens: int = 0  # of KV, in a page of the gangs; 0: not known
     num_seen: Sequence[int] = ()  # tokens of each choice that the client had before it came back; empty: a new request
 

@@ -78,7 +78,12 @@ class CanaryBook:
             del self._failed[place]
             self._failures.append(_Failure(*place, None))
         if canary_id is not None:
-            self._pending.append(Outcome(version.tenant, asked.response_id, canary_id, arm, counted))
+            self.count(Outcome(version.tenant, asked.response_id, canary_id, arm, counted))
+
+    def count(self, outcome: Outcome) -> None:
+        """It is counted soon, unless nothing of it counts."""
+        if outcome.counted:
+            self._pending.append(outcome)
 
     async def flush(self) -> None:
         """Raises RegistryUnavailable, and then keeps what is not known to be counted."""

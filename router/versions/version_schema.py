@@ -83,7 +83,7 @@ class AliasList(msgspec.Struct, frozen=True):
 
 class Deleted(msgspec.Struct, frozen=True):
     name: str
-    object: Literal["alias", "canary", "shadow", "pin"]
+    object: Literal["alias", "canary", "shadow"]
     deleted: bool = True
 
 

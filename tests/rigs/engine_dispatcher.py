@@ -73,6 +73,9 @@ class EngineDispatcher:
     def gangs(self) -> list[tuple[GangInfo, EngineLoad]]:
         return [(self.gang(), self.load())]
 
+    def gangs_with(self, digest: str) -> list[str]:
+        return []
+
     def load(self) -> EngineLoad:
         return self.rig.engine.load()
 

@@ -148,3 +148,15 @@ async def _until(rig: VersionRig, model: str, version: str) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while (await rig.complete(model)).headers.get("x-motet-version") != version:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+async def test_residency_tells_gangs_by_opaque_names_of_each_tenant(rig: VersionRig) -> None:
+    await rig.upload(1)
+    await rig.upload(2)
+    rig.dispatcher.resident.add(rig.digests[1])
+    second, first = (await rig.http.get("/v1/adapters/x/residency")).json()["data"]
+    assert (second["version"], second["gangs"], second["tier"]) == (2, [], "store")
+    assert (first["version"], first["tier"], len(first["gangs"])) == (1, "pool", 1)
+    assert "gang-1" not in first["gangs"][0]
+    denied = await rig.http.get("/v1/adapters/x/residency", headers=ZENITH)
+    assert denied.status_code == 404
