@@ -138,6 +138,8 @@ async def test_configured_keys_go_on_working(
     # It may be changed, and the launch that gives it again leaves it so.
     await keys.change(hash_key("configured"), given, {"scopes": frozenset({"infer"})}, OPERATOR)
     await registry.set_launch_keys("launch", [("acme", "configured")])
+    kept: Any = redis_client
+    assert "infer" in await kept.hget(API_KEYS, hash_key("configured"))
     await view.catch_up()
     changed = view.key("configured")
     assert changed is not None and changed.scopes == {"infer"}
