@@ -68,7 +68,7 @@ def test_what_others_served_is_charged_once_whoever_tells_it() -> None:
     standings = Standings(10)
     here, other = standings.join("acme"), standings.join("globex")
     for totals in ([("acme", 500.0)], [("acme", 530.0)], [("acme", 510.0)], [("acme", 530.0)], [("acme", 535.0)]):
-        standings.charge_elsewhere(totals)  # type: ignore[arg-type]
+        standings.charge_elsewhere(totals)
     assert (here.counter, here.served, other.counter) == (35.0, 0.0, 0.0)  # the first is where it begins
 
 
