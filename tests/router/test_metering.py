@@ -11,6 +11,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.ledger.entry import Stage
 from motet.adapters.registry.registry import connect
 from motet.cluster.registry_server.redis_server import RedisServer
@@ -184,7 +185,7 @@ async def test_redis_away_nothing_is_lost_and_nothing_twice(tmp_path: Path, monk
         await take(entries)
         if num_lost < 5:
             num_lost += 1
-            raise ledger_keeper.RegistryUnavailable("the answer was lost")
+            raise RegistryUnavailable("the answer was lost")
 
     monkeypatch.setattr(usage.ledger, "take", lossy)
     got: list[Received] = []
