@@ -39,7 +39,7 @@ from motet.tests.rigs.real_front import (
 from motet.tests.rigs.router_rig import BASE, text_service
 
 T = TypeVar("T")
-NUM_EXAMPLES: Final = 15  # of each operation, of each kind
+NUM_EXAMPLES: Final = 10  # of each operation, of each kind
 REQUIRED: Final = frozenset({"prompt", "messages"})
 NAMES: Final = (BASE, ASKERS_ADAPTER, OWNERS_ADAPTER, "nobodys")
 CHECKS = [
