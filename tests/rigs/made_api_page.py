@@ -9,18 +9,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from motet.adapters.administration.administration import Administration
-from motet.adapters.registry.registry import connect
 from motet.router.openapi.api_page import with_tables
 from motet.router.openapi.document import openapi_document
-from motet.tests.rigs.router_rig import RouterRig, text_service
+from motet.tests.rigs.all_routes import rig_with_all_routes
+from motet.tests.rigs.router_rig import text_service
 
 
 def made_page(page: str, folder: Path) -> str:
     """The page as it should be. `folder`: an empty one."""
-    administration = Administration.of(connect("redis://127.0.0.1:1"))  # nobody asks it anything
-    rig = RouterRig(folder, text_service(), administration)
-    return with_tables(page, openapi_document(rig.app.state.routes))
+    return with_tables(page, openapi_document(rig_with_all_routes(folder, text_service()).app.state.routes))
 
 
 if __name__ == "__main__":

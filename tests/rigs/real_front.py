@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from redis.asyncio import Redis
 
 from motet.adapters.administration.administration import Administration
+from motet.adapters.registry.canary_counts import CanaryCounts
 from motet.adapters.registry.registry import Registry, connect, hash_key
 from motet.adapters.registry.registry_view import CAPACITY, RegistryView
 from motet.adapters.store.store import AdapterStore
@@ -23,8 +24,11 @@ from motet.adapters.tenants.records import KeyRecord, Scope, TenantRecord
 from motet.adapters.upload import UploadLimits, UploadService
 from motet.router.config import CurrentConfig
 from motet.router.openapi.document import openapi_document
+from motet.router.quotas.quotas import Quotas
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
+from motet.router.usage.usage import Usage
+from motet.router.versions.canary_book import CanaryBook
 from motet.tests.rigs.lora_files import LAYOUT, LoraFiles, lora_files
 from motet.tests.rigs.part_configs import router_config
 from motet.tests.rigs.patience import PATIENCE_S
@@ -117,6 +121,13 @@ async def real_front(
     uploads = UploadService(AdapterStore(folder / "store"), registry, view, [LAYOUT], LIMITS, reserved={BASE})
     await view.start()
     dispatcher = FakeDispatcher(answer=encoded(text, "hello world"))
+    quotas, canaries = Quotas(redis, lambda: 1), CanaryBook(view, CanaryCounts(redis))
+    usage = Usage(
+        redis, folder / "ledger", folder / "archive", kept_days=1, spool_bytes=1 << 30, min_free_bytes=0, prices=None
+    )
+    quotas.start()
+    canaries.start()
+    await usage.start()
     app = create_app(
         config=CurrentConfig(router_config(BASE, folder / "spool", max_upload_bytes=LIMITS.max_tensors_bytes)),
         dispatcher=dispatcher,
@@ -125,11 +136,18 @@ async def real_front(
         text=text,
         operator_key=OPERATOR_KEY,
         administration=Administration.of(redis),
+        quotas=quotas,
+        canaries=canaries,
+        accountants=[usage.metering],
+        more_routes=usage.routes,
     )
     front = RealFront(app, redis, registry, view, uploads, dispatcher, folder, openapi_document(app.state.routes))
     try:
         await front.furnish()
         yield front
     finally:
+        await canaries.stop()
+        await quotas.stop()
+        await usage.stop()
         await view.stop()
         await redis.aclose()

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.administration.administration import Administration
+from motet.adapters.registry.canary_counts import CanaryCounts
 from motet.adapters.registry.registry import PAGE_SIZE
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.tenants.records import KeyRecord, Quota, TenantRecord
@@ -35,6 +36,7 @@ from motet.router.rest_server import create_app
 from motet.router.route import RouteSpec
 from motet.router.tenants.auth import Door
 from motet.router.text.text import TextService
+from motet.router.versions.canary_book import CanaryBook
 from motet.tests.rigs.engine_loads import engine_load
 from motet.tests.rigs.operators import with_operator_key_in_loop
 from motet.tests.rigs.part_configs import router_config
@@ -346,8 +348,10 @@ class RouterRig:
         accountants: Sequence[Accountant] = (),
         more_routes: Callable[[Door], Sequence[RouteSpec]] = lambda door: (),
         administration: Administration | None = None,
+        counts: CanaryCounts | None = None,
         **config: Any,
     ) -> None:
+        """`counts`: of canaries; None: no version can be put on trial."""
         self.text = text
         self.dispatcher = FakeDispatcher()
         self.registry = FakeView()
@@ -364,6 +368,7 @@ class RouterRig:
             accountants=accountants,
             more_routes=more_routes,
             administration=administration,
+            canaries=None if counts is None else CanaryBook(cast(RegistryView, self.registry), counts),
         )
 
     def ids(self, text: str) -> list[int]:

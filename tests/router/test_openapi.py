@@ -11,12 +11,11 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from motet.adapters.administration.administration import Administration
-from motet.adapters.registry.registry import connect
 from motet.router.openapi.document import openapi_document, operation_id
 from motet.router.openapi.error_codes import ERRORS, codes_of
 from motet.router.route import RouteSpec
 from motet.router.text.text import TextService
+from motet.tests.rigs.all_routes import rig_with_all_routes
 from motet.tests.rigs.router_rig import BASE, RouterRig, text_service
 
 TAKES_A_BODY = ("POST", "PUT", "PATCH")
@@ -29,7 +28,7 @@ def text() -> TextService:
 
 @pytest.fixture
 def rig(tmp_path: Path, text: TextService) -> RouterRig:
-    return RouterRig(tmp_path / "spool", text, Administration.of(connect("redis://127.0.0.1:1")))
+    return rig_with_all_routes(tmp_path, text)
 
 
 @pytest.fixture
