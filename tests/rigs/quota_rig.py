@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from redis.asyncio import Redis
@@ -14,6 +15,7 @@ from motet.router.accounts.account import Account, Asked, Ending, Progress
 from motet.router.openai_api.errors import ApiError
 from motet.router.quotas.quotas import Quotas
 from motet.router.tenants.identity import Identity
+from motet.tests.rigs.patience import PATIENCE_S
 
 NUMBERS = itertools.count()
 A_WHILE_S = 30.0  # for Redis, where a test is not about one that is slow
@@ -65,6 +67,13 @@ async def try_open(quotas: Quotas, one: Asked) -> Account | ApiError:
         return await quotas.open(one)
     except ApiError as error:
         return error
+
+
+async def until(check: Callable[[], Awaitable[bool]]) -> None:
+    """Returns once the check holds, and fails if it never does."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not await check():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

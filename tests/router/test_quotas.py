@@ -15,7 +15,8 @@ from motet.router.quotas import redis_quotas
 from motet.router.quotas.gcra import PERIOD_US
 from motet.router.quotas.quota_scripts import QuotaKeys
 from motet.router.quotas.quotas import Quotas
-from motet.tests.rigs.quota_rig import asked, ending, identity, progress, routers, try_open
+from motet.tests.rigs.patience import PATIENCE_S
+from motet.tests.rigs.quota_rig import asked, ending, identity, progress, routers, try_open, until
 
 
 def headers(account: Account | ApiError) -> dict[str, str]:
@@ -88,8 +89,7 @@ async def test_tokens_are_reserved_and_given_back(redis_client: Redis, redis_url
             standing = await there.look(who)
             return standing is not None and standing.left(0) >= 880
 
-        while not await is_given_back():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(is_given_back)
         second = await there.open(asked(who, prompt=100, new=700))
         assert int(headers(second)["x-ratelimit-remaining-tokens"]) < 200
 
@@ -120,8 +120,9 @@ async def test_what_is_larger_than_a_minutes_quota_gets_the_whole_of_it_and_is_c
             assert standing is not None
             return standing.full_in_s(0)
 
-        while await backlog_s() < 100:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(PATIENCE_S):
+            while await backlog_s() < 100:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         first.settle(ending(prompt=500, completion=1500))
         assert 100 < await backlog_s() <= 120  # two minutes' worth was used, and no more is charged in the end
 
@@ -139,8 +140,9 @@ async def test_answers_at_once_are_counted_over_routers_and_let_go_at_their_end(
         assert headers(refused)["Retry-After"] == "1"
         assert headers(refused)["x-ratelimit-remaining-streams"] == "0"
         first.settle(ending())
-        while isinstance(await try_open(there, asked(who)), ApiError):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(PATIENCE_S):
+            while isinstance(await try_open(there, asked(who)), ApiError):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
 
 
 async def test_streams_of_a_killed_router_end_and_those_of_a_living_one_do_not(
@@ -154,8 +156,9 @@ async def test_streams_of_a_killed_router_end_and_those_of_a_living_one_do_not(
         async with routers(redis_url, 1) as (killed,):
             await killed.open(asked(who))
             assert isinstance(await try_open(living, asked(who)), ApiError)
-        while isinstance(await try_open(living, asked(who)), ApiError):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(PATIENCE_S):
+            while isinstance(await try_open(living, asked(who)), ApiError):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         await asyncio.sleep(2.0)  # longer than a lease: both of the living one's count
         assert isinstance(await try_open(living, asked(who)), ApiError)
         kept.settle(ending())
