@@ -120,8 +120,8 @@ return {redis.call('HGET', KEYS[1], ARGV[1]) or '', redis.call('HGET', KEYS[2], 
 """
 # tenant/name; record, last version and notes as they were read; "version digest ", facts without brace and revision,
 # last version, notes, 1 if it has a canary; entry of the audit log (empty: none) and its result; num_ended of the
-# tenant that asks (empty: any); then bounds of what is stored. Returns the record; nil and no change: the name is not as
-# it was read; 0 and no change: that tenant is being deleted or was; a list and no change: see `count_stored`.
+# tenant that asks (empty: any); then bounds of what is stored. Returns the record; nil and no change: the name is not
+# as it was read; 0 and no change: that tenant is being deleted or was; a list and no change: see `count_stored`.
 CHANGE_NAME_SCRIPT = f"""{TELL}{NOTE}{_COUNT_STORED}
 local field = ARGV[1]
 local tenant = string.match(field, '^[^/]*')

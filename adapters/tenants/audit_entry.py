@@ -8,7 +8,7 @@ from typing import Final, Literal
 import msgspec
 
 LOGGER: Final = "motet.adapters.audit"
-ActorKind = Literal["operator", "key", "token", "configuration"]
+ActorKind = Literal["operator", "key", "token", "configuration", "judge"]
 _log = logging.getLogger(LOGGER)
 
 

@@ -102,7 +102,6 @@ class RouterReplica:
         # The secrets of a node may get a file of keys later.
         given = secrets.keys if secrets_path is not None else secrets.keys or ()
         await when_redis_answers(partial(self._launch.start, given))
-        self._administration = Administration.of(self._redis)
         self._view = RegistryView(registry)
         await when_redis_answers(self._view.start)
         token = await when_redis_answers(partial(shared_token, secrets))
@@ -155,6 +154,7 @@ class RouterReplica:
             prices=None if config.prices_path is None else await asyncio.to_thread(read_prices, config.prices_path),
         )
         await self._usage.start()
+        self._administration = Administration.of(self._redis, [self._usage.retire])
         self._metrics.ledger = self._usage.behind
         self._watchdog = LoopWatchdog(self._metrics.loop_held_s)
         name = uuid4().hex[:8]

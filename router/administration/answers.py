@@ -73,7 +73,7 @@ class Deleted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ActorShown(msgspec.Struct, frozen=True, kw_only=True):
-    kind: Literal["operator", "key", "token", "configuration"]
+    kind: Literal["operator", "key", "token", "configuration", "judge"]
     id: str | None  # of a key; the subject of a token
     tenant: str | None
 

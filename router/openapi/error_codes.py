@@ -32,6 +32,7 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
         "tenant_suspended": (403, "the key is good, and the operators have suspended its tenant"),
         "model_not_found": (404, "there is no such model, or it is another tenant's"),
         "adapter_not_found": (404, "there is no such adapter, or it is another tenant's"),
+        "version_not_found": (404, "the adapter has no such version or alias"),
         "tenant_not_found": (404, "there is no such tenant"),
         "key_not_found": (404, "there is no such key, or it is another tenant's"),
         "not_found": (404, "there is no such route"),
@@ -48,6 +49,7 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
         ),
         "timeout": (408, "the request's `timeout` has passed before a token was sent"),
         "taken_over": (409, "the stream was taken up on another connection"),
+        "version_refused": (409, "the adapter's versions are not so that this could be done; the message says why"),
         "tenant_exists": (409, "the name is taken"),
         "tenant_ending": (409, "the tenant's deletion was cut off and has to be repeated"),
         "too_many_keys": (409, "a tenant has at most 1,000 keys"),
@@ -60,6 +62,8 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
             "your requests that are arriving, or everybody's, take the memory that is for them "
             "(`--max-held-body-bytes`)",
         ),
+        "rate_limit_exceeded": (429, "a quota of the tenant or of the key is used up; with `Retry-After`"),
+        "insufficient_quota": (429, "more would be stored than the tenant or the key may have"),
         "uploads_full": (
             429,
             "64 uploads of yours are under way or wait for a turn, of which you have two (`--max-tenant-uploads`)",
@@ -84,6 +88,7 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
             503,
             "a token of an identity provider whose keys this router has never had; with `Retry-After`",
         ),
+        "ledger_full": (503, "there is no room to write down what the answer costs; with `Retry-After`"),
         "router_timeout": (504, "the router that had the request did not answer"),
         "insufficient_storage": (
             507,

@@ -57,8 +57,9 @@ class LimitsApi:
                 path="/v1/limits",
                 handler=self.show,
                 scope="metrics",
-                summary="The quotas of the tenant and of its key, and what is left of them",
+                summary="The quotas of the tenant and of its key, and what is left of them.",
                 answers={200: LimitsAnswer},
+                errors=("registry_unavailable",),
             )
         ]
 

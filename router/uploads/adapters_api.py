@@ -85,7 +85,14 @@ class AdaptersApi:
                 summary="Upload an adapter.",
                 form=AdapterForm,
                 answers={200: Adapter, 201: Adapter},
-                errors=("invalid_adapter", "uploads_full", "registry_unavailable", "insufficient_storage"),
+                errors=(
+                    "invalid_adapter",
+                    "version_refused",
+                    "insufficient_quota",
+                    "uploads_full",
+                    "registry_unavailable",
+                    "insufficient_storage",
+                ),
             ),
             route(
                 method="GET",

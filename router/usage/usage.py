@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from redis.asyncio import Redis
@@ -47,6 +48,10 @@ class Usage:
 
     async def stop(self) -> None:
         await self.keeper.stop()
+
+    async def retire(self, tenant: str) -> None:
+        """A tenant is deleted: its ledger is archived and removed."""
+        await self.archive.retire(tenant, datetime.now(UTC))
 
     def routes(self, door: Door) -> Sequence[RouteSpec]:
         return UsageApi(door, self.ledger, self._prices).routes()

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from ...adapters.errors import NoSuchVersion, RegistryUnavailable
 from ...adapters.registry.canary_counts import CanaryCounts
+from ...adapters.tenants.audit_entry import Actor, AuditEntry
 from ...adapters.upload import UploadService
 from ...adapters.versions.canary_policy import why_worse
 from ...adapters.versions.name_state import NameState, without_canary
@@ -67,7 +68,9 @@ class CanaryJudge:
                     return state
                 return without_canary(state, "rolled_back", bad, now)
 
-            await self._uploads.change(tenant, name, take_back)
+            actor = Actor(kind="judge", tenant=tenant)
+            entry = AuditEntry(action="canary.rolled_back", tenant=tenant, target=name, actor=actor)
+            await self._uploads.change(tenant, name, take_back, entry)
             _log.warning("the canary of an adapter was rolled back", extra={"tenant": tenant, "model": name})
 
     async def _judge_forever(self) -> None:

@@ -43,8 +43,9 @@ class ResidencyApi:
                 path=f"{NAME}/residency",
                 handler=self.show,
                 scope="metrics",
-                summary="Where an adapter's versions are",
+                summary="Where an adapter's versions are.",
                 answers={200: ResidencyAnswer},
+                errors=("adapter_not_found", "registry_unavailable"),
             ),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -21,6 +21,7 @@ from ..bodies.small_body import small_body
 from ..openai_api.errors import invalid_value
 from ..route import RouteSpec
 from ..tenants.auth import Door
+from ..tenants.identity import Identity
 from .version_schema import (
     CanaryAnswer,
     CanaryBody,
@@ -37,6 +38,7 @@ T = TypeVar("T")
 _canary = msgspec.json.Decoder(CanaryBody)
 _shadow = msgspec.json.Decoder(ShadowBody)
 _feedback = msgspec.json.Decoder(FeedbackBody)
+_ERRORS: Final = ("invalid_value", "adapter_not_found", "version_not_found", "version_refused", "registry_unavailable")
 
 
 class TrialsApi:
@@ -54,59 +56,66 @@ class TrialsApi:
                 path=canary,
                 handler=self.canary,
                 scope="upload",
-                summary="An adapter's canary, or how its last one ended",
+                summary="An adapter's canary, or how its last one ended.",
                 answers=one,
+                errors=_ERRORS,
             ),
             spec(
                 method="PUT",
                 path=canary,
                 handler=self.set_canary,
                 scope="upload",
-                summary="Put a version on trial, or change its share",
+                summary="Put a version on trial, or change its share.",
                 body=CanaryBody,
                 answers=one,
+                errors=_ERRORS,
             ),
             spec(
                 method="DELETE",
                 path=canary,
                 handler=self.stop_canary,
                 scope="upload",
-                summary="Stop the canary",
+                summary="Stop the canary.",
                 answers=gone,
+                errors=_ERRORS,
             ),
             spec(
                 method="GET",
                 path=shadow,
                 handler=self.shadow,
                 scope="upload",
-                summary="An adapter's shadow",
+                summary="An adapter's shadow.",
                 answers=other,
+                errors=_ERRORS,
             ),
             spec(
                 method="PUT",
                 path=shadow,
                 handler=self.set_shadow,
                 scope="upload",
-                summary="Send a share of the requests to a version as well",
+                summary="Send a share of the requests to a version as well.",
                 body=ShadowBody,
                 answers=other,
+                errors=_ERRORS,
             ),
             spec(
                 method="DELETE",
                 path=shadow,
                 handler=self.stop_shadow,
                 scope="upload",
-                summary="Stop the shadow",
+                summary="Stop the shadow.",
                 answers=gone,
+                errors=_ERRORS,
             ),
             spec(
                 method="POST",
                 path="/v1/feedback",
                 handler=self.feedback,
                 scope="infer",
-                summary="Say what somebody thinks of an answer",
+                summary="Say what somebody thinks of an answer.",
                 body=FeedbackBody,
                 answers={200: FeedbackAnswer},
+                errors=_ERRORS,
             ),
         )
 
@@ -115,10 +124,17 @@ class TrialsApi:
         return answer(await answered(self._shown(state)))
 
     async def set_canary(self, request: Request) -> Response:
-        tenant, body, canary_id = self._tenant(request), await small_body(request, _canary), uuid4().hex
+        identity, body, canary_id = (
+            self._door.identify(request, "upload"),
+            await small_body(request, _canary),
+            uuid4().hex,
+        )
         version, share = str(body.version), body.share
         state = await self._change(
-            request, tenant, lambda state, now: name_state.with_canary(state, version, share, canary_id, now)
+            request,
+            identity,
+            "canary.start",
+            lambda state, now: name_state.with_canary(state, version, share, canary_id, now),
         )
         return answer(await answered(self._shown(state)))
 
@@ -127,7 +143,7 @@ class TrialsApi:
             _existing(state, state.rollout.canary, "canary")
             return name_state.without_canary(state, "stopped", "somebody stopped it", now)
 
-        state = await self._change(request, self._tenant(request), stop)
+        state = await self._change(request, self._door.identify(request, "upload"), "canary.stop", stop)
         return answer(Deleted(state.current.name, "canary"))
 
     async def shadow(self, request: Request) -> Response:
@@ -135,10 +151,10 @@ class TrialsApi:
         return answer(await answered(self._shown_shadow(state)))
 
     async def set_shadow(self, request: Request) -> Response:
-        tenant, body = self._tenant(request), await small_body(request, _shadow)
+        identity, body = self._door.identify(request, "upload"), await small_body(request, _shadow)
         version, share, shadow_id = str(body.version), body.share, uuid4().hex
         state = await self._change(
-            request, tenant, lambda state, _: name_state.with_shadow(state, version, share, shadow_id)
+            request, identity, "shadow.set", lambda state, _: name_state.with_shadow(state, version, share, shadow_id)
         )
         return answer(await answered(self._shown_shadow(state)))
 
@@ -147,7 +163,7 @@ class TrialsApi:
             _existing(state, state.rollout.shadow, "shadow")
             return name_state.with_shadow(state, None, 0.0)
 
-        state = await self._change(request, self._tenant(request), stop)
+        state = await self._change(request, self._door.identify(request, "upload"), "shadow.stop", stop)
         return answer(Deleted(state.current.name, "shadow"))
 
     async def feedback(self, request: Request) -> Response:
@@ -166,10 +182,10 @@ class TrialsApi:
         return self._door.identify(request, "upload").name
 
     async def _change(
-        self, request: Request, tenant: str, change: Callable[[NameState, float], NameState]
+        self, request: Request, identity: Identity, action: str, change: Callable[[NameState, float], NameState]
     ) -> NameState:
         name = request.path_params["name"]
-        state = await answered(self._uploads.change(tenant, name, change))
+        state = await answered(self._uploads.change(identity.name, name, change, identity.entry(request, action, name)))
         record_of(request.scope).model = name
         return state
 

@@ -20,6 +20,7 @@ from ..bodies.small_body import small_body
 from ..openai_api.errors import ApiError, unavailable
 from ..route import RouteSpec
 from ..tenants.auth import Door
+from ..tenants.identity import Identity
 from .version_schema import (
     AliasAnswer,
     AliasBody,
@@ -39,6 +40,7 @@ _note = msgspec.json.Decoder(NoteBody)
 _promote = msgspec.json.Decoder(PromoteBody)
 _empty = msgspec.json.Decoder(EmptyBody)
 _alias = msgspec.json.Decoder(AliasBody)
+_ERRORS: Final = ("invalid_value", "adapter_not_found", "version_not_found", "version_refused", "registry_unavailable")
 
 
 class VersionsApi:
@@ -58,17 +60,18 @@ class VersionsApi:
                 summary=summary,
                 body=body,
                 answers={200: answer},
+                errors=_ERRORS,
             )
 
         return (
-            route("GET", "/versions", self.list, "All versions of an adapter that are kept", VersionList),
-            route("GET", "/versions/{version}", self.show, "A version, by number or alias", VersionAnswer),
-            route("PATCH", "/versions/{version}", self.note, "Change a version's note", VersionAnswer, NoteBody),
-            route("POST", "/promote", self.promote, "Make a version the current one", VersionAnswer, PromoteBody),
-            route("POST", "/rollback", self.roll_back, "Go back to the version before", VersionAnswer, EmptyBody),
-            route("GET", "/aliases", self.aliases, "An adapter's aliases", AliasList),
-            route("PUT", "/aliases/{alias}", self.set_alias, "Point an alias to a version", AliasAnswer, AliasBody),
-            route("DELETE", "/aliases/{alias}", self.delete_alias, "Delete an alias", Deleted),
+            route("GET", "/versions", self.list, "All versions of an adapter that are kept.", VersionList),
+            route("GET", "/versions/{version}", self.show, "A version, by number or alias.", VersionAnswer),
+            route("PATCH", "/versions/{version}", self.note, "Change a version's note.", VersionAnswer, NoteBody),
+            route("POST", "/promote", self.promote, "Make a version the current one.", VersionAnswer, PromoteBody),
+            route("POST", "/rollback", self.roll_back, "Go back to the version before.", VersionAnswer, EmptyBody),
+            route("GET", "/aliases", self.aliases, "An adapter's aliases.", AliasList),
+            route("PUT", "/aliases/{alias}", self.set_alias, "Point an alias to a version.", AliasAnswer, AliasBody),
+            route("DELETE", "/aliases/{alias}", self.delete_alias, "Delete an alias.", Deleted),
         )
 
     async def list(self, request: Request) -> Response:
@@ -81,22 +84,26 @@ class VersionsApi:
         return await self._shown(await self._state(request), request.path_params["version"])
 
     async def note(self, request: Request) -> Response:
-        tenant = self._door.identify(request, "upload").name
+        identity = self._door.identify(request, "upload")
         selector, body = request.path_params["version"], await small_body(request, _note)
-        state = await self._change(request, tenant, lambda state, _: name_state.with_note(state, selector, body.note))
+        state = await self._change(
+            request, identity, "version.note", lambda state, _: name_state.with_note(state, selector, body.note)
+        )
         return await self._shown(state, selector)
 
     async def promote(self, request: Request) -> Response:
-        tenant = self._door.identify(request, "upload").name
+        identity = self._door.identify(request, "upload")
         body = await small_body(request, _promote)
         selector = None if body.version is None else str(body.version)
-        state = await self._change(request, tenant, lambda state, now: name_state.promoted(state, selector, now))
+        state = await self._change(
+            request, identity, "adapter.promote", lambda state, now: name_state.promoted(state, selector, now)
+        )
         return await self._shown(state, str(state.current.version))
 
     async def roll_back(self, request: Request) -> Response:
-        tenant = self._door.identify(request, "upload").name
+        identity = self._door.identify(request, "upload")
         await small_body(request, _empty)
-        state = await self._change(request, tenant, name_state.rolled_back)
+        state = await self._change(request, identity, "adapter.roll_back", name_state.rolled_back)
         return await self._shown(state, str(state.current.version))
 
     async def aliases(self, request: Request) -> Response:
@@ -105,17 +112,19 @@ class VersionsApi:
         return answer(AliasList([AliasAnswer(state.current.name, alias, version) for alias, version in found]))
 
     async def set_alias(self, request: Request) -> Response:
-        tenant = self._door.identify(request, "upload").name
+        identity = self._door.identify(request, "upload")
         alias, body = request.path_params["alias"], await small_body(request, _alias)
         state = await self._change(
-            request, tenant, lambda state, _: name_state.with_alias(state, alias, str(body.version))
+            request, identity, "alias.set", lambda state, _: name_state.with_alias(state, alias, str(body.version))
         )
         return answer(AliasAnswer(state.current.name, alias, state.rollout.aliases[alias]))
 
     async def delete_alias(self, request: Request) -> Response:
-        tenant = self._door.identify(request, "upload").name
+        identity = self._door.identify(request, "upload")
         alias = request.path_params["alias"]
-        state = await self._change(request, tenant, lambda state, _: name_state.with_alias(state, alias, None))
+        state = await self._change(
+            request, identity, "alias.delete", lambda state, _: name_state.with_alias(state, alias, None)
+        )
         return answer(Deleted(f"{state.current.name}@{alias}", "alias"))
 
     async def _state(self, request: Request) -> NameState:
@@ -125,10 +134,10 @@ class VersionsApi:
         return state
 
     async def _change(
-        self, request: Request, tenant: str, change: Callable[[NameState, float], NameState]
+        self, request: Request, identity: Identity, action: str, change: Callable[[NameState, float], NameState]
     ) -> NameState:
         name = request.path_params["name"]
-        state = await answered(self._uploads.change(tenant, name, change))
+        state = await answered(self._uploads.change(identity.name, name, change, identity.entry(request, action, name)))
         record_of(request.scope).model = name
         return state
 

@@ -17,7 +17,7 @@ from motet.adapters.registry.registry_scripts import PREFIX
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.versions import name_state
 from motet.adapters.versions.name_state import NameState, VersionNote, check_integrity, with_upload
-from motet.adapters.versions.rollout import MAX_VERSIONS, rollout_of, selected, version_of, versions_of
+from motet.adapters.versions.rollout import MAX_ALIASES, MAX_VERSIONS, rollout_of, selected, version_of, versions_of
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 
 OLD_RECORD = '3 %s {"module_ranks": {"q_proj": 8}, "num_bytes": 1000, "created_at": 1.5}'
@@ -111,7 +111,7 @@ async def test_aliases(registry: Registry) -> None:
             name_state.with_alias(state, bad, "1")
     with pytest.raises(NoSuchVersion):
         name_state.with_alias(state, "dev", None)
-    for number in range(name_state.MAX_ALIASES - 2):
+    for number in range(MAX_ALIASES - 2):
         state = name_state.with_alias(state, f"a{number}", "2")
     with pytest.raises(VersionRefused, match="which is the most"):
         name_state.with_alias(state, "more", "2")
