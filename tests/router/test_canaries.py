@@ -209,6 +209,14 @@ async def test_feedback_counts_once_and_only_for_answers_of_the_same_tenant(
         assert (await rig.http.post("/v1/feedback", json=wrong)).status_code == 400
 
 
+async def test_feedback_may_come_as_soon_as_its_answer_and_at_another_router(rigs: Sequence[VersionRig]) -> None:
+    await on_trial(rigs)
+    for number in range(5):
+        response = await rigs[0].complete(user=f"u{number}")
+        told = await rigs[1].http.post("/v1/feedback", json={"id": response.json()["id"], "score": 1})
+        assert told.json()["counted"]
+
+
 async def test_answers_count_once_however_often_they_are_told(redis_client: Redis) -> None:
     counts = CanaryCounts(redis_client)
     outcomes = [Outcome("acme", f"cmpl-{number}", "c", "stable", ("answers",)) for number in range(10)]
