@@ -149,6 +149,16 @@ async def test_small_quotas_are_never_none_and_never_more(server: RedisServer) -
         assert 55 <= int(refused.headers["Retry-After"]) <= 60  # half of one is there, and half of one comes a minute
 
 
+async def test_what_is_resumed_goes_on_whatever_the_share(server: RedisServer) -> None:
+    who = identity(Quota(requests_per_minute=2, tokens_per_minute=1000, concurrent_streams=2))
+    async with routers(server.url, 1, wait_s=WAIT_S, known=2) as (quotas,):
+        await lose_with_paused(server, quotas)
+        await quotas.open(asked(who, prompt=100, new=400))
+        assert isinstance(await try_open(quotas, asked(who, prompt=100, new=400)), ApiError)
+        quotas.at_door(who, comes_back=True)
+        await quotas.open(asked(who, prompt=100, new=400, is_resumed=True))
+
+
 async def lose_with_paused(server: RedisServer, quotas: Quotas) -> None:
     await quotas.open(asked(identity(Quota(requests_per_minute=5), name="first")))
     pause(server)
