@@ -126,6 +126,7 @@ class NameRecords:
             after, new_last, found = change(before, last_version, self._clock())
             if after == before and (before is None or after.current.rollout == before.current.rollout):
                 return after, found, new_last
+            result = str(new_last if new_last != last_version else after.current.version)
             head = f"{after.current.version} {after.current.digest} "
             args: list[Any] = [field, record, last_version, notes, head, encode_facts(after.current), new_last]
             new_notes = "" if after.notes == NameNotes() else _encode(after.notes).decode()
@@ -137,7 +138,7 @@ class NameRecords:
                         new_notes,
                         int(after.rollout.canary is not None),
                         encode_entry(entry),
-                        new_last,
+                        result,
                         "" if num_ended is None else num_ended,
                         *bound_args(bounds),
                     ],
@@ -148,7 +149,7 @@ class NameRecords:
                 _refuse(bounds, *written)
             if written is not None:
                 if entry is not None:
-                    log_entry(entry, str(new_last))
+                    log_entry(entry, result)
                 return NameState(decode_adapter(field, written), after.notes), found, new_last
             await asyncio.sleep(random.uniform(0.0, 0.01))
         raise RegistryUnavailable("others change this adapter all the time: try again")

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from ...router.oidc.token_verifier import TokenVerifier
 
 SWEEP_INTERVAL_S = 3600.0
+LEDGERS_PART = 4  # of the disk that uploads leave free the ledger leaves so much less: uploads alone never stop answers
 SWEEP_TRY_S = 300.0  # how often each router asks whether a sweep is due
 SWITCH_INTERVAL_S = 0.0005  # after which a thread that renders or tokenizes gives way to the event loop
 
@@ -150,7 +151,7 @@ class RouterReplica:
             config.ledger_archive_path,
             kept_days=config.ledger_days,
             spool_bytes=config.ledger_spool_bytes,
-            min_free_bytes=config.min_free_bytes,
+            min_free_bytes=config.min_free_bytes // LEDGERS_PART,
             prices=None if config.prices_path is None else await asyncio.to_thread(read_prices, config.prices_path),
         )
         await self._usage.start()

@@ -7,7 +7,7 @@ ended, before its last bytes go out: who has been told of the end can be asked f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,5 +117,6 @@ class _Joint:
         return [header for account in self._accounts for header in account.headers]
 
     def settle(self, ending: Ending) -> None:
-        for account in self._accounts:
-            account.settle(ending)
+        with ExitStack() as settled:  # all of them, whatever one of them does
+            for account in reversed(self._accounts):
+                settled.callback(account.settle, ending)

@@ -38,8 +38,8 @@ class QuotaKeys:
         return self.prefix + (f"streams:{key_id}" if key_id else "streams")
 
     def answer(self, response_id: str) -> str:
-        """What one answer holds: its lease, then for each rate of tokens its name, what was charged for it, what one
-        token takes, and the end of the backlog with it.
+        """What one answer holds: its lease, the most tokens that anybody said it has used, then for each rate of tokens
+        its name, what was charged for it, what one token takes, and the end of the backlog with it.
         """
         return self.prefix + f"answer:{response_id}"
 
@@ -94,7 +94,7 @@ for n = 1, #names do
   end
 end
 if outcome == 1 and lease ~= '' then
-  local answer = lease
+  local answer = lease .. ' 0'
   for n = 1, #names do
     local i = 7 + 4 * (n - 1)
     local step = {PERIOD_US:.0f} / math.max(tonumber(ARGV[i + 1]), 1)
@@ -126,8 +126,9 @@ return reply
 """
 # KEYS: as above. ARGV: lease, tokens that the answer has used by now, 1: it has ended, milliseconds for which it is
 # kept then, for a client that comes back for the rest (0: it is forgotten). Charges what was used beyond what was
-# charged, and at the end gives back what was charged and not used. Nothing changes if the answer has gone over to
-# another lease meanwhile; then it returns 0, else now.
+# charged, and at the end gives back what was charged and not used. An answer that was taken up again has used what any
+# of its leases says, so that who comes back and leaves at once gets nothing back. If it has gone over to another lease
+# meanwhile, nothing is given back, and this returns 0, else now.
 USE_SCRIPT = f"""{_BUCKETS}
 local used = tonumber(ARGV[2])
 if ARGV[3] == '1' then
@@ -135,29 +136,32 @@ if ARGV[3] == '1' then
   redis.call('ZREM', KEYS[3], ARGV[1])
 end
 local held = redis.call('GET', KEYS[4])
-if not held or string.match(held, '^%S+') ~= ARGV[1] then return 0 end
-local answer = ARGV[1]
-for name, charged, step, finish in string.gmatch(string.sub(held, #ARGV[1] + 1), '(%S+) (%S+) (%S+) (%S+)') do
+if not held then return 0 end
+local lease, most, rates = string.match(held, '^(%S+) (%S+)(.*)$')
+local is_its = lease == ARGV[1]
+used = math.max(used, tonumber(most))
+local answer = string.format('%s %.0f', lease, used)
+for name, charged, step, finish in string.gmatch(rates, '(%S+) (%S+) (%S+) (%S+)') do
   charged, step, finish = tonumber(charged), tonumber(step), tonumber(finish)
   local backlog = bucket(redis.call('HGET', KEYS[1], name))
   if used > charged then
     backlog = backlog + (used - charged) * step
     write(name, backlog)
     charged, finish = used, now + backlog
-  elseif ARGV[3] == '1' and used < charged then
+  elseif ARGV[3] == '1' and is_its and used < charged then
     write(name, math.max(0, backlog - math.min((charged - used) * step, math.max(0, finish - now))))
     charged = used
   end
   answer = answer .. string.format(' %s %.0f %.17g %.0f', name, charged, step, finish)
 end
-if ARGV[3] ~= '1' then
+if ARGV[3] ~= '1' or not is_its then
   redis.call('SET', KEYS[4], answer, 'KEEPTTL')
 elseif ARGV[4] == '0' then
   redis.call('DEL', KEYS[4])
 else
   redis.call('SET', KEYS[4], answer, 'PX', ARGV[4])
 end
-return now
+return is_its and now or 0
 """
 # KEYS: a sorted set of streams. ARGV: life of a lease, then leases whose streams go on.
 RENEW_SCRIPT = """

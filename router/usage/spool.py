@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import Final
@@ -45,7 +46,8 @@ class Spool:
         """Raises OSError where there is no room for a first file."""
         self._lock = await asyncio.to_thread(self._take_lock)
         self._segments.append(await asyncio.to_thread(self._new_segment))
-        self._spares.append(await asyncio.to_thread(self._new_segment))
+        with suppress(OSError):  # another is tried when it is needed
+            self._spares.append(await asyncio.to_thread(self._new_segment))
 
     async def close(self) -> None:
         """Removes its files if all that they hold has arrived; others leave them to whoever adopts them."""
@@ -81,7 +83,7 @@ class Spool:
         """Sets room aside for a line; False: there is none."""
         room = self._segments[-1].num_free_bytes + sum(spare.num_free_bytes - _WASTE_BYTES for spare in self._spares)
         room -= _WASTE_BYTES
-        if not self._spares:
+        if room - self._num_reserved - num_bytes < self._segment_bytes // 2:
             self._prepare()
         if self._num_reserved + num_bytes > room:
             self._prepare()

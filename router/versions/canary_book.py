@@ -23,7 +23,7 @@ MAX_PENDING: Final = 20_000  # answers, while Redis is away; the oldest are lost
 _MAX_BATCH: Final = 500
 _MAX_FAILED: Final = 1_000  # versions whose failure this router remembers having told
 _MAX_REASON_CHARS: Final = 300
-_ERRORS: Final = frozenset({"internal_error", "timeout"})
+_ERRORS: Final = frozenset({"internal_error"})  # a timeout is the client's own: he could say one that never suffices
 _REFUSED: Final = "adapter_failed"
 _log = logging.getLogger(__name__)
 

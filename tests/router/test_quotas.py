@@ -194,6 +194,31 @@ async def test_the_end_of_a_stream_that_went_over_to_another_router_changes_noth
         second.settle(ending(prompt=400, completion=500))
 
 
+async def test_who_comes_back_and_leaves_gets_nothing_back(redis_client: Redis, redis_url: str) -> None:
+    who = identity(Quota(tokens_per_minute=1000))
+    of_answer = {"prompt": 100, "new": 500, "response_id": "cmpl-1", "is_stream": True}
+    async with routers(redis_url, 1) as (quotas,):
+
+        async def left() -> float:
+            standing = await quotas.look(who)
+            assert standing is not None
+            return standing.left(0)
+
+        first = await quotas.open(asked(who, **of_answer))
+        first.settle(ending(prompt=100, completion=300))
+        for number in range(4):  # at its end, or at once, or refused
+            again = await quotas.open(asked(who, **of_answer, is_resumed=True))
+            again.settle(ending(prompt=100, completion=number, error="timeout" if number % 2 else ""))
+        assert 600 <= await left() < 640
+        # While it still runs: what the first connection has used is charged when that is known.
+        of_other = {**of_answer, "response_id": "cmpl-2"}
+        running = await quotas.open(asked(who, **of_other))
+        hasty = await quotas.open(asked(who, **of_other, is_resumed=True))
+        hasty.settle(ending(prompt=100, error="timeout"))
+        running.settle(ending(prompt=100, completion=200, error="taken_over"))
+        assert 300 <= await left() < 350
+
+
 async def test_a_request_that_leaves_before_it_is_answered_holds_nothing(redis_client: Redis, redis_url: str) -> None:
     who = identity(Quota(tokens_per_minute=1000, concurrent_streams=1))
     async with routers(redis_url, 1) as (quotas,):
