@@ -214,6 +214,14 @@ class Scheduler:
             self._costs.observe_step(num_decodes + len(chunks), num_decodes + num_chunk_tokens, seconds)
             self._step_costs.observe(num_decodes, chunks, seconds)
 
+    def expected_s(self, plan: StepPlan) -> float:
+        """What computing a plan should take, as such plans took; 0: it computes nothing."""
+        if not plan.sequences:
+            return 0.0
+        planned = self._uncommitted[plan.step]
+        chunks = [(chunk.part.start, len(chunk.part.token_ids)) for chunk in planned.chunks]
+        return self._step_costs.step_s(len(planned.decodes), chunks)
+
     def load(self) -> EngineLoad:
         """Counts of this moment and since the start."""
         return gang_load(
