@@ -129,7 +129,7 @@ class CompletionsApi:
     async def complete(self, http: Request) -> GenerationResponse:
         started_at = time.perf_counter()
         identity = self._door.identify(http, "infer")
-        record_of(http.scope).headers = self._accounts.at_door(identity)
+        record_of(http.scope).headers = self._accounts.at_door(identity, LAST_EVENT_ID in http.headers)
         tenant = identity.name
         async with self._body(http, tenant, CompletionRequest, self._config.now.max_sequences_per_request) as request:
             position = self._position(http, request, tenant)
@@ -171,7 +171,7 @@ class CompletionsApi:
     async def chat(self, http: Request) -> GenerationResponse:
         started_at = time.perf_counter()
         identity = self._door.identify(http, "infer")
-        record_of(http.scope).headers = self._accounts.at_door(identity)
+        record_of(http.scope).headers = self._accounts.at_door(identity, LAST_EVENT_ID in http.headers)
         tenant = identity.name
         async with self._body(http, tenant, ChatRequest, 1) as request:
             position = self._position(http, request, tenant)

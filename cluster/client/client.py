@@ -113,11 +113,17 @@ class MotetClient:
         return [AdapterInfo.from_json(fields) for fields in self._entries("/v1/adapters")]
 
     def upload_adapter(
-        self, name: str, folder: Path, on_progress: Callable[[int, int], None] | None = None
+        self,
+        name: str,
+        folder: Path,
+        on_progress: Callable[[int, int], None] | None = None,
+        *,
+        activate: bool = True,
+        note: str = "",
     ) -> tuple[AdapterInfo, bool]:
         """The registered version, and whether it is new. `on_progress(sent, total)` counts the tensors' bytes.
 
-        The tensors are streamed from disk.
+        The tensors are streamed from disk. Without `activate` the version that was current stays so.
         """
         _check_name(name)
         config_path, tensors_path = (folder / file for file in ADAPTER_FILES)
@@ -133,7 +139,7 @@ class MotetClient:
             response = self._request(
                 "POST",
                 "/v1/adapters",
-                data={"name": name},
+                data={"name": name, **({} if activate else {"activate": "false"}), **({"note": note} if note else {})},
                 files={
                     "adapter_config.json": (config_path.name, config_path.read_bytes(), "application/json"),
                     "adapter_model.safetensors": (tensors_path.name, tensors, "application/octet-stream"),

@@ -71,17 +71,18 @@ class Accountant(Protocol):
         """Raises `ApiError` if the answer must not be made."""
 
 
-AtDoor = Callable[[Identity], Sequence[tuple[bytes, bytes]]]
+AtDoor = Callable[[Identity, bool], Sequence[tuple[bytes, bytes]]]
 
 
 class Accounts:
     """Several accountants as one: an answer that any of them refuses is opened at none."""
 
-    def __init__(self, accountants: Sequence[Accountant], at_door: AtDoor = lambda identity: ()) -> None:
+    def __init__(self, accountants: Sequence[Accountant], at_door: AtDoor = lambda identity, comes_back: ()) -> None:
         """The first one is asked first: those that refuse most cheaply stand in front.
 
-        `at_door`: is asked before a request is read. It raises ApiError, or returns headers for an answer that comes
-        to no account, as one that says what is wrong with the request.
+        `at_door`: is asked before a request is read, and told whether its client comes back for the rest of a stream.
+        It raises ApiError, or returns headers for an answer that comes to no account, as one that says what is wrong
+        with the request.
         """
         self._accountants = tuple(accountants)
         self.at_door = at_door

@@ -88,10 +88,11 @@ class Quotas:
         self._count_stream(bounds, 1)
         return account
 
-    def at_door(self, identity: Identity) -> Headers:
+    def at_door(self, identity: Identity, comes_back: bool = False) -> Headers:
         """Headers of what is known to be left, before a request is read.
 
-        Raises the 429 that it would get anyway for the requests that were made before it.
+        Raises the 429 that it would get anyway for the requests that were made before it. `comes_back`: for the rest
+        of a stream, which is not charged again; so `open` decides.
         """
         bounds = bounds_of(identity)
         if bounds is None:
@@ -99,7 +100,7 @@ class Quotas:
         now_us = _now_us()
         limits = [float(rate.limit) for rate in bounds.rates]
         standing = Standing(bounds, now_us, self._known.of(bounds), limits, 0, 0)
-        if not self.is_local:
+        if not (self.is_local or comes_back):
             # Nothing gives requests back, and other routers only take more of them.
             over = rate_refusal(standing, {"requests": 1})
             if over is not None:
@@ -144,7 +145,8 @@ class Quotas:
             None if limit is None else (limit and max(1, limit // num_routers)) - count
             for limit, count in zip(limits, counts, strict=True)
         ]
-        has_room = all(room is None or room > 0 for room in rooms)
+        # What is resumed was admitted at a router that is gone, and none can tell others of that now.
+        has_room = account.asked.is_resumed or all(room is None or room > 0 for room in rooms)
         taken = {} if account.asked.is_resumed or not has_room else costs
         admitted, standing, account.held = self._shares.open(
             bounds, self._known.of(bounds), taken, _now_us(), num_routers

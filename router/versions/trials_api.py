@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, TypeVar
 from uuid import uuid4
 
@@ -22,6 +24,7 @@ from ..openai_api.errors import invalid_value
 from ..route import RouteSpec
 from ..tenants.auth import Door
 from ..tenants.identity import Identity
+from .canary_book import FLUSH_S
 from .version_schema import (
     CanaryAnswer,
     CanaryBody,
@@ -175,7 +178,11 @@ class TrialsApi:
         if body.score == 0:
             raise invalid_value("score", "it says neither good nor bad: above 0 is good, below 0 is bad.")
         is_good = body.thumb == "up" if body.score is None else body.score > 0
-        counted = await answered(self._counts.rate(tenant, body.id, is_good=is_good, comment=body.comment))
+        rate = partial(self._counts.rate, tenant, body.id, is_good=is_good, comment=body.comment)
+        counted = await answered(rate())
+        if not counted:  # the answer may be so new that its router has not told Redis of it yet
+            await asyncio.sleep(2 * FLUSH_S)
+            counted = await answered(rate())
         return answer(FeedbackAnswer(body.id, counted))
 
     def _tenant(self, request: Request) -> str:

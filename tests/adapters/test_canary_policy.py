@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,9 @@ class Trial:
 
     def __init__(self, chooser: random.Random) -> None:
         self._chooser = chooser
-        self.counts = {arm: dict.fromkeys(("answers", "errors", "refused", "thumbs_down"), 0) for arm in "sc"}
+        self.counts: dict[str, Any] = {
+            arm: dict.fromkeys(("answers", "errors", "refused", "thumbs_down"), 0) for arm in "sc"
+        }
         self.first = {arm: [0] * (len(FIRST_TOKEN_EDGES_S) + 1) for arm in "sc"}
 
     def answer(self, arm: str, error_rate: float, first_token_s: float) -> None:

@@ -93,13 +93,13 @@ def operations(front: RealFront, runner: Runner) -> list[Any]:
             return (await client.get("/openapi.json")).json()
 
     schema = schemathesis.openapi.from_dict(runner.run(document()))
-    found = [operation.ok() for operation in schema.get_all_operations()]
+    found: list[Any] = [operation.ok() for operation in list[Any](schema.get_all_operations())]
     return sorted(found, key=lambda operation: operation.method == "delete")  # last, so that others find something
 
 
 def sent(case: Any, key: str) -> httpx.Request:
     """As schemathesis would send it."""
-    told = requests.Request(**case.as_transport_kwargs(base_url="http://router")).prepare()
+    told: Any = requests.Request(**case.as_transport_kwargs(base_url="http://router")).prepare()
     headers = {name: value for name, value in told.headers.items() if name.lower() != "authorization"}
     request = httpx.Request(told.method or "", told.url or "", content=told.body or b"")
     request.headers.update({"Content-Type": "application/json"} if case.media_type == "application/json" else {})

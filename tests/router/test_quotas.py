@@ -238,6 +238,7 @@ async def test_at_the_door_who_has_no_requests_left_is_refused_unasked(redis_cli
         await redis_client.config_resetstat()
         with pytest.raises(ApiError, match="requests a minute: limit 2, left 0"):
             quotas.at_door(who)
+        quotas.at_door(who, comes_back=True)
         assert "cmdstat_evalsha" not in await redis_client.info("commandstats")
         assert await redis_client.exists(QuotaKeys("acme").rates)
 

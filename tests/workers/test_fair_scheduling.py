@@ -268,7 +268,7 @@ def test_whoever_is_first_goes_on_and_nobody_changes_places_without_end(seed: in
         assert victim is not first, "the first of all was preempted"
         preempt(victim)  # type: ignore[arg-type]
 
-    s._decodes._preempt = watched  # type: ignore[assignment]
+    s._decodes._preempt = watched
     for _ in range(rng.randint(1, 60)):
         gang.add(rng.choice("abcdef"), rng.randint(1, 24), rng.randint(1, 20), priority=rng.choice([0, 0, 2]))
         for _ in range(rng.randint(0, 3)):
