@@ -77,9 +77,10 @@ class Engine:
     def spare_s(self) -> float:
         """For how long the next plan can still wait: who comes meanwhile is in it, and else comes a whole step later.
 
-        What is executed is busy for longer than this, as far as steps go on to take what such steps took.
+        What is executed is busy for longer than this, as far as steps go on to take what such steps took. Nothing waits
+        unless somebody came lately who is clearly behind others: a busy CPU wakes a thread late, which costs a little.
         """
-        if not self._ahead.has_plan:
+        if not self._ahead.has_plan or not self._scheduler.is_pressed:
             return 0.0
         return max(0.0, self._began_at + self._spare * self._expected_s - self._clock())
 
@@ -111,8 +112,9 @@ class Engine:
         planned_at = self._clock()
         result = self.executor.finish()
         now = self._clock()
-        if now - planned_at < _LATE * self._expected_s:  # nearly too late: the device would have had to wait
-            self._spare = max(_LEAST_SPARE, self._spare / 2)
+        left_s = now - planned_at
+        if left_s < _LATE * self._expected_s:  # the device had to wait for the plan that follows, or nearly so
+            self._spare = max(_LEAST_SPARE, self._spare * (0.9 if left_s > 0.1 * _LATE * self._expected_s else 0.5))
         else:
             self._spare = min(_MOST_SPARE, self._spare + _MORE_SPARE)
         self._scheduler.observe(plan, now - self._began_at)
