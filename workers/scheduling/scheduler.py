@@ -116,9 +116,9 @@ class Scheduler:
             longest = max_length(request, num_adapter_pages, self._limits)
             sequence = Sequence(request, arrival, seed, token_ids, stop_ids(request, self._eos_token_ids), longest)
             sequence.standing = self._standings.join(request.tenant, request.weight, request.is_background)
-            if sequence.standing.num_sequences == 1 and (last := self._running.last) is not None:
-                if gives_place(last, sequence.rank):
-                    self._pressed_at = self._counts.num_steps
+            last = self._running.last if sequence.standing.num_sequences == 1 else None
+            if last is not None and gives_place(last, sequence.rank):
+                self._pressed_at = self._counts.num_steps
             self._prefixes.prepare(sequence)
             self._wait(sequence)
         return error
