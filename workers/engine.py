@@ -80,7 +80,7 @@ class Engine:
         What is executed is busy for longer than this, as far as steps go on to take what such steps took. Nothing waits
         unless somebody came lately who is clearly behind others: a busy CPU wakes a thread late, which costs a little.
         """
-        if not self._ahead.has_plan or not self._scheduler.is_pressed:
+        if not self._ahead.has_plan or not self._scheduler.pressure.is_on:
             return 0.0
         return max(0.0, self._began_at + self._spare * self._expected_s - self._clock())
 

@@ -176,7 +176,7 @@ def test_a_quiet_tenants_prompt_is_in_the_next_plan_that_is_made(num_prompt: int
         gang.step()  # its plan is executed already; the one after it is made
         (part,) = [part for part in gang.executor.plan.sequences if part.sequence_id == number]
         assert len(part.token_ids) == 6
-        assert gang.scheduler.is_pressed
+        assert gang.scheduler.pressure.is_on
         for _ in range(7):
             gang.step()
 
