@@ -243,7 +243,7 @@ class Admission:
 
 
 class Pressure:
-    """Tells whether it matters how late plans are made: somebody came lately who had nothing here and is clearly behind."""
+    """Whether it matters how late a plan is made: somebody came lately who had nothing here and is clearly behind."""
 
     def __init__(self, counts: StepCounts, running: RunningSequences) -> None:
         self._counts, self._running = counts, running
