@@ -102,19 +102,21 @@ class Fairness:
             self._config = msgspec.structs.replace(self._config, scheduling=way)
             self._deployment.update(self._config)
             self._quiet(WARM_S)
-            alone_s = _p99(self._quiet(seconds))
+            alone = self._quiet(seconds)
+            alone_s = _p99(alone)
+            print(f"{way:5} {'alone':14} {_told(alone)}", flush=True)
             for kind in self._kinds:
                 flood = self._ask(kind, FLOODER, 2 * WARM_S + seconds, NICE)
                 time.sleep(WARM_S)
-                beside_s = _p99(self._quiet(seconds))
+                beside = self._quiet(seconds)
                 ends = flood.heard()
-                self._ratios.setdefault((way, kind), []).append(beside_s / alone_s)
-                print(f"{way:5} {kind:14} alone {1000 * alone_s:7.1f} ms, beside {1000 * beside_s:8.1f} ms, {ends}")
+                self._ratios.setdefault((way, kind), []).append(_p99(beside) / alone_s)
+                print(f"{way:5} {kind:14} {_told(beside)}, {ends}", flush=True)
             both = [self._ask("connections", tenant, 2 * WARM_S + seconds, NICE) for tenant in (FLOODER, OTHER)]
             tokens_per_s[way] = self._tokens_per_s(seconds)
             for one in both:
                 one.heard()
-            print(f"{way:5} {'both backlogged':14} {tokens_per_s[way]:.0f} tokens/s")
+            print(f"{way:5} {'both backlogged':14} {tokens_per_s[way]:.0f} tokens/s", flush=True)
         self._over_fifo.append(tokens_per_s["fair"] / tokens_per_s["fifo"])
 
     def _ask(self, kind: str, tenant: str, seconds: float, nice: int = 0) -> Asking:
@@ -157,6 +159,10 @@ class Fairness:
 def _p99(times_s: list[float]) -> float:
     """At most one in a hundred took longer; of fewer than a hundred, the longest."""
     return sorted(times_s)[min(int(0.99 * len(times_s)), len(times_s) - 1)]
+
+
+def _told(times_s: list[float]) -> str:
+    return f"p50 {1000 * statistics.median(times_s):8.1f} ms, p99 {1000 * _p99(times_s):8.1f} ms of {len(times_s)}"
 
 
 if __name__ == "__main__":

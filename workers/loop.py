@@ -142,7 +142,6 @@ class EngineLoop:
             self._refuse_all(self._failure)
 
     def _step(self) -> None:
-        self._times.begin_step()
         updates = self._engine.step()
         self._submitted.difference_update(u.sequence_id for u in updates if u.finish_reason or u.error)
         self._deadline.observe(time.monotonic() - self._progress_at)
@@ -164,17 +163,20 @@ class EngineLoop:
                 self._inbox.clear()
 
     def _take_inbox(self) -> bool:
-        """Waits until a step is due and obeys the messages that came in. False: stop."""
+        """Waits until a step is due, for as long as the next plan can wait, and obeys what came in. False: stop."""
         with self._wake:
             # A step without work is a heartbeat: it finds a worker that died or hangs while nobody asked for anything.
             self._wake.wait_for(self._is_due, timeout=_HEARTBEAT_S)
+            self._progress_at = time.monotonic()
+            self._times.begin_step()
+            if (spare_s := self._engine.spare_s()) > 0:
+                self._wake.wait_for(lambda: self._stopping, spare_s)
             self._copies_ended = 0
             messages = tuple(self._inbox)
             self._inbox.clear()
             stopping = self._stopping
         for message in messages:
             self._obey(message)
-        self._progress_at = time.monotonic()
         return not stopping
 
     def _obey(self, message: _Message) -> None:

@@ -39,6 +39,7 @@ class CountingEngine:
         self.fails = False
         self.hangs_until: threading.Event | None = None
         self.num_steps = 0
+        self.meanwhile: Callable[[], None] = lambda: None  # while the next plan can wait
         self.wake: Callable[[], None] = lambda: None
         self.stepped = threading.Event()
 
@@ -67,6 +68,10 @@ class CountingEngine:
 
     def has_work(self) -> bool:
         return bool(self.left)
+
+    def spare_s(self) -> float:
+        self.meanwhile()
+        return 0.001
 
     def load(self) -> EngineLoad:
         return engine_load(num_steps=self.num_steps)
@@ -141,6 +146,17 @@ def test_sequences_are_answered_and_an_idle_loop_sleeps() -> None:
     assert loop.alive
     loop.stop()
     assert not loop.alive
+
+
+def test_who_comes_while_the_next_plan_can_wait_is_in_it() -> None:
+    engine, loop, listener = started()
+    late = [request(2)]
+    engine.meanwhile = lambda: loop.submit(late.pop()) if late else None
+    loop.submit(request(1))
+    listener.wait_for(1)
+    listener.wait_for(2)
+    assert engine.num_steps == 3  # each has a token in each of them
+    loop.stop()
 
 
 def test_a_waiting_engine_is_stepped_when_a_load_ends() -> None:

@@ -28,17 +28,16 @@ class QuickExecutor:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng, self._coming = rng, list[str]()
-        self._plan: StepPlan | None = None
+        self.plan = StepPlan(0, (), (), ())  # the last that was begun
 
     def begin(self, plan: StepPlan) -> None:
-        self._plan = plan
+        self.plan = plan
         self._coming += [load.residence.digest for load in plan.loads]
 
     def finish(self) -> StepResult:
-        assert self._plan is not None
         came = [digest for digest in self._coming if self._rng.random() < 0.4]
         self._coming = [digest for digest in self._coming if digest not in came]
-        return msgspec.structs.replace(quick_result(self._plan), loaded=tuple(came))
+        return msgspec.structs.replace(quick_result(self.plan), loaded=tuple(came))
 
     def wake_on_copy_end(self, wake: Callable[[], None]) -> None: ...
 
@@ -50,7 +49,8 @@ class Gang:
 
     def __init__(self, of: GangLimits, rng: random.Random, scheduling: Scheduling = "fair") -> None:
         self.scheduler = Scheduler(of, frozenset(), lambda ref: max(ref.module_ranks.values()), scheduling=scheduling)
-        self.engine = Engine(self.scheduler, QuickExecutor(rng), INFO)
+        self.executor = QuickExecutor(rng)
+        self.engine = Engine(self.scheduler, self.executor, INFO)
         self.requests: dict[int, SequenceRequest] = {}
         self.first_token_at: dict[int, int] = {}  # step, by sequence
         self.num_tokens: Counter[int] = Counter()
@@ -162,6 +162,23 @@ def test_a_quiet_tenant_starts_at_once_in_a_gang_full_of_anothers(
         gang.scheduler.check_integrity()
     assert max(waits) <= most_steps if most_steps else waits[0] > 30
     assert bool(gang.scheduler.load().counters.num_fair_preemptions) == (scheduling == "fair")
+
+
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(20, 40), (60, 2)])
+def test_a_quiet_tenants_prompt_is_in_the_next_plan_that_is_made(num_prompt: int, max_tokens: int) -> None:
+    gang = Gang(limits(400, 16, 8), random.Random(1))
+    for _ in range(64):
+        gang.add("flood", num_prompt, max_tokens)
+    for _ in range(60):
+        gang.step()
+    for _ in range(10):
+        number = gang.add("quiet", 6, 4)
+        gang.step()  # its plan is executed already; the one after it is made
+        (part,) = [part for part in gang.executor.plan.sequences if part.sequence_id == number]
+        assert len(part.token_ids) == 6
+        assert gang.scheduler.pressure.is_on
+        for _ in range(7):
+            gang.step()
 
 
 def test_background_work_has_only_what_nobody_else_could_use() -> None:

@@ -55,6 +55,22 @@ def test_who_comes_back_is_lifted_to_nearly_whoever_is_furthest_behind() -> None
     assert background is not busy and background.counter == 0.0
 
 
+def test_who_is_new_and_finds_nobody_does_not_go_before_who_was_here_just_now() -> None:
+    standings = Standings(10)
+    quiet = standings.join("quiet")
+    standings.charge(quiet, 1000.0)
+    standings.leave(quiet)
+    flood = standings.join("flood")
+    assert flood.counter == 1000.0
+    standings.charge(flood, 100.0)
+    assert standings.join("quiet").counter == 1000.0
+    standings.leave(flood)
+    standings.leave(quiet)
+    standings.charge(quiet, 5000.0)
+    assert standings.join("quiet").counter == 6000.0
+    assert standings.join("flood").counter == 6000.0 - standings.burst  # somebody is here
+
+
 def test_a_weight_slows_the_counter_and_a_price_without_lift_is_what_was_served() -> None:
     standings = Standings(10)
     heavy = standings.join("heavy", weight=4.0)

@@ -50,7 +50,7 @@ class Standings:
         standing = self._standing(tenant, is_background)
         standing.weight = weight
         if not standing.num_sequences:
-            standing.counter = max(standing.counter, self._floor(is_background))
+            standing.counter = max(standing.counter, self._floor(standing))
             self._num_here += 1
         standing.num_sequences += 1
         self._here[is_background].put(standing)
@@ -118,11 +118,15 @@ class Standings:
         self._known[key] = standing  # last: who was not here for longest is forgotten first
         return standing
 
-    def _floor(self, is_background: bool) -> float:
-        """Whoever comes back is at least so far."""
-        first = self._here[is_background].first()
-        least = self._last_left[is_background] if first is None else first.counter
-        return least - self.burst
+    def _floor(self, standing: Standing) -> float:
+        """Whoever comes back is at least so far.
+
+        One that this gang has never served, and that nobody is before, has nothing to be behind for: else a new
+        tenant's flood would go before a quiet one that was here all day, and is just between two requests.
+        """
+        first = self._here[standing.is_background].first()
+        least = self._last_left[standing.is_background] if first is None else first.counter
+        return least if first is None and not standing.served else least - self.burst
 
     def _forget_some(self) -> None:
         """Forgets tenants that have nothing here, once there are many: half of them, so that it seldom comes to it."""

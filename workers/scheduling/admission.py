@@ -16,6 +16,7 @@ from ..memory.adapter_cache import AdapterState
 from ..memory.paged_memory import PagedMemory
 from ..wire.messages import AdapterRef
 from ..wire.page_keys import PageKey
+from .gang_load import StepCounts
 from .planned_step import PlannedChunk, plan_chunk
 from .prefetch_policy import MAX_LOADS_UNDER_WAY
 from .prefetcher import Prefetcher
@@ -28,6 +29,8 @@ from .waiting_queue import WaitingQueue
 _MAX_LOOKED_AT = 1024  # sequences that await nothing, in the search for candidates
 _MAX_GIVING_WAY = 8  # sequences that are preempted in one step for those who wait
 _MAX_CANDIDATES = 64  # sequences that are looked at for one step's places; there is another look if all have started
+
+_LASTING_STEPS = 256  # so long a tenant who came, and who uses little, may come again
 
 _arrival = attrgetter("arrival")
 
@@ -237,6 +240,24 @@ class Admission:
     def _has_adapter(self, sequence: Sequence) -> bool:
         digest = sequence.adapter_digest
         return digest is None or self._memory.adapters.state(digest) is AdapterState.RESIDENT
+
+
+class Pressure:
+    """Whether it matters how late a plan is made: somebody came lately who had nothing here and is clearly behind."""
+
+    def __init__(self, counts: StepCounts, running: RunningSequences) -> None:
+        self._counts, self._running = counts, running
+        self._step = -_LASTING_STEPS  # the one before which such a tenant came last
+
+    def observe(self, sequence: Sequence) -> None:
+        """It comes, and has joined its tenant's standing."""
+        last = self._running.last if sequence.standing.num_sequences == 1 else None
+        if last is not None and gives_place(last, sequence.rank):
+            self._step = self._counts.num_steps
+
+    @property
+    def is_on(self) -> bool:
+        return self._counts.num_steps - self._step < _LASTING_STEPS
 
 
 class OlderSequences:

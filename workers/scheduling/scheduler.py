@@ -25,7 +25,7 @@ from ..wire.engine_load import EngineLoad
 from ..wire.fair_shares import TenantShare
 from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 from ..wire.page_keys import PageKey
-from .admission import Admission
+from .admission import Admission, Pressure
 from .decodes import Decodes
 from .gang_load import StepCounts, gang_load
 from .measured_costs import MeasuredCosts, StepCosts
@@ -79,6 +79,7 @@ class Scheduler:
         self._tiers = TierTraffic(self._memory, tiers or TierSizes(), self._costs)
         self._prefixes = PrefixReuse(self._memory.prefixes, self._tiers, self._waiting, limits.block_size, prefix_cache)
         self._counts, self._arrivals = StepCounts(), 0
+        self.pressure = Pressure(self._counts, self._running)
         self._standings = Standings(limits.max_tokens_per_step, scheduling)
         self._prefetcher = Prefetcher(
             self._memory, self._prefixes, pages_of_adapter, limits.block_size, self._charge_load
@@ -113,6 +114,7 @@ class Scheduler:
             longest = max_length(request, num_adapter_pages, self._limits)
             sequence = Sequence(request, arrival, seed, token_ids, stop_ids(request, self._eos_token_ids), longest)
             sequence.standing = self._standings.join(request.tenant, request.weight, request.is_background)
+            self.pressure.observe(sequence)
             self._prefixes.prepare(sequence)
             self._wait(sequence)
         return error
@@ -209,10 +211,15 @@ class Scheduler:
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learns what computing costs from how long a plan took to execute. It must come before the plan's commit."""
         if (planned := self._uncommitted.get(plan.step)) is not None:
-            chunks = [(chunk.part.start, len(chunk.part.token_ids)) for chunk in planned.chunks]
+            chunks = planned.prompts()
             num_decodes, num_chunk_tokens = len(planned.decodes), sum([number for _, number in chunks])
             self._costs.observe_step(num_decodes + len(chunks), num_decodes + num_chunk_tokens, seconds)
             self._step_costs.observe(num_decodes, chunks, seconds)
+
+    def expected_s(self, plan: StepPlan) -> float:
+        """What computing a plan should take, as such plans took; 0: it computes nothing."""
+        planned = self._uncommitted[plan.step]
+        return self._step_costs.step_s(len(planned.decodes), planned.prompts())
 
     def load(self) -> EngineLoad:
         """Counts of this moment and since the start."""
