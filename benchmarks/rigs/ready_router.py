@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 from fastapi import FastAPI
 
+from motet.adapters.tenants.records import KeyRecord, TenantRecord
 from motet.cluster.config import part_config
 from motet.cluster.replicas.replica_directory import ADDRESS, ReplicaDirectory
 from motet.cluster.settings.settings import Settings
@@ -37,8 +38,11 @@ class OneTenant:
     connected = True
     stream_keys = (bytes(32),)
 
-    def tenant_of_key(self, key: str) -> str:
-        return "tenant"
+    def key(self, key: str) -> KeyRecord:
+        return KeyRecord(key_id="key", tenant="tenant")
+
+    def tenant(self, name: str) -> TenantRecord:
+        return TenantRecord(name=name)
 
     def resolve(self, tenant: str, name: str) -> None:
         return None

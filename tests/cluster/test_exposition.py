@@ -174,7 +174,9 @@ async def test_a_gangs_steps_are_counted() -> None:
 async def test_a_gang_serves_what_gateways_ask_for() -> None:
     """Names and labels of the endpoint picker's defaults."""
     metrics = GangMetrics(INFO, "llama")
-    frames = FrameServer(StandInEngine(), INFO, TOKEN, leader_config(), metrics.observe)
+    engine = StandInEngine()
+    engine.paused = True  # what is asked of it stays until it is looked at
+    frames = FrameServer(engine, INFO, TOKEN, leader_config(), metrics.observe)
     address = await frames.start(LOOPBACK)
     router = Router(address)
     await router.read()
