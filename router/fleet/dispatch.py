@@ -276,8 +276,8 @@ class FleetDispatcher:
         if is_exempt or (not is_tenants and self._has_place(place, sequence)):
             place.add(sequence)
             return
-        whose = f"{num_of_tenant} of your" if is_tenants else "as many"
-        message = f"{whose} sequences {waiting} at this router already{'' if is_tenants else ' as may'}; try again later"
+        whose = f"{num_of_tenant} of your" if is_tenants else "too many"  # how many of others is theirs to know
+        message = f"{whose} sequences {waiting} at this router already; try again later"
         sequence.refuse(SequenceError("overloaded", message, reason="tenant_full" if is_tenants else "full"))
 
     def _has_place(self, place: UnsentSequences | UnreadSequences, sequence: OpenSequence) -> bool:

@@ -99,7 +99,7 @@ class LocalShares:
         return Held(held.name, float(used), share.bucket.at_us + share.bucket.backlog_us)
 
     def reports(self, now_us: float) -> list[Report]:
-        """What Redis has not heard. A report comes again, as far as it has not drained meanwhile, until it is `heard`."""
+        """What Redis has not heard. A report comes again until it is `heard`, as far as it has not drained."""
         for (life, name), share in self._shares.items():
             unheard, share.unheard = share.unheard.drained(now_us), Bucket(0.0, now_us)
             if unheard.backlog_us > 0:

@@ -177,9 +177,9 @@ for i = 2, #ARGV do redis.call('ZADD', KEYS[1], finish, ARGV[i]) end
 redis.call('PEXPIRE', KEYS[1], math.ceil(ARGV[1] / 500))
 return redis.call('ZCARD', KEYS[1])
 """
-# KEYS: as of OPEN_SCRIPT. ARGV: lease, milliseconds for which it must not be opened any more, 1: it was for an answer of
-# which the client has had a part. Gives back all that was taken under the lease, if it was opened: nobody has heard of
-# it, and the answer was let through otherwise. What was charged before, for the answer's first part, stays charged.
+# KEYS: as of OPEN_SCRIPT. ARGV: lease, milliseconds for which it must not be opened any more, 1: it was for an answer
+# of which the client has had a part. Gives back all that was taken under the lease, if it was opened: nobody has heard
+# of it, and the answer was let through otherwise. What was charged before, for the answer's first part, stays charged.
 VOID_SCRIPT = f"""{_BUCKETS}
 redis.call('SET', KEYS[5], 1, 'PX', ARGV[2])
 redis.call('ZREM', KEYS[2], ARGV[1])

@@ -28,7 +28,8 @@ class RedisQuotas:
     """Each method is one call of a script. All raise RedisAway, some of them when what they return is awaited."""
 
     def __init__(self, client: Redis, wait_s: float) -> None:
-        self._batches = ScriptBatches(client, (OPEN_SCRIPT, USE_SCRIPT, VOID_SCRIPT, RENEW_SCRIPT, REPORT_SCRIPT), wait_s)
+        scripts = OPEN_SCRIPT, USE_SCRIPT, VOID_SCRIPT, RENEW_SCRIPT, REPORT_SCRIPT
+        self._batches = ScriptBatches(client, scripts, wait_s)
 
     async def close(self) -> None:
         await self._batches.close()
@@ -52,7 +53,7 @@ class RedisQuotas:
         return self._batches.call(USE_SCRIPT, keys, [account.lease, used, int(has_ended), keep_ms])
 
     def void(self, opened: Opened) -> asyncio.Future[int]:
-        """Gives back what the lease was given, now or whenever it may be: `open` was not heard of. May be said again."""
+        """Gives back what the lease was given, now or later: `open` was not heard of. May be said again."""
         keys = [*_keys_of(opened.bounds, opened.response_id), QuotaKeys(opened.bounds.life).done(opened.lease)]
         return self._batches.call(VOID_SCRIPT, keys, [opened.lease, DONE_KEPT_MS, int(opened.is_resumed)])
 

@@ -1,4 +1,4 @@
-"""A way to a Redis server on which its replies may be held back: it does what it was asked, and its client cannot tell."""
+"""A way to a Redis server on which its replies may be held back: it does as it was asked, and clients cannot tell."""
 
 from __future__ import annotations
 
@@ -40,7 +40,12 @@ class LateRedis:
                 end.close()
 
     async def _pass_on(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, client: asyncio.StreamWriter, *, is_reply: bool
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        client: asyncio.StreamWriter,
+        *,
+        is_reply: bool,
     ) -> None:
         with suppress(ConnectionError):
             while data := await reader.read(1 << 16):

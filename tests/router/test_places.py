@@ -1,4 +1,4 @@
-"""Where sequences wait because no gang is there: one tenant's never keep another's out, and nobody is told of others."""
+"""Where sequences wait as no gang is there: one tenant's never keep another's out, and nobody is told of others."""
 
 from __future__ import annotations
 

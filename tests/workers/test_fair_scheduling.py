@@ -187,12 +187,16 @@ def test_background_work_has_only_what_nobody_else_could_use() -> None:
     gang.step()
     gang.step()
     assert all(gang.num_tokens[number] for number in background)  # nobody else is there
+    assert gang.scheduler.load().gauges.num_running_background == 4
     others = [gang.add("a", 4, 20), *(gang.add("b", 4, 20) for _ in range(7))]
     before = gang.num_tokens.copy()
     while not gang.ended.issuperset(others):
         gang.step()
         num_waiting = sum(number not in gang.first_token_at for number in others)
         assert num_waiting == 0 or all(gang.num_tokens[number] <= before[number] + 2 for number in background)
+        gauges = gang.scheduler.load().gauges
+        assert gauges.num_running_background <= 4
+        assert (gauges.num_running_background < 4) == (gauges.num_queued_background_tokens > 0)
     while gang.engine.has_work():
         gang.step()
     assert gang.ended.issuperset(background)
