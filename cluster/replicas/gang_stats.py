@@ -41,8 +41,8 @@ def gang_stats(load: EngineLoad, max_num_sequences: int, shares: Iterable[Tenant
     """The numbers to tell. The pressure is that of pages or of places for sequences, whichever are scarcer.
 
     Background work is no reason for another gang, as it has what others leave over: its queue is not told, and its part
-    of the pressure neither. `shares`: of the tenants that have sequences there. A tenant's part of the pressure, and that
-    of background work, is its part of what runs.
+    of the pressure neither. `shares`: of the tenants that have sequences there. A tenant's part of the pressure is its
+    part of what runs, as that of background work is.
     """
     now, counted = load.gauges, load.counters
     num_evictable_pages = now.num_idle_adapter_pages + now.num_idle_prefix_pages

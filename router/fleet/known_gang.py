@@ -23,7 +23,6 @@ class KnownGang:
         resident: Iterable[str] = (),
         resident_pages: Iterable[int] = (),
         orphans: Iterable[str] = (),
-        *,
         is_fair: bool = False,
     ) -> None:
         """What the greeting told: digests of adapters, short keys of full pages of KV, keys of orphans, and whether
