@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -204,7 +205,7 @@ async def test_the_end_of_a_stream_that_went_over_to_another_router_changes_noth
 
 async def test_who_comes_back_and_leaves_gets_nothing_back(redis_client: Redis, redis_url: str) -> None:
     who = identity(Quota(tokens_per_minute=1000))
-    of_answer = {"prompt": 100, "new": 500, "response_id": "cmpl-1", "is_stream": True}
+    of_answer: dict[str, Any] = {"prompt": 100, "new": 500, "response_id": "cmpl-1", "is_stream": True}
     async with routers(redis_url, 1) as (quotas,):
 
         async def left() -> float:
@@ -219,7 +220,7 @@ async def test_who_comes_back_and_leaves_gets_nothing_back(redis_client: Redis, 
             again.settle(ending(prompt=100, completion=number, error="timeout" if number % 2 else ""))
         assert 600 <= await left() < 640
         # While it still runs: what the first connection has used is charged when that is known.
-        of_other = {**of_answer, "response_id": "cmpl-2"}
+        of_other: dict[str, Any] = {**of_answer, "response_id": "cmpl-2"}
         running = await quotas.open(asked(who, **of_other))
         hasty = await quotas.open(asked(who, **of_other, is_resumed=True))
         hasty.settle(ending(prompt=100, error="timeout"))
