@@ -149,7 +149,13 @@ class Fleet:
                     page_keys[block_size] = _page_keys(sequence, block_size)
                 num_cached_tokens = block_size * connection.known.num_cached_pages(page_keys[block_size])
             views[key] = connection.known.view(
-                key, request.digest, num_cached_tokens, sequence.request.key, request.tenant, request.weight
+                key,
+                request.digest,
+                num_cached_tokens,
+                sequence.request.key,
+                request.tenant,
+                request.weight,
+                request.is_background,
             )
         if not views:
             return False
@@ -194,6 +200,7 @@ class Fleet:
             random.getrandbits(32),
             sequence.request.tenant,
             sequence.request.weight,
+            sequence.request.is_background,
         )
 
     def _able(self, sequence: OpenSequence) -> dict[str, LeaderConnection]:

@@ -23,8 +23,11 @@ class KnownGang:
         resident: Iterable[str] = (),
         resident_pages: Iterable[int] = (),
         orphans: Iterable[str] = (),
+        is_fair: bool = False,
     ) -> None:
-        """What the greeting told: digests of adapters, short keys of full pages of KV, and keys of orphans."""
+        """What the greeting told: digests of adapters, short keys of full pages of KV, keys of orphans, and whether
+        whoever was served least goes first there.
+        """
         self.load = EngineLoad()  # as of the last frame
         self._resident = set(resident)  # digests, those that are coming included
         self._pages = set(resident_pages)
@@ -35,7 +38,8 @@ class KnownGang:
         self._open: Counter[str] = Counter()  # unfinished sequences of this router, by digest
         self._open_keys: Counter[str] = Counter()  # of these sequences, those with a key
         self._num_unseen = self._num_unseen_tokens = 0  # sent, and not yet counted in `load`
-        self.fair_queue = FairQueue()
+        self._num_unseen_background_tokens = 0  # of these
+        self.fair_queue = FairQueue(is_fair=is_fair)
         self._unseen_of: Counter[str] = Counter()  # by tenant: tokens sent, and not yet counted in its share
         self._observed = ObservedCosts(config.belief)
 
@@ -55,7 +59,7 @@ class KnownGang:
         if frame.load != self.load:  # else no step was made since, and the load cannot count what was sent
             self._observed.observe(self.load, frame.load)
             self.load = frame.load
-            self._num_unseen = self._num_unseen_tokens = 0
+            self._num_unseen = self._num_unseen_tokens = self._num_unseen_background_tokens = 0
 
     def sent(self, request: RoutingRequest, page_keys: Sequence[int] = (), sequence_key: str = "") -> None:
         """A sequence of this router is on its way there. Its adapter counts as coming until `ended`.
@@ -67,7 +71,10 @@ class KnownGang:
             self._open_keys[sequence_key] += 1
         self._num_unseen += 1
         self._num_unseen_tokens += request.num_tokens
-        self._unseen_of[request.tenant] += request.num_tokens
+        if request.is_background:
+            self._num_unseen_background_tokens += request.num_tokens
+        else:
+            self._unseen_of[request.tenant] += request.num_tokens
         self._expected_pages.update(dict.fromkeys(key for key in page_keys if key not in self._pages))
         while len(self._expected_pages) > _MAX_EXPECTED_PAGES:  # some never come, as their sequence was cancelled
             del self._expected_pages[next(iter(self._expected_pages))]
@@ -107,12 +114,29 @@ class KnownGang:
         """Tokens to compute there, of all tenants."""
         return self.load.gauges.num_queued_tokens + self._num_unseen_tokens
 
-    def num_tokens_before(self, tenant: str, weight: float = 1.0, num_more: int = 0, num_more_of_all: int = 0) -> int:
+    @property
+    def num_background_tokens(self) -> int:
+        """Of the queued tokens, those of background sequences that have not begun: they yield to all others."""
+        return self.load.gauges.num_queued_background_tokens + self._num_unseen_background_tokens
+
+    def num_tokens_before(
+        self,
+        tenant: str,
+        weight: float = 1.0,
+        num_more: int = 0,
+        num_more_of_all: int = 0,
+        *,
+        is_background: bool = False,
+    ) -> int:
         """Tokens that are computed before the turn of a sequence of the tenant that comes now, in the fair order.
 
-        `num_more`: of its tenant, beside what was told and sent; `num_more_of_all`: of all tenants. Negative: fewer.
+        A background sequence comes after all that is there. `num_more`: of its tenant, beside what was told and sent;
+        `num_more_of_all`: of all tenants. Negative: fewer.
         """
         queued = max(0, self.num_queued_tokens + num_more_of_all)
+        if is_background:
+            return queued
+        queued = max(0, queued - self.num_background_tokens)
         return self.fair_queue.num_tokens_before(tenant, queued, weight, self._unseen_of, num_more)
 
     def view(
@@ -123,17 +147,19 @@ class KnownGang:
         sequence_key: str = "",
         tenant: str = "",
         weight: float = 1.0,
+        is_background: bool = False,
     ) -> GangView:
         """The gang, called `key`, as a choice for one request sees it.
 
         `digest`: of the request's adapter. `num_cached_tokens`: of its first tokens, those whose KV is there.
-        `sequence_key`: the request's. `tenant`, `weight`: whose it is, and that tenant's weight.
+        `sequence_key`: the request's. `tenant`, `weight`, `is_background`: whose it is, that tenant's
+        weight, and whether it yields to everybody else's.
         """
         now = self.load.gauges
         return GangView(
             key,
             has_adapter=digest is not None and self.has(digest),
-            num_queued_tokens=self.num_tokens_before(tenant, weight),
+            num_queued_tokens=self.num_tokens_before(tenant, weight, is_background=is_background),
             num_sequences=now.num_running + now.num_waiting + self._num_unseen,
             costs=self._observed.costs,
             num_cached_tokens=num_cached_tokens,

@@ -92,6 +92,7 @@ class Scheduler:
             self._running,
             limits,
             self._standings,
+            self.pressure,
             pages_of_adapter,
             clock,
         )

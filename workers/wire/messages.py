@@ -225,6 +225,7 @@ class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     max_num_sequences: int = 0  # that can run at once: no more than a step has tokens for
+    is_fair: bool = False  # whoever was served least goes first, and it tells what each tenant was served
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
