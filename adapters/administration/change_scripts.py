@@ -13,7 +13,9 @@ from ..registry.registry_scripts import (
     AUDIT,
     CANARIES,
     EVENTS,
+    KEY_ENDS,
     LAUNCH_KEYS,
+    MADE_KEYS,
     NAMES,
     NOTE,
     NUMBER,
@@ -34,25 +36,35 @@ local function remove_marks(hashes)
   end
 end
 """
-# entry of the audit log, tenant, its record, its new record (empty: the same), then hash, record and new record (empty:
-# it is deleted) of each key. Changes all and returns 1; 0: some record is another one, and nothing has changed.
+# entry of the audit log, tenant, its record, its new record (empty: the same), most keys that are made for it, then
+# hash, record and new record (empty: it is deleted) of each key. Changes all and returns 1; or nothing, and returns 0,
+# as some record is another one, or 2, as there would be too many keys.
 CHANGE_SCRIPT = f"""{TELL}{NOTE}{_REMOVE_MARKS}
 if (redis.call('HGET', KEYS[1], ARGV[2]) or '') ~= ARGV[3] then return 0 end
-for i = 5, #ARGV, 3 do
+local num_new = 0
+for i = 6, #ARGV, 3 do
   if (redis.call('HGET', KEYS[2], ARGV[i]) or '') ~= ARGV[i + 1] then return 0 end
+  if ARGV[i + 1] == '' then num_new = num_new + 1 end
 end
+local made = '{MADE_KEYS}' .. ARGV[2]
+if num_new > 0 and redis.call('SCARD', made) + num_new > tonumber(ARGV[5]) then return 2 end
 if ARGV[4] ~= '' then
   redis.call('HSET', KEYS[1], ARGV[2], ARGV[4])
   tell('tenant', ARGV[2], ARGV[4])
 end
 local gone = {{}}
-for i = 5, #ARGV, 3 do
+for i = 6, #ARGV, 3 do
+  local ends_at
   if ARGV[i + 2] == '' then
     redis.call('HDEL', KEYS[2], ARGV[i])
+    redis.call('SREM', made, ARGV[i])
     gone[ARGV[i]] = true
   else
     redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 2])
+    if ARGV[i + 1] == '' then redis.call('SADD', made, ARGV[i]) end
+    ends_at = cjson.decode(ARGV[i + 2]).expires_at
   end
+  if ends_at then redis.call('ZADD', '{KEY_ENDS}', ends_at, ARGV[i]) else redis.call('ZREM', '{KEY_ENDS}', ARGV[i]) end
   tell('key', ARGV[i], ARGV[i + 2])
 end
 remove_marks(gone)
@@ -67,12 +79,40 @@ for i = 1, #page[2], 2 do
   local record = page[2][i + 1]
   if string.find(record, ARGV[1], 1, true) and owner_of(record) == ARGV[1] then
     redis.call('HDEL', KEYS[2], page[2][i])
+    redis.call('ZREM', '{KEY_ENDS}', page[2][i])
     tell('key', page[2][i], '')
     gone[page[2][i]] = true
   end
 end
 remove_marks(gone)
+redis.call('DEL', '{MADE_KEYS}' .. ARGV[1])
 return page[1]
+"""
+FORGET_KEYS_KEYS: Final = (API_KEYS, LAUNCH_KEYS, KEY_ENDS, NUMBER, EVENTS)
+# seconds that a key is kept after its end, count. Deletes at most that many keys, those that ended first, and returns
+# how many it has looked at. A key that a configuration gives stays: given again, it would be a new one without an end.
+FORGET_KEYS_SCRIPT = f"""{TELL}{OWNER}
+local now = tonumber(redis.call('TIME')[1])
+local before = now - tonumber(ARGV[1])
+local ended = redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', before, 'LIMIT', 0, ARGV[2])
+if not next(ended) then return 0 end
+local is_configured = {{}}
+for _, mark in ipairs(redis.call('SMEMBERS', KEYS[2])) do is_configured[string.match(mark, '%x+$')] = true end
+for _, hash in ipairs(ended) do
+  local record = redis.call('HGET', KEYS[1], hash) or ''
+  local ends_at = string.sub(record, 1, 1) == '{{' and cjson.decode(record).expires_at
+  if not ends_at or ends_at > before then
+    redis.call('ZREM', KEYS[3], hash)
+  elseif is_configured[hash] then
+    redis.call('ZADD', KEYS[3], now, hash)  -- looked at again after as long
+  else
+    redis.call('ZREM', KEYS[3], hash)
+    redis.call('HDEL', KEYS[1], hash)
+    redis.call('SREM', '{MADE_KEYS}' .. owner_of(record), hash)
+    tell('key', hash, '')
+  end
+end
+return #ended
 """
 END_ADAPTERS_KEYS: Final = (ADAPTERS, NAMES, VERSION_NOTES, CANARIES, NUMBER, EVENTS)
 # tenant, count. Deletes at most that many of its adapters, and returns how many it has deleted.

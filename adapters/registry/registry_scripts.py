@@ -17,6 +17,8 @@ STORED = PREFIX + "stored:"  # + tenant, hash: id of a key (empty: all of the te
 STORED_IS_COUNTED = PREFIX + "stored_is_counted"  # set once all tenants' are, in a registry older than the counts
 CANARIES = PREFIX + "canaries"  # set of tenant/name that have a canary
 API_KEYS = PREFIX + "keys"  # hash: SHA-256 of an API key -> its record, or its tenant
+MADE_KEYS = PREFIX + "made_keys:"  # + tenant, set: hashes of its keys, but for configured ones
+KEY_ENDS = PREFIX + "key_ends"  # sorted set: hashes of keys by when they end, Unix seconds
 TENANTS = PREFIX + "tenants"  # hash: name -> record of the tenant
 AUDIT = PREFIX + "audit"  # stream of (tenant, entry, result): who changed what
 LAUNCH_KEYS = PREFIX + "launch_keys"  # set of launch marks
@@ -183,7 +185,12 @@ for _, mark in ipairs(redis.call('SMEMBERS', KEYS[2])) do
   if string.match(mark, '%x+$') == ARGV[1] then redis.call('SREM', KEYS[2], mark) end
 end
 if before == ARGV[2] then return false end
-if ARGV[2] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end
+if ARGV[2] == '' then
+  redis.call('HDEL', KEYS[1], ARGV[1])
+  redis.call('SREM', '{MADE_KEYS}' .. before, ARGV[1])
+else
+  redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+end
 tell('key', ARGV[1], ARGV[2])
 return false
 """
