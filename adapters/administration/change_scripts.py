@@ -24,6 +24,7 @@ from ..registry.registry_scripts import (
     STORED,
     TELL,
     TENANTS,
+    TENANTS_AUDIT,
     VERSION_NOTES,
 )
 
@@ -140,18 +141,32 @@ redis.call('SET', KEYS[1], ARGV[2])
 note('', ARGV[3], '')
 return 1
 """
-# id before which to begin ('+': at the newest), count, tenant (empty: all). Looks at that many entries, the newest
-# first, and returns the id of the last of them (empty: there are no more), then id, entry and result of those found.
-READ_AUDIT_SCRIPT = """
+# id before which to begin ('+': at the newest), count. Returns the id of the last of so many entries, the newest first
+# (empty: there are no more), then id, entry and result of each.
+READ_AUDIT_SCRIPT = f"""
+local order = redis.call('XREVRANGE', KEYS[1], ARGV[1], '-', 'COUNT', ARGV[2])
+local found = {{#order == tonumber(ARGV[2]) and order[#order][1] or ''}}
+for _, one in ipairs(order) do
+  local whose = one[2][2]
+  local log = whose == '' and '{AUDIT}' or '{TENANTS_AUDIT}' .. whose
+  local entry = redis.call('XRANGE', log, one[1], one[1])[1]
+  if entry then
+    found[#found + 1] = one[1]
+    found[#found + 1] = entry[2][4]
+    found[#found + 1] = entry[2][6]
+  end
+end
+return found
+"""
+# The same of the operators' entries about one tenant, which is the third argument: so many entries are looked at.
+READ_OPERATORS_SCRIPT = """
 local entries = redis.call('XREVRANGE', KEYS[1], ARGV[1], '-', 'COUNT', ARGV[2])
 local found = {#entries == tonumber(ARGV[2]) and entries[#entries][1] or ''}
 for _, entry in ipairs(entries) do
-  local fields = {}
-  for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
-  if ARGV[3] == '' or fields.tenant == ARGV[3] then
+  if entry[2][2] == ARGV[3] then
     found[#found + 1] = entry[1]
-    found[#found + 1] = fields.entry
-    found[#found + 1] = fields.result
+    found[#found + 1] = entry[2][4]
+    found[#found + 1] = entry[2][6]
   end
 end
 return found
