@@ -104,5 +104,5 @@ async def test_what_redis_says_of_a_deleted_tenant(front: RealFront) -> None:
     assert left["versions"].count(OWNER) == left["tenants"].count(f"'{OWNER}'") == 1
     after = {name.removeprefix(REGISTRY).partition(":")[0] for name in await names_of(front)}
     assert not after & {"canary", "canary_comments", "canaries", "answers", "answer_order", "made_keys", "key_ends"}
-    assert await front.uploads.sweep(older_than_s=-60.0) == 2
+    assert [await front.uploads.sweep(older_than_s=0.0) for _ in range(2)] == [0, 2]  # the first one marks them
     assert [path.name for path in front.folder.rglob("*.gz")] == [f"{OWNER}.jsonl.gz"]
