@@ -67,9 +67,11 @@ class AuditLog:
                 return False
             told = msgspec.json.decode(before or "{}", type=dict[str, object])
             given = msgspec.json.decode(text, type=dict[str, object])
-            changed = {name: value for name, value in given.items() if name not in told or told[name] != value}
-            if not before:  # the first settings of all are no change of any
-                changed = {}
+            changed: dict[str, object] = {}
+            if before:  # the first settings of all are no change of any
+                for name in sorted(told.keys() | given.keys()):  # a release may take one away
+                    if told.get(name) != given.get(name):
+                        changed[name] = {"from": told.get(name), "to": given.get(name)}
             entry = AuditEntry(
                 action="settings.change" if before else "settings.first",
                 tenant="",

@@ -316,6 +316,6 @@ async def test_settings_that_change_are_noted_once(redis_client: Redis) -> None:
     written = [one.entry for one in reversed(await logs[0].read("", 10))]
     assert [(entry.action, entry.changed, entry.actor.kind) for entry in written] == [
         ("settings.first", {}, "configuration"),
-        ("settings.change", {"max-num-sequences": 32}, "configuration"),
-        ("settings.change", {"max-num-sequences": 64}, "configuration"),
+        ("settings.change", {"max-num-sequences": {"from": 64, "to": 32}}, "configuration"),
+        ("settings.change", {"max-num-sequences": {"from": 32, "to": 64}}, "configuration"),
     ]
