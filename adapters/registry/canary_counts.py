@@ -31,6 +31,9 @@ _ORDER: Final = PREFIX + "answer_order:"  # + tenant: sorted set of response ids
 _FAILED: Final = PREFIX + "failed:"  # + tenant/name@version: why a gang could not load it; expires
 _JUDGE: Final = PREFIX + "canary_judge"  # the router that judges, as a string that expires
 
+OF_A_TENANT: Final = (_ANSWERS, _ORDER)
+OF_A_TRIAL: Final = (_COUNTS, _COMMENTS)
+
 # response id, "canary arm", Unix time, most answers, seconds of answers, seconds of counts, then what to count.
 # Returns 1 if the answer had not been counted.
 _COUNT_SCRIPT: Final = """

@@ -17,8 +17,12 @@ STORED = PREFIX + "stored:"  # + tenant, hash: id of a key (empty: all of the te
 STORED_IS_COUNTED = PREFIX + "stored_is_counted"  # set once all tenants' are, in a registry older than the counts
 CANARIES = PREFIX + "canaries"  # set of tenant/name that have a canary
 API_KEYS = PREFIX + "keys"  # hash: SHA-256 of an API key -> its record, or its tenant
+MADE_KEYS = PREFIX + "made_keys:"  # + tenant, set: hashes of its keys, but for configured ones
+KEY_ENDS = PREFIX + "key_ends"  # sorted set: hashes of keys by when they end, Unix seconds
 TENANTS = PREFIX + "tenants"  # hash: name -> record of the tenant
-AUDIT = PREFIX + "audit"  # stream of (tenant, entry, result): who changed what
+AUDIT = PREFIX + "audit"  # stream of (tenant, entry, result): what operators have changed
+TENANTS_AUDIT = PREFIX + "audit:"  # + tenant, the same: what its keys and tokens have, and its canaries' judge
+AUDIT_ORDER = PREFIX + "audit_order"  # stream of (whose): the ids of all entries, and whose log has each; empty: AUDIT
 LAUNCH_KEYS = PREFIX + "launch_keys"  # set of launch marks
 LAUNCHES = PREFIX + "launches"  # hash: launch that has given keys -> number of its beats
 CLUSTER_TOKEN = PREFIX + "cluster_token"  # that routers show to gangs, where no file says one
@@ -29,7 +33,8 @@ STREAM_KEY = PREFIX + "stream_key"  # hex: with which routers seal the ids of ev
 SWEEP = PREFIX + "sweep:"  # + id of a store: the sweep that holds this store, as a string that expires
 EVENTS = PREFIX + "events"  # stream of (number, kind, field, value), see events.py
 _NUM_EVENTS_KEPT = 10_000
-NUM_AUDIT_ENTRIES_KEPT = 100_000
+NUM_AUDIT_ENTRIES_KEPT = 100_000  # of operators
+NUM_TENANTS_AUDIT_ENTRIES_KEPT = 1000  # of each tenant: nobody pushes out what others have done
 
 TELL = f"""
 local function next_number()  -- of the event that is told next
@@ -43,9 +48,18 @@ end
 """
 NOTE = f"""
 local function note(tenant, entry, result)
-  if entry ~= '' then
-    redis.call('XADD', '{AUDIT}', 'MAXLEN', '~', {NUM_AUDIT_ENTRIES_KEPT}, '*',
-               'tenant', tenant, 'entry', entry, 'result', result)
+  if entry == '' then return end
+  local kind = cjson.decode(entry).actor.kind
+  local whose, log, most = '', '{AUDIT}', {NUM_AUDIT_ENTRIES_KEPT}
+  if kind ~= 'operator' and kind ~= 'configuration' then
+    whose, log, most = tenant, '{TENANTS_AUDIT}' .. tenant, {NUM_TENANTS_AUDIT_ENTRIES_KEPT}
+  end
+  local id = redis.call('XADD', '{AUDIT_ORDER}', '*', 'whose', whose)
+  redis.call('XADD', log, id, 'tenant', tenant, 'entry', entry, 'result', result)
+  if redis.call('XLEN', log) > most then
+    local oldest = redis.call('XRANGE', log, '-', '+', 'COUNT', 1)[1][1]
+    redis.call('XDEL', log, oldest)
+    redis.call('XDEL', '{AUDIT_ORDER}', oldest)
   end
 end
 """
@@ -183,7 +197,12 @@ for _, mark in ipairs(redis.call('SMEMBERS', KEYS[2])) do
   if string.match(mark, '%x+$') == ARGV[1] then redis.call('SREM', KEYS[2], mark) end
 end
 if before == ARGV[2] then return false end
-if ARGV[2] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end
+if ARGV[2] == '' then
+  redis.call('HDEL', KEYS[1], ARGV[1])
+  redis.call('SREM', '{MADE_KEYS}' .. before, ARGV[1])
+else
+  redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+end
 tell('key', ARGV[1], ARGV[2])
 return false
 """

@@ -20,6 +20,7 @@ from prometheus_client.metrics_core import Metric
 from ray import serve
 
 from ...adapters.administration.administration import Administration
+from ...adapters.administration.ended_keys import EndedKeys
 from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.canary_counts import CanaryCounts
 from ...adapters.registry.launches import Launches
@@ -164,6 +165,8 @@ class RouterReplica:
         self._canaries, self._judge = CanaryBook(self._view, counts), CanaryJudge(self._uploads, counts)
         self._canaries.start()
         self._judge.start()
+        self._ended_keys = EndedKeys(self._redis)
+        self._ended_keys.start()
         self._page = ProcessPage(config.exposition, name, operator_key, self._families)
         await self._page.start(ray.util.get_node_ip_address())
         self._app = create_app(
@@ -236,6 +239,7 @@ class RouterReplica:
         await self._dispatcher.close()
         await self._quotas.stop()
         await self._judge.stop()
+        await self._ended_keys.stop()
         await self._canaries.stop()
         await self._view.stop()
         await self._usage.stop()
