@@ -49,9 +49,9 @@ class Usage:
     async def stop(self) -> None:
         await self.keeper.stop()
 
-    async def retire(self, tenant: str) -> None:
+    async def retire(self, life: str) -> None:
         """A tenant is deleted: its ledger is archived and removed."""
-        await self.archive.retire(tenant, datetime.now(UTC))
+        await self.archive.retire(life, datetime.now(UTC))
 
     def routes(self, door: Door) -> Sequence[RouteSpec]:
         return UsageApi(door, self.ledger, self._prices).routes()

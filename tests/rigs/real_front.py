@@ -135,7 +135,7 @@ async def real_front(
         uploads=uploads,
         text=text,
         operator_key=OPERATOR_KEY,
-        administration=Administration.of(redis),
+        administration=Administration.of(redis, [usage.retire]),
         quotas=quotas,
         canaries=canaries,
         accountants=[usage.metering],
