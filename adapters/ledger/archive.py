@@ -1,8 +1,8 @@
 """Entries of the ledger on disk, a file for each tenant's life and day: JSON lines, compressed.
 
 `<root>/2026-11-22/acme.jsonl.gz` has what was taken in on that day (UTC, by Redis's clock), each line `{"n": number in
-the tenant's stream, "e": entry}`; `acme~1.jsonl.gz` has those of who was called so after `acme` was deleted once. What a
-tenant used follows from these files alone: `merged` of entry.py, by id.
+the tenant's stream, "e": entry}`; `acme~1.jsonl.gz` has those of who was called so after `acme` was deleted once. What
+a tenant used follows from these files alone: `merged` of entry.py, by id.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the ledger stores in Redis, and the Lua script that takes entries in.
 
-A tenant's keys are in one slot of a Redis cluster: a script is given their beginning as KEYS[1]. They go by the tenant's
-life: who gets the name of a deleted tenant has keys of its own.
+A tenant's keys are in one slot of a Redis cluster: a script is given their beginning as KEYS[1]. They go by the
+tenant's life: who gets the name of a deleted tenant has keys of its own.
 """
 
 from __future__ import annotations
