@@ -18,6 +18,8 @@ from .prices import Prices
 from .spool import Spool
 from .usage_api import UsageApi
 
+LEDGERS_PART = 4  # of the disk that uploads leave free the ledger leaves so much less: uploads alone never stop answers
+
 
 class Usage:
     """Works from `start()` to `stop()`. Everything belongs to one event loop."""

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.adapters.ledger.entry import Entry, Stage
-from motet.cluster.replicas.ingress import LEDGERS_PART
 from motet.router.usage import orphaned_spools
 from motet.router.usage import spool as spool_module
 from motet.router.usage.ledger_keeper import LedgerKeeper
@@ -25,6 +24,7 @@ from motet.router.usage.metering import Metering
 from motet.router.usage.orphaned_spools import entries_in, orphaned_spool
 from motet.router.usage.spool import Spool
 from motet.router.usage.spool_lines import FINAL, PARTIAL, line_of, read_lines
+from motet.router.usage.usage import LEDGERS_PART
 from motet.tests.rigs.loop_holds import measured_holds
 from motet.tests.rigs.patience import PATIENCE_S, eventually, eventually_in_loop
 
