@@ -39,7 +39,7 @@ from ...router.rest_server import create_app
 from ...router.text.model_tokenizer import import_transformers_without_torch
 from ...router.text.text import TextService
 from ...router.usage.prices import read_prices
-from ...router.usage.usage import Usage
+from ...router.usage.usage import LEDGERS_PART, Usage
 from ...router.versions.canary_book import CanaryBook
 from ...router.versions.canary_judge import CanaryJudge
 from ...workers.models.config import ModelConfig
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from ...router.oidc.token_verifier import TokenVerifier
 
 SWEEP_INTERVAL_S = 3600.0
-LEDGERS_PART = 4  # of the disk that uploads leave free the ledger leaves so much less: uploads alone never stop answers
 SWEEP_TRY_S = 300.0  # how often each router asks whether a sweep is due
 SWITCH_INTERVAL_S = 0.0005  # after which a thread that renders or tokenizes gives way to the event loop
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from starlette.requests import Request
 
 from ...adapters.registry.registry_view import RegistryView
-from ...adapters.tenants.records import KeyRecord, Scope
+from ...adapters.tenants.records import KeyRecord, Scope, TenantRecord
 from ..access.request_record import record_of
 from ..openai_api.errors import ApiError, unavailable
 from .identity import Identity
@@ -75,6 +75,10 @@ class Door:
         if key is not None and not self._view.keys.has_tenant(key.tenant):
             return None, ""  # tenants are made by operators, not by who issues tokens
         return key, subject
+
+    def tenant(self, name: str) -> TenantRecord:
+        """What is known of a tenant, by the name that the operators give it."""
+        return self._view.tenant(name)
 
     def check_operator(self, request: Request) -> None:
         """Raises 401 unless the request has the operators' key. A tenant's key is none."""

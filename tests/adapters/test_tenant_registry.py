@@ -194,6 +194,25 @@ async def test_an_upload_of_a_deleted_tenant_comes_to_nobody(tenants: TenantRegi
     assert [adapter.name for adapter in await registry.list("acme")] == ["own"]
 
 
+async def test_what_is_kept_of_a_tenant_ends_with_its_own_life(redis_client: Redis) -> None:
+    ended = []
+
+    async def end(life: str) -> None:
+        ended.append(life)
+        if len(ended) == 2:
+            raise CutOff
+
+    tenants = TenantRegistry(redis_client, [end])
+    for number in range(2):
+        made = await tenants.create(TenantRecord(name="acme"), OPERATOR)
+        assert made.num_ended == number
+        if number:
+            with pytest.raises(CutOff):
+                await tenants.delete("acme", OPERATOR)
+        await tenants.delete("acme", OPERATOR)
+    assert ended == ["acme", "acme~1", "acme~1"]
+
+
 class CutOff(Exception):  # noqa: N818
     pass
 
