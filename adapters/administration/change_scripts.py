@@ -85,7 +85,7 @@ for _, name in ipairs(names) do
   if record then
     redis.call('HDEL', KEYS[1], name)
     redis.call('HDEL', KEYS[3], name)
-    redis.call('SREM', KEYS[4], name)
+    redis.call('ZREM', KEYS[4], name)
     tell('delete', name, string.match(record, '^%d+') .. ' ' .. string.format('%d', next_number()))
   end
 end
