@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..registry.canary_counts import OF_A_TENANT, OF_A_TRIAL
+from ..registry.canary_counts import NEWS, OF_A_LIFE, OF_A_TRIAL
 from ..registry.registry_scripts import (
     ADAPTERS,
     API_KEYS,
@@ -117,12 +117,13 @@ end
 return #ended
 """
 END_ADAPTERS_KEYS: Final = (ADAPTERS, NAMES, VERSION_NOTES, CANARIES, NUMBER, EVENTS)
-# tenant, count. Deletes at most that many of its adapters, with what was counted and said in their trials, and returns
+# tenant, count, its life. Deletes at most that many of its adapters, with what was counted and said in their trials, and returns
 # how many it has deleted. No text in a record or in notes has the quotes that are around an id.
 END_ADAPTERS_SCRIPT = f"""{TELL}
 local function end_trials(text)
   for id in string.gmatch(text, '"id":"(%x+)"') do
     redis.call('UNLINK', {", ".join(f"'{prefix}' .. id" for prefix in OF_A_TRIAL)})
+    redis.call('HDEL', '{NEWS}', id)
   end
 end
 local first, last = '[' .. ARGV[1] .. '/', '(' .. ARGV[1] .. '0'
@@ -135,12 +136,12 @@ for _, name in ipairs(names) do
     end_trials(redis.call('HGET', KEYS[3], name) or '')
     redis.call('HDEL', KEYS[1], name)
     redis.call('HDEL', KEYS[3], name)
-    redis.call('SREM', KEYS[4], name)
+    redis.call('ZREM', KEYS[4], name)
     tell('delete', name, string.match(record, '^%d+') .. ' ' .. string.format('%d', next_number()))
   end
 end
 if #names < tonumber(ARGV[2]) then
-  redis.call('UNLINK', '{STORED}' .. ARGV[1], {", ".join(f"'{prefix}' .. ARGV[1]" for prefix in OF_A_TENANT)})
+  redis.call('UNLINK', '{STORED}' .. ARGV[1], {", ".join(f"'{prefix}' .. ARGV[3]" for prefix in OF_A_LIFE)})
 end
 return #names
 """

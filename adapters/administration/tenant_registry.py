@@ -106,7 +106,7 @@ class TenantRegistry:
 
         await self._changes.change(name, (), begun)
         await self._delete_keys(name)
-        num_adapters = await self._delete_adapters(name)
+        num_adapters = await self._delete_adapters(name, life)
         for end in self._ends:
             await end(life)
         await self._changes.change(name, (), lambda found: self._ended(name, found, actor))
@@ -134,11 +134,11 @@ class TenantRegistry:
             if cursor == "0":
                 return
 
-    async def _delete_adapters(self, name: str) -> int:
+    async def _delete_adapters(self, name: str, life: str) -> int:
         num_deleted = 0
         while True:
             async with answered_within(self._timeout_s):
-                num = int(await self._end_adapters_script(keys=END_ADAPTERS_KEYS, args=[name, _PAGE_SIZE]))
+                num = int(await self._end_adapters_script(keys=END_ADAPTERS_KEYS, args=[name, _PAGE_SIZE, life]))
             num_deleted += num
             if num < _PAGE_SIZE:
                 return num_deleted

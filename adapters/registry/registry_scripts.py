@@ -8,6 +8,8 @@ the bare name of its tenant. A script gets its Redis keys as KEYS and what each 
 
 from __future__ import annotations
 
+from ..versions.rollout import MAX_CANARIES
+
 PREFIX = "motet:{registry}:"  # the braces put all keys into one slot of a Redis cluster
 ADAPTERS = PREFIX + "adapters"  # hash: tenant/name -> record
 NAMES = PREFIX + "names"  # sorted set of tenant/name, all with the score 0, so that they are sorted by name
@@ -15,7 +17,7 @@ VERSIONS = PREFIX + "versions"  # hash: tenant/name -> last version, kept when t
 VERSION_NOTES = PREFIX + "version_notes"  # hash: tenant/name -> JSON of NameNotes, for names that have any
 STORED = PREFIX + "stored:"  # + tenant, hash: id of a key (empty: all of the tenant) -> "adapters bytes"
 STORED_IS_COUNTED = PREFIX + "stored_is_counted"  # set once all tenants' are, in a registry older than the counts
-CANARIES = PREFIX + "canaries"  # set of tenant/name that have a canary
+CANARIES = PREFIX + "canary_names"  # sorted set of tenant/name that have a canary, all with the score 0
 API_KEYS = PREFIX + "keys"  # hash: SHA-256 of an API key -> its record, or its tenant
 MADE_KEYS = PREFIX + "made_keys:"  # + tenant, set: hashes of its keys, but for configured ones
 KEY_ENDS = PREFIX + "key_ends"  # sorted set: hashes of keys by when they end, Unix seconds
@@ -135,7 +137,8 @@ return {redis.call('HGET', KEYS[1], ARGV[1]) or '', redis.call('HGET', KEYS[2], 
 # tenant/name; record, last version and notes as they were read; "version digest ", facts without brace and revision,
 # last version, notes, 1 if it has a canary; entry of the audit log (empty: none) and its result; num_ended of the
 # tenant that asks (empty: any); then bounds of what is stored. Returns the record; nil and no change: the name is not
-# as it was read; 0 and no change: that tenant is being deleted or was; a list and no change: see `count_stored`.
+# as it was read; 0 and no change: that tenant is being deleted or was; 1 and no change: its tenant has as many canaries
+# as it may; a list and no change: see `count_stored`.
 CHANGE_NAME_SCRIPT = f"""{TELL}{NOTE}{_COUNT_STORED}
 local field = ARGV[1]
 local tenant = string.match(field, '^[^/]*')
@@ -146,6 +149,8 @@ if owner and ARGV[12] ~= '' then
 end
 if (redis.call('HGET', KEYS[1], field) or '') ~= ARGV[2] or (redis.call('HGET', KEYS[3], field) or '0') ~= ARGV[3]
     or (redis.call('HGET', KEYS[4], field) or '') ~= ARGV[4] then return false end
+if ARGV[9] == '1' and not redis.call('ZSCORE', KEYS[5], field)
+    and redis.call('ZLEXCOUNT', KEYS[5], '[' .. tenant .. '/', '(' .. tenant .. '0') >= {MAX_CANARIES} then return 1 end
 local record = ARGV[5] .. '{{"revision":' .. string.format('%d', next_number()) .. ',' .. ARGV[6]
 local over = count_stored(field, ARGV[2], ARGV[4], record, ARGV[8], {{unpack(ARGV, 13)}})
 if over then return over end
@@ -153,7 +158,7 @@ redis.call('HSET', KEYS[1], field, record)
 redis.call('ZADD', KEYS[2], 0, field)
 redis.call('HSET', KEYS[3], field, ARGV[7])
 if ARGV[8] == '' then redis.call('HDEL', KEYS[4], field) else redis.call('HSET', KEYS[4], field, ARGV[8]) end
-if ARGV[9] == '1' then redis.call('SADD', KEYS[5], field) else redis.call('SREM', KEYS[5], field) end
+if ARGV[9] == '1' then redis.call('ZADD', KEYS[5], 0, field) else redis.call('ZREM', KEYS[5], field) end
 tell('set', field, record)
 note(tenant, ARGV[10], ARGV[11])
 return record
@@ -167,7 +172,7 @@ count_stored(ARGV[1], current, redis.call('HGET', KEYS[3], ARGV[1]) or '', '', '
 redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('HDEL', KEYS[3], ARGV[1])
-redis.call('SREM', KEYS[4], ARGV[1])
+redis.call('ZREM', KEYS[4], ARGV[1])
 local version = string.match(current, '^%d+')
 local ended = version .. ' ' .. string.format('%d', next_number())
 tell('delete', ARGV[1], ended)

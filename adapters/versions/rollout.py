@@ -15,6 +15,7 @@ from ..adapter import AdapterVersion
 
 MAX_VERSIONS: Final = 10  # of a name, beside those that are pointed to: the oldest go first
 MAX_ALIASES: Final = 8  # of a name
+MAX_CANARIES: Final = 64  # of a tenant, that run at once
 
 
 class VersionFacts(msgspec.Struct, frozen=True, array_like=True):

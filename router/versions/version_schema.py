@@ -114,6 +114,7 @@ class ArmAnswer(msgspec.Struct, frozen=True):
     """What the answers of one version were."""
 
     answers: int
+    uncounted: int  # beside those: of users or conversations that had as many counted as may be
     errors: int
     refused: int
     thumbs_up: int
@@ -162,7 +163,18 @@ class FeedbackAnswer(msgspec.Struct, frozen=True):
 def shown_arm(counts: ArmCounts) -> ArmAnswer:
     first = [quantile(counts.first_token, FIRST_TOKEN_EDGES_S, share) for share in (0.5, 0.99)]
     each = [quantile(counts.per_token, PER_TOKEN_EDGES_S, share) for share in (0.5, 0.99)]
-    return ArmAnswer(counts.answers, counts.errors, counts.refused, counts.thumbs_up, counts.thumbs_down, *first, *each)
+    return ArmAnswer(
+        answers=counts.answers,
+        uncounted=counts.uncounted,
+        errors=counts.errors,
+        refused=counts.refused,
+        thumbs_up=counts.thumbs_up,
+        thumbs_down=counts.thumbs_down,
+        first_token_p50_s=first[0],
+        first_token_p99_s=first[1],
+        per_token_p50_s=each[0],
+        per_token_p99_s=each[1],
+    )
 
 
 def quantile(counts: Sequence[int], edges: Sequence[float], share: float) -> float | None:

@@ -9,7 +9,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...adapters.errors import AdapterInvalid, NoSuchName, NoSuchVersion, RegistryUnavailable, VersionRefused
+from ...adapters.errors import (
+    AdapterInvalid,
+    NoSuchName,
+    NoSuchVersion,
+    RegistryUnavailable,
+    TenantGone,
+    VersionRefused,
+)
 from ...adapters.registry.canary_counts import CanaryCounts
 from ...adapters.upload import UploadService
 from ...adapters.versions import name_state
@@ -19,7 +26,7 @@ from ..access.request_record import record_of
 from ..bodies.small_body import small_body
 from ..openai_api.errors import ApiError, unavailable
 from ..route import RouteSpec
-from ..tenants.auth import Door
+from ..tenants.auth import Door, unknown_key
 from ..tenants.identity import Identity
 from .version_schema import (
     AliasAnswer,
@@ -136,8 +143,9 @@ class VersionsApi:
     async def _change(
         self, request: Request, identity: Identity, action: str, change: Callable[[NameState, float], NameState]
     ) -> NameState:
-        name = request.path_params["name"]
-        state = await answered(self._uploads.change(identity.name, name, change, identity.entry(request, action, name)))
+        name, entry = request.path_params["name"], identity.entry(request, action, request.path_params["name"])
+        num_ended = identity.tenant.num_ended
+        state = await answered(self._uploads.change(identity.name, name, change, entry, num_ended))
         record_of(request.scope).model = name
         return state
 
@@ -167,6 +175,8 @@ async def answered(work: Awaitable[T]) -> T:
         raise ApiError(404, str(error), param="version", code="version_not_found") from error
     except VersionRefused as error:
         raise ApiError(409, str(error), code="version_refused") from error
+    except TenantGone as error:
+        raise unknown_key() from error
     except RegistryUnavailable as error:
         message = f"Versions cannot be read or changed now, try again: {error}"
         raise unavailable(message, "registry_unavailable") from error

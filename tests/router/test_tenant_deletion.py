@@ -91,7 +91,7 @@ async def test_what_redis_says_of_a_deleted_tenant(front: RealFront) -> None:
     await until(is_metered)
     before = await names_of(front)
     kinds = {name.removeprefix(REGISTRY).partition(":")[0] for name in before if name.startswith(REGISTRY)}
-    assert {"answers", "answer_order", "canary", "canary_comments", "canaries", "failed", "made_keys"} <= kinds
+    assert {"answers", "answer_order", "canary", "canary_comments", "canary_names", "failed", "made_keys"} <= kinds
     assert {"keys", "key_ends", "names", "adapters", "stored", "version_notes", "audit"} <= kinds
     await asked(front, "DELETE", f"/v1/admin/tenants/{OWNER}", OPERATOR_KEY)
     left = {}
@@ -103,6 +103,15 @@ async def test_what_redis_says_of_a_deleted_tenant(front: RealFront) -> None:
     assert left.keys() == STAYS
     assert left["versions"].count(OWNER) == left["tenants"].count(f"'{OWNER}'") == 1
     after = {name.removeprefix(REGISTRY).partition(":")[0] for name in await names_of(front)}
-    assert not after & {"canary", "canary_comments", "canaries", "answers", "answer_order", "made_keys", "key_ends"}
+    assert not after & {
+        "canary",
+        "canary_sticky",
+        "canary_comments",
+        "canary_names",
+        "answers",
+        "answer_order",
+        "made_keys",
+        "key_ends",
+    }
     assert [await front.uploads.sweep(older_than_s=0.0) for _ in range(2)] == [0, 2]  # the first one marks them
     assert [path.name for path in front.folder.rglob("*.gz")] == [f"{OWNER}.jsonl.gz"]
