@@ -95,8 +95,12 @@ class Dispatcher(Protocol):
     def gangs(self) -> Sequence[tuple[GangInfo, EngineLoad]]:
         """Every connected gang with its latest load."""
 
-    def gangs_with(self, digest: str) -> Sequence[str]:
-        """Ids of the connected gangs that have this adapter in their pool, or are getting it."""
+    def gangs_with(self, tenant: str, digest: str) -> Sequence[str]:
+        """Ids of the connected gangs that have this adapter in their pool, or are getting it, for this tenant.
+
+        They have lately got sequences of the tenant with it from this router. Gangs that have the same content for
+        others alone are not told.
+        """
 
     def load(self) -> EngineLoad | None:
         """The latest load, summed over the connected gangs, the oldest wait of all; None: none is connected."""
@@ -186,9 +190,9 @@ class FleetDispatcher:
         """Every connected gang with its latest load."""
         return [(leader.info, leader.load) for leader in self._fleet.connected if leader.info is not None]
 
-    def gangs_with(self, digest: str) -> list[str]:
+    def gangs_with(self, tenant: str, digest: str) -> list[str]:
         connected = self._fleet.connected
-        return [one.info.gang_id for one in connected if one.info is not None and one.known.has(digest)]
+        return [one.info.gang_id for one in connected if one.info is not None and one.known.has_for(tenant, digest)]
 
     def load(self) -> EngineLoad | None:
         loads = [leader.load for leader in self._fleet.connected]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from ...workers.wire.engine_load import EngineLoad
 from ...workers.wire.messages import Frame
 from ..fairness.fair_queue import FairQueue
+from ..residency.adapter_uses import AdapterUses
 from .affinity import GangView, RoutingConfig, RoutingRequest
 from .observed_costs import ObservedCosts
 
@@ -38,10 +39,13 @@ class KnownGang:
         self.fair_queue = FairQueue()
         self._unseen_of: Counter[str] = Counter()  # by tenant: tokens sent, and not yet counted in its share
         self._observed = ObservedCosts(config.belief)
+        self._uses = AdapterUses()
 
     def receive(self, frame: Frame) -> None:
         self._resident.difference_update(frame.residency.went)
         self._resident.update(frame.residency.came)
+        for digest in frame.residency.went:
+            self._forget_uses(digest)
         self._pages.difference_update(frame.residency.pages_went)
         self._pages.update(frame.residency.pages_came)
         for page_key in (*frame.residency.pages_came, *frame.residency.pages_went):
@@ -73,21 +77,28 @@ class KnownGang:
             del self._expected_pages[next(iter(self._expected_pages))]
         if request.digest is not None:
             self._open[request.digest] += 1
+            self._uses.begun(request.digest, request.tenant)
 
-    def ended(self, digest: str | None, sequence_key: str = "") -> None:
-        """A sequence with this adapter and this key that was sent there has ended."""
+    def ended(self, digest: str | None, sequence_key: str = "", tenant: str = "") -> None:
+        """A sequence of the tenant with this adapter and this key that was sent there has ended."""
         if sequence_key:
             self._open_keys[sequence_key] -= 1
             if not self._open_keys[sequence_key]:
                 del self._open_keys[sequence_key]
         if digest is not None:
             self._open[digest] -= 1
+            self._uses.ended(digest, tenant)
             if not self._open[digest]:
                 del self._open[digest]
+                self._forget_uses(digest)
 
     def has(self, digest: str) -> bool:
         """The adapter is there, or coming as far as this router can know."""
         return digest in self._resident or digest in self._open
+
+    def has_for(self, tenant: str, digest: str) -> bool:
+        """As `has`, as far as sequences of the tenant itself tell that have lately come from this router."""
+        return self.has(digest) and self._uses.is_lately_by(digest, tenant)
 
     def num_cached_pages(self, page_keys: Iterable[int]) -> int:
         """How many of a sequence's first full pages are there, or coming as far as this router can know."""
@@ -101,6 +112,10 @@ class KnownGang:
     def holds(self, sequence_key: str) -> bool:
         """The gang keeps the sequence with this key for any router that asks, or computes it for this one."""
         return sequence_key in self._orphans or sequence_key in self._open_keys
+
+    def _forget_uses(self, digest: str) -> None:
+        if not self.has(digest):
+            self._uses.forget(digest)
 
     @property
     def num_queued_tokens(self) -> int:

@@ -214,8 +214,8 @@ class LeaderConnection:
         """The sequence has ended here."""
         del self._sequences[self._ids.pop(sequence)]
         self._unbegun.pop(sequence, None)
-        adapter = sequence.request.adapter
-        self.known.ended(None if adapter is None else adapter.digest, sequence.request.key)
+        request, adapter = sequence.request, sequence.request.adapter
+        self.known.ended(None if adapter is None else adapter.digest, request.key, request.tenant)
         if self.retired and not self._sequences and self._task is not None:
             self._task.cancel()
 
@@ -289,8 +289,8 @@ class LeaderConnection:
     def _go_on(self, orphans: Iterable[str]) -> None:
         """Submits the sequences again that the leader has kept of a connection that broke."""
         for sequence in self._awaiting_reconnect.take(orphans):
-            adapter = sequence.request.adapter
-            self._start(sequence, RoutingRequest(None if adapter is None else adapter.digest, 0, 0))
+            digest = sequence.request.adapter.digest if sequence.request.adapter else None
+            self._start(sequence, RoutingRequest(digest, 0, 0, tenant=sequence.request.tenant))
             self._unbegun.pop(sequence, None)
 
     async def _exchange(self, call: Any) -> None:

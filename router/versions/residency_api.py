@@ -1,4 +1,4 @@
-"""/v1/adapters/{name}/residency: where an adapter's versions are, as far as this router knows."""
+"""/v1/adapters/{name}/residency: where an adapter's versions are, as this router and the tenant's own use tell."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .versions_api import NAME, answer, answered
 
 class VersionResidency(msgspec.Struct, frozen=True):
     version: int
-    gangs: list[str]  # those that have it in their pool, or are getting it; opaque names, of this tenant only
-    tier: Literal["pool", "store"]  # the fastest that has it: any gang's pool, else the store
+    gangs: list[str]  # those that have it for this tenant in their pool, or are getting it; opaque names, of it only
+    tier: Literal["pool", "store"]  # the fastest of those: any gang's pool, else the store
 
 
 class ResidencyAnswer(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ class ResidencyApi:
         record_of(request.scope).model = name
         found = []
         for version in versions_of(state.current):
-            gangs = sorted(self._opaque(tenant, gang) for gang in self._dispatcher.gangs_with(version.digest))
+            gangs = sorted(self._opaque(tenant, gang) for gang in self._dispatcher.gangs_with(tenant, version.digest))
             found.append(VersionResidency(version.version, gangs, "pool" if gangs else "store"))
         return answer(ResidencyAnswer(found, len(self._dispatcher.gangs())))
 

@@ -73,7 +73,7 @@ class EngineDispatcher:
     def gangs(self) -> list[tuple[GangInfo, EngineLoad]]:
         return [(self.gang(), self.load())]
 
-    def gangs_with(self, digest: str) -> list[str]:
+    def gangs_with(self, tenant: str, digest: str) -> list[str]:
         return []
 
     def load(self) -> EngineLoad:

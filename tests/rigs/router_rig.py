@@ -175,7 +175,7 @@ class FakeDispatcher:
     num_gang_faults: Mapping[FaultKind, int] = field(default_factory=dict)
     num_gangs: int = 1
     context: int = CONTEXT  # tokens
-    resident: set[str] = field(default_factory=set)  # digests of adapters
+    resident: set[tuple[str, str]] = field(default_factory=set)  # tenants, and digests of adapters that they use
     submitted: list[SequenceRequest] = field(default_factory=list)
     limits: list[TimeLimit | None] = field(default_factory=list)  # of what was submitted
     resumed: list[bool] = field(default_factory=list)  # whether it was submitted as a resumed sequence
@@ -212,8 +212,8 @@ class FakeDispatcher:
         gang, load = self.gang(), self.load()
         return [] if gang is None or load is None else [(gang, load)] * self.num_gangs
 
-    def gangs_with(self, digest: str) -> list[str]:
-        return ["gang-1"] if digest in self.resident else []
+    def gangs_with(self, tenant: str, digest: str) -> list[str]:
+        return ["gang-1"] if (tenant, digest) in self.resident else []
 
     def load(self) -> EngineLoad | None:
         return engine_load(num_running=3, num_generated_tokens=17) if self.is_connected else None

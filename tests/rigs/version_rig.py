@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,15 @@ class VersionRig:
         transport = httpx.ASGITransport(app=self.app)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://router", headers=HEADERS)
 
-    async def upload(self, seed: int, name: str = "x", **fields: str) -> httpx.Response:
+    async def upload(
+        self, seed: int, name: str = "x", *, headers: Mapping[str, str] | None = None, **fields: str
+    ) -> httpx.Response:
         """Another seed, another content."""
         files = lora_files(seed=seed)
         response = await self.http.post(
             "/v1/adapters",
             data={"name": name, **fields},
+            headers=headers,
             files={
                 "adapter_config.json": files.config_bytes,
                 "adapter_model.safetensors": files.write(self._folder).read_bytes(),
