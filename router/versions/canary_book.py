@@ -71,14 +71,20 @@ class CanaryBook:
             return
         place = (version.tenant, version.name, version.version)
         if ending.error == _REFUSED:
-            if len(self._failed) < _MAX_FAILED:
-                self._failed[place] = None
-            self._failures.append(_Failure(*place, ending.reason[:_MAX_REASON_CHARS]))
+            self.note_load(version, ending.reason)
         elif place in self._failed and not ending.error:
-            del self._failed[place]
-            self._failures.append(_Failure(*place, None))
+            self.note_load(version, None)
         if canary_id is not None:
             self.count(Outcome(version.tenant, asked.response_id, canary_id, arm, counted))
+
+    def note_load(self, version: AdapterVersion, reason: str | None) -> None:
+        """A gang could not load the version, for this reason; None: one could. Redis is told soon."""
+        place = (version.tenant, version.name, version.version)
+        if reason is None:
+            self._failed.pop(place, None)
+        elif len(self._failed) < _MAX_FAILED:
+            self._failed[place] = None
+        self._failures.append(_Failure(*place, None if reason is None else reason[:_MAX_REASON_CHARS]))
 
     def count(self, outcome: Outcome) -> None:
         """It is counted soon, unless nothing of it counts."""

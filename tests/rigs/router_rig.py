@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from motet.adapters.upload import UploadService
 from motet.router.accounts.account import Accountant
 from motet.router.config import CurrentConfig
 from motet.router.fleet.admission import TimeLimit
+from motet.router.fleet.known_gang import AdapterTier
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.openai_api.event_seal import EventSealer
 from motet.router.quotas.quotas import Quotas
@@ -176,6 +177,7 @@ class FakeDispatcher:
     num_gangs: int = 1
     context: int = CONTEXT  # tokens
     resident: set[tuple[str, str]] = field(default_factory=set)  # tenants, and digests of adapters that they use
+    tiers: dict[str, AdapterTier] = field(default_factory=dict)  # of any adapter, by gang, where the gang is known
     submitted: list[SequenceRequest] = field(default_factory=list)
     limits: list[TimeLimit | None] = field(default_factory=list)  # of what was submitted
     resumed: list[bool] = field(default_factory=list)  # whether it was submitted as a resumed sequence
@@ -212,8 +214,13 @@ class FakeDispatcher:
         gang, load = self.gang(), self.load()
         return [] if gang is None or load is None else [(gang, load)] * self.num_gangs
 
-    def gangs_with(self, tenant: str, digest: str) -> list[str]:
-        return ["gang-1"] if (tenant, digest) in self.resident else []
+    def bring(self, request: SequenceRequest, num_gangs: int, wait_s: float) -> dict[str, FakeStream]:
+        num_connected = len(self.gangs())
+        return {f"gang-{1 + number}": self.submit(request) for number in range(min(num_gangs, num_connected))}
+
+    def residency(self, tenant: str, digest: str, known_gangs: Collection[str] = ()) -> Mapping[str, AdapterTier]:
+        own: dict[str, AdapterTier] = {"gang-1": "device"} if (tenant, digest) in self.resident else {}
+        return own | {gang: tier for gang, tier in self.tiers.items() if gang in known_gangs}
 
     def load(self) -> EngineLoad | None:
         return engine_load(num_running=3, num_generated_tokens=17) if self.is_connected else None

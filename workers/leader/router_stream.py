@@ -109,7 +109,9 @@ class RouterStream:
             came = moved_orphans.intersection(orphans())
             orphan_change = OrphanChange(sorted(came), sorted(moved_orphans - came))
         shares = known.of(_taken(self.moved_shares, _MAX_SHARES)) if self.moved_shares else []
-        return Frame(updates, load, residency.change_of(moved, pages, hosted), orphan_change, self.last_submitted, shares)
+        return Frame(
+            updates, load, residency.change_of(moved, pages, hosted), orphan_change, self.last_submitted, shares
+        )
 
 
 _Moved = TypeVar("_Moved", str, int)

@@ -90,7 +90,7 @@ class PagedMemory:
         return self._idle.num_pages - self.adapters.num_idle_pages
 
     def take_residency_changes(self) -> ResidencyChange:
-        """What came into the pool or began to, and what went, since the last call. The same of host memory's adapters."""
+        """What came into the pool or began to, and what went, since the last call; the same of host memory."""
         came, went = self.adapters.take_changes()
         pages_came, pages_went = self.prefixes.take_changes()
         hosted, self._hosted = self._hosted, {}
