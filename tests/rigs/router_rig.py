@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +38,7 @@ from motet.router.tenants.auth import Door
 from motet.router.text.text import TextService
 from motet.router.versions.canary_book import CanaryBook
 from motet.tests.rigs.engine_loads import engine_load
+from motet.tests.rigs.fake_stream import FakeStream
 from motet.tests.rigs.operators import with_operator_key_in_loop
 from motet.tests.rigs.part_configs import router_config
 from motet.tests.rigs.patience import PATIENCE_S, eventually
@@ -138,29 +138,6 @@ def decoded(text: TextService, token_ids: Sequence[int]) -> str:
 
 
 Script = Callable[[SequenceRequest], Sequence[SequenceUpdate]]
-
-
-class FakeStream:
-    """Yields its updates, one in each turn of the loop; without a last update it waits forever, like a hung gang."""
-
-    def __init__(self, updates: Sequence[SequenceUpdate], hangs: bool) -> None:
-        self._updates = updates
-        self._hangs = hangs
-        self.num_read = 0
-        self.cancelled = asyncio.Event()
-
-    async def __aiter__(self) -> AsyncIterator[SequenceUpdate]:
-        for update in self._updates:
-            await asyncio.sleep(0)
-            if self.cancelled.is_set():
-                return
-            self.num_read += 1
-            yield update
-        if self._hangs:
-            await self.cancelled.wait()
-
-    def cancel(self) -> None:
-        self.cancelled.set()
 
 
 @dataclass

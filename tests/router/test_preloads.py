@@ -51,7 +51,10 @@ async def test_what_was_brought_to_gangs_is_told_by_every_router(rigs: Sequence[
     for router in rigs:
         router.dispatcher.tiers = {"gang-1": "device", "gang-2": "host"}
         found = await residency(router, tier="device", state="ready")
-        assert sorted((gang["tier"], gang["state"]) for gang in found["gangs"]) == [("device", "ready"), ("host", "ready")]
+        assert sorted((gang["tier"], gang["state"]) for gang in found["gangs"]) == [
+            ("device", "ready"),
+            ("host", "ready"),
+        ]
     assert "gang-1" not in str(found)
     for request in rig.dispatcher.submitted:
         assert request.is_background and request.tenant == "acme" and request.sampling.max_tokens == 1
@@ -81,7 +84,7 @@ async def test_a_version_that_cannot_be_loaded_says_why_until_it_can(rigs: Seque
     assert "its file is cut short" in found["reason"]
     assert "its file is cut short" in found["gangs"][0]["reason"]
     async with asyncio.timeout(PATIENCE_S):
-        while (await other.http.get("/v1/adapters/x/versions/1")).json()["state"] != "failed":
+        while (await other.http.get("/v1/adapters/x/versions/1")).json()["state"] != "failed":  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     rig.dispatcher.script = None
     assert (await rig.http.post(PRELOAD, json={"version": 1})).status_code == 202
@@ -142,7 +145,7 @@ async def test_a_tenant_has_so_many_under_way_and_no_more(rigs: Sequence[Version
     assert "Retry-After" in answers[-1].headers
     rig.dispatcher.streams[0].cancel()
     async with asyncio.timeout(PATIENCE_S):
-        while (await rig.http.post(PRELOAD)).status_code != 202:
+        while (await rig.http.post(PRELOAD)).status_code != 202:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 
