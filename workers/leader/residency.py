@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
+from typing import Final
 
 from ..wire.messages import ResidencyChange
+
+_NO_CHANGE: Final = ResidencyChange()
 
 
 class Residency:
@@ -30,6 +33,8 @@ class Residency:
         self, adapters: AbstractSet[str], pages: AbstractSet[int], hosted: AbstractSet[int] = frozenset()
     ) -> ResidencyChange:
         """Which of these are there now, and which are not."""
+        if not (adapters or pages or hosted):  # as after most steps
+            return _NO_CHANGE
         return ResidencyChange(
             sorted(adapters & self.adapters),
             sorted(adapters - self.adapters),
