@@ -133,6 +133,8 @@ class HostAdapterStats(msgspec.Struct, frozen=True, array_like=True):
     num_reads: int = 0  # since the start, of adapters that were not in host memory but in the store
     num_failed_reads: int = 0  # since the start, those included that were tried again
     num_hung_reads: int = 0  # that have been given up, and have not come back yet
+    came: tuple[str, ...] = ()  # digests, since the last result
+    went: tuple[str, ...] = ()
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

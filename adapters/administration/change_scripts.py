@@ -117,8 +117,8 @@ end
 return #ended
 """
 END_ADAPTERS_KEYS: Final = (ADAPTERS, NAMES, VERSION_NOTES, CANARIES, NUMBER, EVENTS)
-# tenant, count, its life. Deletes at most that many of its adapters, with what was counted and said in their trials, and returns
-# how many it has deleted. No text in a record or in notes has the quotes that are around an id.
+# tenant, count, its life. Deletes at most that many of its adapters, with what was counted and said in their trials,
+# and returns how many it has deleted. No text in a record or in notes has the quotes that are around an id.
 END_ADAPTERS_SCRIPT = f"""{TELL}
 local function end_trials(text)
   for id in string.gmatch(text, '"id":"(%x+)"') do

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 from redis.asyncio import Redis
 
 from ..versions.canary_policy import FIRST_TOKEN_EDGES_S, PER_TOKEN_EDGES_S, ArmCounts
-from .canary_scripts import COUNT_SCRIPT, FORGETNEWS_SCRIPT, RATE_SCRIPT
+from .canary_scripts import COUNT_SCRIPT, FORGET_NEWS_SCRIPT, RATE_SCRIPT
 from .redis_deadline import answered_within
 from .registry_scripts import HOLD_SWEEP_SCRIPT, PREFIX
 
@@ -79,7 +79,7 @@ class CanaryCounts:
         self._count_script = client.register_script(COUNT_SCRIPT)
         self._rate_script = client.register_script(RATE_SCRIPT)
         self._hold_script = client.register_script(HOLD_SWEEP_SCRIPT)
-        self._forget_news_script = client.register_script(FORGETNEWS_SCRIPT)
+        self._forget_news_script = client.register_script(FORGET_NEWS_SCRIPT)
 
     async def add(self, outcomes: Sequence[Outcome]) -> None:
         """Counts answers, each of them unless it was told before, as far as their sticky keys' bounds let."""

@@ -24,6 +24,7 @@ from ...adapters.administration.ended_keys import EndedKeys
 from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.canary_counts import CanaryCounts
 from ...adapters.registry.launches import Launches
+from ...adapters.registry.preloads import Preloads
 from ...adapters.registry.registry import Registry, connect
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.store.store import AdapterStore
@@ -182,6 +183,7 @@ class RouterReplica:
             targets=lambda: targets_of(config.exposition, self._routers.values(), self._gangs.values()),
             quotas=self._quotas,
             canaries=self._canaries,
+            preloads=Preloads(self._redis),
             accountants=[self._usage.metering],
             more_routes=self._usage.routes,
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from ...workers.wire.messages import (
 from .admission import AdmissionConfig, TimeLimit
 from .affinity import RoutingConfig
 from .fleet import STORE_PAUSE_S, Fleet
+from .known_gang import AdapterTier
 from .leader_connection import FaultKind
 from .open_sequence import OpenSequence
 from .unread_sequences import UnreadSequences
@@ -103,11 +104,17 @@ class Dispatcher(Protocol):
     def gangs(self) -> Sequence[tuple[GangInfo, EngineLoad]]:
         """Every connected gang with its latest load."""
 
-    def gangs_with(self, tenant: str, digest: str) -> Sequence[str]:
-        """Ids of the connected gangs that have this adapter in their pool, or are getting it, for this tenant.
+    def bring(self, request: SequenceRequest, num_gangs: int, wait_s: float) -> Mapping[str, SequenceStream]:
+        """Starts a sequence at each of so many gangs, by their ids; at all if no more are connected.
 
-        They have lately got sequences of the tenant with it from this router. Gangs that have the same content for
-        others alone are not told.
+        They stay there as long as their gang does. Each gets "overloaded" if it still waits after `wait_s`.
+        """
+
+    def residency(self, tenant: str, digest: str, known_gangs: Collection[str] = ()) -> Mapping[str, AdapterTier]:
+        """The connected gangs that have this adapter for this tenant, by their ids, and the fastest tier that has it.
+
+        They have lately got sequences of the tenant with it from this router, or are among `known_gangs`. Gangs that
+        have the same content for others alone are not told.
         """
 
     def load(self) -> EngineLoad | None:
@@ -198,9 +205,19 @@ class FleetDispatcher:
         """Every connected gang with its latest load."""
         return [(leader.info, leader.load) for leader in self._fleet.connected if leader.info is not None]
 
-    def gangs_with(self, tenant: str, digest: str) -> list[str]:
-        connected = self._fleet.connected
-        return [one.info.gang_id for one in connected if one.info is not None and one.known.has_for(tenant, digest)]
+    def bring(self, request: SequenceRequest, num_gangs: int, wait_s: float) -> Mapping[str, OpenSequence]:
+        sequences = [OpenSequence(request) for _ in range(num_gangs)]
+        gang_ids = self._fleet.bring(sequences, wait_s)
+        return dict(zip(gang_ids, sequences[: len(gang_ids)], strict=True))
+
+    def residency(self, tenant: str, digest: str, known_gangs: Collection[str] = ()) -> Mapping[str, AdapterTier]:
+        found: dict[str, AdapterTier] = {}
+        for one in self._fleet.connected:
+            if one.info is not None:
+                is_known = one.info.gang_id in known_gangs
+                if (tier := one.known.tier_for(tenant, digest, is_known=is_known)) is not None:
+                    found[one.info.gang_id] = tier
+        return found
 
     def load(self) -> EngineLoad | None:
         loads = [leader.load for leader in self._fleet.connected]

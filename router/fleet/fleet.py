@@ -167,6 +167,32 @@ class Fleet:
         connection.submit(sequence, left, page_keys.get(connection.block_size, ()))
         return True
 
+    def bring(self, sequences: Sequence[OpenSequence], wait_s: float) -> list[str]:
+        """Sends sequences of one request to as many gangs, which suit it best; the ids of these.
+
+        Fewer if no more are connected: the other sequences are sent nowhere. Each is given up if it still waits after
+        `wait_s`, and admitted all the same if a longer wait is expected.
+        """
+        if not sequences:
+            return []
+        request, connections = self._request(sequences[0]), self._able(sequences[0])
+        views = {
+            key: one.known.view(key, request.digest, 0, "", request.tenant, request.weight)
+            for key, one in connections.items()
+        }
+        gang_ids = []
+        for sequence in sequences[: len(views)]:
+            key = choose_gang(request, [*views.values()], self._routing)
+            assert key is not None
+            del views[key]
+            connection = connections[key]
+            assert connection.info is not None
+            sequence.stays = True
+            sequence.admit(wait_s)
+            connection.submit(sequence, request)
+            gang_ids.append(connection.info.gang_id)
+        return gang_ids
+
     @property
     def num_moved(self) -> int:
         """How often a sequence has left a gang's queue for another's."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from ...workers.wire.engine_load import EngineLoad
 from ...workers.wire.messages import Frame
+from ...workers.wire.short_digest import short_digest
 from ..fairness.fair_queue import FairQueue
 from ..residency.adapter_uses import AdapterUses
 from .affinity import GangView, RoutingConfig, RoutingRequest
 from .observed_costs import ObservedCosts
 
 _MAX_EXPECTED_PAGES = 1 << 14
+AdapterTier = Literal["device", "host"]
 
 
 class KnownGang:
@@ -25,12 +28,14 @@ class KnownGang:
         resident_pages: Iterable[int] = (),
         orphans: Iterable[str] = (),
         is_fair: bool = False,
+        hosted: Iterable[int] = (),
     ) -> None:
-        """What the greeting told: digests of adapters, short keys of full pages of KV, keys of orphans, and whether
-        whoever was served least goes first there.
+        """What the greeting told: digests of adapters, short keys of full pages of KV, keys of orphans, whether whoever
+        was served least goes first there, and short digests of adapters in host memory.
         """
         self.load = EngineLoad()  # as of the last frame
         self._resident = set(resident)  # digests, those that are coming included
+        self._hosted = set(hosted)
         self._pages = set(resident_pages)
         self._expected_pages: dict[
             int, None
@@ -48,8 +53,13 @@ class KnownGang:
     def receive(self, frame: Frame) -> None:
         self._resident.difference_update(frame.residency.went)
         self._resident.update(frame.residency.came)
-        for digest in frame.residency.went:
+        if frame.residency.hosted_came or frame.residency.hosted_went:
+            self._hosted.difference_update(frame.residency.hosted_went)
+            self._hosted.update(frame.residency.hosted_came)
+        for digest in (*frame.residency.went, *self._uses.used(frame.residency.hosted_went)):
             self._forget_uses(digest)
+        for digest in frame.residency.went:
+            self._uses.leave_pool(digest)
         self._pages.difference_update(frame.residency.pages_went)
         self._pages.update(frame.residency.pages_came)
         for page_key in (*frame.residency.pages_came, *frame.residency.pages_went):
@@ -103,9 +113,21 @@ class KnownGang:
         """The adapter is there, or coming as far as this router can know."""
         return digest in self._resident or digest in self._open
 
-    def has_for(self, tenant: str, digest: str) -> bool:
-        """As `has`, as far as sequences of the tenant itself tell that have lately come from this router."""
-        return self.has(digest) and self._uses.is_lately_by(digest, tenant)
+    def tier_of(self, digest: str) -> AdapterTier | None:
+        """The fastest that has the adapter, or is getting it; None: it would come from the store."""
+        if self.has(digest):
+            return "device"
+        return "host" if self._hosted and short_digest(digest) in self._hosted else None
+
+    def tier_for(self, tenant: str, digest: str, *, is_known: bool = False) -> AdapterTier | None:
+        """As `tier_of`, as far as sequences of the tenant itself tell that have lately come from this router.
+
+        `is_known`: they have come from another one. What comes into the pool again, others may have brought there.
+        """
+        tier = self.tier_of(digest)
+        if tier is None or is_known or self._uses.is_lately_by(digest, tenant):
+            return tier
+        return "host" if self._uses.is_lately_by(digest, tenant, has_left_pool=True) else None
 
     def num_cached_pages(self, page_keys: Iterable[int]) -> int:
         """How many of a sequence's first full pages are there, or coming as far as this router can know."""
@@ -121,7 +143,7 @@ class KnownGang:
         return sequence_key in self._orphans or sequence_key in self._open_keys
 
     def _forget_uses(self, digest: str) -> None:
-        if not self.has(digest):
+        if self.tier_of(digest) is None:
             self._uses.forget(digest)
 
     @property

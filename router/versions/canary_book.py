@@ -78,15 +78,21 @@ class CanaryBook:
             return
         place = (version.tenant, version.name, version.version)
         if ending.error == _REFUSED:
-            if len(self._failed) < _MAX_FAILED:
-                self._failed[place] = None
-            self._tell_failure(place, ending.reason[:_MAX_REASON_CHARS])
+            self.note_load(version, ending.reason)
         elif place in self._failed and not ending.error:
-            del self._failed[place]
-            self._tell_failure(place, None)
+            self.note_load(version, None)
         if trial is not None:
             life, of = life_of(asked.identity.tenant), f"{version.tenant}/{version.name}"
             self.count(Outcome(life, of, asked.response_id, trial.canary_id, trial.arm, counted, trial.sticky))
+
+    def note_load(self, version: AdapterVersion, reason: str | None) -> None:
+        """A gang could not load the version, for this reason; None: one could. Redis is told soon."""
+        place = (version.tenant, version.name, version.version)
+        if reason is None:
+            self._failed.pop(place, None)
+        elif len(self._failed) < _MAX_FAILED:
+            self._failed[place] = None
+        self._tell_failure(place, None if reason is None else reason[:_MAX_REASON_CHARS])
 
     def count(self, outcome: Outcome) -> None:
         """It is counted soon, unless nothing of it counts."""

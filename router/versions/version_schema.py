@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -12,7 +12,9 @@ from ...adapters.adapter import AdapterVersion
 from ...adapters.versions.canary_policy import FIRST_TOKEN_EDGES_S, PER_TOKEN_EDGES_S, ArmCounts
 from ...adapters.versions.name_state import MAX_NOTE_CHARS, NameState, VersionNote
 
+MAX_GANGS: Final = 16  # that one preload may name
 Selector = Annotated[str | int, Meta(description="A version's number, or an alias.")]
+NumGangs = Annotated[int, Meta(ge=1, le=MAX_GANGS)]
 CanaryShare = Annotated[float, Meta(gt=0, lt=1)]
 ShadowShare = Annotated[float, Meta(gt=0, le=1)]
 
@@ -31,6 +33,11 @@ class EmptyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class AliasBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: Selector
+
+
+class PreloadBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: Selector | None = None  # none: the current one
+    gangs: NumGangs = 1
 
 
 class CanaryBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,6 +81,16 @@ class AliasAnswer(msgspec.Struct, frozen=True):
     alias: str
     version: int
     object: Literal["alias"] = "alias"
+
+
+class PreloadAnswer(msgspec.Struct, frozen=True):
+    """What has begun. How it goes on: `residency`."""
+
+    name: str
+    version: int
+    gangs: int  # that it comes to, or is at already
+    state: Literal["coming"] = "coming"
+    object: Literal["preload"] = "preload"
 
 
 class AliasList(msgspec.Struct, frozen=True):

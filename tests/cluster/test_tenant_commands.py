@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -122,7 +123,7 @@ def test_what_is_no_bound_is_refused(text: str) -> None:
 async def test_usage_at_the_command_line(redis_client: Redis, tmp_path: Path) -> None:
     usage = Usage(redis_client, tmp_path, tmp_path, kept_days=3, spool_bytes=1 << 30, min_free_bytes=0, prices=None)
     now = int(time.time())
-    told = {"began_at": now, "stage": Stage.COMPLETE, "requests": 1, "output_tokens": 7}
+    told: dict[str, Any] = {"began_at": now, "stage": Stage.COMPLETE, "requests": 1, "output_tokens": 7}
     await usage.ledger.take(
         [
             Entry(id="1", tenant="acme", adapter="poet", version=2, key_id="k", **told),

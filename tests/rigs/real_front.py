@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 
 from motet.adapters.administration.administration import Administration
 from motet.adapters.registry.canary_counts import CanaryCounts
+from motet.adapters.registry.preloads import Preloads
 from motet.adapters.registry.registry import Registry, connect, hash_key
 from motet.adapters.registry.registry_view import CAPACITY, RegistryView
 from motet.adapters.store.store import AdapterStore
@@ -138,6 +139,7 @@ async def real_front(
         administration=Administration.of(redis, [usage.retire]),
         quotas=quotas,
         canaries=canaries,
+        preloads=Preloads(redis),
         accountants=[usage.metering],
         more_routes=usage.routes,
     )

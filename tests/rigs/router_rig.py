@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +28,7 @@ from motet.adapters.upload import UploadService
 from motet.router.accounts.account import Accountant
 from motet.router.config import CurrentConfig
 from motet.router.fleet.admission import TimeLimit
+from motet.router.fleet.known_gang import AdapterTier
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.openai_api.event_seal import EventSealer
 from motet.router.quotas.quotas import Quotas
@@ -38,6 +38,7 @@ from motet.router.tenants.auth import Door
 from motet.router.text.text import TextService
 from motet.router.versions.canary_book import CanaryBook
 from motet.tests.rigs.engine_loads import engine_load
+from motet.tests.rigs.fake_stream import FakeStream
 from motet.tests.rigs.operators import with_operator_key_in_loop
 from motet.tests.rigs.part_configs import router_config
 from motet.tests.rigs.patience import PATIENCE_S, eventually
@@ -139,29 +140,6 @@ def decoded(text: TextService, token_ids: Sequence[int]) -> str:
 Script = Callable[[SequenceRequest], Sequence[SequenceUpdate]]
 
 
-class FakeStream:
-    """Yields its updates, one in each turn of the loop; without a last update it waits forever, like a hung gang."""
-
-    def __init__(self, updates: Sequence[SequenceUpdate], hangs: bool) -> None:
-        self._updates = updates
-        self._hangs = hangs
-        self.num_read = 0
-        self.cancelled = asyncio.Event()
-
-    async def __aiter__(self) -> AsyncIterator[SequenceUpdate]:
-        for update in self._updates:
-            await asyncio.sleep(0)
-            if self.cancelled.is_set():
-                return
-            self.num_read += 1
-            yield update
-        if self._hangs:
-            await self.cancelled.wait()
-
-    def cancel(self) -> None:
-        self.cancelled.set()
-
-
 @dataclass
 class FakeDispatcher:
     """Follows `script`; by default it returns `answer` token by token, at most `max_tokens`."""
@@ -176,6 +154,7 @@ class FakeDispatcher:
     num_gangs: int = 1
     context: int = CONTEXT  # tokens
     resident: set[tuple[str, str]] = field(default_factory=set)  # tenants, and digests of adapters that they use
+    tiers: dict[str, AdapterTier] = field(default_factory=dict)  # of any adapter, by gang, where the gang is known
     submitted: list[SequenceRequest] = field(default_factory=list)
     limits: list[TimeLimit | None] = field(default_factory=list)  # of what was submitted
     resumed: list[bool] = field(default_factory=list)  # whether it was submitted as a resumed sequence
@@ -212,8 +191,13 @@ class FakeDispatcher:
         gang, load = self.gang(), self.load()
         return [] if gang is None or load is None else [(gang, load)] * self.num_gangs
 
-    def gangs_with(self, tenant: str, digest: str) -> list[str]:
-        return ["gang-1"] if (tenant, digest) in self.resident else []
+    def bring(self, request: SequenceRequest, num_gangs: int, wait_s: float) -> dict[str, FakeStream]:
+        num_connected = len(self.gangs())
+        return {f"gang-{1 + number}": self.submit(request) for number in range(min(num_gangs, num_connected))}
+
+    def residency(self, tenant: str, digest: str, known_gangs: Collection[str] = ()) -> Mapping[str, AdapterTier]:
+        own: dict[str, AdapterTier] = {"gang-1": "device"} if (tenant, digest) in self.resident else {}
+        return own | {gang: tier for gang, tier in self.tiers.items() if gang in known_gangs}
 
     def load(self) -> EngineLoad | None:
         return engine_load(num_running=3, num_generated_tokens=17) if self.is_connected else None

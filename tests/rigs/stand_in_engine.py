@@ -22,6 +22,7 @@ from motet.workers.wire.messages import (
     TokenLogprobs,
 )
 from motet.workers.wire.page_keys import first_link, next_keys, short_key
+from motet.workers.wire.short_digest import short_digest
 
 OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
 
@@ -99,6 +100,12 @@ class StandInEngine:
         """Reports with the next step that the adapter was evicted."""
         with self._lock:
             self._residency.went.append(digest)
+
+    def host(self, digest: str, is_here: bool = True) -> None:
+        """Reports with the next step that the adapter came into host memory, or went."""
+        with self._lock:
+            moved = self._residency.hosted_came if is_here else self._residency.hosted_went
+            moved.append(short_digest(digest))
 
     def forget_pages(self) -> None:
         """Reports with the next step that all full pages were evicted."""

@@ -11,6 +11,7 @@ import httpx
 from redis.asyncio import Redis
 
 from motet.adapters.registry.canary_counts import CanaryCounts
+from motet.adapters.registry.preloads import Preloads
 from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.store.store import AdapterStore
@@ -54,6 +55,7 @@ class VersionRig:
             operator_key=OPERATOR_KEY,
             canaries=self.canaries,
             accountants=accountants,
+            preloads=Preloads(client),
         )
         transport = httpx.ASGITransport(app=self.app)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://router", headers=HEADERS)

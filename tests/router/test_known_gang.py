@@ -48,17 +48,17 @@ def test_a_tenant_sees_an_adapter_only_where_it_has_used_it_itself() -> None:
     known = KnownGang(CONFIG, ["a"])
     known.sent(RoutingRequest("a", 10, 1, tenant="acme"))
     assert known.has("a")
-    assert known.has_for("acme", "a")
-    assert known.has_for("zenith", "a") is known.has_for("zenith", "of nobody") is False
+    assert known.tier_for("acme", "a")
+    assert known.tier_for("zenith", "a") is known.tier_for("zenith", "of nobody") is None
     known.ended("a", "", "acme")
-    assert known.has_for("acme", "a")  # it is still in the pool
+    assert known.tier_for("acme", "a")  # it is still in the pool
     known.sent(RoutingRequest("a", 10, 1, tenant="zenith"))
-    assert known.has_for("zenith", "a")
+    assert known.tier_for("zenith", "a")
     known.ended("a", "", "zenith")
     known.receive(frame(went=("a",)))
     known.receive(frame(came=("a",)))  # for whom, this router cannot know
     assert known.has("a")
-    assert not known.has_for("acme", "a") and not known.has_for("zenith", "a")
+    assert not known.tier_for("acme", "a") and not known.tier_for("zenith", "a")
 
 
 def test_uses_are_forgotten_in_time_and_with_the_adapter() -> None:

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from motet.adapters.ledger.entry import Entry, Stage
 from motet.router.usage import orphaned_spools
-from motet.router.usage import spool as spool_module
 from motet.router.usage.ledger_keeper import LedgerKeeper
 from motet.router.usage.metering import Metering
 from motet.router.usage.orphaned_spools import entries_in, orphaned_spool
@@ -232,7 +231,7 @@ async def test_uploads_that_fill_the_disk_leave_room_for_the_ledger(
         files = max(files, len([*tmp_path.glob("*.log")]))
         return SimpleNamespace(free=free - SEGMENT * len([*tmp_path.glob("*.log")]))
 
-    monkeypatch.setattr(spool_module.shutil, "disk_usage", disk_usage)
+    monkeypatch.setattr("motet.router.usage.spool.shutil.disk_usage", disk_usage)
     assert LEDGERS_PART > 1
     spool = Spool(tmp_path, 1 << 30, upload_floor // LEDGERS_PART, segment_bytes=SEGMENT)
     await spool.start()
@@ -257,7 +256,7 @@ async def test_at_its_floor_the_ledger_goes_on_with_files_that_have_arrived(
     """While Redis takes the lines no new disk is needed."""
     spool = spool_in(tmp_path, max_bytes=1 << 30)
     await spool.start()
-    monkeypatch.setattr(spool_module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    monkeypatch.setattr("motet.router.usage.spool.shutil.disk_usage", lambda folder: SimpleNamespace(free=0))
     for number in range(1000):
         await eventually_in_loop(lambda: spool.reserve(200))
         spool.append(FINAL, payload(number))

@@ -79,14 +79,15 @@ async def use_everything(front: RealFront) -> None:
         if not round_:
             await asked(front, "DELETE", f"{one}/canary")
     await asked(front, "PUT", f"{one}/shadow", json={"version": 2, "share": 0.5})
-    await CanaryCounts(front.redis).note_failure(OWNER, OWNERS_ADAPTER, 2, "it is too large")
+    await CanaryCounts(front.redis).note_failures({(OWNER, OWNERS_ADAPTER, 2): "it is too large"})
 
 
 async def test_what_redis_says_of_a_deleted_tenant(front: RealFront) -> None:
     await use_everything(front)
 
     async def is_metered() -> bool:
-        return sum(row["requests"] for row in (await asked(front, "GET", "/v1/usage"))["data"]) == NUM_ANSWERS
+        rows = (await asked(front, "GET", "/v1/usage"))["data"]
+        return bool(sum(row["requests"] for row in rows) == NUM_ANSWERS)
 
     await until(is_metered)
     before = await names_of(front)

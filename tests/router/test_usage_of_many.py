@@ -39,8 +39,8 @@ async def client(redis_url: str, redis_client: Redis, tmp_path: Path) -> AsyncIt
     )
     usage.ledger._timeout_s = PATIENCE_S
     for day in DAYS:
-        sums = {f"{day:02}\tk\tadapter-{number:05}\t1\tabc": "1 0 10 5 20 1500" for number in range(NUM_ADAPTERS)}
-        await redis.hset("motet:{tenant:acme}:ledger:days:202611", mapping=sums)
+        groups = [f"{day:02}\tk\tadapter-{number:05}\t1\tabc" for number in range(NUM_ADAPTERS)]
+        await redis.hset("motet:{tenant:acme}:ledger:days:202611", mapping=dict.fromkeys(groups, "1 0 10 5 20 1500"))
     await redis.sadd("motet:{ledger}:tenants", "acme")
     async with RouterRig(tmp_path / "spool", TEXT, more_routes=usage.routes).client() as client:
         yield client

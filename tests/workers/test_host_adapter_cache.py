@@ -71,3 +71,18 @@ def test_what_is_forgotten_takes_no_room() -> None:
     assert (cache.num_bytes, cache.find("a")) == (100, None)
     cache.get("b")
     assert disk.reads == ["a", "b"]
+
+
+def test_what_came_and_went_is_told_once() -> None:
+    cache, _ = cache_of(250)
+    assert cache.take_changes() == ((), ())
+    for digest in ("a", "b"):
+        cache.get(digest)
+    assert cache.take_changes() == (("a", "b"), ())
+    cache.get("c")
+    assert cache.take_changes() == (("c",), ("a",))
+    cache.get("b")
+    assert cache.take_changes() == ((), ())
+    cache.forget("b")
+    cache.forget("unheard of")
+    assert cache.take_changes() == ((), ("b",))

@@ -64,9 +64,10 @@ class AdapterLoader:
         )
 
     def host_adapter_stats(self) -> HostAdapterStats:
-        """What the cache in host memory holds at this moment, and how its reads of the store went."""
-        readers = self._readers
-        return HostAdapterStats(self._cache.num_bytes, self._cache.num_reads, readers.num_failed, readers.num_hung)
+        """What the cache in host memory holds now, what came and went since the last call, and how its reads went."""
+        cache, readers = self._cache, self._readers
+        changes = cache.take_changes()
+        return HostAdapterStats(cache.num_bytes, cache.num_reads, readers.num_failed, readers.num_hung, *changes)
 
     def close(self) -> None:
         self._readers.close()

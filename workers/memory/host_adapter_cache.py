@@ -21,6 +21,7 @@ class HostAdapterCache:
         self._store, self._layout, self._max_bytes, self._pinned = store, layout, max_bytes, pinned
         self._packed: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._lock = threading.Lock()
+        self._moved: dict[str, None] = {}  # digests that came or went since the last take_changes()
         self.num_bytes = 0
         self.num_reads = 0  # from the store
 
@@ -50,15 +51,26 @@ class HostAdapterCache:
             dropped = self._packed.pop(digest, None)
             if dropped is not None:
                 self.num_bytes -= dropped.nbytes
+                self._moved[digest] = None
+
+    def take_changes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Digests that came and that went since the last call."""
+        if not self._moved:  # as after nearly every step
+            return (), ()
+        with self._lock:
+            moved, self._moved = self._moved, {}
+            return tuple(d for d in moved if d in self._packed), tuple(d for d in moved if d not in self._packed)
 
     def _keep(self, digest: str, packed: torch.Tensor) -> None:
         if packed.nbytes > self._max_bytes or digest in self._packed:  # another thread may have read it meanwhile
             return
         self._packed[digest] = packed
         self.num_bytes += packed.nbytes
+        self._moved[digest] = None
         while self.num_bytes > self._max_bytes:
-            _, dropped = self._packed.popitem(last=False)
+            gone, dropped = self._packed.popitem(last=False)
             self.num_bytes -= dropped.nbytes
+            self._moved[gone] = None
 
 
 def as_torch(tensor: Tensor) -> torch.Tensor:

@@ -194,7 +194,9 @@ class Scheduler:
         updates: list[SequenceUpdate] = []
         self._prefixes.stop_awaiting(self._tiers.finish(result.moved))
         self._prefixes.end_copies(plan.copies)
-        self._host_adapter_stats = result.host_adapter_stats
+        self._host_adapter_stats = stats = result.host_adapter_stats
+        if stats.came or stats.went:
+            self._memory.note_hosted(stats.came, stats.went)
         for digest in result.loaded:
             self._adapters.finish_load(digest)
             self._waiting.adapter_came(digest)

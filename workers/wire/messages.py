@@ -189,17 +189,20 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     computing_s: float | None = None  # since a step was first planned for it, to its first token; with that, else None
 
 
-class ResidencyChange(msgspec.Struct, frozen=True):
+class ResidencyChange(msgspec.Struct, frozen=True, omit_defaults=True):
     """Adapters, by digest, that came into a gang's pool or began to, and those that went, since the last change.
 
     One that came and went in between is told as gone, so a digest that is told as gone need not be known. The same for
-    full pages of KV, by `short_key` of `page_keys.py`.
+    full pages of KV, by `short_key` of `page_keys.py`, and for adapters in the host memory of the gang's workers, by
+    `short_digest`.
     """
 
     came: list[str] = []
     went: list[str] = []
     pages_came: list[int] = []
     pages_went: list[int] = []
+    hosted_came: list[int] = []
+    hosted_went: list[int] = []
 
 
 class OrphanChange(msgspec.Struct, frozen=True):
@@ -233,6 +236,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     resident: list[str] = []  # digests of adapters that are in the pool or on their way into it
     resident_pages: list[int] = []  # short keys of the full pages of KV that are kept
     orphans: list[str] = []  # keys of sequences that it keeps for any router that asks
+    hosted: list[int] = []  # short digests of adapters that are in host memory
 
 
 class Frame(msgspec.Struct, frozen=True, tag="frame"):
