@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, Self
 
 from ...workers.wire.engine_load import EngineLoad
-from ...workers.wire.messages import Frame
+from ...workers.wire.messages import Frame, Hello
 from ...workers.wire.short_digest import short_digest
 from ..fairness.fair_queue import FairQueue
 from ..residency.adapter_uses import AdapterUses
@@ -37,9 +37,8 @@ class KnownGang:
         self._resident = set(resident)  # digests, those that are coming included
         self._hosted = set(hosted)
         self._pages = set(resident_pages)
-        self._expected_pages: dict[
-            int, None
-        ] = {}  # of sequences that were sent there, and that may not be computed yet
+        # Of sequences that were sent there, and that may not be computed yet.
+        self._expected_pages: dict[int, None] = {}
         self._orphans = set(orphans)
         self._open: Counter[str] = Counter()  # unfinished sequences of this router, by digest
         self._open_keys: Counter[str] = Counter()  # of these sequences, those with a key
@@ -49,6 +48,10 @@ class KnownGang:
         self._unseen_of: Counter[str] = Counter()  # by tenant: tokens sent, and not yet counted in its share
         self._observed = ObservedCosts(config.belief)
         self._uses = AdapterUses()
+
+    @classmethod
+    def greeted(cls, config: RoutingConfig, hello: Hello) -> Self:
+        return cls(config, hello.resident, hello.resident_pages, hello.orphans, hello.info.is_fair, hello.hosted)
 
     def receive(self, frame: Frame) -> None:
         self._resident.difference_update(frame.residency.went)

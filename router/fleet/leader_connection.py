@@ -276,9 +276,7 @@ class LeaderConnection:
         if not isinstance(hello, Hello):
             raise ConnectionError("the leader sent a frame before its greeting")
         self.info = hello.info
-        self.known = KnownGang(
-            self._routing, hello.resident, hello.resident_pages, hello.orphans, hello.info.is_fair, hello.hosted
-        )
+        self.known = KnownGang.greeted(self._routing, hello)
         _log.info("connected to gang %s at %s", hello.info.gang_id, self.address)
         if hello.info.gang_id == self._last_gang_id:  # else it is another gang at the same address
             self._go_on(hello.orphans)

@@ -159,9 +159,8 @@ class Scheduler:
         self._counts.num_fair_preemptions += self._admission.make_way(self._preempt)
         num_preemptions = self._counts.num_preemptions
         decodes = self._decodes.plan()
-        may_admit = (
-            self._counts.num_preemptions == num_preemptions
-        )  # who gave way must not get back the pages that it freed
+        # Who gave way must not get back the pages that it freed.
+        may_admit = self._counts.num_preemptions == num_preemptions
         loads = tuple(self._begin_loads()) if may_admit else ()
         chunks = self._admission.plan_prompts(self._prompt_budget(len(decodes)), may_admit)
         planned = PlannedStep(decodes, chunks)
