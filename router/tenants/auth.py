@@ -72,8 +72,11 @@ class Door:
             key, subject = tokens.verify(token) or (None, "")
         except TokensUnavailable as error:
             raise unavailable("Tokens cannot be verified now, try again.", "issuer_unavailable") from error
-        if key is not None and not self._view.keys.has_tenant(key.tenant):
+        if key is None or not self._view.keys.has_tenant(key.tenant):
             return None, ""  # tenants are made by operators, not by who issues tokens
+        tenant = self._view.tenant(key.tenant)
+        if tenant.num_ended and key.created_at < tenant.created_at:
+            return None, ""  # made for the tenant that had the name before
         return key, subject
 
     def tenant(self, name: str) -> TenantRecord:

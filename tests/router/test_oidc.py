@@ -146,6 +146,11 @@ async def test_a_token_lets_its_tenant_in(
         assert await rig.refused("GET", models, token) == (403, "tenant_suspended")
         await rig.done("DELETE", "/v1/admin/tenants/acme")
         assert await rig.refused("GET", models, token) == (401, "invalid_api_key")
+        # Whoever has the name next has other tokens.
+        await rig.done("POST", "/v1/admin/tenants", json={"name": "acme"})
+        for made_at in (int(time.time()) - 3600, None):
+            assert await rig.refused("GET", models, provider.token(iat=made_at)) == (401, "invalid_api_key")
+        assert (await rig.ask("GET", models, provider.token())).status_code == 200
 
 
 def forged(token: str, header: dict[str, Any], signature: bytes = b"") -> str:
