@@ -20,7 +20,7 @@ import grpc
 import msgspec
 
 from ...workers.wire.engine_load import EngineLoad
-from ...workers.wire.fair_shares import ServedElsewhere, TenantShare
+from ...workers.wire.fair_shares import TenantShare
 from ...workers.wire.messages import (
     Cancel,
     Disown,
@@ -28,7 +28,7 @@ from ...workers.wire.messages import (
     FromLeader,
     GangInfo,
     Hello,
-    Outdated,
+    News,
     SequenceError,
     Submit,
     Withdraw,
@@ -182,7 +182,7 @@ class LeaderConnection:
         self._unbegun[sequence].target = target
         self._outbox.put(Withdraw(self._ids[sequence]))
 
-    def tell(self, news: Outdated | ServedElsewhere) -> None:
+    def tell(self, news: News) -> None:
         """Tells the leader what concerns no sequence of its own. Not while the connection is broken."""
         if self.info is not None:
             self._outbox.put(news)
