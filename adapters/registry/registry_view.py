@@ -292,7 +292,7 @@ class RegistryView:
                 return
             self.apply(entry.event)
             for name, pin in _pins_of(entry.event).items():
-                self.pins.set(name, pin)
+                self.pins.change(name, pin)
             self._event_id, self._event_number = entry.event_id, entry.number
         if entries:
             await self._tell_advanced()

@@ -36,7 +36,7 @@ class KnownPins:
         self._names: dict[str, set[Name]] = {}  # by digest
         self._changed: set[str] = set()
 
-    def set(self, name: Name, pin: Pin | None) -> None:
+    def change(self, name: Name, pin: Pin | None) -> None:
         before = self._pins.get(name)
         if before == pin:
             return
@@ -55,9 +55,9 @@ class KnownPins:
     def replace(self, pins: Mapping[Name, Pin]) -> None:
         """These are all."""
         for name in [name for name in self._pins if name not in pins]:
-            self.set(name, None)
+            self.change(name, None)
         for name, pin in pins.items():
-            self.set(name, pin)
+            self.change(name, pin)
 
     def num_gangs(self, digest: str) -> int:
         """That are to keep the adapter; 0: it is not pinned."""

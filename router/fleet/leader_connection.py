@@ -111,10 +111,8 @@ class LeaderConnection:
         self._name = secrets.token_hex(8)  # by which the leader knows its streams as those of one router
         self._num_connects = 0
         self._routing = routing
-        self._on_connect = on_connect
-        self._on_lost = on_lost
-        self._on_orphans = on_orphans
-        self._on_fault = on_fault
+        self._on_connect, self._on_lost = on_connect, on_lost
+        self._on_orphans, self._on_fault = on_orphans, on_fault
         self._on_load, self._on_withdrawn = on_load, on_withdrawn
         self._on_store_failure = on_store_failure
         self._awaiting_reconnect = AwaitingReconnect(self._lose)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,14 +12,13 @@ from redis.asyncio import Redis
 
 from motet.adapters.administration.administration import Administration
 from motet.adapters.errors import NoSuchVersion, QuotaExceeded, VersionRefused
-from motet.adapters.registry import registry_scripts
 from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_scripts import PINNED, PINS, TENANTS
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.tenants.audit_entry import Actor
 from motet.adapters.tenants.records import Quota, TenantRecord
 from motet.adapters.versions.name_state import promoted, rolled_back, with_alias, with_pin
-from motet.adapters.versions.rollout import MAX_PINS
+from motet.adapters.versions.rollout import MAX_PINS, MAX_PINS_IN_ALL
 from motet.tests.rigs.patience import eventually_in_loop
 
 
@@ -47,11 +48,12 @@ async def pin(registry: Registry, name: str, num_gangs: int, most: int | None = 
 
 async def bound(client: Redis, pinned_bytes: int | None) -> None:
     record = TenantRecord(name="acme", quota=Quota(pinned_bytes=pinned_bytes))
-    await client.hset(TENANTS, "acme", msgspec.json.encode(record).decode())  # type: ignore[misc]
+    await client.hset(TENANTS, "acme", msgspec.json.encode(record).decode())
 
 
 async def pinned(client: Redis) -> str | None:
-    return await client.hget(PINNED, "acme")  # type: ignore[misc, no-any-return]
+    found: Any = await client.hget(PINNED, "acme")
+    return None if found is None else str(found)
 
 
 async def test_bytes_count_for_each_gang_and_end_with_the_pin_or_the_name(
@@ -64,14 +66,14 @@ async def test_bytes_count_for_each_gang_and_end_with_the_pin_or_the_name(
     assert await pinned(redis_client) == "2 230"
     await pin(registry, "x", 1)
     assert await pinned(redis_client) == "2 130"
-    assert await redis_client.hget(PINS, "acme/x") == f"{digest_of(1)} 1"  # type: ignore[misc]
+    assert await redis_client.hget(PINS, "acme/x") == f"{digest_of(1)} 1"
     await pin(registry, "y", 0)
     assert await pinned(redis_client) == "1 100"
     with pytest.raises(NoSuchVersion, match="y is not pinned"):
         await pin(registry, "y", 0)
     await registry.delete("acme", "x")
     assert await pinned(redis_client) is None
-    assert await redis_client.hlen(PINS) == 0  # type: ignore[misc]
+    assert await redis_client.hlen(PINS) == 0
 
 
 async def test_the_sum_never_passes_the_quota_by_whatever_change(registry: Registry, redis_client: Redis) -> None:
@@ -121,12 +123,12 @@ async def test_a_tenant_has_so_many_pins_and_no_more(
     registry: Registry, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await put(registry, "x", 1, 100)
-    await redis_client.hset(PINNED, "acme", f"{MAX_PINS} 0")  # type: ignore[misc]
+    await redis_client.hset(PINNED, "acme", f"{MAX_PINS} 0")
     with pytest.raises(VersionRefused, match="256 of your adapters are pinned"):
         await pin(registry, "x", 1)
     await redis_client.delete(PINNED)
-    many = {f"zenith/{number}": "ab 1" for number in range(registry_scripts.MAX_PINS_IN_ALL)}
-    await redis_client.hset(PINS, mapping=many)  # type: ignore[misc]
+    many: Any = {f"zenith/{number}": "ab 1" for number in range(MAX_PINS_IN_ALL)}
+    await redis_client.hset(PINS, mapping=many)
     with pytest.raises(VersionRefused, match="10000 of all tenants' adapters are pinned"):
         await pin(registry, "x", 1)
     assert not (await registry.names.get("acme", "x")).rollout.pinned_gangs
@@ -147,7 +149,11 @@ async def test_pins_of_a_deleted_tenant_are_gone(registry: Registry, redis_clien
     await pin(registry, "x", 2)
     await Administration.of(redis_client).tenants.delete("acme", Actor(kind="operator"))
     assert await pinned(redis_client) is None
-    assert await redis_client.hlen(PINS) == 0  # type: ignore[misc]
+    assert await redis_client.hlen(PINS) == 0
+
+
+def has_pin(view: RegistryView, num_gangs: int) -> bool:
+    return view.pins.num_gangs(digest_of(2)) == num_gangs
 
 
 async def test_every_view_knows_all_pins(registry: Registry) -> None:
@@ -161,13 +167,13 @@ async def test_every_view_knows_all_pins(registry: Registry) -> None:
     await put(registry, "x", 2, 100)
     await late.start()
     for view in (early, late):
-        await eventually_in_loop(lambda view=view: view.pins.num_gangs(digest_of(2)) == 2)  # type: ignore[misc]
+        await eventually_in_loop(partial(has_pin, view, 2))
         assert view.pins.num_gangs(digest_of(1)) == 3
     assert early.pins.take_changed() == {digest_of(1), digest_of(2)}
     await registry.delete("acme", "y")
     await pin(registry, "x", 0)
     for view in (early, late):
-        await eventually_in_loop(lambda view=view: view.pins.num_gangs(digest_of(2)) == 0)  # type: ignore[misc]
+        await eventually_in_loop(partial(has_pin, view, 0))
         assert view.pins.num_gangs(digest_of(1)) == 0
         view.check_integrity()
         await view.stop()

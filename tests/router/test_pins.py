@@ -115,7 +115,7 @@ async def test_a_pin_follows_the_current_version_and_every_router_tells_how_it_d
     await eventually(lambda: not any(gang.pinned for gang in gangs))
     gone = [await rig.http.get(PIN), await rig.http.delete(PIN)]
     assert [(one.status_code, one.json()["error"]["code"]) for one in gone] == [(404, "version_not_found")] * 2
-    log = await redis_client.xrange("motet:{registry}:audit:acme")
+    log: Any = await redis_client.xrange("motet:{registry}:audit:acme")
     changed = [msgspec.json.decode(entry[1]["entry"]) for entry in log]
     assert [(one["action"], one["changed"]["pinned_gangs"]) for one in changed if "pin." in one["action"]] == [
         ("pin.set", {"from": None, "to": 2}),
@@ -144,7 +144,7 @@ async def test_what_may_not_be_pinned(rigs: Sequence[VersionRig], redis_client: 
     await rig.upload(1)
     num_bytes = (await rig.http.get("/v1/adapters/x/versions/1")).json()["bytes"]
     record = TenantRecord(name="acme", quota=Quota(pinned_bytes=2 * num_bytes))
-    await redis_client.hset(TENANTS, "acme", msgspec.json.encode(record).decode())  # type: ignore[misc]
+    await redis_client.hset(TENANTS, "acme", msgspec.json.encode(record).decode())
     codes = []
     for name, body, headers in (
         ("nobodys", {}, {}),
@@ -172,7 +172,7 @@ def test_pins_move_once_gangs_have_settled_and_nothing_is_told_twice() -> None:
     pins, gangs = KnownPins(), [FakeGang(f"gang-{number}") for number in range(4)]
     digests = [f"{number:064x}" for number in range(40)]
     for digest in digests:
-        pins.set(("acme", digest), (digest, 2))
+        pins.change(("acme", digest), (digest, 2))
     connected: list[FakeGang] = gangs[:1]
     keeper = PinKeeper(pins, lambda: connected)
     keeper.look(100.0)
@@ -202,7 +202,7 @@ def test_pins_move_once_gangs_have_settled_and_nothing_is_told_twice() -> None:
 
 def test_gangs_that_never_settle_hold_nothing_up() -> None:
     pins, gangs = KnownPins(), [FakeGang("gang-0"), FakeGang("gang-1")]
-    pins.set(("acme", "x"), ("a" * 64, 2))
+    pins.change(("acme", "x"), ("a" * 64, 2))
     connected = gangs
     keeper = PinKeeper(pins, lambda: connected)
     for number in range(40):
@@ -221,7 +221,7 @@ async def test_leaders_hear_from_all_routers_and_forget_none_that_is_there() -> 
     pins = KnownPins()
     digests = [f"{number:064x}" for number in range(10_000)]
     for digest in digests[:-1]:
-        pins.set(("acme", digest), (digest, 1))
+        pins.change(("acme", digest), (digest, 1))
     routers, keepers = [], []
     for _ in range(2):
         known = KnownPins()
@@ -236,8 +236,8 @@ async def test_leaders_hear_from_all_routers_and_forget_none_that_is_there() -> 
     expected = {key: {d for d in digests[:-1] if places_of(d, ids, 1) == [f"gang {key}"]} for key in "abc"}
     await eventually(lambda: all(engines[key].pinned == expected[key] for key in "abc"))
     for _, known in keepers:
-        known.set(("acme", digests[0]), None)
-        known.set(("zenith", "y"), (digests[-1], 3))
+        known.change(("acme", digests[0]), None)
+        known.change(("zenith", "y"), (digests[-1], 3))
     await eventually(lambda: all(digests[-1] in engine.pinned for engine in engines.values()))
     await eventually(lambda: not any(digests[0] in engine.pinned for engine in engines.values()))
     home = places_of(digests[-1], ids, 3)[0]

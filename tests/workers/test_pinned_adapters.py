@@ -13,8 +13,8 @@ from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.oracle import write_adapters, write_model
 from motet.tests.rigs.patience import eventually
 from motet.workers.execution import pin_reader
-from motet.workers.leader.pinned_adapters import FORGET_S, PinnedAdapters
 from motet.workers.memory.host_pins import FULL
+from motet.workers.memory.pinned_adapters import FORGET_S, PinnedAdapters
 from motet.workers.wire.messages import Pinned, ResidencyChange, SamplingParams
 from motet.workers.wire.short_digest import short_digest
 
@@ -83,7 +83,7 @@ def test_what_cannot_be_kept_says_why(stock: Stock, monkeypatch: pytest.MonkeyPa
         rig.engine.pin({stock.refs[large].digest: True, stock.refs[small].digest: True, "f" * 64: True})
         eventually(lambda: host.has(small))
         eventually(lambda: host.failure(large) == FULL)
-        eventually(lambda: "f" * 64 in (host.step() and host.failed.get(short_digest("f" * 64), "")))
+        eventually(lambda: host.step() and "f" * 64 in host.failed.get(short_digest("f" * 64), ""))
         rig.engine.pin({stock.refs[large].digest: False})
         eventually(lambda: host.failure(large) == "")
 

@@ -22,6 +22,7 @@ from typing import Any
 import grpc
 import msgspec
 
+from ..memory.pinned_adapters import PinnedAdapters
 from ..wire.engine_load import EngineGauges, EngineLoad
 from ..wire.fair_shares import ServedElsewhere, TenantShare
 from ..wire.messages import (
@@ -49,7 +50,6 @@ from ..wire.stream_options import (
 from .asked_adapters import AskedAdapters
 from .known_shares import KnownShares
 from .leader_config import LeaderConfig
-from .pinned_adapters import PinnedAdapters
 from .residency import Residency
 from .routed_sequences import RoutedSequences
 from .router_stream import RouterStream

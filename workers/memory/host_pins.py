@@ -112,5 +112,5 @@ class HostPins:
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant is broken."""
         assert self.num_bytes == sum(packed.nbytes for packed in self._kept.values()) <= self._max_bytes
-        states = (self._kept, self._lacking, self._without_room)
-        assert sum(map(len, states)) == len(set().union(*states)) and set().union(*states) <= self._wanted
+        states = [*self._kept, *self._lacking, *self._without_room]
+        assert len(states) == len(set(states)) and set(states) <= self._wanted
