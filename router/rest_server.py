@@ -35,11 +35,13 @@ from .operations_api import OperationsApi
 from .quotas.limits_api import LimitsApi
 from .quotas.quotas import Quotas
 from .readiness import Readiness
+from .residency.pin_keeper import PinKeeper
 from .route import RouteSpec
 from .tenants.auth import Door, Tokens
 from .text.text import TextService
 from .uploads.adapters_api import AdaptersApi
 from .versions.canary_book import CanaryBook
+from .versions.pin_api import PinApi
 from .versions.preload_api import PreloadApi
 from .versions.preloader import Preloader
 from .versions.residency_api import ResidencyApi
@@ -67,6 +69,7 @@ def create_app(
     quotas: Quotas | None = None,
     canaries: CanaryBook | None = None,
     preloads: Preloads | None = None,
+    pins: PinKeeper | None = None,
     more_routes: Callable[[Door], Sequence[RouteSpec]] = lambda door: (),
 ) -> FastAPI:
     """The app. The caller starts and stops the collaborators that it passes in.
@@ -77,7 +80,8 @@ def create_app(
     of each answer. `administration`: None: tenants and keys are not changed here. `tokens`: who verifies tokens
     of identity providers; None: there are none. `quotas`: None: nobody has any. `canaries`: must be started; None: no
     version can be put on trial. `preloads`: None, or no `canaries`: nothing is brought to gangs before somebody asks
-    for it. `more_routes`: of what else the caller has made, which ask this door.
+    for it. `pins`: must be started; None: nothing is pinned. `more_routes`: of what else the caller has made,
+    which ask this door.
     """
     metrics = metrics or Metrics()
     door = Door(view, operator_key, tokens)
@@ -100,7 +104,7 @@ def create_app(
         *models.routes(),
         *adapters.routes(),
         *versions.routes(),
-        *ResidencyApi(door, uploads, dispatcher, view, counts, preloads).routes(),
+        *ResidencyApi(door, uploads, dispatcher, view, counts, preloads, pins).routes(),
         *limits.routes(),
         *operations.routes(),
         *more_routes(door),
@@ -109,6 +113,8 @@ def create_app(
         routes += TrialsApi(door, uploads, counts).routes()
     if canaries is not None and preloads is not None:
         routes += PreloadApi(door, uploads, Preloader(dispatcher, preloads, canaries)).routes()
+    if pins is not None:
+        routes += PinApi(door, uploads, view, pins).routes()
     if administration is not None:
         routes += TenantsApi(administration, view, door).routes()
         routes += KeysApi(administration, view, door).routes()

@@ -21,6 +21,8 @@ from ..registry.registry_scripts import (
     NOTE,
     NUMBER,
     OWNER,
+    PINNED,
+    PINS,
     SETTINGS,
     STORED,
     TELL,
@@ -137,10 +139,12 @@ for _, name in ipairs(names) do
     redis.call('HDEL', KEYS[1], name)
     redis.call('HDEL', KEYS[3], name)
     redis.call('ZREM', KEYS[4], name)
+    redis.call('HDEL', '{PINS}', name)
     tell('delete', name, string.match(record, '^%d+') .. ' ' .. string.format('%d', next_number()))
   end
 end
 if #names < tonumber(ARGV[2]) then
+  redis.call('HDEL', '{PINNED}', ARGV[1])
   redis.call('UNLINK', '{STORED}' .. ARGV[1], {", ".join(f"'{prefix}' .. ARGV[3]" for prefix in OF_A_LIFE)})
 end
 return #names

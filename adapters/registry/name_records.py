@@ -20,7 +20,7 @@ from ..adapter import AdapterVersion
 from ..errors import NoSuchName, RegistryUnavailable, TenantGone, VersionRefused
 from ..names import check_name, check_tenant
 from ..tenants.audit_entry import AuditEntry, encode_entry, log_entry
-from ..tenants.storage_bounds import StorageBound, check_storage
+from ..tenants.storage_bounds import StorageBound, check_pinned, check_storage
 from ..versions.changed_fields import changed_fields
 from ..versions.name_state import NameNotes, NameState, VersionNote, with_upload
 from ..versions.rollout import MAX_CANARIES, versions_of
@@ -107,16 +107,19 @@ class NameRecords:
         change: Callable[[NameState, float], NameState],
         entry: AuditEntry | None = None,
         num_ended: int | None = None,
+        most_pinned_bytes: int | None = None,
     ) -> NameState:
         """The name after `change`, which gets it and the Unix time. `num_ended`, `entry`: see `register`.
 
-        Raises NoSuchName, TenantGone, what `change` raises, and VersionRefused if its tenant has MAX_CANARIES already.
+        `most_pinned_bytes`: that its tenant may have pinned afterwards if this adds any, beside the tenant's quota.
+        Raises NoSuchName, TenantGone, what `change` raises, QuotaExceeded if more would be pinned than may be, and
+        VersionRefused if its tenant has MAX_CANARIES, or MAX_PINS, already.
         """
 
         def apply(state: NameState | None, last_version: int, now: float) -> tuple[NameState, int, None]:
             return change(_existing(state, name), now), last_version, None
 
-        state, _, _ = await self._change(f"{tenant}/{name}", apply, entry, num_ended)
+        state, _, _ = await self._change(f"{tenant}/{name}", apply, entry, num_ended, (), most_pinned_bytes)
         return state
 
     async def _change(
@@ -126,6 +129,7 @@ class NameRecords:
         entry: AuditEntry | None = None,
         num_ended: int | None = None,
         bounds: Sequence[StorageBound] = (),
+        most_pinned_bytes: int | None = None,
     ) -> tuple[NameState, AdapterVersion | None, int]:
         for _ in range(_MAX_TRIES):
             before, last_version, record, notes = await self._read(field)
@@ -147,6 +151,7 @@ class NameRecords:
                         encode_entry(written_entry),
                         result,
                         "" if num_ended is None else num_ended,
+                        "" if most_pinned_bytes is None else most_pinned_bytes,
                         *bound_args(bounds),
                     ],
                 )
@@ -176,6 +181,12 @@ class NameRecords:
 
 
 def _refuse(bounds: Sequence[StorageBound], key_id: str, *counts: int | str) -> None:
+    if key_id == "pinned_bytes":
+        num_bytes, most = map(int, counts)
+        check_pinned(most, num_bytes)
+    if key_id in ("pins", "pins_in_all"):
+        whose = "your" if key_id == "pins" else "all tenants'"
+        raise VersionRefused(f"{counts[0]} of {whose} adapters are pinned, which is the most that may be: unpin one")
     bound = next(bound for bound in bounds if bound.key_id == key_id and not bound.is_open)
     check_storage(bound, use_of(*counts[:2]), use_of(*counts[2:]))
     raise AssertionError(f"{bound} was exceeded, and is not")

@@ -12,9 +12,9 @@ from .rollout import versions_of
 def changed_fields(before: NameState | None, after: NameState) -> dict[str, object]:
     """Each field that differs, as {"from": …, "to": …}; None stands for what was not there, or is there no more.
 
-    `current` is a version's number, `versions` are all numbers, `aliases` only those that changed; `canary` and
-    `shadow` have version and share. Of an ended canary there is also how and why it ended. Of notes, which may say
-    anything, only the versions are told.
+    `current` is a version's number, `pinned_gangs` how many gangs keep it in host memory, `versions` are all numbers,
+    `aliases` only those that changed; `canary` and `shadow` have version and share. Of an ended canary there is also
+    how and why it ended. Of notes, which may say anything, only the versions are told.
     """
     facts, now = {} if before is None else _facts(before), _facts(after)
     changed: dict[str, object] = {
@@ -40,6 +40,8 @@ def _facts(state: NameState) -> dict[str, Any]:
         "current": state.current.version,
         "versions": sorted(one.version for one in versions_of(state.current)),
     }
+    if state.rollout.pinned_gangs:
+        facts["pinned_gangs"] = state.rollout.pinned_gangs
     for name in ("canary", "shadow"):
         trial = getattr(state.rollout, name)
         if trial is not None:

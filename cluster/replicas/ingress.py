@@ -36,6 +36,7 @@ from ...router.loop_watchdog import LoopWatchdog
 from ...router.metrics import Metrics
 from ...router.operations_api import router_facts
 from ...router.quotas.quotas import Quotas
+from ...router.residency.pin_keeper import PinKeeper
 from ...router.rest_server import create_app
 from ...router.text.model_tokenizer import import_transformers_without_torch
 from ...router.text.text import TextService
@@ -127,6 +128,8 @@ class RouterReplica:
             admission=config.admission,
         )
         self._view.on_outdated = self._dispatcher.outdate
+        self._pins = PinKeeper(self._view.pins, self._dispatcher.connected)
+        self._pins.start()
         self._demand = GangDemand(gang, lambda: self._dispatcher.num_waiting) if config.min_gangs == 0 else None
         self._gangs: Mapping[str, Metadata] = {}
         self._routers: Mapping[str, Metadata] = {}
@@ -184,6 +187,7 @@ class RouterReplica:
             quotas=self._quotas,
             canaries=self._canaries,
             preloads=Preloads(self._redis),
+            pins=self._pins,
             accountants=[self._usage.metering],
             more_routes=self._usage.routes,
         )
@@ -237,6 +241,7 @@ class RouterReplica:
         await self._page.stop()
         if self._tokens is not None:
             await self._tokens.stop()
+        await self._pins.stop()
         await self._dispatcher.close()
         await self._quotas.stop()
         await self._judge.stop()

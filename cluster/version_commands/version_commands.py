@@ -12,12 +12,19 @@ from urllib.parse import quote
 import click
 
 from .caller import Caller, path_of, print_json, print_table
+from .pin_commands import pin_commands
 from .residency_commands import residency_commands
 
 
 def version_commands(with_client: Callable[[Any], Any]) -> Sequence[click.Command]:
     """The groups. `with_client` makes of a function of a `Caller` one with options that say which motet."""
-    return _versions(with_client), _aliases(with_client), _canary(with_client), *residency_commands(with_client)
+    return (
+        _versions(with_client),
+        _aliases(with_client),
+        _canary(with_client),
+        *residency_commands(with_client),
+        *pin_commands(with_client),
+    )
 
 
 def _versions(with_client: Callable[[Any], Any]) -> click.Group:

@@ -29,7 +29,7 @@ from .admission import AdmissionConfig, TimeLimit
 from .affinity import RoutingConfig
 from .fleet import STORE_PAUSE_S, Fleet
 from .known_gang import AdapterTier
-from .leader_connection import FaultKind
+from .leader_connection import FaultKind, LeaderConnection
 from .open_sequence import OpenSequence
 from .unread_sequences import UnreadSequences
 from .unsent_sequences import UnsentSequences
@@ -195,6 +195,10 @@ class FleetDispatcher:
     def outdate(self, digest: str) -> None:
         """Tells the gangs that no name points to the adapter any more, so that they need not keep it."""
         self._fleet.outdate(digest)
+
+    def connected(self) -> Sequence[LeaderConnection]:
+        """Connections to the gangs that take sequences now."""
+        return self._fleet.connected
 
     def gang(self) -> GangInfo | None:
         for leader in self._fleet.connected:

@@ -36,6 +36,7 @@ class KnownGang:
         self.load = EngineLoad()  # as of the last frame
         self._resident = set(resident)  # digests, those that are coming included
         self._hosted = set(hosted)
+        self._failed_pins: dict[int, str] = {}  # reasons, by short digest
         self._pages = set(resident_pages)
         # Of sequences that were sent there, and that may not be computed yet.
         self._expected_pages: dict[int, None] = {}
@@ -59,6 +60,11 @@ class KnownGang:
         if frame.residency.hosted_came or frame.residency.hosted_went:
             self._hosted.difference_update(frame.residency.hosted_went)
             self._hosted.update(frame.residency.hosted_came)
+        for short, reason in frame.residency.pin_news.items():
+            if reason:
+                self._failed_pins[short] = reason
+            else:
+                self._failed_pins.pop(short, None)
         for digest in (*frame.residency.went, *self._uses.used(frame.residency.hosted_went)):
             self._forget_uses(digest)
         for digest in frame.residency.went:
@@ -121,6 +127,14 @@ class KnownGang:
         if self.has(digest):
             return "device"
         return "host" if self._hosted and short_digest(digest) in self._hosted else None
+
+    def is_hosted(self, digest: str) -> bool:
+        """The adapter is in the gang's host memory."""
+        return short_digest(digest) in self._hosted
+
+    def pin_failure(self, digest: str) -> str | None:
+        """Why the gang cannot keep a pinned adapter in host memory; None: it has not told of anything."""
+        return self._failed_pins.get(short_digest(digest))
 
     def tier_for(self, tenant: str, digest: str, *, is_known: bool = False) -> AdapterTier | None:
         """As `tier_of`, as far as sequences of the tenant itself tell that have lately come from this router.

@@ -20,7 +20,7 @@ import grpc
 import msgspec
 
 from ...workers.wire.engine_load import EngineLoad
-from ...workers.wire.fair_shares import ServedElsewhere, TenantShare
+from ...workers.wire.fair_shares import TenantShare
 from ...workers.wire.messages import (
     Cancel,
     Disown,
@@ -28,7 +28,7 @@ from ...workers.wire.messages import (
     FromLeader,
     GangInfo,
     Hello,
-    Outdated,
+    News,
     SequenceError,
     Submit,
     Withdraw,
@@ -111,10 +111,8 @@ class LeaderConnection:
         self._name = secrets.token_hex(8)  # by which the leader knows its streams as those of one router
         self._num_connects = 0
         self._routing = routing
-        self._on_connect = on_connect
-        self._on_lost = on_lost
-        self._on_orphans = on_orphans
-        self._on_fault = on_fault
+        self._on_connect, self._on_lost = on_connect, on_lost
+        self._on_orphans, self._on_fault = on_orphans, on_fault
         self._on_load, self._on_withdrawn = on_load, on_withdrawn
         self._on_store_failure = on_store_failure
         self._awaiting_reconnect = AwaitingReconnect(self._lose)
@@ -182,7 +180,7 @@ class LeaderConnection:
         self._unbegun[sequence].target = target
         self._outbox.put(Withdraw(self._ids[sequence]))
 
-    def tell(self, news: Outdated | ServedElsewhere) -> None:
+    def tell(self, news: News) -> None:
         """Tells the leader what concerns no sequence of its own. Not while the connection is broken."""
         if self.info is not None:
             self._outbox.put(news)

@@ -19,6 +19,7 @@ from ...adapters.versions.rollout import versions_of
 from ..access.request_record import record_of
 from ..fleet.dispatch import Dispatcher
 from ..fleet.known_gang import AdapterTier
+from ..residency.pin_keeper import PinKeeper
 from ..route import RouteSpec
 from ..tenants.auth import Door
 from .versions_api import NAME, answer, answered
@@ -30,7 +31,7 @@ State = Literal["ready", "coming", "failed"]
 class GangResidency(msgspec.Struct, frozen=True):
     gang: str  # an opaque name, of this tenant only
     tier: Tier
-    state: State  # of the tenant's preload that was last noted there; "ready": there is none under way
+    state: State  # of its pin there, or the preload that was last noted; "ready": there is none under way
     reason: str | None = None  # why it failed
 
 
@@ -57,10 +58,11 @@ class ResidencyApi:
         view: RegistryView,
         counts: CanaryCounts | None,
         preloads: Preloads | None,
+        pins: PinKeeper | None,
     ) -> None:
-        """`counts`, `preloads`: what routers have noted of versions; None: nobody notes it."""
+        """`counts`, `preloads`: what routers have noted of versions; None: nobody notes it. `pins`: None: none is."""
         self._door, self._uploads, self._dispatcher, self._view = door, uploads, dispatcher, view
-        self._counts, self._preloads = counts, preloads
+        self._counts, self._preloads, self._pins = counts, preloads, pins
 
     def routes(self) -> Sequence[RouteSpec]:
         return (
@@ -82,7 +84,11 @@ class ResidencyApi:
         return answer(ResidencyAnswer(found, len(self._dispatcher.gangs())))
 
     async def _found(self, tenant: str, name: str) -> list[VersionResidency]:
-        versions = [*versions_of((await self._uploads.state(tenant, name)).current)]
+        state = await self._uploads.state(tenant, name)
+        versions = [*versions_of(state.current)]
+        pins: Mapping[str, str | None] = {}
+        if self._pins is not None and state.rollout.pinned_gangs:
+            pins = dict([*self._pins.states(state.current.digest).items()][: state.rollout.pinned_gangs])
         failures: Mapping[int, str] = {}
         preloads: Sequence[Mapping[str, Preload]] = [{}] * len(versions)
         if self._counts is not None:
@@ -90,17 +96,26 @@ class ResidencyApi:
         if self._preloads is not None:
             preloads = await self._preloads.read([place_of(tenant, name, one.version, one.digest) for one in versions])
         return [
-            self._residency(tenant, one, failures.get(one.version), noted)
+            self._residency(tenant, one, failures.get(one.version), noted, pins if one is state.current else {})
             for one, noted in zip(versions, preloads, strict=True)
         ]
 
     def _residency(
-        self, tenant: str, version: AdapterVersion, failure: str | None, noted: Mapping[str, Preload]
+        self,
+        tenant: str,
+        version: AdapterVersion,
+        failure: str | None,
+        noted: Mapping[str, Preload],
+        pins: Mapping[str, str | None],
     ) -> VersionResidency:
+        """`pins`: the gangs that keep it for the tenant; None: it is there, or empty: it comes, or why not."""
         brought = [gang for gang, preload in noted.items() if preload.is_over and not preload.failure]
-        tiers = self._dispatcher.residency(tenant, version.digest, brought)
+        tiers: dict[str, AdapterTier] = {gang: "host" for gang, failed in pins.items() if failed is None}
+        tiers |= self._dispatcher.residency(tenant, version.digest, brought)
+        noted = {**noted, **{gang: Preload(is_over=fail != "", failure=fail or "") for gang, fail in pins.items()}}
         gangs = [
-            _gang(self._opaque(tenant, gang), tiers.get(gang, "store"), noted.get(gang)) for gang in {**tiers, **noted}
+            _gang(opaque_gang(self._view, tenant, gang), tiers.get(gang, "store"), noted.get(gang))
+            for gang in {**tiers, **noted}
         ]
         gangs.sort(key=lambda one: one.gang)
         states, reasons = {one.state for one in gangs}, [one.reason for one in gangs if one.reason is not None]
@@ -110,9 +125,10 @@ class ResidencyApi:
         state: State = "failed" if failure is not None else "coming" if "coming" in states else "ready"
         return VersionResidency(version.version, tier, state, failure, gangs)
 
-    def _opaque(self, tenant: str, gang_id: str) -> str:
-        """The same at all routers, and of no use beside what another tenant is told."""
-        return blake2b(f"{tenant}/{gang_id}".encode(), key=self._view.stream_keys[0], digest_size=6).hexdigest()
+
+def opaque_gang(view: RegistryView, tenant: str, gang_id: str) -> str:
+    """The same at all routers, and of no use beside what another tenant is told."""
+    return blake2b(f"{tenant}/{gang_id}".encode(), key=view.stream_keys[0], digest_size=6).hexdigest()
 
 
 _FASTEST_FIRST: Final[tuple[AdapterTier, ...]] = ("device", "host")

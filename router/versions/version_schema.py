@@ -11,8 +11,9 @@ from msgspec import Meta
 from ...adapters.adapter import AdapterVersion
 from ...adapters.versions.canary_policy import FIRST_TOKEN_EDGES_S, PER_TOKEN_EDGES_S, ArmCounts
 from ...adapters.versions.name_state import MAX_NOTE_CHARS, NameState, VersionNote
+from ...adapters.versions.rollout import MAX_PINNED_GANGS
 
-MAX_GANGS: Final = 16  # that one preload may name
+MAX_GANGS: Final = MAX_PINNED_GANGS  # that one preload or pin may name
 Selector = Annotated[str | int, Meta(description="A version's number, or an alias.")]
 NumGangs = Annotated[int, Meta(ge=1, le=MAX_GANGS)]
 CanaryShare = Annotated[float, Meta(gt=0, lt=1)]
@@ -37,6 +38,10 @@ class AliasBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class PreloadBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: Selector | None = None  # none: the current one
+    gangs: NumGangs = 1
+
+
+class PinBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gangs: NumGangs = 1
 
 
@@ -100,7 +105,7 @@ class AliasList(msgspec.Struct, frozen=True):
 
 class Deleted(msgspec.Struct, frozen=True):
     name: str
-    object: Literal["alias", "canary", "shadow"]
+    object: Literal["alias", "canary", "shadow", "pin"]
     deleted: bool = True
 
 

@@ -13,6 +13,7 @@ from ...adapters.errors import (
     AdapterInvalid,
     NoSuchName,
     NoSuchVersion,
+    QuotaExceeded,
     RegistryUnavailable,
     TenantGone,
     VersionRefused,
@@ -24,7 +25,7 @@ from ...adapters.versions.name_state import NameState
 from ...adapters.versions.rollout import versions_of
 from ..access.request_record import record_of
 from ..bodies.small_body import small_body
-from ..openai_api.errors import ApiError, unavailable
+from ..openai_api.errors import ApiError, insufficient_quota, unavailable
 from ..route import RouteSpec
 from ..tenants.auth import Door, unknown_key
 from ..tenants.identity import Identity
@@ -48,6 +49,7 @@ _promote = msgspec.json.Decoder(PromoteBody)
 _empty = msgspec.json.Decoder(EmptyBody)
 _alias = msgspec.json.Decoder(AliasBody)
 _ERRORS: Final = ("invalid_value", "adapter_not_found", "version_not_found", "version_refused", "registry_unavailable")
+_FULL: Final = "insufficient_quota"  # a pinned name's current version may grow
 
 
 class VersionsApi:
@@ -58,7 +60,9 @@ class VersionsApi:
         self._door, self._uploads, self._counts = door, uploads, counts
 
     def routes(self) -> Sequence[RouteSpec]:
-        def route(method: str, path: str, handler: Any, summary: str, answer: Any, body: Any = None) -> RouteSpec:
+        def route(
+            method: str, path: str, handler: Any, summary: str, answer: Any, body: Any = None, *more: str
+        ) -> RouteSpec:
             return RouteSpec(
                 method=method,
                 path=NAME + path,
@@ -67,15 +71,19 @@ class VersionsApi:
                 summary=summary,
                 body=body,
                 answers={200: answer},
-                errors=_ERRORS,
+                errors=(*_ERRORS, *more),
             )
 
         return (
             route("GET", "/versions", self.list, "All versions of an adapter that are kept.", VersionList),
             route("GET", "/versions/{version}", self.show, "A version, by number or alias.", VersionAnswer),
             route("PATCH", "/versions/{version}", self.note, "Change a version's note.", VersionAnswer, NoteBody),
-            route("POST", "/promote", self.promote, "Make a version the current one.", VersionAnswer, PromoteBody),
-            route("POST", "/rollback", self.roll_back, "Go back to the version before.", VersionAnswer, EmptyBody),
+            route(
+                "POST", "/promote", self.promote, "Make a version the current one.", VersionAnswer, PromoteBody, _FULL
+            ),
+            route(
+                "POST", "/rollback", self.roll_back, "Go back to the version before.", VersionAnswer, EmptyBody, _FULL
+            ),
             route("GET", "/aliases", self.aliases, "An adapter's aliases.", AliasList),
             route("PUT", "/aliases/{alias}", self.set_alias, "Point an alias to a version.", AliasAnswer, AliasBody),
             route("DELETE", "/aliases/{alias}", self.delete_alias, "Delete an alias.", Deleted),
@@ -175,6 +183,8 @@ async def answered(work: Awaitable[T]) -> T:
         raise ApiError(404, str(error), param="version", code="version_not_found") from error
     except VersionRefused as error:
         raise ApiError(409, str(error), code="version_refused") from error
+    except QuotaExceeded as error:
+        raise insufficient_quota(str(error)) from error
     except TenantGone as error:
         raise unknown_key() from error
     except RegistryUnavailable as error:

@@ -61,3 +61,5 @@ async def test_a_tenant_rolls_out_and_back_by_commands(redis_client: Redis, tmp_
         while "device" not in (listed := await told("residency", "x")):
             assert "coming" in listed
         assert '"tier": "device"' in await told("residency", "x", "--json")
+        assert "x, now version 1, is pinned to 2 gangs" in await told("pin", "x", "--gangs", "2")
+        assert "x is not pinned any more" in await told("unpin", "x")

@@ -26,6 +26,7 @@ from motet.adapters.upload import UploadLimits, UploadService
 from motet.router.config import CurrentConfig
 from motet.router.openapi.document import openapi_document
 from motet.router.quotas.quotas import Quotas
+from motet.router.residency.pin_keeper import PinKeeper
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
 from motet.router.usage.usage import Usage
@@ -140,6 +141,7 @@ async def real_front(
         quotas=quotas,
         canaries=canaries,
         preloads=Preloads(redis),
+        pins=PinKeeper(view.pins, tuple),
         accountants=[usage.metering],
         more_routes=usage.routes,
     )

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.administration.administration import Administration
 from motet.adapters.registry.canary_counts import CanaryCounts
+from motet.adapters.registry.preloads import Preloads
 from motet.adapters.registry.registry import PAGE_SIZE
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.tenants.records import KeyRecord, Quota, TenantRecord
@@ -32,6 +33,7 @@ from motet.router.fleet.known_gang import AdapterTier
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.openai_api.event_seal import EventSealer
 from motet.router.quotas.quotas import Quotas
+from motet.router.residency.pin_keeper import PinKeeper
 from motet.router.rest_server import create_app
 from motet.router.route import RouteSpec
 from motet.router.tenants.auth import Door
@@ -333,6 +335,8 @@ class RouterRig:
         more_routes: Callable[[Door], Sequence[RouteSpec]] = lambda door: (),
         administration: Administration | None = None,
         counts: CanaryCounts | None = None,
+        preloads: Preloads | None = None,
+        pins: PinKeeper | None = None,
         **config: Any,
     ) -> None:
         """`counts`: of canaries; None: no version can be put on trial."""
@@ -353,6 +357,8 @@ class RouterRig:
             more_routes=more_routes,
             administration=administration,
             canaries=None if counts is None else CanaryBook(cast(RegistryView, self.registry), counts),
+            preloads=preloads,
+            pins=pins,
         )
 
     def ids(self, text: str) -> list[int]:

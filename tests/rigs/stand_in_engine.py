@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from motet.tests.rigs.engine_loads import engine_load
 from motet.workers.wire.engine_load import EngineLoad
@@ -66,6 +66,7 @@ class StandInEngine:
         self.submitted: list[SequenceRequest] = []
         self.cancelled: list[int] = []
         self.outdated: list[str] = []
+        self.pinned: set[str] = set()
         self.served_elsewhere: list[ServedElsewhere] = []
         self.shares: list[TenantShare] = []  # to be told with the next step
         self.paused = False
@@ -126,6 +127,9 @@ class StandInEngine:
 
     def outdate(self, digest: str) -> None:
         self.outdated.append(digest)
+
+    def pin(self, changes: Mapping[str, bool]) -> None:
+        self.pinned = {digest for digest in {*self.pinned, *changes} if changes.get(digest, True)}
 
     def charge_elsewhere(self, served: ServedElsewhere) -> None:
         self.served_elsewhere.append(served)

@@ -18,6 +18,7 @@ from motet.adapters.store.store import AdapterStore
 from motet.adapters.upload import UploadLimits, UploadService
 from motet.router.accounts.account import Accountant
 from motet.router.config import CurrentConfig
+from motet.router.residency.pin_keeper import PinKeeper
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
 from motet.router.versions.canary_book import CanaryBook
@@ -46,6 +47,8 @@ class VersionRig:
         )
         counts = CanaryCounts(client)
         self.canaries, self.judge = CanaryBook(self.view, counts), CanaryJudge(self.uploads, counts)
+        self.gangs: list[Any] = []  # as the keeper of pins knows them
+        self.keeper = PinKeeper(self.view.pins, lambda: self.gangs)
         self.app = create_app(
             config=CurrentConfig(router_config(BASE, folder / "spool")),
             dispatcher=self.dispatcher,
@@ -56,6 +59,7 @@ class VersionRig:
             canaries=self.canaries,
             accountants=accountants,
             preloads=Preloads(client),
+            pins=self.keeper,
         )
         transport = httpx.ASGITransport(app=self.app)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://router", headers=HEADERS)
@@ -104,9 +108,11 @@ async def version_rigs(
         await rig.view.start()
         rig.canaries.start()
         rig.judge.start()
+        rig.keeper.start()
     yield rigs
     for rig in rigs:
         await rig.http.aclose()
+        await rig.keeper.stop()
         await rig.judge.stop()
         await rig.canaries.stop()
         await rig.view.stop()

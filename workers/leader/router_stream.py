@@ -18,6 +18,7 @@ from .unsent_updates import UnsentUpdates
 _MAX_ADAPTERS: Final = 4096  # that a message tells of, some 66 bytes each
 _MAX_PAGES: Final = 1 << 16  # 9 bytes each
 _MAX_HOSTED: Final = 1 << 14  # adapters in host memory, 9 bytes each, in a message
+_MAX_PINS: Final = 1024  # that a message tells of, with their reasons, some 100 bytes each
 _MAX_SHARES: Final = 512  # that a frame tells of, some 60 bytes each; the others come with the next frames
 _MAX_ORPHANS: Final = 1 << 14  # that a frame tells of, some 50 bytes each
 
@@ -35,6 +36,7 @@ class RouterStream:
     moved: set[str] = field(default_factory=set)  # adapters that came or went; not yet written
     moved_pages: set[int] = field(default_factory=set)  # full pages of KV that came or went; not yet written
     moved_hosted: set[int] = field(default_factory=set)  # adapters that came into host memory or went; not yet written
+    moved_pins: set[int] = field(default_factory=set)  # pins that have failed, or are well again; not yet written
     moved_orphans: set[str] = field(default_factory=set)  # keys of orphans that came or went; not yet written
     moved_shares: set[str] = field(default_factory=set)  # tenants whose shares have changed; not yet written
     last_submitted: int = 0  # id of the newest sequence that came from the router
@@ -60,6 +62,9 @@ class RouterStream:
         """A step was made. The router hears of it soon if an adapter moved, else with its next frame or beat."""
         self.load_is_stale = True
         self.moved_pages.update(residency.pages_came, residency.pages_went)
+        if residency.pin_news:
+            self.moved_pins.update(residency.pin_news)
+            self.wake.set()
         if residency.hosted_came or residency.hosted_went:
             self.moved_hosted.update(residency.hosted_came, residency.hosted_went)
         if residency.came or residency.went:
@@ -90,6 +95,7 @@ class RouterStream:
         self.moved.update(adapters[_MAX_ADAPTERS:])
         self.moved_pages.update(pages[_MAX_PAGES:])
         self.moved_hosted.update(hosted[_MAX_HOSTED:])
+        self.moved_pins.update(residency.failed_pins)
         return Hello(info, adapters[:_MAX_ADAPTERS], pages[:_MAX_PAGES], orphans, hosted[:_MAX_HOSTED])
 
     def take_frame(
@@ -101,7 +107,10 @@ class RouterStream:
         pages = _taken(self.moved_pages, _MAX_PAGES)
         moved_orphans = _taken(self.moved_orphans, _MAX_ORPHANS)
         hosted = _taken(self.moved_hosted, _MAX_HOSTED) if self.moved_hosted else set[int]()
-        self.load_is_stale = bool(self.moved or self.moved_pages or self.moved_orphans or self.moved_hosted)
+        pins = _taken(self.moved_pins, _MAX_PINS) if self.moved_pins else set[int]()
+        self.load_is_stale = bool(
+            self.moved or self.moved_pages or self.moved_orphans or self.moved_hosted or self.moved_pins
+        )
         if self.has_news:
             self.wake.set()
         orphan_change = None
@@ -110,7 +119,7 @@ class RouterStream:
             orphan_change = OrphanChange(sorted(came), sorted(moved_orphans - came))
         shares = known.of(_taken(self.moved_shares, _MAX_SHARES)) if self.moved_shares else []
         return Frame(
-            updates, load, residency.change_of(moved, pages, hosted), orphan_change, self.last_submitted, shares
+            updates, load, residency.change_of(moved, pages, hosted, pins), orphan_change, self.last_submitted, shares
         )
 
 

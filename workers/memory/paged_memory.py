@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from ..plan import AdapterLoad
@@ -36,6 +36,7 @@ class PagedMemory:
         self.prefixes = PrefixCache(self.allocator, self._idle, prefix_page_s)
         self._adapter_went = adapter_went
         self._hosted: dict[str, bool] = {}  # digests that came into host memory, or went, since they were last told
+        self._pin_news: dict[str, str] = {}  # by digest, since they were last told
 
     @property
     def num_pages_to_take(self) -> int:
@@ -94,6 +95,7 @@ class PagedMemory:
         came, went = self.adapters.take_changes()
         pages_came, pages_went = self.prefixes.take_changes()
         hosted, self._hosted = self._hosted, {}
+        pin_news, self._pin_news = self._pin_news, {}
         return ResidencyChange(
             came,
             went,
@@ -101,10 +103,12 @@ class PagedMemory:
             [*map(short_key, pages_went)],
             [short_digest(digest) for digest, is_here in hosted.items() if is_here],
             [short_digest(digest) for digest, is_here in hosted.items() if not is_here],
+            {short_digest(digest): reason for digest, reason in pin_news.items()},
         )
 
-    def note_hosted(self, came: Iterable[str], went: Iterable[str]) -> None:
-        """The workers have told which adapters came into their host memory, and which went."""
+    def note_hosted(self, came: Iterable[str], went: Iterable[str], pin_news: Mapping[str, str]) -> None:
+        """The workers have told which adapters came into their host memory, which went, and which pins failed."""
+        self._pin_news |= pin_news
         self._hosted |= {**dict.fromkeys(came, True), **dict.fromkeys(went, False)}
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:

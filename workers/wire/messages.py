@@ -149,7 +149,19 @@ class Outdated(msgspec.Struct, frozen=True, tag="outdated"):
     digest: str
 
 
-ToLeaderMessage = Submit | Cancel | Withdraw | Disown | Outdated | ServedElsewhere
+class Pinned(msgspec.Struct, frozen=True, tag="pinned"):
+    """Digests of adapters that the gang is to keep in its host memory, by what this router knows.
+
+    `is_whole`: those that came are all; else they come to what was told before.
+    """
+
+    came: list[str] = []
+    went: list[str] = []
+    is_whole: bool = False
+
+
+News = Outdated | ServedElsewhere | Pinned  # that concern no sequence of the router's own
+ToLeaderMessage = Submit | Cancel | Withdraw | Disown | News
 
 
 class ToLeader(msgspec.Struct, frozen=True):
@@ -194,7 +206,7 @@ class ResidencyChange(msgspec.Struct, frozen=True, omit_defaults=True):
 
     One that came and went in between is told as gone, so a digest that is told as gone need not be known. The same for
     full pages of KV, by `short_key` of `page_keys.py`, and for adapters in the host memory of the gang's workers, by
-    `short_digest`.
+    `short_digest`. `pin_news`: by `short_digest`, why a pinned adapter cannot be kept there; empty: it can again.
     """
 
     came: list[str] = []
@@ -203,6 +215,7 @@ class ResidencyChange(msgspec.Struct, frozen=True, omit_defaults=True):
     pages_went: list[int] = []
     hosted_came: list[int] = []
     hosted_went: list[int] = []
+    pin_news: dict[int, str] = {}
 
 
 class OrphanChange(msgspec.Struct, frozen=True):
