@@ -16,9 +16,9 @@ import msgspec
 
 from ..fairness.prices import load_price
 from ..fairness.prompt_budget import tokens_in_time
-from ..fairness.standing import Standing
 from ..fairness.standings import Scheduling, Standings
 from ..memory.adapter_cache import AdapterState
+from ..memory.page_times import PageTimes
 from ..memory.paged_memory import PagedMemory
 from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats, SampledToken, StepPlan, StepResult
 from ..wire.engine_load import EngineLoad
@@ -27,7 +27,7 @@ from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, Sequence
 from ..wire.page_keys import PageKey
 from .admission import Admission, Pressure
 from .decodes import Decodes
-from .gang_load import StepCounts, gang_load
+from .gang_load import StepCounts, gang_load, tenant_share
 from .measured_costs import MeasuredCosts, StepCosts
 from .planned_step import PlannedChunk, PlannedStep
 from .prefetcher import Prefetcher
@@ -35,7 +35,7 @@ from .prefix_reuse import PrefixReuse
 from .request_limits import GangLimits, pages_for, refusal
 from .running_sequences import RunningSequences
 from .sequence import Sequence
-from .stopping import finish_reason, max_length, stop_ids
+from .stopping import finish_reason, max_length, not_finite, stop_ids
 from .tier_traffic import TierSizes, TierTraffic
 from .waiting_queue import WaitingQueue
 
@@ -68,6 +68,7 @@ class Scheduler:
         self._limits, self._eos_token_ids, self._pages_of_adapter = limits, eos_token_ids, pages_of_adapter
         self._clock, self.token_interval_s = clock, token_interval_s
         self._costs, self._step_costs = MeasuredCosts(limits.block_size), StepCosts()
+        self._times = PageTimes(clock)
         self._waiting, self._running = WaitingQueue(), RunningSequences()
         self._memory = PagedMemory(
             limits.num_pages,
@@ -94,10 +95,18 @@ class Scheduler:
             self._standings,
             self.pressure,
             pages_of_adapter,
+            self._times,
             clock,
         )
         self._decodes = Decodes(
-            self._memory, self._waiting, self._running, limits, self._standings, self._preempt, self._counts
+            self._memory,
+            self._waiting,
+            self._running,
+            limits,
+            self._standings,
+            self._preempt,
+            self._counts,
+            self._times,
         )
         self._uncommitted: dict[int, PlannedStep] = {}  # by step
         self._host_adapter_stats = HostAdapterStats()
@@ -140,7 +149,8 @@ class Scheduler:
 
     def take_shares(self, most: int) -> list[TenantShare]:
         """Of at most so many tenants whose share has changed since it was last taken."""
-        return [self._share(standing) for standing in self._standings.take_changed(most)]
+        changed = self._standings.take_changed(most)
+        return [tenant_share(standing, self._waiting, self._running) for standing in changed]
 
     def outdate(self, digest: str) -> None:
         """No name points to the adapter any more: what there is of it goes first. Sequences that need it go on."""
@@ -258,7 +268,8 @@ class Scheduler:
             assert len(sequence.pages) >= pages_for(num_tokens, self._limits.block_size)
             if sequence.adapter_digest is not None:
                 users[sequence.adapter_digest] = users.get(sequence.adapter_digest, 0) + 1
-        assert users == self._adapters.users(), "an adapter's running sequences are miscounted"
+            assert sequence.held.num_pages == len(sequence.pages), "pages are held for which no time counts"
+        assert users == self._adapters.users() == self._times.users(), "an adapter's running sequences are miscounted"
 
     def _charge_load(self, sequence: Sequence, num_pages: int) -> None:
         self._standings.charge(sequence.standing, load_price(num_pages, self._limits.block_size))
@@ -293,20 +304,6 @@ class Scheduler:
             return iter(())
         return self._prefetcher.begin(self._next_batch(), self._waiting.num_lacking, len(self._running))
 
-    def _share(self, standing: Standing) -> TenantShare:
-        running = self._running.by_standing.get(standing, ())
-        num_waiting, num_waiting_tokens = self._waiting.of_standing(standing)
-        return TenantShare(
-            standing.tenant,
-            standing.counter,
-            len(running),
-            num_waiting,
-            num_waiting_tokens,
-            sum([sequence.num_uncomputed for sequence in running]),
-            standing.weight,
-            standing.served,
-        )
-
     def _end(self, sequence: Sequence) -> None:
         """A sequence that runs ends."""
         self._leave(sequence)
@@ -323,6 +320,7 @@ class Scheduler:
         for planned in self._uncommitted.values():
             planned.gone.add(sequence)
         sequence.num_planned = sequence.num_coming = 0
+        self._times.stop(sequence.held)
         self._prefixes.leave(sequence)
         if sequence.adapter_digest is not None:
             self._adapters.release(sequence.adapter_digest)
@@ -335,7 +333,8 @@ class Scheduler:
                 continue
             sequence.num_computed = num_computed = sequence.num_computed + 1
             sequence.num_planned -= 1
-            if num_computed % block_size == 0:
+            fills_page = num_computed % block_size == 0
+            if fills_page:
                 self._prefixes.keep_filled(sequence)
             token = chosen[sequence.sequence_id]
             ends = token is None or token.token_id in sequence.stop_ids or num_computed + 1 >= sequence.max_length
@@ -346,6 +345,10 @@ class Scheduler:
             sequence.token_ids.append(token.token_id)
             self._counts.num_generated_tokens += 1
             logprobs = None if token.logprobs is None else [token.logprobs]
+            if fills_page:
+                taken = self._times.taken(sequence.held)
+                updates.append(SequenceUpdate(sequence.sequence_id, [token.token_id], logprobs, page_seconds=taken))
+                continue
             updates.append(SequenceUpdate(sequence.sequence_id, [token.token_id], logprobs))
 
     def _commit_chunk(self, chunk: PlannedChunk, result: StepResult, updates: list[SequenceUpdate]) -> None:
@@ -368,19 +371,21 @@ class Scheduler:
             self._running.num_uncomputed -= 1
             self._prefixes.disown(sequence)
             self._end(sequence)
-            return SequenceUpdate(sequence.sequence_id, error=_not_finite(sequence))
+            error, taken = not_finite(sequence), self._times.taken(sequence.held)
+            return SequenceUpdate(sequence.sequence_id, error=error, page_seconds=taken)
         sequence.token_ids.append(token.token_id)
         self._counts.num_generated_tokens += 1
         reason = finish_reason(sequence)
         if reason is not None:
             self._end(sequence)
         logprobs = None if token.logprobs is None else [token.logprobs]
-        update = SequenceUpdate(sequence.sequence_id, [token.token_id], logprobs, reason)
-        if len(sequence.token_ids) > sequence.num_given_tokens + 1:
-            return update
-        assert sequence.began_at is not None
-        return msgspec.structs.replace(
-            update, num_cached_tokens=sequence.num_cached_tokens, computing_s=self._clock() - sequence.began_at
+        num_cached = computing_s = None
+        if len(sequence.token_ids) == sequence.num_given_tokens + 1:
+            assert sequence.began_at is not None
+            num_cached, computing_s = sequence.num_cached_tokens, self._clock() - sequence.began_at
+        taken = self._times.taken(sequence.held)
+        return SequenceUpdate(
+            sequence.sequence_id, [token.token_id], logprobs, reason, None, num_cached, computing_s, taken
         )
 
     def _fail_waiting(self, failure: AdapterFailure) -> Iterator[SequenceUpdate]:
@@ -392,10 +397,3 @@ class Scheduler:
     def _prefix_page_s(self, key: PageKey) -> float:
         costs = self._costs.costs("host")
         return min(costs.copy_s, costs.compute_s) if self._tiers.holds(key) else costs.compute_s
-
-
-def _not_finite(sequence: Sequence) -> SequenceError:
-    if sequence.adapter_digest is None:
-        return SequenceError("internal", "the model gave no finite number for the next token")
-    message = f"adapter {sequence.adapter_digest} gave no finite number for the next token: its weights are too large"
-    return SequenceError("adapter_failed", message)
