@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from motet.router.generation import generation
 from motet.router.text.text import TextService
 from motet.router.usage.prices import Price, Prices
 from motet.router.usage.usage import Usage
@@ -18,7 +19,7 @@ from motet.tests.rigs.engine_dispatcher import EngineDispatcher, client_of
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.oracle import write_adapters, write_model
 from motet.tests.rigs.router_rig import BASE, RouterRig, text_service
-from motet.workers.wire.messages import SequenceRequest, SequenceUpdate, TokenLogprobs
+from motet.workers.wire.messages import SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
 from motet.workers.wire.page_seconds import PageSeconds
 
 PROMPT = list(range(10, 31))
@@ -104,6 +105,34 @@ async def test_a_search_for_beams_counts_all_its_rounds(stock: Stock, usage: Usa
             (row,) = await row_of(usage, client)
     assert len(told) > 4
     assert float(row["kv_device_page_seconds"]) == round(sum(one.kv for one in told.values()), 3)
+
+
+async def test_what_a_cut_off_answer_held_since_it_was_told_of_counts_up_to_its_last_token(
+    usage: Usage, tmp_path: Path, text: TextService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = RouterRig(tmp_path / "spool", text, accountants=[usage.metering], more_routes=usage.routes)
+    now = 50.0
+
+    class Clock:
+        @staticmethod
+        def perf_counter() -> float:
+            return now
+
+    monkeypatch.setattr(generation, "time", Clock)
+
+    def script(request: SequenceRequest) -> Iterator[SequenceUpdate]:
+        nonlocal now
+        yield SequenceUpdate(1, [40], page_seconds=PageSeconds(1.5, 0.25, 10, 0.5))
+        now += 2.0
+        yield SequenceUpdate(1, [40])
+        now += 100.0
+        yield SequenceUpdate(1, error=SequenceError("gang_lost", "it went"))
+
+    rig.dispatcher.script = script  # type: ignore[assignment]
+    async with rig.client() as client:
+        assert (await client.post("/v1/completions", json={"model": BASE, "prompt": "hello"})).status_code == 503
+        (row,) = await row_of(usage, client)
+    assert (row["kv_device_page_seconds"], row["adapter_device_page_seconds"]) == ("21.5", "1.25")
 
 
 def taking(*told: PageSeconds | None) -> list[SequenceUpdate]:

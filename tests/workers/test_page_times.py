@@ -147,14 +147,17 @@ def test_who_gave_way_holds_nothing_until_it_runs_again() -> None:
     assert waited_at < gang.told[2].kv < 1000.0 < gang.told[1].kv
 
 
-def test_it_is_told_with_the_first_token_each_full_page_and_the_last() -> None:
+def test_it_is_told_with_the_first_token_the_last_and_now_and_then_between() -> None:
     gang = Gang()
-    gang.scheduler.add(request(1, num_prompt=3, max_tokens=8), 0)
-    told = []
+    gang.scheduler.add(request(1, num_prompt=3, max_tokens=40, adapter="a3"), 0)
+    told: list[PageSeconds | None] = []
     while gang.scheduler.has_work():
-        told += [update.page_seconds is not None for update in gang.step()]
-    # The prompt's 3 tokens; the next token fills the page of 4, and so on.
-    assert told == [True, True, False, False, False, True, False, True]
+        told += [update.page_seconds for update in gang.step()]
+    assert [number for number, one in enumerate(told) if one is not None] == [0, 32 - 3, 39]  # 32: eight pages of 4
+    first, middle, last = (one for one in told if one is not None)
+    assert (first.kv_pages, first.adapter_pages, middle.kv_pages) == (1, 3.0, 8)
+    assert (last.kv_pages, last.adapter_pages) == (0, 0.0)
+    assert first.after(2.0) == PageSeconds(first.kv + 2.0, first.adapter + 6.0)
 
 
 def test_a_prompt_that_is_computed_for_long_counts_from_its_first_step_on() -> None:

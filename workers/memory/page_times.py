@@ -82,12 +82,13 @@ class PageTimes:
                 del self._shared[shared.digest]
 
     def taken(self, held: HeldPages) -> PageSeconds:
-        """What the sequence has taken by now."""
+        """What the sequence has taken by now, and what it holds."""
         now, shared = self._clock(), held.adapter
-        adapter_s = held.adapter_s
-        if shared is not None:
-            adapter_s += shared.each_s(now) - held.adapter_from
-        return PageSeconds(held.kv_s + held.num_pages * now - held.taken_s, adapter_s)
+        kv_s = held.kv_s + held.num_pages * now - held.taken_s
+        if shared is None:
+            return PageSeconds(kv_s, held.adapter_s, held.num_pages)
+        adapter_s = held.adapter_s + shared.each_s(now) - held.adapter_from
+        return PageSeconds(kv_s, adapter_s, held.num_pages, shared.num_pages / shared.num_users)
 
     def users(self) -> dict[str, int]:
         """Sequences that run by their adapters' digests, for integrity checks."""

@@ -42,6 +42,7 @@ from .waiting_queue import WaitingQueue
 _MAX_LOOK_AHEAD = 256  # waiting sequences that are looked at for what should come while they wait
 _HEAD_START = 1 << 62  # a sequence that another gang began is older than all that began here
 _PRIORITY = 1 << 63  # a higher priority goes before even those
+_TOLD_PAGES = 8  # after each so many that a sequence has filled its router hears what it has taken
 _MAX_OUTDATED = 1024  # digests that wait for a step to tell the workers; of more the oldest are forgotten
 
 
@@ -328,14 +329,17 @@ class Scheduler:
     def _commit_decodes(self, planned: PlannedStep, result: StepResult, updates: list[SequenceUpdate]) -> None:
         """Takes in the tokens of sequences that decode: little is done for each, since thousands may."""
         block_size, chosen, gone = self._limits.block_size, result.tokens, planned.gone
+        told_tokens = _TOLD_PAGES * block_size
         for sequence in planned.decodes:
             if gone and sequence in gone:
                 continue
             sequence.num_computed = num_computed = sequence.num_computed + 1
             sequence.num_planned -= 1
-            fills_page = num_computed % block_size == 0
-            if fills_page:
+            if num_computed % block_size == 0:
                 self._prefixes.keep_filled(sequence)
+                if num_computed % told_tokens == 0:
+                    updates.append(self._append(sequence, chosen[sequence.sequence_id]))
+                    continue
             token = chosen[sequence.sequence_id]
             ends = token is None or token.token_id in sequence.stop_ids or num_computed + 1 >= sequence.max_length
             if token is None or ends or num_computed == sequence.num_given_tokens:
@@ -345,10 +349,6 @@ class Scheduler:
             sequence.token_ids.append(token.token_id)
             self._counts.num_generated_tokens += 1
             logprobs = None if token.logprobs is None else [token.logprobs]
-            if fills_page:
-                taken = self._times.taken(sequence.held)
-                updates.append(SequenceUpdate(sequence.sequence_id, [token.token_id], logprobs, page_seconds=taken))
-                continue
             updates.append(SequenceUpdate(sequence.sequence_id, [token.token_id], logprobs))
 
     def _commit_chunk(self, chunk: PlannedChunk, result: StepResult, updates: list[SequenceUpdate]) -> None:
@@ -362,7 +362,7 @@ class Scheduler:
             updates.append(self._append(sequence, result.tokens[sequence.sequence_id]))
 
     def _append(self, sequence: Sequence, token: SampledToken | None) -> SequenceUpdate:
-        """Adds a token that was chosen, whether it is the first or the last one or neither.
+        """Adds a token that was chosen, whether it is the first or the last one or neither; tells what was taken.
 
         None: its logits were not finite, and the sequence ends with an error.
         """

@@ -189,7 +189,7 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: SequenceError | None = None
     num_cached_tokens: int | None = None  # tokens of its prompt that were not computed; with its first token, else None
     computing_s: float | None = None  # since a step was first planned for it, to its first token; with that, else None
-    # All that it has taken by now: with its first and its last token, and with each that fills a page; else None.
+    # All that it has taken by now: with its first and its last token, and now and then between; else None.
     page_seconds: PageSeconds | None = None
 
 
