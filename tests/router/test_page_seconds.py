@@ -71,7 +71,13 @@ async def row_of(usage: Usage, client: Any, by: str = "") -> list[dict[str, Any]
 
 async def test_usage_is_what_the_engine_has_summed(stock: Stock, usage: Usage) -> None:
     first, second, *_ = stock.refs
-    asked = [(BASE, {}), (first, {"n": 2}), (first, {}), (second, {"n": 3}), (second, {"prompt": [PROMPT, PROMPT[5:]]})]
+    asked: list[tuple[str, dict[str, Any]]] = [
+        (BASE, {}),
+        (first, {"n": 2}),
+        (first, {}),
+        (second, {"n": 3}),
+        (second, {"prompt": [PROMPT, PROMPT[5:]]}),
+    ]
     with stock.engine(num_pages=200) as rig:
         told, dispatcher = told_by(rig), EngineDispatcher(rig)
         expected: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])

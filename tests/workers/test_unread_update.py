@@ -32,7 +32,7 @@ def histories(draw: st.DrawFn) -> list[SequenceUpdate]:
         token_ids = draw(st.lists(IDS, max_size=6))
         rows = [draw(logprobs()) for _ in token_ids] if has_logprobs else None
         started = draw(st.integers(0, 9)) if number == 0 and draw(st.booleans()) else None
-        taken = PageSeconds(number + 0.3, number / 7) if token_ids and draw(st.booleans()) else None
+        taken = PageSeconds(number + 0.3, number / 7) if draw(st.booleans()) and token_ids else None
         updates.append(SequenceUpdate(7, token_ids, rows, num_cached_tokens=started, page_seconds=taken))
     end = draw(st.sampled_from([None, "stop", SequenceError("timeout", "ü" * 30)]))
     field = "error" if isinstance(end, SequenceError) else "finish_reason"
