@@ -275,7 +275,6 @@ class CompletionsApi:
             weight=identity.tenant.weight,
             priority=request.priority or 0,
             is_background=identity.tenant.is_background or request.service_tier == BACKGROUND_TIER,
-            page_tokens=self._base.gang().block_size,
             is_echoed=isinstance(request, CompletionRequest) and bool(request.echo),
         )
 

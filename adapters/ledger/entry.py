@@ -22,6 +22,7 @@ NUMBERS: Final = (
     "cached_tokens",  # of the prompts', that were not computed
     "output_tokens",
     "kv_device_page_ms",  # pages of KV that sequences held, times milliseconds
+    "adapter_device_page_ms",  # the same, of their parts of the adapters that they ran with
 )
 _NUM_DIGEST_DIGITS: Final = 12  # of a digest in sums: versions of a name are told apart by their number anyway
 
@@ -74,6 +75,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: int = 0
     output_tokens: int = 0
     kv_device_page_ms: int = 0
+    adapter_device_page_ms: int = 0
 
     @property
     def life(self) -> str:

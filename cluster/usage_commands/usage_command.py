@@ -18,6 +18,7 @@ _NUMBERS: Final = (
     "cached_tokens",
     "output_tokens",
     "kv_device_page_seconds",
+    "adapter_device_page_seconds",
 )
 
 

@@ -23,7 +23,8 @@ class Progress:
     num_prompt_tokens: int
     num_cached_tokens: int  # of the prompt's, that were not computed
     num_completion_tokens: int
-    kv_page_ms: int = 0  # pages of KV times milliseconds, as its router can tell: an estimate
+    kv_page_ms: int = 0  # pages of KV in device memory times milliseconds, as far as gangs have told
+    adapter_page_ms: int = 0  # the same, of its part of its adapter's pages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Protocol
 import msgspec
 
 from ...workers.wire.messages import ErrorKind, SequenceError, SequenceRequest, SequenceUpdate
+from ...workers.wire.page_seconds import PageSeconds
 from ...workers.wire.unread_update import UnreadUpdate
 from .admission import TimeLimit
 
@@ -57,6 +58,7 @@ class OpenSequence:
         self.num_vain_tries = 0  # gangs that died before it had arrived there, since its last token
         self.num_store_failures: Counter[str] = Counter()  # by gang: how often it could not read the adapter
         self._token_ids: list[int] = []  # all that came, read or not
+        self._page_seconds: PageSeconds | None = None  # as they were last told
         self._arrived: SequenceUpdate | UnreadUpdate | None = None  # not yet read
         self._on_read: Callable[[OpenSequence], None] | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -103,6 +105,7 @@ class OpenSequence:
             self.request,
             sequence_id=sequence_id,
             generated_token_ids=[*self._token_ids],
+            page_seconds=self._page_seconds,
             has_begun=self.has_begun or self.limit.has_begun,
             is_resumed=self.is_resumed,
             was_admitted=self.num_moves > 0,
@@ -159,6 +162,8 @@ class OpenSequence:
             self._token_ids += update.token_ids
             self.num_losses = self.num_vain_tries = 0
             self.num_store_failures.clear()
+        if update.page_seconds is not None:
+            self._page_seconds = update.page_seconds
         if update.finish_reason is not None or update.error is not None:
             self._close()
         if self._arrived is None:

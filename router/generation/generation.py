@@ -11,6 +11,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from ...workers.wire.messages import AdapterRef, SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
+from ...workers.wire.page_seconds import PageSeconds
 from ..accounts.account import Progress
 from ..fleet.admission import TimeLimit
 from ..fleet.dispatch import Dispatcher, SequenceStream
@@ -24,7 +25,6 @@ from .beam_search import BeamRules
 from .beam_stops import BeamStops
 from .beam_streams import BeamRun
 from .choice import Choice, Delta
-from .kv_use import kv_page_ms
 from .portions import portions
 from .seeds import seeded
 
@@ -71,7 +71,6 @@ class GenerationRequest:
     weight: float = 1.0  # of the tenant
     priority: int = 0  # among the tenant's own
     is_background: bool = False  # it yields to everybody's other requests
-    page_tokens: int = 0  # of KV, in a page of the gangs; 0: not known
     num_seen: Sequence[int] = ()  # tokens of each choice that the client had before it came back; empty: a new request
 
 
@@ -107,6 +106,8 @@ class Generation:
         self.first_token_at: float | None = None  # by `time.perf_counter()`; None: no token has come
         self._num_unfinished = len(self.choices)
         self._num_cached: list[int | None] = [None] * len(self.choices)  # tokens of its prompt that were not computed
+        self._page_seconds = [PageSeconds()] * len(self.choices)  # as they were last told
+        self._told_at = [started_at] * len(self.choices)  # when that was
         self._total_logprobs = [0.0] * len(self.choices)  # as far as log-probabilities were asked for
         self._streams: list[SequenceStream] = []
         self._pumps: list[asyncio.Task[None]] = []
@@ -127,6 +128,8 @@ class Generation:
                     break  # after a stop string
                 if self._num_cached[index] is None:  # else a gang that goes on with the sequence tells its own number
                     self._num_cached[index] = part.num_cached_tokens
+                if part.page_seconds is not None:
+                    self._page_seconds[index], self._told_at[index] = part.page_seconds, time.perf_counter()
                 update = part if choice.num_tokens >= self._num_seen[index] else self._take_seen(index, part)
                 if choice.finish_reason is None and (update.token_ids or update.finish_reason is not None):
                     yield index, self._take(index, update)
@@ -203,27 +206,23 @@ class Generation:
 
     def progress(self) -> Progress:
         """What the answer has cost so far, as its client is told in the end."""
-        usage = self.usage()
+        usage, taken = self.usage(), self._taken()
         return Progress(
             num_prompt_tokens=usage.prompt_tokens,
             num_cached_tokens=self.num_cached_tokens or 0,
             num_completion_tokens=usage.completion_tokens,
-            kv_page_ms=self._kv_page_ms(),
+            kv_page_ms=round(1000 * sum(one.kv for one in taken)),
+            adapter_page_ms=round(1000 * sum(one.adapter for one in taken)),
         )
 
-    def _kv_page_ms(self) -> int:
-        """Of all choices, from the first token on."""
-        begin, page_tokens = self.first_token_at, self.request.page_tokens
-        if begin is None or not page_tokens:
-            return 0
-        now, n, prompts = time.perf_counter(), self.request.n, self.request.prompts
-        total = 0
-        for index, (choice, updated_at) in enumerate(zip(self.choices, self._updated_at, strict=True)):
-            if choice.num_tokens:
-                end = now if choice.finish_reason is None else updated_at
-                num_prompt_tokens = len(prompts[index // n].token_ids)
-                total += kv_page_ms(num_prompt_tokens, choice.num_tokens, end - begin, page_tokens)
-        return total
+    def _taken(self) -> list[PageSeconds]:
+        """What each choice's sequence has taken: as its gang has told, and as if it had held as much from then on.
+
+        Up to its last token: after that it may have waited, which takes nothing. Of one that has ended its gang has
+        told all.
+        """
+        told = zip(self._page_seconds, self._told_at, self._updated_at, strict=True)
+        return [taken.after(max(0.0, updated_at - told_at)) for taken, told_at, updated_at in told]
 
     def count_end(self) -> None:
         """Counts the answer, all of which its client was sent."""

@@ -9,6 +9,7 @@ prompt_tokens = 0.40            # for 1,000,000 of them
 cached_tokens = 0.04            # of the prompts', in place of the price above
 output_tokens = 1.60
 kv_device_page_seconds = 0.5    # for 1,000,000 pages of KV for a second each
+adapter_device_page_seconds = 1  # the same, of adapters
 
 [[price]]
 adapter = "*"                   # the base too
@@ -33,6 +34,7 @@ _PRICED: Final = {  # what a price is called, what is counted, and how many of t
     "cached_tokens": ("cached_tokens", 1),
     "output_tokens": ("output_tokens", 1),
     "kv_device_page_seconds": ("kv_device_page_ms", 1000),
+    "adapter_device_page_seconds": ("adapter_device_page_ms", 1000),
 }
 _EXACT: Final = Context(prec=60)
 

@@ -57,6 +57,7 @@ class UsageRow(msgspec.Struct, kw_only=True, omit_defaults=False):
     cached_tokens: int = 0
     output_tokens: int = 0
     kv_device_page_seconds: str = "0"  # this and what follows: exact decimal numbers
+    adapter_device_page_seconds: str = "0"
     amount: str | None = None  # in the list's currency; null: there are no prices
 
 

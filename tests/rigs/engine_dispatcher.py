@@ -19,6 +19,7 @@ from motet.router.fleet.known_gang import AdapterTier
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.router.rest_server import create_app
+from motet.router.usage.usage import Usage
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.part_configs import router_config
 from motet.tests.rigs.router_rig import BASE, HEADERS, OPERATOR_KEY, FakeUploads, FakeView, text_service
@@ -26,8 +27,10 @@ from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import GangInfo, SequenceRequest
 
 
-def client_of(dispatcher: EngineDispatcher, stock: Stock, *adapters: str) -> httpx.AsyncClient:
-    """The client of a router in front of this engine, for a tenant that has these adapters."""
+def client_of(
+    dispatcher: EngineDispatcher, stock: Stock, *adapters: str, usage: Usage | None = None
+) -> httpx.AsyncClient:
+    """The client of a router in front of this engine, for a tenant that has these adapters. `usage`: counts answers."""
     view = FakeView()
     for name in adapters:
         ref = stock.refs[name]
@@ -39,6 +42,8 @@ def client_of(dispatcher: EngineDispatcher, stock: Stock, *adapters: str) -> htt
         uploads=cast(UploadService, FakeUploads(view)),
         text=text_service(),
         operator_key=OPERATOR_KEY,
+        accountants=() if usage is None else (usage.metering,),
+        more_routes=(lambda door: ()) if usage is None else usage.routes,
     )
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://router", headers=HEADERS)
 

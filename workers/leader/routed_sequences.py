@@ -270,6 +270,7 @@ class RoutedSequences:
                 update.error,
                 update.num_cached_tokens,
                 update.computing_s,
+                update.page_seconds,
             )
         )
         stream.wake.set()

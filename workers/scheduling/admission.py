@@ -13,6 +13,7 @@ from ..fairness.prompt_budget import share_prompt_tokens
 from ..fairness.standing import Standing
 from ..fairness.standings import Standings
 from ..memory.adapter_cache import AdapterState
+from ..memory.page_times import PageTimes
 from ..memory.paged_memory import PagedMemory
 from ..wire.messages import AdapterRef
 from ..wire.page_keys import PageKey
@@ -51,9 +52,10 @@ class Admission:
         standings: Standings,
         pressure: Pressure,
         pages_of_adapter: Callable[[AdapterRef], int],
+        times: PageTimes,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._standings, self._pressure = standings, pressure
+        self._standings, self._pressure, self._times = standings, pressure, times
         self._gave_way: set[Sequence] = set()  # in this step, so they do not start in it
         self._lacked_room = False  # somebody, when others were last let in
         self._memory, self._prefixes, self._prefetcher = memory, prefixes, prefetcher
@@ -245,8 +247,11 @@ class Admission:
         if num_cached > 0:
             self._standings.charge(sequence.standing, prompt_price(0, num_cached))
             sequence.num_charged = sequence.num_computed
-        if sequence.adapter_digest is not None:
-            self._memory.adapters.acquire(sequence.adapter_digest)
+        digest, num_adapter_pages = sequence.adapter_digest, 0
+        if digest is not None:
+            self._memory.adapters.acquire(digest)
+            num_adapter_pages = len(self._memory.adapters.residence(digest).pages)
+        self._times.start(sequence.held, len(sequence.pages), digest, num_adapter_pages)
         return True
 
     def _has_adapter(self, sequence: Sequence) -> bool:

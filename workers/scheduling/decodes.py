@@ -8,6 +8,7 @@ from collections.abc import Callable
 from ..fairness.preemption import choose_victim
 from ..fairness.prices import OUTPUT_TOKEN
 from ..fairness.standings import Standings
+from ..memory.page_times import PageTimes
 from ..memory.paged_memory import PagedMemory
 from .admission import OlderSequences
 from .gang_load import StepCounts
@@ -29,11 +30,12 @@ class Decodes:
         standings: Standings,
         preempt: Callable[[Sequence], None],
         counts: StepCounts,
+        times: PageTimes,
     ) -> None:
         """`preempt` puts a running sequence back into the queue, and counts it."""
         self._memory, self._waiting, self._running = memory, waiting, running
         self._limits, self._standings = limits, standings
-        self._preempt, self._counts = preempt, counts
+        self._preempt, self._counts, self._times = preempt, counts, times
 
     def plan(self) -> list[Sequence]:
         """Plans the next token of sequences that decode; the last by rank give way where pages run out."""
@@ -77,6 +79,7 @@ class Decodes:
             else:
                 return False
         sequence.grow(self._memory.allocator.allocate(1) or ())
+        self._times.grow(sequence.held, 1)
         return True
 
     def _decoding(self) -> list[Sequence]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..fairness.standing import Standing
 from ..memory.paged_memory import PagedMemory
 from ..plan import HostAdapterStats
 from ..wire.engine_load import EngineCounters, EngineGauges, EngineLoad
+from ..wire.fair_shares import TenantShare
 from .prefix_reuse import PrefixReuse
 from .running_sequences import RunningSequences
 from .tier_traffic import TierTraffic
@@ -74,3 +76,19 @@ def gang_load(
         num_failed_reads=host_adapters.num_failed_reads,
     )
     return EngineLoad(gauges, counters)
+
+
+def tenant_share(standing: Standing, waiting: WaitingQueue, running: RunningSequences) -> TenantShare:
+    """What a tenant was served in one class of service, and what it has there now."""
+    own = running.by_standing.get(standing, ())
+    num_waiting, num_waiting_tokens = waiting.of_standing(standing)
+    return TenantShare(
+        standing.tenant,
+        standing.counter,
+        len(own),
+        num_waiting,
+        num_waiting_tokens,
+        sum([sequence.num_uncomputed for sequence in own]),
+        standing.weight,
+        standing.served,
+    )

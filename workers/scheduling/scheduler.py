@@ -16,10 +16,10 @@ import msgspec
 
 from ..fairness.prices import load_price
 from ..fairness.prompt_budget import tokens_in_time
-from ..fairness.standing import Standing
 from ..fairness.standings import Scheduling, Standings
 from ..memory.adapter_cache import AdapterState
 from ..memory.host_news import HostNews
+from ..memory.page_times import PageTimes
 from ..memory.paged_memory import PagedMemory
 from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats, SampledToken, StepPlan, StepResult
 from ..wire.engine_load import EngineLoad
@@ -28,7 +28,7 @@ from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, Sequence
 from ..wire.page_keys import PageKey
 from .admission import Admission, Pressure
 from .decodes import Decodes
-from .gang_load import StepCounts, gang_load
+from .gang_load import StepCounts, gang_load, tenant_share
 from .measured_costs import MeasuredCosts, StepCosts
 from .planned_step import PlannedChunk, PlannedStep
 from .prefetcher import Prefetcher
@@ -36,13 +36,14 @@ from .prefix_reuse import PrefixReuse
 from .request_limits import GangLimits, pages_for, refusal
 from .running_sequences import RunningSequences
 from .sequence import Sequence
-from .stopping import finish_reason, max_length, stop_ids
+from .stopping import finish_reason, max_length, not_finite, stop_ids
 from .tier_traffic import TierSizes, TierTraffic
 from .waiting_queue import WaitingQueue
 
 _MAX_LOOK_AHEAD = 256  # waiting sequences that are looked at for what should come while they wait
 _HEAD_START = 1 << 62  # a sequence that another gang began is older than all that began here
 _PRIORITY = 1 << 63  # a higher priority goes before even those
+_TOLD_PAGES = 8  # after each so many that a sequence has filled its router hears what it has taken
 
 
 class Scheduler:
@@ -68,6 +69,7 @@ class Scheduler:
         self._limits, self._eos_token_ids, self._pages_of_adapter = limits, eos_token_ids, pages_of_adapter
         self._clock, self.token_interval_s = clock, token_interval_s
         self._costs, self._step_costs = MeasuredCosts(limits.block_size), StepCosts()
+        self._times = PageTimes(clock)
         self._waiting, self._running = WaitingQueue(), RunningSequences()
         self._memory = PagedMemory(
             limits.num_pages,
@@ -94,10 +96,18 @@ class Scheduler:
             self._standings,
             self.pressure,
             pages_of_adapter,
+            self._times,
             clock,
         )
         self._decodes = Decodes(
-            self._memory, self._waiting, self._running, limits, self._standings, self._preempt, self._counts
+            self._memory,
+            self._waiting,
+            self._running,
+            limits,
+            self._standings,
+            self._preempt,
+            self._counts,
+            self._times,
         )
         self._uncommitted: dict[int, PlannedStep] = {}  # by step
         self._host_adapter_stats = HostAdapterStats()
@@ -140,7 +150,8 @@ class Scheduler:
 
     def take_shares(self, most: int) -> list[TenantShare]:
         """Of at most so many tenants whose share has changed since it was last taken."""
-        return [self._share(standing) for standing in self._standings.take_changed(most)]
+        changed = self._standings.take_changed(most)
+        return [tenant_share(standing, self._waiting, self._running) for standing in changed]
 
     def outdate(self, digest: str) -> None:
         """No name points to the adapter any more: what there is of it goes first. Sequences that need it go on."""
@@ -256,7 +267,8 @@ class Scheduler:
             assert len(sequence.pages) >= pages_for(num_tokens, self._limits.block_size)
             if sequence.adapter_digest is not None:
                 users[sequence.adapter_digest] = users.get(sequence.adapter_digest, 0) + 1
-        assert users == self._adapters.users(), "an adapter's running sequences are miscounted"
+            assert sequence.held.num_pages == len(sequence.pages), "pages are held for which no time counts"
+        assert users == self._adapters.users() == self._times.users(), "an adapter's running sequences are miscounted"
 
     def _charge_load(self, sequence: Sequence, num_pages: int) -> None:
         self._standings.charge(sequence.standing, load_price(num_pages, self._limits.block_size))
@@ -291,20 +303,6 @@ class Scheduler:
             return iter(())
         return self._prefetcher.begin(self._next_batch(), self._waiting.num_lacking, len(self._running))
 
-    def _share(self, standing: Standing) -> TenantShare:
-        running = self._running.by_standing.get(standing, ())
-        num_waiting, num_waiting_tokens = self._waiting.of_standing(standing)
-        return TenantShare(
-            standing.tenant,
-            standing.counter,
-            len(running),
-            num_waiting,
-            num_waiting_tokens,
-            sum([sequence.num_uncomputed for sequence in running]),
-            standing.weight,
-            standing.served,
-        )
-
     def _end(self, sequence: Sequence) -> None:
         """A sequence that runs ends."""
         self._leave(sequence)
@@ -321,6 +319,7 @@ class Scheduler:
         for planned in self._uncommitted.values():
             planned.gone.add(sequence)
         sequence.num_planned = sequence.num_coming = 0
+        self._times.stop(sequence.held)
         self._prefixes.leave(sequence)
         if sequence.adapter_digest is not None:
             self._adapters.release(sequence.adapter_digest)
@@ -328,6 +327,7 @@ class Scheduler:
     def _commit_decodes(self, planned: PlannedStep, result: StepResult, updates: list[SequenceUpdate]) -> None:
         """Takes in the tokens of sequences that decode: little is done for each, since thousands may."""
         block_size, chosen, gone = self._limits.block_size, result.tokens, planned.gone
+        told_tokens = _TOLD_PAGES * block_size
         for sequence in planned.decodes:
             if gone and sequence in gone:
                 continue
@@ -335,6 +335,9 @@ class Scheduler:
             sequence.num_planned -= 1
             if num_computed % block_size == 0:
                 self._prefixes.keep_filled(sequence)
+                if num_computed % told_tokens == 0:
+                    updates.append(self._append(sequence, chosen[sequence.sequence_id]))
+                    continue
             token = chosen[sequence.sequence_id]
             ends = token is None or token.token_id in sequence.stop_ids or num_computed + 1 >= sequence.max_length
             if token is None or ends or num_computed == sequence.num_given_tokens:
@@ -357,7 +360,7 @@ class Scheduler:
             updates.append(self._append(sequence, result.tokens[sequence.sequence_id]))
 
     def _append(self, sequence: Sequence, token: SampledToken | None) -> SequenceUpdate:
-        """Adds a token that was chosen, whether it is the first or the last one or neither.
+        """Adds a token that was chosen, whether it is the first or the last one or neither; tells what was taken.
 
         None: its logits were not finite, and the sequence ends with an error.
         """
@@ -366,19 +369,21 @@ class Scheduler:
             self._running.num_uncomputed -= 1
             self._prefixes.disown(sequence)
             self._end(sequence)
-            return SequenceUpdate(sequence.sequence_id, error=_not_finite(sequence))
+            error, taken = not_finite(sequence), self._times.taken(sequence.held)
+            return SequenceUpdate(sequence.sequence_id, error=error, page_seconds=taken)
         sequence.token_ids.append(token.token_id)
         self._counts.num_generated_tokens += 1
         reason = finish_reason(sequence)
         if reason is not None:
             self._end(sequence)
         logprobs = None if token.logprobs is None else [token.logprobs]
-        update = SequenceUpdate(sequence.sequence_id, [token.token_id], logprobs, reason)
-        if len(sequence.token_ids) > sequence.num_given_tokens + 1:
-            return update
-        assert sequence.began_at is not None
-        return msgspec.structs.replace(
-            update, num_cached_tokens=sequence.num_cached_tokens, computing_s=self._clock() - sequence.began_at
+        num_cached = computing_s = None
+        if len(sequence.token_ids) == sequence.num_given_tokens + 1:
+            assert sequence.began_at is not None
+            num_cached, computing_s = sequence.num_cached_tokens, self._clock() - sequence.began_at
+        taken = self._times.taken(sequence.held)
+        return SequenceUpdate(
+            sequence.sequence_id, [token.token_id], logprobs, reason, None, num_cached, computing_s, taken
         )
 
     def _fail_waiting(self, failure: AdapterFailure) -> Iterator[SequenceUpdate]:
@@ -390,10 +395,3 @@ class Scheduler:
     def _prefix_page_s(self, key: PageKey) -> float:
         costs = self._costs.costs("host")
         return min(costs.copy_s, costs.compute_s) if self._tiers.holds(key) else costs.compute_s
-
-
-def _not_finite(sequence: Sequence) -> SequenceError:
-    if sequence.adapter_digest is None:
-        return SequenceError("internal", "the model gave no finite number for the next token")
-    message = f"adapter {sequence.adapter_digest} gave no finite number for the next token: its weights are too large"
-    return SequenceError("adapter_failed", message)

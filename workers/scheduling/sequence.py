@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ..fairness.preemption import Rank
 from ..fairness.standing import Standing
+from ..memory.page_times import HeldPages
 from ..plan import Int32s, SamplePlan, SeenTokens, packed
 from ..wire.messages import SamplingParams, SequenceRequest
 from ..wire.page_keys import PageKey
@@ -34,6 +35,7 @@ class Sequence:
     num_given_tokens: int = field(init=False)  # tokens that it came with
     has_penalty: bool = field(init=False)
     standing: Standing = field(default_factory=Standing)  # its tenant's
+    held: HeldPages = field(init=False)  # for how long it held pages
     # What is above is needed in every step, and lies side by side in memory.
     turn: tuple[bool, float, int] = (False, 0.0, 0)  # while it waits, as it was last looked at: the least goes first
     num_charged: int = 0  # its first tokens, which are not charged again when they are computed again
@@ -57,6 +59,7 @@ class Sequence:
         self.num_given_tokens = len(self.token_ids)
         self.sampling = params = self.request.sampling
         self.has_penalty = params.has_penalty
+        self.held = HeldPages(self.request.page_seconds)
 
     @property
     def rank(self) -> Rank:

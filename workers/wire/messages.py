@@ -12,6 +12,7 @@ import msgspec
 
 from .engine_load import EngineLoad
 from .fair_shares import ServedElsewhere, TenantShare
+from .page_seconds import PageSeconds
 
 FinishReason = Literal["stop", "length"]
 # A leader says "gang_lost" of a sequence when its engine has failed, and "handed_over" when it leaves before the
@@ -93,6 +94,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: AdapterRef | None = None  # None: the base
     adapter_name: str = ""  # as its tenant calls it, only to be shown; nothing is decided by it
     generated_token_ids: list[int] = []
+    page_seconds: PageSeconds | None = None  # what it took there, as far as was told; it is counted on from there
     cache_salt: str = ""  # sequences of one tenant share KV only if this is the same
     request_id: str = ""  # of the request that it belongs to: for the gang's log
     key: str = ""  # names it among its tenant's sequences, on all gangs; empty: it cannot be asked for again
@@ -199,6 +201,8 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: SequenceError | None = None
     num_cached_tokens: int | None = None  # tokens of its prompt that were not computed; with its first token, else None
     computing_s: float | None = None  # since a step was first planned for it, to its first token; with that, else None
+    # All that it has taken by now: with its first and its last token, and now and then between; else None.
+    page_seconds: PageSeconds | None = None
 
 
 class ResidencyChange(msgspec.Struct, frozen=True, omit_defaults=True):
