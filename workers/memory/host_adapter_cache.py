@@ -11,14 +11,18 @@ import torch
 from ...adapters.format.tensor_file import Tensor
 from ...adapters.packing.layout import AdapterLayout
 from ...adapters.store.store import AdapterStore
+from ...kernels.pages import write_pages
+from .pinned_memory import PinnedArena
 
 
 class HostAdapterCache:
     """Keeps at most `max_bytes` of them; the least recently used one goes first. For several threads."""
 
-    def __init__(self, store: AdapterStore, layout: AdapterLayout, max_bytes: int, pinned: bool) -> None:
-        """`pinned`: in page-locked memory, from which a GPU copies faster."""
-        self._store, self._layout, self._max_bytes, self._pinned = store, layout, max_bytes, pinned
+    def __init__(
+        self, store: AdapterStore, layout: AdapterLayout, max_bytes: int, arena: PinnedArena | None = None
+    ) -> None:
+        """`arena`: pinned memory of this size, from which a GPU copies beside the steps; None: any memory serves."""
+        self._store, self._layout, self._max_bytes, self._arena = store, layout, max_bytes, arena
         self._packed: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._lock = threading.Lock()
         self.num_bytes = 0
@@ -37,11 +41,14 @@ class HostAdapterCache:
         packed = self.find(digest)
         if packed is None:
             packed = as_torch(self._store.load_packed(digest, self._layout))
-            if self._pinned:
-                packed = packed.pin_memory()
+            room = None if self._arena is None else self._room(self._arena, packed)
+            if room is not None:
+                write_pages(room, range(len(packed)), packed)
+                packed = room
             with self._lock:
                 self.num_reads += 1
-                self._keep(digest, packed)
+                if self._arena is None or room is not None:
+                    self._keep(digest, packed)
         return packed
 
     def forget(self, digest: str) -> None:
@@ -51,14 +58,31 @@ class HostAdapterCache:
             if dropped is not None:
                 self.num_bytes -= dropped.nbytes
 
+    def _room(self, arena: PinnedArena, packed: torch.Tensor) -> torch.Tensor | None:
+        """As many pinned pages; None: there is no such run, though all that is kept has made room.
+
+        That is so for an adapter larger than all, and while others are still being copied. It is then copied from plain
+        memory, for which only the loader's thread waits, and not kept.
+        """
+        while packed.nbytes <= self._max_bytes:
+            room = arena.take(len(packed))
+            with self._lock:
+                if room is not None or not self._packed:
+                    return room
+                self._drop_oldest()
+        return None
+
     def _keep(self, digest: str, packed: torch.Tensor) -> None:
         if packed.nbytes > self._max_bytes or digest in self._packed:  # another thread may have read it meanwhile
             return
         self._packed[digest] = packed
         self.num_bytes += packed.nbytes
         while self.num_bytes > self._max_bytes:
-            _, dropped = self._packed.popitem(last=False)
-            self.num_bytes -= dropped.nbytes
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        _, dropped = self._packed.popitem(last=False)
+        self.num_bytes -= dropped.nbytes
 
 
 def as_torch(tensor: Tensor) -> torch.Tensor:
