@@ -190,6 +190,8 @@ class Operations:
         return target
 
     def _into_device(self, source: torch.Tensor, target: DeviceTensor, non_blocking: bool) -> None:
+        if source.numel() == 0:
+            return  # nothing is copied
         region = self._pinned.of(source)
         self._captures.refuse("a copy from the host's memory")
         self._count_copy("to device", source, waits=not non_blocking or region is None)
@@ -202,6 +204,8 @@ class Operations:
             self.wait("a copy to the device" + ("" if region is not None else " from pageable memory"))
 
     def _to_host(self, source: DeviceTensor, target: torch.Tensor, non_blocking: bool) -> None:
+        if source.numel() == 0:
+            return  # nothing is copied
         region = self._pinned.of(target)
         self._captures.refuse("a copy to the host's memory")
         self._count_copy("to host", target, waits=not non_blocking or region is None)

@@ -60,13 +60,19 @@ class _Mode(TorchDispatchMode):
         return self._operations.dispatch(func, args, kwargs or {})
 
 
+class _Generator(torch.Generator):
+    """Draws on the CPU, whatever device is asked for."""
+
+    def __new__(cls, device: Any = None) -> _Generator:
+        return super().__new__(cls)
+
+
 @contextmanager
 def stand_in_gpu() -> Iterator[StandInGpu]:
     """Raises AssertionError at the end if `problems` has any. A test that expects some clears it."""
     gpu = StandInGpu()
     bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
     make_tensor, as_numpy, move_memory = torch.tensor, torch.Tensor.numpy, ctypes.memmove
-    make_generator = torch.Generator
 
     def begun(thread: threading.Thread) -> None:
         with _Mode(gpu.operations):
@@ -83,9 +89,6 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
         gpu.pinned.touch_on_host(target, num_bytes, writes=True)
         move_memory(target, source, num_bytes)
 
-    def generator(device: Any = None) -> torch.Generator:
-        return make_generator()
-
     def numpy(tensor: torch.Tensor, **kwargs: Any) -> Any:
         """Whoever takes an array of pinned memory reads and writes it now."""
         gpu.pinned.use_on_host((), [tensor])
@@ -98,7 +101,7 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
             mock.patch.object(threading.Thread, "_bootstrap_inner", begun),
             mock.patch.object(torch, "tensor", tensor),
             mock.patch.object(torch.Tensor, "numpy", numpy),
-            mock.patch.object(torch, "Generator", generator),
+            mock.patch.object(torch, "Generator", _Generator),
             mock.patch.object(ctypes, "memmove", memmove),
             interpreted_launches(gpu.operations, gpu.captures),
             _Mode(gpu.operations),
