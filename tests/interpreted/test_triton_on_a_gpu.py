@@ -42,5 +42,7 @@ def test_decodes_are_replayed_and_give_the_cpus_tokens(tmp_path: Path) -> None:
             assert rig.engine.info.kernels.startswith("triton")
             gpu.tally.clear()
             assert answers(rig) == here
+            num_steps = rig.engine.load().counters.num_steps
+        assert len(gpu.tally.waits_of("worker")) <= num_steps, "the host waits for a step's tokens, and nothing else"
         assert gpu.tally.replays > 0
         assert gpu.tally.launches["chunk_kernel"] > 0, "prompts run outside of the graphs"

@@ -14,11 +14,14 @@ from motet.adapters.format.validation import validate
 from motet.adapters.store.store import AdapterStore
 from motet.benchmarks.gpu.engine_bench import DRY_SIZE, Bench
 from motet.benchmarks.gpu.machine import Machine
+from motet.kernels import joint_sampling
 from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, write_adapters, write_model
 from motet.tests.rigs.part_configs import engine_config
 from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins, run_worker_on_gpu, twins
+from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu
+from motet.tests.rigs.stand_in_gpu.tally import Wait
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.sharding import ModelSharding, layouts_of_gang
 from motet.workers.wire.engine_load import EngineCounters
@@ -104,6 +107,27 @@ def test_pages_move_between_the_tiers_beside_the_steps(llama: Stock, tmp_path: P
     assert min(counters.num_pages_out, counters.num_pages_in, counters.num_adapter_evictions) > 0
     assert all(made for made in copies.values())
     assert not [copy for made in copies.values() for copy in made if copy.waits], "a copy from or to pageable memory"
+
+
+def waits_beside_kernels(gpu: StandInGpu) -> list[Wait]:
+    """Those of the thread that computes, but for those in the twins of the kernels: Triton's have none."""
+    return [wait for wait in gpu.tally.waits_of("worker") if not wait.line.startswith("kernels/plain/")]
+
+
+def test_the_host_waits_for_a_steps_tokens_alone(llama: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each step that chooses tokens; inputs put back that go one by one are found."""
+
+    def waits() -> tuple[int, int]:
+        with gpu_of_twins() as gpu, llama.engine(60, device="cuda") as rig:
+            gpu.tally.clear()
+            ask_all(rig, prompts(4))
+            return len(waits_beside_kernels(gpu)), rig.engine.load().counters.num_steps
+
+    num_waits, num_steps = waits()
+    assert NUM_TOKENS <= num_waits <= num_steps
+    monkeypatch.setattr(joint_sampling, "staged", lambda device, *tensors: [x.to(device) for x in tensors])
+    num_waits, num_steps = waits()
+    assert num_waits > 3 * num_steps
 
 
 def test_a_gang_of_two_answers_as_one_does(llama: Stock, tmp_path: Path) -> None:

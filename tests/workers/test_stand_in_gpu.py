@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from motet.kernels import pages
+from motet.kernels.lora import LoraGeometry
 from motet.tests.rigs.engine_rig import Stock
 from motet.tests.rigs.oracle import write_model
 from motet.tests.rigs.stand_in_gpu.capture import GraphError
@@ -18,7 +19,7 @@ from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins
 from motet.tests.rigs.stand_in_gpu.operations import MixedDevicesError
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu, stand_in_gpu
 from motet.tests.rigs.stand_in_gpu.timeline import OrderError
-from motet.workers.execution.graphs import CudaRecorder
+from motet.workers.execution.graphs import CudaRecorder, DecodeGraphs
 from motet.workers.execution.page_mover import PageMover
 from motet.workers.execution.side_stream import SideStream
 from motet.workers.memory.page_arrays import DevicePages, DiskPages, HostPages
@@ -177,6 +178,32 @@ def test_a_graph_does_not_outlive_what_it_reads(gpu: StandInGpu) -> None:
     recording = CudaRecorder()(lambda: inputs[0] + 1)
     inputs.clear()
     found(gpu, GraphError, "which was freed", recording.replay)
+
+
+class NoAdapters:
+    """A backend whose adapters no graph can hold."""
+
+    def reserve(self, *_: object) -> None:
+        return None
+
+
+def test_all_graphs_write_their_logits_into_one_buffer(gpu: StandInGpu) -> None:
+    """At 256 rows of Llama 3's vocabulary one is 131 MB, and there are more than thirty graphs."""
+    table = torch.randn(9, 7, device=GPU)
+    graphs = DecodeGraphs(
+        lambda token_ids, attention, lora: table[token_ids],
+        NoAdapters(),  # type: ignore[arg-type]
+        LoraGeometry(1, 32, 16, ()),
+        num_pages=4,
+        max_rows=6,
+        max_pages=2,
+        vocab_size=7,
+        device=GPU,
+        record=CudaRecorder(),
+    )
+    outputs = [bucket.recording.replay() for bucket in graphs._buckets.values() if bucket is not None]
+    assert [len(output) for output in outputs] == [6, 4, 2, 1]
+    assert len({id(output.memory) for output in outputs}) == 1  # type: ignore[attr-defined]
 
 
 def movers(folder: Path) -> tuple[PageMover, torch.Tensor]:

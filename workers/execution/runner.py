@@ -68,6 +68,7 @@ class Runner:
             self._geometry.num_pages,
             max_rows,
             -(-max_model_len // self._geometry.block_size),
+            self._decoder.vocab_size,
             self._pool.device,
             record,
         )
@@ -78,10 +79,10 @@ class Runner:
 
         May be called only before the first plan: the pages that it writes to are free then.
         """
-        block_size = self._geometry.block_size
+        block_size, num_positions = self._geometry.block_size, len(self._rotary[0])
         for num_tokens in (2, 16, 128):  # lengths for which kernels choose different tiles
             pages = tuple(range(-(-num_tokens // block_size)))
-            if len(pages) <= self._geometry.num_pages:
+            if len(pages) <= self._geometry.num_pages and num_tokens <= num_positions:
                 chunk = SequencePlan(0, (0,) * num_tokens, 0, packed(pages), None, None)
                 self._logits(self._inputs(StepPlan(0, (chunk,), (), ())))
 

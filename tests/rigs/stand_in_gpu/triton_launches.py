@@ -17,33 +17,47 @@ from motet.tests.rigs.stand_in_gpu.capture import Captures, Use
 from motet.tests.rigs.stand_in_gpu.device_tensor import DeviceTensor
 from motet.tests.rigs.stand_in_gpu.operations import MixedDevicesError, Operations
 from motet.tests.rigs.stand_in_gpu.tally import product_line
-from motet.tests.rigs.stand_in_gpu.timeline import Work
+from motet.tests.rigs.stand_in_gpu.timeline import GpuProblem, Work
 from motet.tests.rigs.stand_in_gpu.watched_memory import WatchedMemory
+
+
+class OutsideError(GpuProblem):
+    """A program loads or stores outside of the memory that its kernel was given."""
 
 
 class _Addresses:
     """Cells of some memory that a kernel reads and writes, by the addresses that its programs load and store."""
 
     def __init__(self) -> None:
-        self._memories: list[WatchedMemory] = []
+        self._all: list[WatchedMemory] = []  # by address
+        self._starts = self._ends = np.empty(0, np.int64)
+        self._noted: set[int] = set()  # ids of memory whose cells are wanted
         self._found: dict[tuple[int, bool], set[int]] = {}
 
-    def begin(self, memories: list[WatchedMemory]) -> None:
-        self._memories, self._found = memories, {}
+    def begin(self, given: list[WatchedMemory], noted: list[WatchedMemory]) -> None:
+        """`given`: memory of all arguments; `noted`: of those whose cells are wanted."""
+        self._all = sorted({id(memory): memory for memory in given}.values(), key=lambda memory: memory.address)
+        self._starts = np.array([memory.address for memory in self._all], np.int64)
+        self._ends = self._starts + np.array([memory.num_bytes for memory in self._all], np.int64)
+        self._noted, self._found = {id(memory) for memory in noted}, {}
 
     def note(self, addresses: np.ndarray, mask: np.ndarray, *, writes: bool) -> None:
-        if not self._memories:
+        if not self._all:
             return
         used = addresses[np.broadcast_to(mask, addresses.shape).astype(bool)].astype(np.int64)
-        for at, memory in enumerate(self._memories):
-            inside = used[(used >= memory.address) & (used < memory.address + memory.num_bytes)]
-            if inside.size:
-                cells = np.unique((inside - memory.address) // memory.cell_bytes)
-                self._found.setdefault((at, writes), set()).update(cells.tolist())
+        places = np.searchsorted(self._starts, used, side="right") - 1
+        if used.size and (places.min() < 0 or (used >= self._ends[places]).any()):
+            problem = f"{product_line()}: a program {'stores' if writes else 'loads'} outside of its kernel's memory"
+            raise self._all[0].timeline.problem(OutsideError(problem))
+        for place in np.unique(places):
+            memory = self._all[place]
+            if id(memory) in self._noted:
+                cells = np.unique((used[places == place] - memory.address) // memory.cell_bytes)
+                self._found.setdefault((int(place), writes), set()).update(cells.tolist())
 
     def end(self) -> list[Use]:
-        found = [(self._memories[at], np.array(sorted(cells)), w) for (at, w), cells in self._found.items()]
-        self._memories = []
+        found = [(self._all[at], np.array(sorted(cells)), writes) for (at, writes), cells in self._found.items()]
+        self._all = []
         return found  # type: ignore[return-value]
 
 
@@ -80,7 +94,7 @@ def interpreted_launches(operations: Operations, captures: Captures) -> Iterator
 
         def run(work: Work, note: Callable[[list[Use], Work], None]) -> None:
             note(whole, work)
-            addresses.begin(scattered)
+            addresses.begin([memory for memory, *_ in whole] + scattered, scattered)
             with _disable_current_modes():
                 launch(executor, *plain_args, **plain_kwargs)
             note(addresses.end(), work)
