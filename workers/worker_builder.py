@@ -11,6 +11,7 @@ from ..adapters.store.store import AdapterStore
 from ..kernels.backend import Kernels, choose_kernels
 from .config import EngineConfig
 from .device import resolve_device
+from .device_memory import DeviceMemory
 from .execution.adapter_loader import AdapterLoader
 from .execution.executor import LocalExecutor
 from .execution.graphs import CudaRecorder
@@ -51,9 +52,12 @@ def build_executor(
     kernels = choose_kernels(
         device, dtype, config.num_threads, config.cache_path, on_compile, slow_ones=config.slow_kernels == "allow"
     )
-    pool = make_pool(geometry, device)
-    decoder = load_decoder(sharding, Checkpoint(config.model_path, dtype, device, on_progress), kernels)
-    rotary = rotary_tables(model.rotaries, model.head_dim, config.context_of(model.max_model_len), device)
+    memory = DeviceMemory(device)
+    with memory.part("the pool"):
+        pool = make_pool(geometry, device)
+    with memory.part("weights"):
+        decoder = load_decoder(sharding, Checkpoint(config.model_path, dtype, device, on_progress), kernels)
+        rotary = rotary_tables(model.rotaries, model.head_dim, config.context_of(model.max_model_len), device)
     runner = Runner(decoder, kernels, parallel, pool, geometry, layout, rotary)
     cache = HostAdapterCache(
         AdapterStore(config.store_path), layout, config.host_bytes, _arena(config.host_bytes, geometry, device)
@@ -61,8 +65,11 @@ def build_executor(
     mover = PageMover(_page_arrays(config, geometry, pool, kernels), device)
     if device.type == "cuda":
         on_progress("recording the GPU's work", 0, 1)
-        runner.warm_up()
-        runner.record_decodes(config.max_num_sequences, config.context_of(model.max_model_len), CudaRecorder())
+        with memory.part("chunks of prompts"):
+            runner.warm_up(config.max_tokens_per_step)
+        with memory.part("graphs"):
+            runner.record_decodes(config.max_num_sequences, config.context_of(model.max_model_len), CudaRecorder())
+        memory.tell()
         on_progress("recording the GPU's work", 1, 1)
     loader = AdapterLoader(cache, pool, kernels, config.store_deadline_s)
     return LocalExecutor(runner, loader, mover, kernels.choice, device, thread)

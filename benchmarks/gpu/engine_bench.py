@@ -40,6 +40,7 @@ from motet.workers.wire.messages import AdapterRef, GangInfo, SamplingParams, Se
 
 RANK = 16
 BLOCK = 16
+MAX_TOKENS = 2048  # of a step
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Bench:
         rotary = rotary_tables(model.rotaries, model.head_dim, model.max_model_len, machine.device)
         self.runner = Runner(decoder, kernels, Alone(), pool, geometry, layout, rotary)
         if not machine.is_dry:
-            self.runner.warm_up()
+            self.runner.warm_up(MAX_TOKENS)
             self.runner.record_decodes(size.num_sequences, model.max_model_len, CudaRecorder())
         num_host_pages, pinned = size.host_bytes // geometry.page_bytes, not machine.is_dry
         arena = PinnedArena(num_host_pages, geometry) if pinned else None
@@ -154,7 +155,9 @@ class Bench:
         }
         mover = PageMover(tiers, machine.device)
         executor = LocalExecutor(self.runner, loader, mover, kernels.choice, machine.device)
-        limits = GangLimits(model.max_model_len, model.vocab_size, BLOCK, geometry.num_pages, 2048, size.num_sequences)
+        limits = GangLimits(
+            model.max_model_len, model.vocab_size, BLOCK, geometry.num_pages, MAX_TOKENS, size.num_sequences
+        )
         scheduler = Scheduler(
             limits,
             frozenset(),

@@ -38,7 +38,8 @@ def test_decodes_are_replayed_and_give_the_cpus_tokens(tmp_path: Path) -> None:
     with stock.engine(40) as rig:
         here = answers(rig)
     with stand_in_gpu() as gpu:
-        with stock.engine(40, device="cuda", max_num_sequences=2, max_model_len=24) as rig:
+        small = {"max_num_sequences": 2, "max_model_len": 24, "max_tokens_per_step": 16}
+        with stock.engine(40, device="cuda", **small) as rig:
             assert rig.engine.info.kernels.startswith("triton")
             gpu.tally.clear()
             assert answers(rig) == here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,16 @@ def test_the_host_waits_for_a_steps_tokens_alone(llama: Stock, monkeypatch: pyte
     monkeypatch.setattr(joint_sampling, "staged", lambda device, *tensors: [x.to(device) for x in tensors])
     num_waits, num_steps = waits()
     assert num_waits > 3 * num_steps
+
+
+def test_what_a_worker_takes_of_its_gpu_is_measured(llama: Stock, caplog: pytest.LogCaptureFixture) -> None:
+    with gpu_of_twins() as gpu, caplog.at_level(logging.INFO, "motet.workers.device_memory"):
+        with llama.engine(60, device="cuda"):
+            taken = gpu.streams.num_allocated_bytes
+        assert "the GPU's memory: the pool 0.00 GiB, weights 0.00 GiB, chunks of prompts" in caplog.text
+        gpu.streams.total_bytes = gpu.streams.num_allocated_bytes + taken - 1000
+        with pytest.raises(ValueError, match=r"no room for .*weights 0\.00 GiB.* a smaller pool_bytes leaves more"):
+            llama.engine(60, device="cuda")
 
 
 def test_a_gang_of_two_answers_as_one_does(llama: Stock, tmp_path: Path) -> None:

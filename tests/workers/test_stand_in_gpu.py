@@ -11,6 +11,7 @@ import torch
 
 from motet.kernels import pages
 from motet.kernels.lora import LoraGeometry
+from motet.kernels.plain.experts import PlainExperts
 from motet.tests.rigs.engine_rig import Stock
 from motet.tests.rigs.oracle import write_model
 from motet.tests.rigs.stand_in_gpu.capture import GraphError
@@ -206,6 +207,16 @@ def test_all_graphs_write_their_logits_into_one_buffer(gpu: StandInGpu) -> None:
     assert len({id(output.memory) for output in outputs}) == 1  # type: ignore[attr-defined]
 
 
+def test_the_waits_of_experts_are_found(gpu: StandInGpu) -> None:
+    """The twin brings the rows of an expert together by numbers that the host needs."""
+    experts, rows = PlainExperts(), torch.randn(4, 6, device=GPU)
+    chosen = torch.zeros(4, 2, dtype=torch.int64, device=GPU)
+    groups = experts.group(chosen, torch.ones(4, 2, device=GPU), 0, 3)
+    experts.linear(rows.index_select(0, groups.rows), torch.randn(3, 5, 6, device=GPU), groups)
+    assert len(gpu.tally.waits) >= 3
+    assert all(wait.line.startswith("kernels/plain/experts.py:") for wait in gpu.tally.waits)
+
+
 def movers(folder: Path) -> tuple[PageMover, torch.Tensor]:
     pool = make_pool(GEOMETRY, GPU)
     arrays = {
@@ -314,4 +325,4 @@ def test_an_engine_on_a_gpu_needs_no_pinned_memory_of_torchs_after_its_start(tmp
     with gpu_of_twins() as gpu, stock.engine(40, device="cuda", kv_host_bytes=20 * stock.page_bytes) as rig:
         rig.submit(0, list(range(20)), None, SamplingParams(max_tokens=3, temperature=0.0))
         rig.finish()
-        assert {line.partition(":")[0] for line in gpu.tally.pinned} == {"workers/execution/inputs.py"}
+        assert {line.partition(":")[0] for line in gpu.tally.pinned} == {"kernels/staging.py"}

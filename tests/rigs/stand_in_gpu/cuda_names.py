@@ -10,10 +10,8 @@ from typing import Any
 from motet.tests.rigs.stand_in_gpu.capture import Capture, Captures
 from motet.tests.rigs.stand_in_gpu.operations import Operations
 from motet.tests.rigs.stand_in_gpu.pinned_memory import PinnedMemory
-from motet.tests.rigs.stand_in_gpu.streams import Event, Stream, Streams
+from motet.tests.rigs.stand_in_gpu.streams import TOTAL_BYTES, Event, Stream, Streams
 from motet.tests.rigs.stand_in_gpu.tally import Tally
-
-TOTAL_BYTES = 80 << 30
 
 
 class Graph:
@@ -77,6 +75,9 @@ def cuda_names(
             timeline.finish(timeline.mark(number))
         streams.wait_for_host("torch.cuda.synchronize()", {})
 
+    def reset_peak(device: object = None) -> None:
+        streams.num_peak_bytes = streams.num_allocated_bytes
+
     def register(address: int, num_bytes: int, flags: int) -> int:
         pinned.register(address, num_bytes)
         return 0
@@ -96,7 +97,10 @@ def cuda_names(
         "get_device_name": always("stand-in"),
         "get_device_capability": always((9, 0)),
         "get_device_properties": always(properties),
-        "mem_get_info": always((TOTAL_BYTES, TOTAL_BYTES)),
+        "mem_get_info": lambda device=None: (streams.total_bytes - streams.num_allocated_bytes, streams.total_bytes),
+        "memory_allocated": lambda device=None: streams.num_allocated_bytes,
+        "max_memory_allocated": lambda device=None: streams.num_peak_bytes,
+        "reset_peak_memory_stats": reset_peak,
         "empty_cache": always(None),
         "set_device": always(None),
         "Stream": lambda device=None, **_: Stream(streams),

@@ -6,18 +6,24 @@ import threading
 import weakref
 from typing import Any
 
+import torch
+
 from motet.tests.rigs.stand_in_gpu.tally import Tally, Wait, product_line, thread_name
 from motet.tests.rigs.stand_in_gpu.timeline import Clock, Timeline
 from motet.tests.rigs.stand_in_gpu.watched_memory import Lease, WatchedMemory
 
+TOTAL_BYTES = 80 << 30
+
 
 class Streams:
-    """Each thread's current stream."""
+    """Each thread's current stream, and what is allocated."""
 
     def __init__(self, timeline: Timeline, tally: Tally) -> None:
         self.timeline, self.tally = timeline, tally
         self._default = Stream(self)
         self._local = threading.local()
+        self.total_bytes = TOTAL_BYTES
+        self.num_allocated_bytes = self.num_peak_bytes = 0
 
     @property
     def current(self) -> Stream:
@@ -32,9 +38,17 @@ class Streams:
         self.timeline.finish(mark)
 
     def watch_lease(self, lease: Lease, memory: WatchedMemory, stream: int) -> weakref.ref[Lease]:
-        """Its memory goes back to the stream that it was allocated in, which may use it at once."""
+        """Its memory goes back to the stream that it was allocated in, which may use it at once.
+
+        Raises torch.OutOfMemoryError if the device has no room for it.
+        """
+        if self.num_allocated_bytes + memory.num_bytes > self.total_bytes:
+            raise torch.OutOfMemoryError(f"{memory.num_bytes} bytes of {self.total_bytes}")
+        self.num_allocated_bytes += memory.num_bytes
+        self.num_peak_bytes = max(self.num_peak_bytes, self.num_allocated_bytes)
 
         def freed(_: object) -> None:
+            self.num_allocated_bytes -= memory.num_bytes
             line = memory.unfinished(stream)
             if line is not None:
                 self.timeline.problems.append(
