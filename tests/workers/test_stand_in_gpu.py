@@ -113,6 +113,13 @@ def test_rows_are_told_apart(gpu: StandInGpu) -> None:
     assert pool.sum().item() == 16 + 2 * 4 * 7
 
 
+def test_pages_are_copied_within_the_pool_without_a_wait(gpu: StandInGpu) -> None:
+    pool = torch.arange(5, device=GPU).view(5, 1, 1).expand(5, 2, 3).contiguous()
+    pages.copy_runs(pool, [0, 2], pages.read_pages(pool, [4, 3]))
+    assert gpu.tally.waits == []
+    assert pool[:, 0, 0].tolist() == [4, 1, 3, 3, 4]
+
+
 def test_pinned_memory_is_not_used_while_the_device_copies(gpu: StandInGpu) -> None:
     pinned = torch.zeros(4).pin_memory()
     copied = pinned.to(GPU, non_blocking=True)
