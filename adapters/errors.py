@@ -84,6 +84,10 @@ class NoSuchKey(AdapterError):  # noqa: N818
     pass
 
 
+class TooManyKeys(AdapterError):  # noqa: N818
+    pass
+
+
 class KeyTaken(AdapterError):  # noqa: N818
     pass
 

@@ -115,12 +115,14 @@ class UploadService:
         name: str,
         change: Callable[[NameState, float], NameState],
         entry: AuditEntry | None = None,
+        num_ended: int | None = None,
+        most_pinned_bytes: int | None = None,
     ) -> NameState:
-        """The name after a change (`name_state.py`). `entry`: for the audit log.
+        """The name after a change (`name_state.py`). The other arguments: see `NameRecords.change`.
 
-        Raises as the change does, NoSuchName, RegistryUnavailable.
+        Raises as the change does, NoSuchName, TenantGone, QuotaExceeded, RegistryUnavailable.
         """
-        state = await self._registry.names.change(tenant, name, change, entry)
+        state = await self._registry.names.change(tenant, name, change, entry, num_ended, most_pinned_bytes)
         self._view.apply(AdapterSet(state.current))
         return state
 

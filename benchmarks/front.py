@@ -1,7 +1,8 @@
 """What a router does for tenants, and what that costs a request: keys, quotas, an adapter's name, and who keeps count.
 
 One router process serves two fronts before a gang that answers at once: one that does all of it, with quotas of
-requests, tokens and streams in a Redis as `motet serve` starts it, and one that does none. Both are asked in turn.
+requests, tokens and streams and the ledger in a Redis as `motet serve` starts it, and one that does none. Both are
+asked in turn.
 Latency: of one request at a time, from its sending to the end of its answer. CPU: of the router's process, with as many
 requests under way as `--clients`. Each ratio is of one run.
 """

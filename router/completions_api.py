@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from ..adapters.adapter import AdapterVersion
 from ..adapters.registry.registry_view import RegistryView
+from ..adapters.tenants.life import life_number
 from ..workers.wire.messages import AdapterRef
 from .access.request_record import NUM_ANSWER_CHARS, record_of
 from .accounts.account import Accounts, Asked
@@ -46,7 +47,7 @@ from .tenants.auth import Door
 from .tenants.identity import Identity
 from .text.text import TextService
 from .versions.shadow_sender import ShadowSender
-from .versions.version_choice import answering, version_header
+from .versions.version_choice import answering, key_in_trial, version_header
 
 R = TypeVar("R", bound=GenerationFields)
 Versions = Sequence[AdapterVersion | None]  # the one that answers first; None: the base
@@ -268,7 +269,8 @@ class CompletionsApi:
             keep_logprobs=prompts[0].sampling.num_logprobs is not None,
             beams=beam_rules(request, prompts, self._base.gang()),
             request_id=record_of(http.scope).request_id,
-            cache_salt=request.cache_salt or "",
+            # Who gets a deleted tenant's name shares no KV with it, whatever either of them gives as salt.
+            cache_salt=f"{life_number(identity.tenant)}:{request.cache_salt or ''}",
             timeout_s=request.timeout,
             weight=identity.tenant.weight,
             priority=request.priority or 0,
@@ -355,6 +357,7 @@ class CompletionsApi:
             model=request.model,
             version=version,
             user=request.user or "",
+            sticky_key=key_in_trial(versions, request, identity),
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in generation.prompts),
             num_new_tokens=generation.n * sum(_num_new_tokens(prompt, context) for prompt in generation.prompts),
             num_sequences=len(running.choices),
@@ -364,7 +367,7 @@ class CompletionsApi:
         )
         account = await self._accounts.open(asked)
         if self._shadows is not None:
-            self._shadows.send(versions, request.model, generation, head.id)
+            self._shadows.send(versions, request.model, generation, head.id, identity)
         response = GenerationResponse(running, shape, style, self._metrics, account)
         if version is not None:
             response.raw_headers.append(version_header(version))

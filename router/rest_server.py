@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..adapters.administration.administration import Administration
+from ..adapters.registry.preloads import Preloads
 from ..adapters.registry.registry_view import RegistryView
 from ..adapters.upload import UploadService
 from .access.access_log import AccessLog
@@ -34,11 +35,15 @@ from .operations_api import OperationsApi
 from .quotas.limits_api import LimitsApi
 from .quotas.quotas import Quotas
 from .readiness import Readiness
+from .residency.pin_keeper import PinKeeper
 from .route import RouteSpec
 from .tenants.auth import Door, Tokens
 from .text.text import TextService
 from .uploads.adapters_api import AdaptersApi
 from .versions.canary_book import CanaryBook
+from .versions.pin_api import PinApi
+from .versions.preload_api import PreloadApi
+from .versions.preloader import Preloader
 from .versions.residency_api import ResidencyApi
 from .versions.shadow_sender import ShadowSender
 from .versions.trials_api import TrialsApi
@@ -63,6 +68,8 @@ def create_app(
     tokens: Tokens | None = None,
     quotas: Quotas | None = None,
     canaries: CanaryBook | None = None,
+    preloads: Preloads | None = None,
+    pins: PinKeeper | None = None,
     more_routes: Callable[[Door], Sequence[RouteSpec]] = lambda door: (),
 ) -> FastAPI:
     """The app. The caller starts and stops the collaborators that it passes in.
@@ -72,7 +79,9 @@ def create_app(
     own. `config`: what in it can change takes effect with the next request. `accountants`: they keep something
     of each answer. `administration`: None: tenants and keys are not changed here. `tokens`: who verifies tokens
     of identity providers; None: there are none. `quotas`: None: nobody has any. `canaries`: must be started; None: no
-    version can be put on trial. `more_routes`: of what else the caller has made, which ask this door.
+    version can be put on trial. `preloads`: None, or no `canaries`: nothing is brought to gangs before somebody asks
+    for it. `pins`: must be started; None: nothing is pinned. `more_routes`: of what else the caller has made,
+    which ask this door.
     """
     metrics = metrics or Metrics()
     door = Door(view, operator_key, tokens)
@@ -82,8 +91,8 @@ def create_app(
     models = ModelsApi(base, view, door)
     if canaries is not None:
         accountants = (*accountants, canaries)
-    shadows = None if canaries is None else ShadowSender(dispatcher, text, canaries)
     accounts = Accounts(accountants) if quotas is None else Accounts((quotas, *accountants), quotas.at_door)
+    shadows = None if canaries is None else ShadowSender(dispatcher, text, canaries, accounts)
     completions = CompletionsApi(config, base, dispatcher, view, text, metrics, door, accounts, shadows)
     adapters = AdaptersApi(config, door, uploads, metrics)
     counts = None if canaries is None else canaries.counts
@@ -95,13 +104,17 @@ def create_app(
         *models.routes(),
         *adapters.routes(),
         *versions.routes(),
-        *ResidencyApi(door, uploads, dispatcher, view).routes(),
+        *ResidencyApi(door, uploads, dispatcher, view, counts, preloads, pins).routes(),
         *limits.routes(),
         *operations.routes(),
         *more_routes(door),
     ]
     if counts is not None:
         routes += TrialsApi(door, uploads, counts).routes()
+    if canaries is not None and preloads is not None:
+        routes += PreloadApi(door, uploads, Preloader(dispatcher, preloads, canaries)).routes()
+    if pins is not None:
+        routes += PinApi(door, uploads, view, pins).routes()
     if administration is not None:
         routes += TenantsApi(administration, view, door).routes()
         routes += KeysApi(administration, view, door).routes()

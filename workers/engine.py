@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from .execution.executor import Executor
 from .plan import StepPlan, StepResult
@@ -58,6 +58,10 @@ class Engine:
     def outdate(self, digest: str) -> None:
         """No name points to the adapter any more: what there is of it goes first. Sequences that need it go on."""
         self._scheduler.outdate(digest)
+
+    def pin(self, changes: Mapping[str, bool]) -> None:
+        """Adapters that host memory must keep from now on (True), or need not keep any more."""
+        self._scheduler.host_news.pin(changes)
 
     def charge_elsewhere(self, totals: Iterable[tuple[str, float]]) -> None:
         """What tenants have had of all other gangs, as `ServedElsewhere` has it: here they come later for it."""

@@ -168,6 +168,7 @@ def _info(config: EngineConfig, geometry: PoolGeometry, kernels: str, device: st
         num_pages=geometry.num_pages,
         page_bytes=geometry.page_bytes,
         num_threads=config.num_threads,
+        is_fair=config.scheduling == "fair",
         max_num_sequences=min(config.max_num_sequences, config.max_tokens_per_step),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -39,6 +40,12 @@ class GiveUpWaiting(msgspec.Struct, frozen=True):
     error: SequenceError
 
 
+class PinChanges(msgspec.Struct, frozen=True):
+    """Adapters that host memory must keep from now on (True), or need not keep any more."""
+
+    changes: Mapping[str, bool]
+
+
 class TokenInterval(msgspec.Struct, frozen=True):
     """Steps should take no longer than this while sequences decode."""
 
@@ -46,7 +53,7 @@ class TokenInterval(msgspec.Struct, frozen=True):
 
 
 _Message = (
-    Submit | Cancel | GiveUpWaiting | Outdated | TokenInterval | ServedElsewhere
+    Submit | Cancel | GiveUpWaiting | Outdated | PinChanges | TokenInterval | ServedElsewhere
 )  # what the loop's thread is told by others
 
 
@@ -101,6 +108,9 @@ class EngineLoop:
 
     def outdate(self, digest: str) -> None:
         self._put(Outdated(digest))
+
+    def pin(self, changes: Mapping[str, bool]) -> None:
+        self._put(PinChanges(changes))
 
     def charge_elsewhere(self, served: ServedElsewhere) -> None:
         self._put(served)
@@ -189,6 +199,8 @@ class EngineLoop:
                 self._submitted.discard(sequence_id)
             case Outdated(digest):
                 self._engine.outdate(digest)
+            case PinChanges(changes):
+                self._engine.pin(changes)
             case ServedElsewhere(totals):
                 self._engine.charge_elsewhere(totals)
             case TokenInterval(seconds):

@@ -9,32 +9,45 @@ import msgspec
 from redis.asyncio import Redis
 
 from ..registry.redis_deadline import answered_within
-from ..registry.registry_scripts import AUDIT, SETTINGS
+from ..registry.registry_scripts import AUDIT, AUDIT_ORDER, SETTINGS, TENANTS_AUDIT
 from ..tenants.audit_entry import Actor, AuditEntry, WrittenEntry, decode_entry, encode_entry, log_entry
-from .change_scripts import READ_AUDIT_SCRIPT, SETTINGS_KEYS, SETTINGS_SCRIPT
+from .change_scripts import READ_AUDIT_SCRIPT, READ_OPERATORS_SCRIPT, SETTINGS_KEYS, SETTINGS_SCRIPT
 
 _PAGE_SIZE: Final = 1000  # entries that Redis looks at in one go
 
 
 class AuditLog:
-    """It holds the last 100,000 entries, and a few more. Raises RegistryUnavailable as `Registry` does."""
+    """It holds the last 100,000 entries of operators and the last 1,000 of each tenant's own.
+
+    Raises RegistryUnavailable as `Registry` does.
+    """
 
     def __init__(self, client: Redis, timeout_s: float = 3.0) -> None:
         self._client: Any = client
         self._timeout_s = timeout_s
         self._settings_script = client.register_script(SETTINGS_SCRIPT)
         self._read_script = client.register_script(READ_AUDIT_SCRIPT)
+        self._operators_script = client.register_script(READ_OPERATORS_SCRIPT)
 
     async def read(self, before: str, limit: int, tenant: str = "") -> Sequence[WrittenEntry]:
         """At most `limit` entries that are older than the one with the id `before`, if one is named.
 
         `tenant`: only those about it. Reads pages.
         """
-        entries: list[WrittenEntry] = []
         end = f"({before}" if before else "+"
+        if not tenant:
+            return await self._pages(self._read_script, AUDIT_ORDER, end, limit)
+        async with answered_within(self._timeout_s):
+            found = await self._client.xrevrange(TENANTS_AUDIT + tenant, end, "-", count=limit)
+        own = [decode_entry(one, fields["entry"], fields["result"]) for one, fields in found]
+        by_operators = await self._pages(self._operators_script, AUDIT, end, limit, tenant)
+        return sorted([*own, *by_operators], key=_place, reverse=True)[:limit]
+
+    async def _pages(self, script: Any, log: str, end: str, limit: int, *more: str) -> Sequence[WrittenEntry]:
+        entries: list[WrittenEntry] = []
         while len(entries) < limit:
             async with answered_within(self._timeout_s):
-                last, *found = await self._read_script(keys=[AUDIT], args=[end, _PAGE_SIZE, tenant])
+                last, *found = await script(keys=[log], args=[end, _PAGE_SIZE, *more])
             entries += map(decode_entry, found[::3], found[1::3], found[2::3])
             if not last:
                 break
@@ -54,9 +67,11 @@ class AuditLog:
                 return False
             told = msgspec.json.decode(before or "{}", type=dict[str, object])
             given = msgspec.json.decode(text, type=dict[str, object])
-            changed = {name: value for name, value in given.items() if name not in told or told[name] != value}
-            if not before:  # the first settings of all are no change of any
-                changed = {}
+            changed: dict[str, object] = {}
+            if before:  # the first settings of all are no change of any
+                for name in sorted(told.keys() | given.keys()):  # a release may take one away
+                    if told.get(name) != given.get(name):
+                        changed[name] = {"from": told.get(name), "to": given.get(name)}
             entry = AuditEntry(
                 action="settings.change" if before else "settings.first",
                 tenant="",
@@ -68,3 +83,9 @@ class AuditLog:
             if is_noted:
                 log_entry(entry)
                 return True
+
+
+def _place(written: WrittenEntry) -> tuple[int, int]:
+    """In the order of all entries: no two have the same id."""
+    milliseconds, _, number = written.id.partition("-")
+    return int(milliseconds), int(number)

@@ -32,7 +32,7 @@ class KeyRegistry:
     async def create(self, wanted: KeyRecord, actor: Actor) -> tuple[KeyRecord, str]:
         """A new key as `wanted` says, whose id and time are made here; its record, and the key itself.
 
-        Raises TenantEnding if its tenant is being deleted.
+        Raises TenantEnding if its tenant is being deleted, and TooManyKeys.
         """
         check_tenant(wanted.tenant)
         key, key_hash = _new_key()
@@ -68,7 +68,7 @@ class KeyRegistry:
     ) -> tuple[KeyRecord, str, KeyRecord]:
         """A new key that may do the same, its record and itself, and the old one's, which ends after `overlap_s`.
 
-        Raises NoSuchKey, also for a key that has expired, and TenantEnding.
+        Raises NoSuchKey, also for a key that has expired, TenantEnding, and TooManyKeys.
         """
         new_key, new_hash = _new_key()
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 from redis.asyncio import Redis
 
-from ..errors import RegistryUnavailable
+from ..errors import RegistryUnavailable, TooManyKeys
 from ..registry.events import decode_key, decode_tenant
 from ..registry.redis_deadline import answered_within
 from ..registry.registry_scripts import API_KEYS, TENANTS
@@ -17,7 +17,10 @@ from ..tenants.audit_entry import AuditEntry, encode_entry, log_entry
 from ..tenants.records import KeyRecord, TenantRecord
 from .change_scripts import CHANGE_SCRIPT, CHANGED
 
+MAX_KEYS: Final = 1000  # of a tenant, beside those of a configuration
 _NUM_TRIES: Final = 32  # each but the last means that somebody else has changed the same record in between
+
+_TOO_MANY_KEYS: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,7 @@ class RecordChanges:
         """What was changed, in one script. `make` is called with what there is, as often as that changes meanwhile.
 
         What it raises goes through, and nothing has changed. Raises RegistryUnavailable; after that the change may have
-        happened or not.
+        happened or not. Raises TooManyKeys if the tenant would have more than MAX_KEYS.
         """
         for _ in range(_NUM_TRIES):
             async with answered_within(self._timeout_s):
@@ -64,12 +67,14 @@ class RecordChanges:
                     keys={one: None if record is None else decode_key(one, record) for one, record in held.items()},
                 )
             )
-            args = [encode_entry(wanted.entry), tenant, told or "", _encoded(wanted.tenant)]
+            args = [encode_entry(wanted.entry), tenant, told or "", _encoded(wanted.tenant), MAX_KEYS]
             for key_hash, record in wanted.keys.items():
                 args += [key_hash, held.get(key_hash) or "", _encoded(record)]
             async with answered_within(self._timeout_s):
-                is_changed = await self._change_script(keys=CHANGED, args=args)
-            if is_changed:
+                done = await self._change_script(keys=CHANGED, args=args)
+            if done == _TOO_MANY_KEYS:
+                raise TooManyKeys(f"{tenant} has {MAX_KEYS} keys already")
+            if done:
                 log_entry(wanted.entry)
                 return wanted
         raise RegistryUnavailable("others change the same things all the time: try again")

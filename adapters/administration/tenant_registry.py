@@ -13,12 +13,14 @@ from ..errors import NoSuchTenant, TenantEnding, TenantExists
 from ..names import check_tenant
 from ..registry.redis_deadline import answered_within
 from ..tenants.audit_entry import Actor, AuditEntry
+from ..tenants.life import life_of
 from ..tenants.records import TenantRecord
 from .change_scripts import CHANGED, END_ADAPTERS_KEYS, END_ADAPTERS_SCRIPT, END_KEYS_SCRIPT
 from .record_changes import Found, RecordChanges, Wanted
 
 _PAGE_SIZE: Final = 200  # of what is deleted at once: a few milliseconds of Redis's time
-EndOfTenant = Callable[[str], Awaitable[None]]  # deletes what somebody keeps of a tenant; may be called again
+# Deletes what somebody keeps of a tenant, whose life (`life_of`) it is told; may be called again.
+EndOfTenant = Callable[[str], Awaitable[None]]
 
 
 class TenantRegistry:
@@ -92,11 +94,21 @@ class TenantRegistry:
         is such a tenant. Raises NoSuchTenant if another call has ended it meanwhile.
         """
         check_tenant(name)
-        await self._changes.change(name, (), lambda found: self._begun(name, found, actor))
+        life = ""
+
+        def begun(found: Found) -> Wanted:
+            nonlocal life
+            wanted = self._begun(name, found, actor)
+            ending = wanted.tenant or found.tenant
+            assert ending is not None
+            life = life_of(ending)
+            return wanted
+
+        await self._changes.change(name, (), begun)
         await self._delete_keys(name)
-        num_adapters = await self._delete_adapters(name)
+        num_adapters = await self._delete_adapters(name, life)
         for end in self._ends:
-            await end(name)
+            await end(life)
         await self._changes.change(name, (), lambda found: self._ended(name, found, actor))
         return num_adapters
 
@@ -122,11 +134,11 @@ class TenantRegistry:
             if cursor == "0":
                 return
 
-    async def _delete_adapters(self, name: str) -> int:
+    async def _delete_adapters(self, name: str, life: str) -> int:
         num_deleted = 0
         while True:
             async with answered_within(self._timeout_s):
-                num = int(await self._end_adapters_script(keys=END_ADAPTERS_KEYS, args=[name, _PAGE_SIZE]))
+                num = int(await self._end_adapters_script(keys=END_ADAPTERS_KEYS, args=[name, _PAGE_SIZE, life]))
             num_deleted += num
             if num < _PAGE_SIZE:
                 return num_deleted

@@ -1,7 +1,8 @@
-"""Entries of the ledger on disk, a file for each tenant and day: JSON lines, compressed.
+"""Entries of the ledger on disk, a file for each tenant's life and day: JSON lines, compressed.
 
 `<root>/2026-11-22/acme.jsonl.gz` has what was taken in on that day (UTC, by Redis's clock), each line `{"n": number in
-the tenant's stream, "e": entry}`. What a tenant used follows from these files alone: `merged` of entry.py, by id.
+the tenant's stream, "e": entry}`; `acme~1.jsonl.gz` has those of who was called so after `acme` was deleted once. What
+a tenant used follows from these files alone: `merged` of entry.py, by id.
 """
 
 from __future__ import annotations
@@ -35,45 +36,48 @@ class LedgerArchive:
     def __init__(self, ledger: Ledger, root: Path) -> None:
         self._ledger, self._root = ledger, root
 
-    async def archive(self, tenant: str, now: datetime) -> int:
+    async def archive(self, life: str, now: datetime) -> int:
         """Archives days that are older than the ledger keeps; returns how many. Raises RegistryUnavailable, OSError.
 
         A day's entries leave Redis only when their file survives a crash of the machine.
         """
-        return await self._archive_before(tenant, now.date() - timedelta(days=self._ledger.kept_days))
+        return await self._archive_before(life, now.date() - timedelta(days=self._ledger.kept_days))
 
     async def archive_all(self, now: datetime) -> int:
         """The same for all tenants."""
-        return sum([await self.archive(tenant, now) for tenant in await self._ledger.tenants()])
+        return sum([await self.archive(life, now) for life in await self._ledger.lives()])
 
-    async def retire(self, tenant: str, now: datetime) -> None:
-        """Archives all of a tenant's entries, and removes its ledger: the tenant is deleted."""
-        await self._archive_before(tenant, now.astimezone(UTC).date() + timedelta(days=2))
-        await self._ledger.remove(tenant, now)
+    async def retire(self, life: str, now: datetime) -> None:
+        """Archives all of a tenant's entries, and removes its ledger: the tenant is deleted.
 
-    def path(self, tenant: str, day: date) -> Path:
-        return self._root / day.isoformat() / f"{tenant}.jsonl.gz"
+        Those that come later stay until their day is archived; nobody is shown them.
+        """
+        await self._archive_before(life, now.astimezone(UTC).date() + timedelta(days=2))
+        await self._ledger.remove(life, now)
 
-    async def _archive_before(self, tenant: str, end: date) -> int:
+    def path(self, life: str, day: date) -> Path:
+        return self._root / day.isoformat() / f"{life}.jsonl.gz"
+
+    async def _archive_before(self, life: str, end: date) -> int:
         num_days = 0
-        while (day := await self._ledger.first_day(tenant)) is not None and day < end:
-            await self._archive_day(tenant, day)
-            await self._ledger.trim(tenant, day)
+        while (day := await self._ledger.first_day(life)) is not None and day < end:
+            await self._archive_day(life, day)
+            await self._ledger.trim(life, day)
             num_days += 1
         return num_days
 
-    async def _archive_day(self, tenant: str, day: date) -> None:
-        path, temporary = self.path(tenant, day), self._root / "tmp"
+    async def _archive_day(self, life: str, day: date) -> None:
+        path, temporary = self.path(life, day), self._root / "tmp"
         for folder in (path.parent, temporary):
             await asyncio.to_thread(make_folder, folder)
-        # What a tenant of this name that was deleted on that day had, or an archivist that died before it trimmed.
+        # What an archivist that died before it trimmed has written, or what came before the tenant was deleted.
         held = await asyncio.to_thread(_lines, path)
         writing = _writing(path, temporary)
         file = await asyncio.to_thread(writing.__enter__)
         try:
             for line in held.values():
                 await asyncio.to_thread(file.write, line)
-            async for page in self._ledger.entries_of(tenant, day):
+            async for page in self._ledger.entries_of(life, day):
                 new = b"".join(_line(entry) for entry in page if entry.number not in held)
                 await asyncio.to_thread(file.write, new)
         except BaseException as error:

@@ -12,6 +12,8 @@ from typing import Final
 
 import msgspec
 
+from ..tenants.life import life_name
+
 # What is counted of each entry, in the order in which Redis has it. A new one goes to the end.
 NUMBERS: Final = (
     "requests",
@@ -44,6 +46,10 @@ class Group(msgspec.Struct, frozen=True, order=True):
         return f"{self.key_id}\t{self.adapter}\t{self.version}\t{self.digest}"
 
 
+# Where what is counted goes when a tenant has used more groups on a day than are kept apart.
+OTHERS: Final = Group("(other)", "(other)", 0, "")
+
+
 def parse_group(text: str) -> Group:
     key_id, adapter, version, digest = text.split("\t")
     return Group(key_id, adapter, int(version), digest)
@@ -54,6 +60,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     id: str  # of the response
     tenant: str
+    num_ended: int = 0  # tenants that had its name before (`life_of`)
     began_at: int  # Unix time, seconds; the same in all entries of an id: it is counted in this hour and on this day
     stage: Stage = Stage.UNDER_WAY
     key_id: str = ""
@@ -69,6 +76,11 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_device_page_ms: int = 0
 
     @property
+    def life(self) -> str:
+        """Under which it is counted: not the tenant's name, which another tenant may have by now."""
+        return life_name(self.tenant, self.num_ended)
+
+    @property
     def group(self) -> Group:
         return Group(self.key_id, self.adapter, self.version, self.digest[:_NUM_DIGEST_DIGITS])
 
@@ -79,7 +91,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def merged(one: Entry, other: Entry) -> Entry:
     """What two entries of one id say together. Associative, commutative, and an entry twice says what it says once."""
-    assert (one.id, one.tenant) == (other.id, other.tenant)
+    assert (one.id, one.life) == (other.id, other.life)
     # A stream can be resumed with another key of its tenant: then either would do, and all must choose the same.
     first = min(one, other, key=_identity)
     if one.stage != other.stage:

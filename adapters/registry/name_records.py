@@ -13,15 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
+from msgspec import structs
 from redis.asyncio import Redis
 
 from ..adapter import AdapterVersion
-from ..errors import NoSuchName, RegistryUnavailable, TenantGone
+from ..errors import NoSuchName, RegistryUnavailable, TenantGone, VersionRefused
 from ..names import check_name, check_tenant
 from ..tenants.audit_entry import AuditEntry, encode_entry, log_entry
-from ..tenants.storage_bounds import StorageBound, check_storage
+from ..tenants.storage_bounds import StorageBound, check_pinned, check_storage
+from ..versions.changed_fields import changed_fields
 from ..versions.name_state import NameNotes, NameState, VersionNote, with_upload
-from ..versions.rollout import versions_of
+from ..versions.rollout import MAX_CANARIES, versions_of
 from .events import decode_adapter, encode_facts
 from .redis_deadline import answered_within
 from .registry_scripts import (
@@ -104,13 +106,20 @@ class NameRecords:
         name: str,
         change: Callable[[NameState, float], NameState],
         entry: AuditEntry | None = None,
+        num_ended: int | None = None,
+        most_pinned_bytes: int | None = None,
     ) -> NameState:
-        """The name after `change`, which gets it and the Unix time. Raises NoSuchName, and what `change` raises."""
+        """The name after `change`, which gets it and the Unix time. `num_ended`, `entry`: see `register`.
+
+        `most_pinned_bytes`: that its tenant may have pinned afterwards if this adds any, beside the tenant's quota.
+        Raises NoSuchName, TenantGone, what `change` raises, QuotaExceeded if more would be pinned than may be, and
+        VersionRefused if its tenant has MAX_CANARIES, or MAX_PINS, already.
+        """
 
         def apply(state: NameState | None, last_version: int, now: float) -> tuple[NameState, int, None]:
             return change(_existing(state, name), now), last_version, None
 
-        state, _, _ = await self._change(f"{tenant}/{name}", apply, entry)
+        state, _, _ = await self._change(f"{tenant}/{name}", apply, entry, num_ended, (), most_pinned_bytes)
         return state
 
     async def _change(
@@ -120,6 +129,7 @@ class NameRecords:
         entry: AuditEntry | None = None,
         num_ended: int | None = None,
         bounds: Sequence[StorageBound] = (),
+        most_pinned_bytes: int | None = None,
     ) -> tuple[NameState, AdapterVersion | None, int]:
         for _ in range(_MAX_TRIES):
             before, last_version, record, notes = await self._read(field)
@@ -129,6 +139,7 @@ class NameRecords:
             result = str(new_last if new_last != last_version else after.current.version)
             head = f"{after.current.version} {after.current.digest} "
             args: list[Any] = [field, record, last_version, notes, head, encode_facts(after.current), new_last]
+            written_entry = entry and structs.replace(entry, changed={**entry.changed, **changed_fields(before, after)})
             new_notes = "" if after.notes == NameNotes() else _encode(after.notes).decode()
             async with answered_within(self._timeout_s):
                 written = await self._change_script(
@@ -137,19 +148,23 @@ class NameRecords:
                         *args,
                         new_notes,
                         int(after.rollout.canary is not None),
-                        encode_entry(entry),
+                        encode_entry(written_entry),
                         result,
                         "" if num_ended is None else num_ended,
+                        "" if most_pinned_bytes is None else most_pinned_bytes,
                         *bound_args(bounds),
                     ],
                 )
             if written == 0:
                 raise TenantGone("this tenant was deleted meanwhile")
+            if written == 1:
+                message = f"{MAX_CANARIES} adapters have a canary, which is the most that a tenant may have: stop one"
+                raise VersionRefused(message)
             if isinstance(written, list):
                 _refuse(bounds, *written)
             if written is not None:
-                if entry is not None:
-                    log_entry(entry, result)
+                if written_entry is not None:
+                    log_entry(written_entry, result)
                 return NameState(decode_adapter(field, written), after.notes), found, new_last
             await asyncio.sleep(random.uniform(0.0, 0.01))
         raise RegistryUnavailable("others change this adapter all the time: try again")
@@ -166,6 +181,12 @@ class NameRecords:
 
 
 def _refuse(bounds: Sequence[StorageBound], key_id: str, *counts: int | str) -> None:
+    if key_id == "pinned_bytes":
+        num_bytes, most = map(int, counts)
+        check_pinned(most, num_bytes)
+    if key_id in ("pins", "pins_in_all"):
+        whose = "your" if key_id == "pins" else "all tenants'"
+        raise VersionRefused(f"{counts[0]} of {whose} adapters are pinned, which is the most that may be: unpin one")
     bound = next(bound for bound in bounds if bound.key_id == key_id and not bound.is_open)
     check_storage(bound, use_of(*counts[:2]), use_of(*counts[2:]))
     raise AssertionError(f"{bound} was exceeded, and is not")

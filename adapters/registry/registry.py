@@ -43,6 +43,7 @@ from .registry_scripts import (
     LIST_SCRIPT,
     NAMES,
     NUMBER,
+    PINS,
     SCAN_SCRIPT,
     SET_KEY_SCRIPT,
     STREAM_KEY,
@@ -213,6 +214,11 @@ class Registry:
     async def scan_tenants(self) -> AsyncIterator[Sequence[tuple[str, str]]]:
         """Name and record of all tenants that have one, page by page. `decode_tenant` reads a record."""
         async for page in self._scan(TENANTS):
+            yield page
+
+    async def scan_pins(self) -> AsyncIterator[Sequence[tuple[str, str]]]:
+        """Tenant/name and "digest gangs" of all pins, page by page, as `scan_adapters`."""
+        async for page in self._scan(PINS):
             yield page
 
     async def digests(self) -> DigestSet:

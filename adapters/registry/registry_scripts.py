@@ -8,6 +8,8 @@ the bare name of its tenant. A script gets its Redis keys as KEYS and what each 
 
 from __future__ import annotations
 
+from ..versions.rollout import MAX_CANARIES, MAX_PINS, MAX_PINS_IN_ALL
+
 PREFIX = "motet:{registry}:"  # the braces put all keys into one slot of a Redis cluster
 ADAPTERS = PREFIX + "adapters"  # hash: tenant/name -> record
 NAMES = PREFIX + "names"  # sorted set of tenant/name, all with the score 0, so that they are sorted by name
@@ -15,10 +17,16 @@ VERSIONS = PREFIX + "versions"  # hash: tenant/name -> last version, kept when t
 VERSION_NOTES = PREFIX + "version_notes"  # hash: tenant/name -> JSON of NameNotes, for names that have any
 STORED = PREFIX + "stored:"  # + tenant, hash: id of a key (empty: all of the tenant) -> "adapters bytes"
 STORED_IS_COUNTED = PREFIX + "stored_is_counted"  # set once all tenants' are, in a registry older than the counts
-CANARIES = PREFIX + "canaries"  # set of tenant/name that have a canary
+PINS = PREFIX + "pins"  # hash: tenant/name that is pinned -> "digest gangs"
+PINNED = PREFIX + "pinned"  # hash: tenant -> "pins bytes"; the bytes of each count for each of its gangs
+CANARIES = PREFIX + "canary_names"  # sorted set of tenant/name that have a canary, all with the score 0
 API_KEYS = PREFIX + "keys"  # hash: SHA-256 of an API key -> its record, or its tenant
+MADE_KEYS = PREFIX + "made_keys:"  # + tenant, set: hashes of its keys, but for configured ones
+KEY_ENDS = PREFIX + "key_ends"  # sorted set: hashes of keys by when they end, Unix seconds
 TENANTS = PREFIX + "tenants"  # hash: name -> record of the tenant
-AUDIT = PREFIX + "audit"  # stream of (tenant, entry, result): who changed what
+AUDIT = PREFIX + "audit"  # stream of (tenant, entry, result): what operators have changed
+TENANTS_AUDIT = PREFIX + "audit:"  # + tenant, the same: what its keys and tokens have, and its canaries' judge
+AUDIT_ORDER = PREFIX + "audit_order"  # stream of (whose): the ids of all entries, and whose log has each; empty: AUDIT
 LAUNCH_KEYS = PREFIX + "launch_keys"  # set of launch marks
 LAUNCHES = PREFIX + "launches"  # hash: launch that has given keys -> number of its beats
 CLUSTER_TOKEN = PREFIX + "cluster_token"  # that routers show to gangs, where no file says one
@@ -29,7 +37,8 @@ STREAM_KEY = PREFIX + "stream_key"  # hex: with which routers seal the ids of ev
 SWEEP = PREFIX + "sweep:"  # + id of a store: the sweep that holds this store, as a string that expires
 EVENTS = PREFIX + "events"  # stream of (number, kind, field, value), see events.py
 _NUM_EVENTS_KEPT = 10_000
-NUM_AUDIT_ENTRIES_KEPT = 100_000
+NUM_AUDIT_ENTRIES_KEPT = 100_000  # of operators
+NUM_TENANTS_AUDIT_ENTRIES_KEPT = 1000  # of each tenant: nobody pushes out what others have done
 
 TELL = f"""
 local function next_number()  -- of the event that is told next
@@ -43,9 +52,18 @@ end
 """
 NOTE = f"""
 local function note(tenant, entry, result)
-  if entry ~= '' then
-    redis.call('XADD', '{AUDIT}', 'MAXLEN', '~', {NUM_AUDIT_ENTRIES_KEPT}, '*',
-               'tenant', tenant, 'entry', entry, 'result', result)
+  if entry == '' then return end
+  local kind = cjson.decode(entry).actor.kind
+  local whose, log, most = '', '{AUDIT}', {NUM_AUDIT_ENTRIES_KEPT}
+  if kind ~= 'operator' and kind ~= 'configuration' then
+    whose, log, most = tenant, '{TENANTS_AUDIT}' .. tenant, {NUM_TENANTS_AUDIT_ENTRIES_KEPT}
+  end
+  local id = redis.call('XADD', '{AUDIT_ORDER}', '*', 'whose', whose)
+  redis.call('XADD', log, id, 'tenant', tenant, 'entry', entry, 'result', result)
+  if redis.call('XLEN', log) > most then
+    local oldest = redis.call('XRANGE', log, '-', '+', 'COUNT', 1)[1][1]
+    redis.call('XDEL', log, oldest)
+    redis.call('XDEL', '{AUDIT_ORDER}', oldest)
   end
 end
 """
@@ -113,6 +131,48 @@ local function count_stored(field, before, notes_before, after, notes_after, bou
   end
 end
 """
+# What a name pins counts for its tenant: bytes of its current version, for each gang. `pin_change` returns why it may
+# not be, as {'pinned_bytes', bytes, most} or {'pins', most}, or nil; and how to note it.
+_COUNT_PINS = f"""
+local function pin_of(record)
+  if not string.find(record, '"pinned_gangs"', 1, true) then return nil, 0, 0 end
+  local digest, text = string.match(record, '^%d+ (%x+) (.*)$')
+  local facts = cjson.decode(text)
+  local gangs = facts.rollout.pinned_gangs
+  if not gangs then return nil, 0, 0 end
+  return digest, gangs, gangs * facts.num_bytes
+end
+local function pin_change(field, before, after, bounds)
+  local digest_before, _, bytes_before = pin_of(before)
+  local digest, gangs, bytes = pin_of(after)
+  if not (digest_before or digest) then return nil, function() end end
+  local tenant = string.match(field, '^[^/]*')
+  local num, sum = string.match(redis.call('HGET', '{PINNED}', tenant) or '0 0', '(%S+) (%S+)')
+  num = tonumber(num) + (digest and 1 or 0) - (digest_before and 1 or 0)
+  sum = tonumber(sum) + bytes - bytes_before
+  if bytes > bytes_before then
+    for _, most in ipairs(bounds) do
+      if sum > most then return {{'pinned_bytes', string.format('%.0f', sum), string.format('%.0f', most)}} end
+    end
+  end
+  if digest and not digest_before then
+    if num > {MAX_PINS} then return {{'pins', {MAX_PINS}}} end
+    if redis.call('HLEN', '{PINS}') >= {MAX_PINS_IN_ALL} then return {{'pins_in_all', {MAX_PINS_IN_ALL}}} end
+  end
+  return nil, function()
+    if digest then
+      redis.call('HSET', '{PINS}', field, digest .. ' ' .. string.format('%d', gangs))
+    else
+      redis.call('HDEL', '{PINS}', field)
+    end
+    if num == 0 then
+      redis.call('HDEL', '{PINNED}', tenant)
+    else
+      redis.call('HSET', '{PINNED}', tenant, string.format('%d %.0f', num, sum))
+    end
+  end
+end
+"""
 # tenant/name. Returns {record, last version, notes}; empty: none.
 READ_NAME_SCRIPT = """
 return {redis.call('HGET', KEYS[1], ARGV[1]) or '', redis.call('HGET', KEYS[2], ARGV[1]) or '0',
@@ -120,40 +180,52 @@ return {redis.call('HGET', KEYS[1], ARGV[1]) or '', redis.call('HGET', KEYS[2], 
 """
 # tenant/name; record, last version and notes as they were read; "version digest ", facts without brace and revision,
 # last version, notes, 1 if it has a canary; entry of the audit log (empty: none) and its result; num_ended of the
-# tenant that asks (empty: any); then bounds of what is stored. Returns the record; nil and no change: the name is not
-# as it was read; 0 and no change: that tenant is being deleted or was; a list and no change: see `count_stored`.
-CHANGE_NAME_SCRIPT = f"""{TELL}{NOTE}{_COUNT_STORED}
+# tenant that asks (empty: any); most bytes that its tenant may have pinned (empty: any, beside its quota); then
+# bounds of what is stored. Returns the record; nil and no change: the name is not
+# as it was read; 0 and no change: that tenant is being deleted or was; 1 and no change: its tenant has as many canaries
+# as it may; a list and no change: see `count_stored` and `pin_change`.
+CHANGE_NAME_SCRIPT = f"""{TELL}{NOTE}{_COUNT_STORED}{_COUNT_PINS}
 local field = ARGV[1]
 local tenant = string.match(field, '^[^/]*')
 local owner = redis.call('HGET', '{TENANTS}', tenant)
+if owner then owner = cjson.decode(owner) end
 if owner and ARGV[12] ~= '' then
-  owner = cjson.decode(owner)
   if owner.is_ending or (owner.num_ended or 0) ~= tonumber(ARGV[12]) then return 0 end
 end
 if (redis.call('HGET', KEYS[1], field) or '') ~= ARGV[2] or (redis.call('HGET', KEYS[3], field) or '0') ~= ARGV[3]
     or (redis.call('HGET', KEYS[4], field) or '') ~= ARGV[4] then return false end
+if ARGV[9] == '1' and not redis.call('ZSCORE', KEYS[5], field)
+    and redis.call('ZLEXCOUNT', KEYS[5], '[' .. tenant .. '/', '(' .. tenant .. '0') >= {MAX_CANARIES} then return 1 end
 local record = ARGV[5] .. '{{"revision":' .. string.format('%d', next_number()) .. ',' .. ARGV[6]
-local over = count_stored(field, ARGV[2], ARGV[4], record, ARGV[8], {{unpack(ARGV, 13)}})
+local pin_bounds = {{tonumber(ARGV[13])}}
+if owner and owner.quota and type(owner.quota.pinned_bytes) == 'number' then
+  pin_bounds[#pin_bounds + 1] = owner.quota.pinned_bytes
+end
+local over, note_pin = pin_change(field, ARGV[2], record, pin_bounds)
+over = over or count_stored(field, ARGV[2], ARGV[4], record, ARGV[8], {{unpack(ARGV, 14)}})
 if over then return over end
+note_pin()
 redis.call('HSET', KEYS[1], field, record)
 redis.call('ZADD', KEYS[2], 0, field)
 redis.call('HSET', KEYS[3], field, ARGV[7])
 if ARGV[8] == '' then redis.call('HDEL', KEYS[4], field) else redis.call('HSET', KEYS[4], field, ARGV[8]) end
-if ARGV[9] == '1' then redis.call('SADD', KEYS[5], field) else redis.call('SREM', KEYS[5], field) end
+if ARGV[9] == '1' then redis.call('ZADD', KEYS[5], 0, field) else redis.call('ZREM', KEYS[5], field) end
 tell('set', field, record)
 note(tenant, ARGV[10], ARGV[11])
 return record
 """
 # tenant/name, entry of the audit log (empty: none). Returns "version revision" of the record that is deleted and of its
 # end; nil: there is no such name.
-DELETE_SCRIPT = f"""{TELL}{NOTE}{_COUNT_STORED}
+DELETE_SCRIPT = f"""{TELL}{NOTE}{_COUNT_STORED}{_COUNT_PINS}
 local current = redis.call('HGET', KEYS[1], ARGV[1])
 if not current then return false end
 count_stored(ARGV[1], current, redis.call('HGET', KEYS[3], ARGV[1]) or '', '', '', {{}})
+local _, note_pin = pin_change(ARGV[1], current, '', {{}})
+note_pin()
 redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('HDEL', KEYS[3], ARGV[1])
-redis.call('SREM', KEYS[4], ARGV[1])
+redis.call('ZREM', KEYS[4], ARGV[1])
 local version = string.match(current, '^%d+')
 local ended = version .. ' ' .. string.format('%d', next_number())
 tell('delete', ARGV[1], ended)
@@ -183,7 +255,12 @@ for _, mark in ipairs(redis.call('SMEMBERS', KEYS[2])) do
   if string.match(mark, '%x+$') == ARGV[1] then redis.call('SREM', KEYS[2], mark) end
 end
 if before == ARGV[2] then return false end
-if ARGV[2] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end
+if ARGV[2] == '' then
+  redis.call('HDEL', KEYS[1], ARGV[1])
+  redis.call('SREM', '{MADE_KEYS}' .. before, ARGV[1])
+else
+  redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+end
 tell('key', ARGV[1], ARGV[2])
 return false
 """

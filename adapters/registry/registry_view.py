@@ -13,6 +13,7 @@ from hashlib import sha256
 from ..adapter import AdapterVersion
 from ..errors import RegistryUnavailable
 from ..tenants.records import KeyRecord, TenantRecord
+from ..versions.pins import KnownPins, Pin, pin_of, read_pin
 from .adapter_lookups import AdapterLookups
 from .events import AdapterDeleted, AdapterSet, KeySet, RegistryEvent, TenantSet, decode_key, decode_tenant
 from .kept_adapters import KeptAdapters, Name
@@ -47,6 +48,7 @@ class RegistryView:
         self._registry = registry
         self._names = KeptAdapters(capacity)
         self._keys = KnownKeys()
+        self.pins = KnownPins()  # as of the last event that came by the stream; to be read
         self._stream_keys: tuple[bytes, ...] = (secrets.token_bytes(_STREAM_KEY_BYTES),)
         self._lookups = AdapterLookups(registry.get_many, self._keep)
         self._event_id = "0-0"
@@ -159,6 +161,7 @@ class RegistryView:
         """Raises AssertionError if an invariant is broken."""
         self._names.check_integrity()
         self._keys.check_integrity()
+        self.pins.check_integrity()
 
     def _keep(self, name: Name, adapter: AdapterVersion | None) -> None:
         self._names.keep(name, adapter)
@@ -196,6 +199,9 @@ class RegistryView:
                 keys.set_key(key_hash, decode_key(key_hash, record))
         # A page is as new as the moment when it was read, so the pages are of several moments, all later than the
         # position. Events since then bring them to one.
+        pins: dict[Name, Pin | None] = {}
+        async for found in self._registry.scan_pins():
+            pins.update([read_pin(field, text) for field, text in found])
         event_id, number = position.event_id, position.event_number
         goal = await self._registry.num_events()
         while number < goal:
@@ -205,9 +211,11 @@ class RegistryView:
             for entry in entries:
                 _check_next(entry, number)
                 _apply(entry.event, names, keys)
+                pins.update(_pins_of(entry.event))
                 event_id, number = entry.event_id, entry.number
         self._lookups.forget()  # their answers may be older than the events that were applied here
         self._names, self._keys = names, keys
+        self.pins.replace({name: pin for name, pin in pins.items() if pin is not None})
         self._event_id, self._event_number = event_id, number
         self._filler = self._refill()
 
@@ -283,6 +291,8 @@ class RegistryView:
                 await self._load()
                 return
             self.apply(entry.event)
+            for name, pin in _pins_of(entry.event).items():
+                self.pins.change(name, pin)
             self._event_id, self._event_number = entry.event_id, entry.number
         if entries:
             await self._tell_advanced()
@@ -312,3 +322,13 @@ def _apply(event: RegistryEvent, names: KeptAdapters, keys: KnownKeys) -> str | 
         case KeySet() | TenantSet():
             keys.apply(event)
     return None
+
+
+def _pins_of(event: RegistryEvent) -> dict[Name, Pin | None]:
+    """The name that the event is about, with its pin; empty: it is about no name."""
+    match event:
+        case AdapterSet(adapter):
+            return {(adapter.tenant, adapter.name): pin_of(adapter)}
+        case AdapterDeleted(tenant, name):
+            return {(tenant, name): None}
+    return {}

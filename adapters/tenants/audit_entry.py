@@ -27,7 +27,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     action: str  # such as "key.create"
     tenant: str  # whose things have changed; empty: everybody's
     target: str = ""  # id of a key, name of an adapter; empty: the tenant itself
-    changed: dict[str, object] = {}  # the fields that were given, and their new values
+    changed: dict[str, object] = {}  # fields and new values; of settings and versions: {"from": …, "to": …} each
     actor: Actor
 
 

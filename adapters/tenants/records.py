@@ -18,7 +18,7 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     concurrent_streams: int | None = None  # answers that are made at once
     adapters: int | None = None
     stored_bytes: int | None = None  # of uploaded tensors, all versions that are kept
-    pinned_bytes: int | None = None  # of adapters that are kept in host memory
+    pinned_bytes: int | None = None  # of pinned adapters, for each gang that keeps them
 
 
 class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

@@ -55,11 +55,9 @@ def check_storage(bound: StorageBound, use: StorageUse, more: StorageUse) -> Non
         )
 
 
-def check_pinned(tenant: TenantRecord, new_total: int) -> None:
-    """Raises QuotaExceeded if the tenant may not have `new_total` bytes of adapters pinned."""
-    bound = tenant.quota.pinned_bytes
+def check_pinned(bound: int | None, new_total: int) -> None:
+    """Raises QuotaExceeded if no more than `bound` bytes of adapters may be pinned, and `new_total` would be."""
     if bound is not None and new_total > bound:
         raise QuotaExceeded(
-            f"{new_total} bytes of adapters would be pinned, and this tenant's quota is {bound}: unpin one, "
-            "or ask for more"
+            f"{new_total} bytes of adapters would be pinned, and the quota is {bound}: unpin one, or ask for more"
         )

@@ -20,6 +20,8 @@ MIN_ANSWERS: Final = 20  # of each version, and as many thumbs where thumbs are 
 FAULT_MARGIN: Final = 0.02  # by how much more of the canary's answers may fail
 SLOW_MARGIN: Final = 0.15  # by how much more of them may be slower than any one of the edges
 THUMB_MARGIN: Final = 0.1
+FREE_ANSWERS: Final = 2  # of each sticky key, that count with each version
+ANSWERS_A_SHARE: Final = 100  # one more for so many that count in all, of the same kind and version
 # Edges of the histograms of times, each twice the one before.
 FIRST_TOKEN_EDGES_S: Final = tuple(0.004 * 2**step for step in range(15))  # up to 66 s
 PER_TOKEN_EDGES_S: Final = tuple(0.0005 * 2**step for step in range(14))  # up to 4 s
@@ -39,6 +41,7 @@ class ArmCounts:
     per_token: tuple[int, ...] = (0,) * (len(PER_TOKEN_EDGES_S) + 1)
     thumbs_up: int = 0
     thumbs_down: int = 0
+    uncounted: int = 0  # answers, beside those, of sticky keys that had as many counted as may be
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,16 @@ class _Question:
     canary: tuple[int, int]
     margin: float
     false_alarm: float
+
+
+def counts_still(num_of_key: int, num_of_all: int) -> bool:
+    """Whether one more answer of a sticky key counts, after so many of it and of all, of one kind and version.
+
+    So each key is a hundredth of the sample, and two more: two keys alone never take a canary back that does well for
+    all others, whatever they do, as twice a hundredth is within every margin and twice two of MIN_ANSWERS is too little
+    to tell. And no version is judged by less than ten keys.
+    """
+    return num_of_key < FREE_ANSWERS + num_of_all // ANSWERS_A_SHARE
 
 
 def why_worse(stable: ArmCounts, canary: ArmCounts) -> str | None:

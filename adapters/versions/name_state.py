@@ -17,6 +17,7 @@ from ..errors import NoSuchVersion, VersionRefused
 from ..names import check_alias
 from .rollout import (
     MAX_ALIASES,
+    MAX_PINNED_GANGS,
     MAX_VERSIONS,
     Canary,
     Rollout,
@@ -163,6 +164,13 @@ def with_shadow(state: NameState, selector: str | None, share: float, shadow_id:
     return _with(state, shadow=Shadow(shadow_id, version, share))
 
 
+def with_pin(state: NameState, num_gangs: int) -> NameState:
+    """The name whose current version, whichever that is, so many gangs keep in host memory; 0: none."""
+    if num_gangs == 0 and not state.rollout.pinned_gangs:
+        raise NoSuchVersion(f"{state.current.name} is not pinned")
+    return _with(state, pinned_gangs=num_gangs)
+
+
 def with_note(state: NameState, selector: str, text: str) -> NameState:
     version = state.find(selector).version
     note = state.notes.versions.get(version, VersionNote())
@@ -230,3 +238,4 @@ def check_integrity(state: NameState) -> None:
         assert trial is None or trial.version != state.current.version
         assert trial is None or version_of(state.current, trial.version) is not None
     assert set(state.notes.versions) <= known
+    assert 0 <= rollout.pinned_gangs <= MAX_PINNED_GANGS

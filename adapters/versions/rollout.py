@@ -15,6 +15,10 @@ from ..adapter import AdapterVersion
 
 MAX_VERSIONS: Final = 10  # of a name, beside those that are pointed to: the oldest go first
 MAX_ALIASES: Final = 8  # of a name
+MAX_CANARIES: Final = 64  # of a tenant, that run at once
+MAX_PINNED_GANGS: Final = 16  # of a name
+MAX_PINS: Final = 256  # names of a tenant that are pinned
+MAX_PINS_IN_ALL: Final = 10_000  # which routers keep, and tell gangs
 
 
 class VersionFacts(msgspec.Struct, frozen=True, array_like=True):
@@ -50,6 +54,7 @@ class Rollout(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     aliases: Mapping[str, int] = {}
     canary: Canary | None = None
     shadow: Shadow | None = None
+    pinned_gangs: int = 0  # that keep the current version in host memory; 0: it is not pinned
 
     def pointed_to(self) -> set[int]:
         """The versions, beside the current one, that must not go."""

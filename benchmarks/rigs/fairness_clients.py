@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 KEY_VARIABLE = "BENCHMARK_KEY"
 TIMEOUT_S = 60.0
-PACE_S = 0.05  # of the quiet one: from one request to the next, if the answer takes no longer
+PACE_S = 0.03  # of the quiet one: from one request to the next, if the answer takes no longer
 LONG_PROMPT = "Where the river bends the old mill still turns, and nobody remembers who built it. " * 10
 
 Body = dict[str, Any]

@@ -11,7 +11,7 @@ import json
 import secrets
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ from motet.adapters.tenants.records import KeyRecord, Quota, TenantRecord
 from motet.cluster.config import part_config
 from motet.cluster.replicas.garbage_collection import make_garbage_collection_rare
 from motet.cluster.settings.settings import Settings
-from motet.router.accounts.account import Accountant
 from motet.router.config import CurrentConfig, RouterConfig
 from motet.router.fleet.admission import TimeLimit
 from motet.router.quotas.quotas import Quotas
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
+from motet.router.usage.usage import Usage
 from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import GangInfo, SequenceRequest, SequenceUpdate
 
@@ -110,9 +110,17 @@ class InstantDispatcher:
         return EngineLoad()
 
 
-def accountants_of(client: Redis) -> Sequence[Accountant]:
-    """Who keeps something of each answer, beside quotas, where all is on."""
-    return ()
+def usage_of(client: Redis, folder: Path) -> Usage:
+    """Who keeps count of each answer, beside quotas, where all is on: its lines go to Redis as in a router."""
+    return Usage(
+        client,
+        folder / "ledger",
+        folder / "archive",
+        kept_days=3,
+        spool_bytes=1 << 30,
+        min_free_bytes=0,
+        prices=None,
+    )
 
 
 async def main() -> None:
@@ -128,9 +136,11 @@ async def main() -> None:
     quotas = Quotas(client, lambda: 1, wait_s=PATIENCE_S)
     quotas.start()
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder:
+        usage = usage_of(client, Path(folder))
+        await usage.start()
         text = TextService.from_folder(MODEL_PATH)
         fronts = {
-            "on": _app(view, text, Path(folder), quotas=quotas, accountants=accountants_of(client)),
+            "on": _app(view, text, Path(folder), quotas=quotas, accountants=[usage.metering]),
             "off": _app(OneTenantView(), text, Path(folder)),
         }
         make_garbage_collection_rare()  # as a router does
@@ -147,6 +157,7 @@ async def main() -> None:
         for server in servers.values():
             server.should_exit = True
         await asyncio.gather(*serving)
+        await usage.stop()
     await quotas.stop()
     await view.stop()
     await client.aclose()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import ray
 
@@ -57,6 +57,9 @@ class ReadyEngine:
         """Nothing: none ever waits."""
 
     def outdate(self, digest: str) -> None:
+        """Nothing: it has no adapters."""
+
+    def pin(self, changes: Mapping[str, bool]) -> None:
         """Nothing: it has no adapters."""
 
     def charge_elsewhere(self, served: ServedElsewhere) -> None:

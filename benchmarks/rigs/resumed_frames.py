@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from motet.cluster.config import part_config
@@ -31,6 +33,8 @@ class _NoEngine:
     def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None: ...
 
     def outdate(self, digest: str) -> None: ...
+
+    def pin(self, changes: Mapping[str, bool]) -> None: ...
 
     def charge_elsewhere(self, served: ServedElsewhere) -> None: ...
 

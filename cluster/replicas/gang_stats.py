@@ -22,6 +22,7 @@ ADAPTER_LOADS = "adapter_loads"
 ADAPTER_EVICTIONS = "adapter_evictions"
 COMPUTED_TOKENS = "computed_tokens"
 # Gauges of one tenant: its name follows.
+BACKGROUND_SHARE = "background_share"  # a gauge: which part of what runs yields to everybody else's
 TENANT_TOKENS = "tenant_tokens/"
 TENANT_PRESSURE = "tenant_pressure/"
 _MAX_TENANTS = 8  # that are told of, those who have most; a bound is for a few who flood
@@ -39,18 +40,21 @@ class Sample(Protocol):
 def gang_stats(load: EngineLoad, max_num_sequences: int, shares: Iterable[TenantShare] = ()) -> dict[str, float]:
     """The numbers to tell. The pressure is that of pages or of places for sequences, whichever are scarcer.
 
-    `shares`: of the tenants that have sequences there. A tenant's part of the pressure is its part of what runs.
+    Background work is no reason for another gang, as it has what others leave over: its queue is not told, and its part
+    of the pressure neither. `shares`: of the tenants that have sequences there. A tenant's part of the pressure is its
+    part of what runs, as that of background work is.
     """
     now, counted = load.gauges, load.counters
     num_evictable_pages = now.num_idle_adapter_pages + now.num_idle_prefix_pages
     num_used_pages = now.num_pages - now.num_free_pages - num_evictable_pages
+    background_share = now.num_running_background / max(now.num_running, 1)
     pressure = max(num_used_pages / max(now.num_pages, 1), now.num_running / max_num_sequences)
     told = {
         NUM_SEQUENCES: now.num_running + now.num_waiting,
-        QUEUED_TOKENS: max(
-            0, now.num_queued_tokens - now.num_running
-        ),  # the next token of a running sequence does not wait
-        POOL_PRESSURE: pressure,
+        # The next token of a running sequence does not wait.
+        QUEUED_TOKENS: max(0, now.num_queued_tokens - now.num_queued_background_tokens - now.num_running),
+        POOL_PRESSURE: pressure * (1 - background_share),
+        BACKGROUND_SHARE: background_share,
         ADAPTER_LOADS: counted.num_adapter_loads,
         ADAPTER_EVICTIONS: counted.num_adapter_evictions,
         COMPUTED_TOKENS: counted.num_computed_tokens,
@@ -75,7 +79,7 @@ def gang_load(means: Mapping[str, float], series: Mapping[str, Sequence[Sample]]
         queued_tokens=means.get(QUEUED_TOKENS, 0.0),
         pool_pressure=means.get(POOL_PRESSURE, 0.0),
         adapter_loads_per_s=loads_per_s,
-        computed_tokens_per_s=growth_per_s(series.get(COMPUTED_TOKENS, ())),
+        computed_tokens_per_s=growth_per_s(series.get(COMPUTED_TOKENS, ())) * (1 - means.get(BACKGROUND_SHARE, 0.0)),
         tenants=tuple(
             TenantLoad(tenant, tokens, means.get(TENANT_PRESSURE + tenant, 0.0))
             for name, tokens in means.items()

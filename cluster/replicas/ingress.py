@@ -20,9 +20,11 @@ from prometheus_client.metrics_core import Metric
 from ray import serve
 
 from ...adapters.administration.administration import Administration
+from ...adapters.administration.ended_keys import EndedKeys
 from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.canary_counts import CanaryCounts
 from ...adapters.registry.launches import Launches
+from ...adapters.registry.preloads import Preloads
 from ...adapters.registry.registry import Registry, connect
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.store.store import AdapterStore
@@ -34,11 +36,12 @@ from ...router.loop_watchdog import LoopWatchdog
 from ...router.metrics import Metrics
 from ...router.operations_api import router_facts
 from ...router.quotas.quotas import Quotas
+from ...router.residency.pin_keeper import PinKeeper
 from ...router.rest_server import create_app
 from ...router.text.model_tokenizer import import_transformers_without_torch
 from ...router.text.text import TextService
 from ...router.usage.prices import read_prices
-from ...router.usage.usage import Usage
+from ...router.usage.usage import LEDGERS_PART, Usage
 from ...router.versions.canary_book import CanaryBook
 from ...router.versions.canary_judge import CanaryJudge
 from ...workers.models.config import ModelConfig
@@ -65,7 +68,6 @@ if TYPE_CHECKING:
     from ...router.oidc.token_verifier import TokenVerifier
 
 SWEEP_INTERVAL_S = 3600.0
-LEDGERS_PART = 4  # of the disk that uploads leave free the ledger leaves so much less: uploads alone never stop answers
 SWEEP_TRY_S = 300.0  # how often each router asks whether a sweep is due
 SWITCH_INTERVAL_S = 0.0005  # after which a thread that renders or tokenizes gives way to the event loop
 
@@ -126,6 +128,8 @@ class RouterReplica:
             admission=config.admission,
         )
         self._view.on_outdated = self._dispatcher.outdate
+        self._pins = PinKeeper(self._view.pins, self._dispatcher.connected)
+        self._pins.start()
         self._demand = GangDemand(gang, lambda: self._dispatcher.num_waiting) if config.min_gangs == 0 else None
         self._gangs: Mapping[str, Metadata] = {}
         self._routers: Mapping[str, Metadata] = {}
@@ -164,6 +168,8 @@ class RouterReplica:
         self._canaries, self._judge = CanaryBook(self._view, counts), CanaryJudge(self._uploads, counts)
         self._canaries.start()
         self._judge.start()
+        self._ended_keys = EndedKeys(self._redis)
+        self._ended_keys.start()
         self._page = ProcessPage(config.exposition, name, operator_key, self._families)
         await self._page.start(ray.util.get_node_ip_address())
         self._app = create_app(
@@ -180,6 +186,8 @@ class RouterReplica:
             targets=lambda: targets_of(config.exposition, self._routers.values(), self._gangs.values()),
             quotas=self._quotas,
             canaries=self._canaries,
+            preloads=Preloads(self._redis),
+            pins=self._pins,
             accountants=[self._usage.metering],
             more_routes=self._usage.routes,
         )
@@ -233,9 +241,11 @@ class RouterReplica:
         await self._page.stop()
         if self._tokens is not None:
             await self._tokens.stop()
+        await self._pins.stop()
         await self._dispatcher.close()
         await self._quotas.stop()
         await self._judge.stop()
+        await self._ended_keys.stop()
         await self._canaries.stop()
         await self._view.stop()
         await self._usage.stop()

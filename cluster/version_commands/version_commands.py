@@ -1,33 +1,30 @@
-"""`motet versions`, `motet aliases`, `motet canary` and `motet residency`: what a tenant does with versions.
+"""`motet versions`, `motet aliases` and `motet canary`: what a tenant does with versions.
 
 The program hands in what gives a command its client, so that this folder knows nothing of addresses and keys.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 import click
-from rich.console import Console
-from rich.table import Table
 
-UNLIMITED_WIDTH = 10_000  # columns, where no terminal limits them
-
-
-class Caller(Protocol):
-    """Speaks to a motet for one tenant."""
-
-    def call(self, method: str, path: str, body: Any = None) -> Any:
-        """The answer's JSON. Errors become messages of the program."""
+from .caller import Caller, path_of, print_json, print_table
+from .pin_commands import pin_commands
+from .residency_commands import residency_commands
 
 
 def version_commands(with_client: Callable[[Any], Any]) -> Sequence[click.Command]:
     """The groups. `with_client` makes of a function of a `Caller` one with options that say which motet."""
-    return _versions(with_client), _aliases(with_client), _canary(with_client), _residency(with_client)
+    return (
+        _versions(with_client),
+        _aliases(with_client),
+        _canary(with_client),
+        *residency_commands(with_client),
+        *pin_commands(with_client),
+    )
 
 
 def _versions(with_client: Callable[[Any], Any]) -> click.Group:
@@ -41,14 +38,14 @@ def _versions(with_client: Callable[[Any], Any]) -> click.Group:
     @with_client
     def list_versions(client: Caller, name: str, as_json: bool) -> None:
         """List the versions of the adapter NAME, the newest first."""
-        found = client.call("GET", f"{_path(name)}/versions")["data"]
+        found = client.call("GET", f"{path_of(name)}/versions")["data"]
         if as_json:
-            _print_json(found)
+            print_json(found)
             return
         rows = [
             (one["version"], _roles(one), one["state"], one["rank"], one["digest"][:12], one["note"]) for one in found
         ]
-        _print_table(("version", "is", "state", "rank", "digest", "note"), rows)
+        print_table(("version", "is", "state", "rank", "digest", "note"), rows)
 
     @versions.command()
     @click.argument("name")
@@ -56,7 +53,7 @@ def _versions(with_client: Callable[[Any], Any]) -> click.Group:
     @with_client
     def show(client: Caller, name: str, version: str) -> None:
         """Show VERSION, a number or an alias, of the adapter NAME."""
-        _print_json(client.call("GET", f"{_path(name)}/versions/{quote(version, safe='')}"))
+        print_json(client.call("GET", f"{path_of(name)}/versions/{quote(version, safe='')}"))
 
     @versions.command()
     @click.argument("name")
@@ -64,7 +61,7 @@ def _versions(with_client: Callable[[Any], Any]) -> click.Group:
     @with_client
     def promote(client: Caller, name: str, version: str | None) -> None:
         """Make VERSION the current one of the adapter NAME. Without VERSION: that of its canary."""
-        now = client.call("POST", f"{_path(name)}/promote", {} if version is None else {"version": version})
+        now = client.call("POST", f"{path_of(name)}/promote", {} if version is None else {"version": version})
         click.echo(f"{name} is now version {now['version']}, digest {now['digest'][:12]}")
 
     @versions.command()
@@ -72,7 +69,7 @@ def _versions(with_client: Callable[[Any], Any]) -> click.Group:
     @with_client
     def rollback(client: Caller, name: str) -> None:
         """Make the version that was current before the current one of the adapter NAME again."""
-        now = client.call("POST", f"{_path(name)}/rollback", {})
+        now = client.call("POST", f"{path_of(name)}/rollback", {})
         click.echo(f"{name} is now version {now['version']}, digest {now['digest'][:12]}")
 
     return versions
@@ -90,7 +87,7 @@ def _aliases(with_client: Callable[[Any], Any]) -> click.Group:
     @with_client
     def set_alias(client: Caller, name: str, alias: str, version: str) -> None:
         """Point NAME@ALIAS to VERSION, a number or another alias."""
-        now = client.call("PUT", f"{_path(name)}/aliases/{quote(alias, safe='')}", {"version": version})
+        now = client.call("PUT", f"{path_of(name)}/aliases/{quote(alias, safe='')}", {"version": version})
         click.echo(f"{name}@{alias} is version {now['version']}")
 
     @aliases.command(name="list")
@@ -98,8 +95,8 @@ def _aliases(with_client: Callable[[Any], Any]) -> click.Group:
     @with_client
     def list_aliases(client: Caller, name: str) -> None:
         """List the aliases of the adapter NAME."""
-        found = client.call("GET", f"{_path(name)}/aliases")["data"]
-        _print_table(("alias", "version"), [(one["alias"], one["version"]) for one in found])
+        found = client.call("GET", f"{path_of(name)}/aliases")["data"]
+        print_table(("alias", "version"), [(one["alias"], one["version"]) for one in found])
 
     @aliases.command()
     @click.argument("name")
@@ -107,7 +104,7 @@ def _aliases(with_client: Callable[[Any], Any]) -> click.Group:
     @with_client
     def delete(client: Caller, name: str, alias: str) -> None:
         """Delete NAME@ALIAS. The version stays."""
-        client.call("DELETE", f"{_path(name)}/aliases/{quote(alias, safe='')}")
+        client.call("DELETE", f"{path_of(name)}/aliases/{quote(alias, safe='')}")
         click.echo(f"deleted {name}@{alias}")
 
     return aliases
@@ -125,7 +122,7 @@ def _canary(with_client: Callable[[Any], Any]) -> click.Group:
     @with_client
     def start(client: Caller, name: str, version: str, share: float) -> None:
         """Put VERSION of the adapter NAME on trial, or change its share."""
-        client.call("PUT", f"{_path(name)}/canary", {"version": version, "share": share})
+        client.call("PUT", f"{path_of(name)}/canary", {"version": version, "share": share})
         click.echo(f"{share:.0%} of the requests for {name} go to version {version}")
 
     @canary.command()
@@ -134,60 +131,31 @@ def _canary(with_client: Callable[[Any], Any]) -> click.Group:
     @with_client
     def show(client: Caller, name: str, as_json: bool) -> None:
         """Show how the canary of the adapter NAME does, or how the last one ended."""
-        found = client.call("GET", f"{_path(name)}/canary")
+        found = client.call("GET", f"{path_of(name)}/canary")
         if as_json:
-            _print_json(found)
+            print_json(found)
             return
         click.echo(f"version {found['version']}, share {found['share']:.0%}: {found['state'].replace('_', ' ')}")
         if found["reason"]:
             click.echo(found["reason"])
         whats = ("answers", "errors", "refused", "thumbs_up", "thumbs_down", "first_token_p99_s", "per_token_p99_s")
         rows = [(arm, *("-" if found[arm][what] is None else found[arm][what] for what in whats)) for arm in _ARMS]
-        _print_table(("", *(what.replace("_", " ") for what in whats)), rows)
+        print_table(("", *(what.replace("_", " ") for what in whats)), rows)
 
     @canary.command()
     @click.argument("name")
     @with_client
     def stop(client: Caller, name: str) -> None:
         """Stop the canary of the adapter NAME. The current version gets all requests again."""
-        client.call("DELETE", f"{_path(name)}/canary")
+        client.call("DELETE", f"{path_of(name)}/canary")
         click.echo(f"stopped the canary of {name}")
 
     return canary
 
 
-def _residency(with_client: Callable[[Any], Any]) -> click.Command:
-    @click.command()
-    @click.argument("name")
-    @with_client
-    def residency(client: Caller, name: str) -> None:
-        """Show which gangs have the versions of the adapter NAME in their pools."""
-        found = client.call("GET", f"{_path(name)}/residency")["data"]
-        rows = [(one["version"], len(one["gangs"]), " ".join(one["gangs"])) for one in found]
-        _print_table(("version", "gangs", "which"), rows)
-
-    return residency
-
-
 _ARMS = ("stable", "canary")
-
-
-def _path(name: str) -> str:
-    return f"/v1/adapters/{quote(name, safe='')}"
 
 
 def _roles(version: dict[str, Any]) -> str:
     roles = ["current"] * version["is_current"] + ["canary"] * version["is_canary"] + ["shadow"] * version["is_shadow"]
     return " ".join([*roles, *(f"@{alias}" for alias in version["aliases"])])
-
-
-def _print_json(found: Any) -> None:
-    click.echo(json.dumps(found, indent=2))
-
-
-def _print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*map(str, row))
-    width = None if sys.stdout.isatty() else UNLIMITED_WIDTH
-    Console(highlight=False, markup=False, width=width).print(table)

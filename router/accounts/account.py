@@ -35,6 +35,7 @@ class Asked:
     model: str  # as the client named it
     version: AdapterVersion | None  # None: the base
     user: str  # the client's name for whom it asks; empty: none
+    sticky_key: str = ""  # what stays the same while requests belong together; empty: the name asked for has no canary
     num_prompt_tokens: int
     num_new_tokens: int  # at most, of all sequences together
     num_sequences: int

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import structs
 from starlette.responses import Response
 
+from ...adapters.administration.record_changes import MAX_KEYS
 from ...adapters.errors import (
     AdapterInvalid,
     NoSuchKey,
@@ -17,6 +18,7 @@ from ...adapters.errors import (
     RegistryUnavailable,
     TenantEnding,
     TenantExists,
+    TooManyKeys,
 )
 from ...adapters.tenants.audit_entry import WrittenEntry
 from ...adapters.tenants.records import KeyRecord, Quota, Scope, TenantRecord
@@ -159,6 +161,9 @@ def as_api_errors(tenant: str = "") -> Iterator[None]:
     except TenantEnding as error:
         message = "The deletion of this tenant has not ended: repeat it before anything else."
         raise ApiError(409, message, code="tenant_ending") from error
+    except TooManyKeys as error:
+        message = f"A tenant may have {MAX_KEYS} keys: delete some that are not needed any more."
+        raise ApiError(409, message, code="too_many_keys") from error
     except NoSuchTenant as error:
         raise no_tenant(tenant) from error
     except NoSuchKey as error:

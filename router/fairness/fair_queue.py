@@ -24,7 +24,9 @@ class FairQueue:
     The first question after news takes as long as it takes to sort them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_fair: bool = False) -> None:
+        """`is_fair`: the gang goes by these shares, so that what is not told yet stands before nobody."""
+        self._is_fair = is_fair
         self._active: dict[str, TenantShare] = {}  # the gang has sequences of them
         self._resting: dict[str, TenantShare] = {}  # it has none; the latest that were told last
         self._columns = _Columns()  # of those that are active
@@ -70,14 +72,16 @@ class FairQueue:
         """Tokens that the gang computes before the turn of a sequence of the tenant that comes now.
 
         `num_queued_tokens`: of all tenants, by whatever was told or sent last; it is never more than these, and exactly
-        these for a tenant that is alone, or if the gang tells nothing of tenants. `weight`: the tenant's, which counts
+        these for a tenant that is alone, or if the gang does not go by shares. `weight`: the tenant's, which counts
         if none was told. `unseen`: tokens by tenant that are not in the shares yet. `num_more`: of the tenant, beside
         these; negative: fewer.
         """
+        if not (self.is_told or self._is_fair):
+            return num_queued_tokens
         unseen = unseen or {}
         own = self._active.get(tenant)
         has_others = len(self._active) > (own is not None) or len(unseen) > (tenant in unseen)
-        if not has_others and (own is not None or not self.is_told):
+        if not has_others and own is not None:
             return num_queued_tokens
         if self._fluid is None:
             self._fluid = _Fluid(self._columns)

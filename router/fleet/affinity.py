@@ -56,6 +56,7 @@ class RoutingRequest:
     salt: int = 0  # different for each request, so that requests for the base spread over gangs
     tenant: str = ""  # whose it is
     weight: float = 1.0  # its tenant's
+    is_background: bool = False  # it yields to everybody else's
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,13 @@ class Fleet:
                     page_keys[block_size] = _page_keys(sequence, block_size)
                 num_cached_tokens = block_size * connection.known.num_cached_pages(page_keys[block_size])
             views[key] = connection.known.view(
-                key, request.digest, num_cached_tokens, sequence.request.key, request.tenant, request.weight
+                key,
+                request.digest,
+                num_cached_tokens,
+                sequence.request.key,
+                request.tenant,
+                request.weight,
+                request.is_background,
             )
         if not views:
             return False
@@ -160,6 +166,32 @@ class Fleet:
         left = replace(request, num_tokens=request.num_tokens - views[chosen].num_cached_tokens)
         connection.submit(sequence, left, page_keys.get(connection.block_size, ()))
         return True
+
+    def bring(self, sequences: Sequence[OpenSequence], wait_s: float) -> list[str]:
+        """Sends sequences of one request to as many gangs, which suit it best; the ids of these.
+
+        Fewer if no more are connected: the other sequences are sent nowhere. Each is given up if it still waits after
+        `wait_s`, and admitted all the same if a longer wait is expected.
+        """
+        if not sequences:
+            return []
+        request, connections = self._request(sequences[0]), self._able(sequences[0])
+        views = {
+            key: one.known.view(key, request.digest, 0, "", request.tenant, request.weight)
+            for key, one in connections.items()
+        }
+        gang_ids = []
+        for sequence in sequences[: len(views)]:
+            key = choose_gang(request, [*views.values()], self._routing)
+            assert key is not None
+            del views[key]
+            connection = connections[key]
+            assert connection.info is not None
+            sequence.stays = True
+            sequence.admit(wait_s)
+            connection.submit(sequence, request)
+            gang_ids.append(connection.info.gang_id)
+        return gang_ids
 
     @property
     def num_moved(self) -> int:
@@ -194,6 +226,7 @@ class Fleet:
             random.getrandbits(32),
             sequence.request.tenant,
             sequence.request.weight,
+            sequence.request.is_background,
         )
 
     def _able(self, sequence: OpenSequence) -> dict[str, LeaderConnection]:

@@ -20,7 +20,7 @@ import grpc
 import msgspec
 
 from ...workers.wire.engine_load import EngineLoad
-from ...workers.wire.fair_shares import ServedElsewhere, TenantShare
+from ...workers.wire.fair_shares import TenantShare
 from ...workers.wire.messages import (
     Cancel,
     Disown,
@@ -28,7 +28,7 @@ from ...workers.wire.messages import (
     FromLeader,
     GangInfo,
     Hello,
-    Outdated,
+    News,
     SequenceError,
     Submit,
     Withdraw,
@@ -111,10 +111,8 @@ class LeaderConnection:
         self._name = secrets.token_hex(8)  # by which the leader knows its streams as those of one router
         self._num_connects = 0
         self._routing = routing
-        self._on_connect = on_connect
-        self._on_lost = on_lost
-        self._on_orphans = on_orphans
-        self._on_fault = on_fault
+        self._on_connect, self._on_lost = on_connect, on_lost
+        self._on_orphans, self._on_fault = on_orphans, on_fault
         self._on_load, self._on_withdrawn = on_load, on_withdrawn
         self._on_store_failure = on_store_failure
         self._awaiting_reconnect = AwaitingReconnect(self._lose)
@@ -182,7 +180,7 @@ class LeaderConnection:
         self._unbegun[sequence].target = target
         self._outbox.put(Withdraw(self._ids[sequence]))
 
-    def tell(self, news: Outdated | ServedElsewhere) -> None:
+    def tell(self, news: News) -> None:
         """Tells the leader what concerns no sequence of its own. Not while the connection is broken."""
         if self.info is not None:
             self._outbox.put(news)
@@ -214,8 +212,8 @@ class LeaderConnection:
         """The sequence has ended here."""
         del self._sequences[self._ids.pop(sequence)]
         self._unbegun.pop(sequence, None)
-        adapter = sequence.request.adapter
-        self.known.ended(None if adapter is None else adapter.digest, sequence.request.key)
+        request, adapter = sequence.request, sequence.request.adapter
+        self.known.ended(None if adapter is None else adapter.digest, request.key, request.tenant)
         if self.retired and not self._sequences and self._task is not None:
             self._task.cancel()
 
@@ -276,7 +274,7 @@ class LeaderConnection:
         if not isinstance(hello, Hello):
             raise ConnectionError("the leader sent a frame before its greeting")
         self.info = hello.info
-        self.known = KnownGang(self._routing, hello.resident, hello.resident_pages, hello.orphans)
+        self.known = KnownGang.greeted(self._routing, hello)
         _log.info("connected to gang %s at %s", hello.info.gang_id, self.address)
         if hello.info.gang_id == self._last_gang_id:  # else it is another gang at the same address
             self._go_on(hello.orphans)
@@ -289,8 +287,8 @@ class LeaderConnection:
     def _go_on(self, orphans: Iterable[str]) -> None:
         """Submits the sequences again that the leader has kept of a connection that broke."""
         for sequence in self._awaiting_reconnect.take(orphans):
-            adapter = sequence.request.adapter
-            self._start(sequence, RoutingRequest(None if adapter is None else adapter.digest, 0, 0))
+            digest = sequence.request.adapter.digest if sequence.request.adapter else None
+            self._start(sequence, RoutingRequest(digest, 0, 0, tenant=sequence.request.tenant))
             self._unbegun.pop(sequence, None)
 
     async def _exchange(self, call: Any) -> None:

@@ -42,6 +42,7 @@ class OpenSequence:
         self.is_resumed = is_resumed
         self.limit = limit or TimeLimit()
         self.is_new = not self.limit.has_begun  # not yet sent to a gang, nor waiting for one
+        self.stays = False  # where it was sent, as long as that gang is there
         self.num_moves = 0  # from a gang's queue to another's
         self._wait_s: float | None = None  # how long it may wait at its gang; None: as long as it takes
         self._wait_from: float | None = None  # by the event loop's clock
@@ -80,7 +81,7 @@ class OpenSequence:
     @property
     def may_move(self) -> bool:
         """No client has had a token of it, nor of others of its request that it goes on from."""
-        return not (self._token_ids or self.is_resumed or self.limit.has_begun)
+        return not (self.stays or self._token_ids or self.is_resumed or self.limit.has_begun)
 
     @property
     def num_tokens(self) -> int:

@@ -112,7 +112,9 @@ class TokenVerifier:
         # One id for all tokens of a subject, so that what it uses is counted together.
         key_id = f"oidc-{sha256(f'{issuer} {subject}'.encode()).hexdigest()[:16]}"
         expires_at = int(claims["exp"]) + LEEWAY_S
-        return KeyRecord(key_id=key_id, tenant=tenant, scopes=scopes, expires_at=expires_at), subject
+        made_at = int(claims["iat"]) + LEEWAY_S if "iat" in claims else 0.0
+        key = KeyRecord(key_id=key_id, tenant=tenant, scopes=scopes, created_at=made_at, expires_at=expires_at)
+        return key, subject
 
     def _forget(self) -> None:
         """A provider has other keys: what was signed with one that is gone is not accepted any more."""

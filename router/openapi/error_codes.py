@@ -63,7 +63,7 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
             "(`--max-held-body-bytes`)",
         ),
         "rate_limit_exceeded": (429, "a quota of the tenant or of the key is used up; with `Retry-After`"),
-        "insufficient_quota": (429, "more would be stored than the tenant or the key may have"),
+        "insufficient_quota": (429, "more would be stored or pinned than the tenant or the key may have"),
         "uploads_full": (
             429,
             "64 uploads of yours are under way or wait for a turn, of which you have two (`--max-tenant-uploads`)",

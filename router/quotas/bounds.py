@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ...adapters.tenants.life import life_of
 from ..tenants.identity import Identity
 
 Kind = Literal["requests", "tokens"]
@@ -23,9 +24,9 @@ class RateBound:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """None: streams are not bound."""
+    """`life`: the tenant's, so that who gets its name later begins anew. None: streams are not bound."""
 
-    tenant: str
+    life: str
     key_id: str
     rates: tuple[RateBound, ...]
     tenant_streams: int | None
@@ -55,4 +56,4 @@ def bounds_of(identity: Identity) -> Bounds | None:
     streams = of_tenant.concurrent_streams, of_key.concurrent_streams
     if not rates and streams == (None, None):
         return None
-    return Bounds(identity.name, key_id, tuple(rates), *streams)
+    return Bounds(life_of(identity.tenant), key_id, tuple(rates), *streams)

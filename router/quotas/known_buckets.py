@@ -19,16 +19,16 @@ class KnownBuckets:
 
     def keep(self, standing: Standing, asked_at_us: float) -> None:
         """What Redis said when it was asked. As of the question, so that less seems to be taken than is, never more."""
-        known = self._tenants.pop(standing.bounds.tenant, None) or {}
+        known = self._tenants.pop(standing.bounds.life, None) or {}
         for rate, bucket in zip(standing.bounds.rates, standing.buckets, strict=True):
             known[rate.name] = Bucket(bucket.backlog_us, asked_at_us)
         if len(self._tenants) >= MAX_TENANTS:  # the one that was heard of longest ago
             del self._tenants[next(iter(self._tenants))]
-        self._tenants[standing.bounds.tenant] = known
+        self._tenants[standing.bounds.life] = known
 
     def of(self, bounds: Bounds) -> list[Bucket]:
         """One for each of its rates."""
-        known = self._tenants.get(bounds.tenant, {})
+        known = self._tenants.get(bounds.life, {})
         return [known.get(rate.name, Bucket()) for rate in bounds.rates]
 
     def forget_full(self, now_us: float) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from uuid import uuid4
 
 from .bounds import Bounds, RateBound
 from .gcra import Bucket, admits, given_back, reserved, step_us, taken
@@ -22,12 +23,13 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Units of a rate that were let through and have not drained."""
+    """Units of a rate that were let through and have not drained. `life`: of the tenant."""
 
-    tenant: str
+    life: str
     name: str
     limit: int
     units: float
+    report_id: str = field(default_factory=lambda: uuid4().hex)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class LocalShares:
 
     def __init__(self) -> None:
         self._shares: dict[tuple[str, str], _Share] = {}
+        # Told, and perhaps not heard: a bucket of what of it has not drained, by id.
+        self._told: dict[str, tuple[Report, Bucket]] = {}
 
     def open(
         self,
@@ -62,7 +66,7 @@ class LocalShares:
         Streams are not looked at.
         """
         shares = [
-            self._share(bounds.tenant, rate, bucket, now_us, num_routers)
+            self._share(bounds.life, rate, bucket, now_us, num_routers)
             for rate, bucket in zip(bounds.rates, known, strict=True)
         ]
         wanted = [costs.get(rate.kind, 0) for rate in bounds.rates]
@@ -81,9 +85,9 @@ class LocalShares:
         standing = Standing(bounds, now_us, [share.bucket for share in shares], [share.limit for share in shares], 0, 0)
         return admitted, standing, held
 
-    def use(self, tenant: str, held: Held, used: int, now_us: float, *, has_ended: bool) -> Held:
+    def use(self, life: str, held: Held, used: int, now_us: float, *, has_ended: bool) -> Held:
         """Charges what an answer has used beyond what it was given, or gives back what it has not used in the end."""
-        share = self._shares.get((tenant, held.name))
+        share = self._shares.get((life, held.name))
         if share is None or (used <= held.units and not has_ended):
             return held
         more = used - held.units
@@ -94,34 +98,41 @@ class LocalShares:
             share.unheard = given_back(share.unheard, now_us, -more, share.limit, held.end_us)
         return Held(held.name, float(used), share.bucket.at_us + share.bucket.backlog_us)
 
-    def reports(self, now_us: float) -> Iterator[Report]:
-        """What Redis has not heard, once: from now on it counts as heard."""
-        for (tenant, name), share in self._shares.items():
-            backlog_us = share.unheard.drained(now_us).backlog_us
-            share.unheard = Bucket(0.0, now_us)
-            if backlog_us > 0:
-                yield Report(tenant, name, share.fleet_limit, backlog_us / step_us(share.limit))
+    def reports(self, now_us: float) -> list[Report]:
+        """What Redis has not heard. A report comes again until it is `heard`, as far as it has not drained."""
+        for (life, name), share in self._shares.items():
+            unheard, share.unheard = share.unheard.drained(now_us), Bucket(0.0, now_us)
+            if unheard.backlog_us > 0:
+                report = Report(life, name, share.fleet_limit, unheard.backlog_us / step_us(share.limit))
+                self._told[report.report_id] = report, unheard
+        found = []
+        for report, told in [*self._told.values()]:
+            left_us = told.drained(now_us).backlog_us
+            if left_us > 0:
+                found.append(replace(report, units=report.units * left_us / told.backlog_us))
+            else:
+                self.heard(report)
+        return found
 
-    def take_back(self, report: Report, now_us: float) -> None:
-        """Redis has not heard the report after all."""
-        share = self._shares.get((report.tenant, report.name))
-        if share is not None:
-            share.unheard = taken(share.unheard, now_us, report.units, share.limit)
+    def heard(self, report: Report) -> None:
+        """Redis has it."""
+        self._told.pop(report.report_id, None)
 
     def clear(self) -> None:
+        """Begins anew. What Redis may not have heard is still told."""
         self._shares.clear()
 
     def _take(self, share: _Share, amount: float, now_us: float) -> None:
         share.bucket = taken(share.bucket, now_us, amount, share.limit)
         share.unheard = taken(share.unheard, now_us, amount, share.limit)
 
-    def _share(self, tenant: str, rate: RateBound, known: Bucket, now_us: float, num_routers: int) -> _Share:
+    def _share(self, life: str, rate: RateBound, known: Bucket, now_us: float, num_routers: int) -> _Share:
         limit = max(rate.limit, 0) / max(num_routers, 1)
-        share = self._shares.get((tenant, rate.name))
+        share = self._shares.get((life, rate.name))
         if share is None:
             bucket = known.drained(now_us)
             if rate.kind == "requests" and 0 < limit < 1:  # less than one is left, so the first one has to wait
                 bucket = taken(bucket, now_us, 1 - limit, limit)
-            share = self._shares[tenant, rate.name] = _Share(limit, rate.limit, bucket, Bucket(0.0, now_us))
+            share = self._shares[life, rate.name] = _Share(limit, rate.limit, bucket, Bucket(0.0, now_us))
         share.limit, share.fleet_limit = limit, rate.limit
         return share

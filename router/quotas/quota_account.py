@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from ..accounts.account import Asked, Ending
 from .bounds import Bounds
 from .local_shares import Held
 from .standing import Headers
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An answer that Redis was asked to open under this lease."""
+
+    lease: str
+    bounds: Bounds
+    response_id: str
+    is_resumed: bool
 
 
 class QuotaAccount:
@@ -25,6 +36,10 @@ class QuotaAccount:
         self.headers: Headers = []
         self.held: list[Held] | None = None
         self._on_end = on_end
+
+    @property
+    def opened(self) -> Opened:
+        return Opened(self.lease, self.bounds, self.asked.response_id, self.asked.is_resumed)
 
     @property
     def is_kept(self) -> bool:

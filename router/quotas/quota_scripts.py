@@ -20,13 +20,13 @@ class Outcome(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class QuotaKeys:
-    """The Redis keys of one tenant."""
+    """The Redis keys of one tenant, by its life."""
 
-    tenant: str
+    life: str
 
     @property
     def prefix(self) -> str:
-        return f"motet:{{tenant:{self.tenant}}}:quota:"
+        return f"motet:{{tenant:{self.life}}}:quota:"
 
     @property
     def rates(self) -> str:
@@ -38,10 +38,14 @@ class QuotaKeys:
         return self.prefix + (f"streams:{key_id}" if key_id else "streams")
 
     def answer(self, response_id: str) -> str:
-        """What one answer holds: its lease, the most tokens that anybody said it has used, then for each rate of tokens
-        its name, what was charged for it, what one token takes, and the end of the backlog with it.
+        """What one answer holds: its lease, the most tokens that anybody said it has used, then for each rate its name,
+        what was charged for it, what one unit takes, and the end of the backlog with it.
         """
         return self.prefix + f"answer:{response_id}"
+
+    def done(self, name: str) -> str:
+        """There is one: what is called so, a lease or a report, was done, or must not be done any more."""
+        return self.prefix + f"done:{name}"
 
 
 _BUCKETS = f"""
@@ -58,7 +62,7 @@ local function write(name, backlog)
   if redis.call('PTTL', KEYS[1]) < left then redis.call('PEXPIRE', KEYS[1], left) end
 end
 """
-# KEYS: rates, streams of the tenant, streams of the key, the answer.
+# KEYS: rates, streams of the tenant, streams of the key, the answer, whether the lease must not be opened.
 # ARGV: lease (empty: nothing is taken, only looked at), its life, most streams of the tenant, and of the key (empty: no
 # bound), 1: the client has had a part of the answer, milliseconds for which the answer is kept (0: it is not); then for
 # each rate its name, limit, cost, 1: what is not used is given back.
@@ -66,14 +70,15 @@ end
 # is asked for is taken, or nothing.
 OPEN_SCRIPT = f"""{_BUCKETS}
 local lease, life = ARGV[1], tonumber(ARGV[2])
+if lease ~= '' and redis.call('EXISTS', KEYS[5]) == 1 then return {{0, now, 0, 0}} end
 local held = redis.call('GET', KEYS[4])
 local had = held and string.match(held, '^%S+') or ''
 local outcome = 1
-local counts = {{0, 0}}
+local counts, let_go = {{0, 0}}, {{0, 0}}
 for i = 1, 2 do
   if ARGV[2 + i] ~= '' then
     redis.call('ZREMRANGEBYSCORE', KEYS[1 + i], '-inf', now)
-    if had ~= '' and lease ~= '' then redis.call('ZREM', KEYS[1 + i], had) end
+    if had ~= '' and lease ~= '' then let_go[i] = redis.call('ZREM', KEYS[1 + i], had) end
     counts[i] = redis.call('ZCARD', KEYS[1 + i])
     if lease ~= '' and counts[i] >= tonumber(ARGV[2 + i]) then outcome = 2 end
   end
@@ -102,7 +107,7 @@ if outcome == 1 and lease ~= '' then
       backlogs[n] = backlogs[n] + taken[n] * step
       write(names[n], backlogs[n])
     end
-    if ARGV[i + 3] == '1' then
+    if taken[n] > 0 or ARGV[i + 3] == '1' then
       answer = answer .. string.format(' %s %.0f %.17g %.0f', names[n], taken[n], step, now + backlogs[n])
     end
   end
@@ -115,20 +120,20 @@ if outcome == 1 and lease ~= '' then
   end
   if held then answer = lease .. string.sub(held, #had + 1) end
   if ARGV[6] ~= '0' then redis.call('SET', KEYS[4], answer, 'PX', ARGV[6]) end
-elseif had ~= '' and lease ~= '' then
+elseif lease ~= '' then
   for i = 1, 2 do
-    if ARGV[2 + i] ~= '' then redis.call('ZADD', KEYS[1 + i], now + life, had) end
+    if let_go[i] == 1 then redis.call('ZADD', KEYS[1 + i], now + life, had) end
   end
 end
 local reply = {{outcome, now, counts[1], counts[2]}}
 for n = 1, #names do reply[4 + n] = string.format('%.6f', backlogs[n]) end
 return reply
 """
-# KEYS: as above. ARGV: lease, tokens that the answer has used by now, 1: it has ended, milliseconds for which it is
-# kept then, for a client that comes back for the rest (0: it is forgotten). Charges what was used beyond what was
-# charged, and at the end gives back what was charged and not used. An answer that was taken up again has used what any
-# of its leases says, so that who comes back and leaves at once gets nothing back. If it has gone over to another lease
-# meanwhile, nothing is given back, and this returns 0, else now.
+# KEYS: as above, but the last. ARGV: lease, tokens that the answer has used by now, 1: it has ended, milliseconds for
+# which it is kept then, for a client that comes back for the rest (0: it is forgotten). Charges what was used beyond
+# what was charged, and at the end gives back what was charged and not used. An answer that was taken up again has used
+# what any of its leases says, so that who comes back and leaves at once gets nothing back. If it has gone over to
+# another lease meanwhile, nothing is given back, and this returns 0, else now. Requests that were made stay made.
 USE_SCRIPT = f"""{_BUCKETS}
 local used = tonumber(ARGV[2])
 if ARGV[3] == '1' then
@@ -144,11 +149,12 @@ local answer = string.format('%s %.0f', lease, used)
 for name, charged, step, finish in string.gmatch(rates, '(%S+) (%S+) (%S+) (%S+)') do
   charged, step, finish = tonumber(charged), tonumber(step), tonumber(finish)
   local backlog = bucket(redis.call('HGET', KEYS[1], name))
-  if used > charged then
+  local is_of_tokens = string.find(name, '^tokens')
+  if is_of_tokens and used > charged then
     backlog = backlog + (used - charged) * step
     write(name, backlog)
     charged, finish = used, now + backlog
-  elseif ARGV[3] == '1' and is_its and used < charged then
+  elseif is_of_tokens and ARGV[3] == '1' and is_its and used < charged then
     write(name, math.max(0, backlog - math.min((charged - used) * step, math.max(0, finish - now))))
     charged = used
   end
@@ -171,10 +177,29 @@ for i = 2, #ARGV do redis.call('ZADD', KEYS[1], finish, ARGV[i]) end
 redis.call('PEXPIRE', KEYS[1], math.ceil(ARGV[1] / 500))
 return redis.call('ZCARD', KEYS[1])
 """
-# KEYS: rates. ARGV: for each rate its name, limit, and units that a router has let through while it could not ask.
+# KEYS: as of OPEN_SCRIPT. ARGV: lease, milliseconds for which it must not be opened any more, 1: it was for an answer
+# of which the client has had a part. Gives back all that was taken under the lease, if it was opened: nobody has heard
+# of it, and the answer was let through otherwise. What was charged before, for the answer's first part, stays charged.
+VOID_SCRIPT = f"""{_BUCKETS}
+redis.call('SET', KEYS[5], 1, 'PX', ARGV[2])
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('ZREM', KEYS[3], ARGV[1])
+local held = redis.call('GET', KEYS[4])
+if not held or ARGV[3] == '1' then return 0 end
+local lease, rates = string.match(held, '^(%S+) %S+(.*)$')
+if lease ~= ARGV[1] then return 0 end
+for name, charged, step, finish in string.gmatch(rates, '(%S+) (%S+) (%S+) (%S+)') do
+  local backlog = bucket(redis.call('HGET', KEYS[1], name))
+  write(name, math.max(0, backlog - math.min(charged * step, math.max(0, finish - now))))
+end
+redis.call('DEL', KEYS[4])
+return now
+"""
+# KEYS: rates, whether it was reported. ARGV: a rate's name, its limit, units that a router has let through while it
+# could not ask, milliseconds for which to say it again changes nothing. No ARGV: nothing is reported.
 REPORT_SCRIPT = f"""{_BUCKETS}
-for i = 1, #ARGV, 3 do
-  write(ARGV[i], bucket(redis.call('HGET', KEYS[1], ARGV[i])) + ARGV[i + 2] * {PERIOD_US:.0f} / ARGV[i + 1])
+if #ARGV > 0 and redis.call('SET', KEYS[2], 1, 'NX', 'PX', ARGV[4]) then
+  write(ARGV[1], bucket(redis.call('HGET', KEYS[1], ARGV[1])) + ARGV[3] * {PERIOD_US:.0f} / ARGV[2])
 end
 return 1
 """

@@ -2,7 +2,8 @@
 
 Every bounded request asks Redis once, in one script (`quota_scripts.py`), and one without quotas never does. Redis
 away: the router goes by its share of the fleet's quotas (`local_shares.py`), and tells Redis what it let through when
-that is back. Until all routers can have told theirs, which takes a moment, each goes on with its share.
+that is back. Until all routers can have told theirs, which takes a moment, each goes on with its share. What Redis was
+asked for and has not answered in time may be taken there nevertheless, so that is given back.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, Literal
 from uuid import uuid4
 
@@ -22,7 +24,7 @@ from ..tenants.identity import Identity
 from .bounds import Bounds, bounds_of
 from .known_buckets import KnownBuckets
 from .local_shares import Held, LocalShares, Report
-from .quota_account import UNBOUNDED, QuotaAccount
+from .quota_account import UNBOUNDED, Opened, QuotaAccount
 from .quota_scripts import Outcome
 from .redis_quotas import RedisQuotas
 from .script_batches import RedisAway
@@ -53,8 +55,9 @@ class Quotas:
         self._known = KnownBuckets()
         self._shares = LocalShares()
         self._accounts: dict[str, QuotaAccount] = {}  # that are open, by lease
-        self._streams: dict[tuple[str, str], int] = {}  # answers under way here, by tenant and key ("": all keys)
+        self._streams: dict[tuple[str, str], int] = {}  # answers under way here, by life and key ("": all keys)
         self._unsent: dict[str, tuple[QuotaAccount, int]] = {}  # ended while Redis was away: tokens used, by lease
+        self._unanswered: dict[str, Opened] = {}  # that Redis may have opened, and that go by the share; by lease
         self._keeper: asyncio.Task[None] | None = None
         self._returner: asyncio.Task[None] | None = None
 
@@ -77,8 +80,7 @@ class Quotas:
         bounds = bounds_of(asked.identity)
         if bounds is None:
             return UNBOUNDED
-        self._num_leases += 1
-        account = QuotaAccount(bounds, f"{self._router}:{self._num_leases}", asked, self._settle)
+        account = QuotaAccount(bounds, self._new_lease(), asked, self._settle)
         costs: Costs = {"requests": 1, "tokens": account.num_tokens}
         outcome, standing = await self._ask(account, costs) or self._open_here(account, costs)
         if outcome is not Outcome.ADMITTED:
@@ -101,7 +103,7 @@ class Quotas:
         limits = [float(rate.limit) for rate in bounds.rates]
         standing = Standing(bounds, now_us, self._known.of(bounds), limits, 0, 0)
         if not (self.is_local or comes_back):
-            # Nothing gives requests back, and other routers only take more of them.
+            # Requests hardly ever come back, and other routers only take more of them.
             over = rate_refusal(standing, {"requests": 1})
             if over is not None:
                 raise over
@@ -128,6 +130,9 @@ class Quotas:
             outcome, standing = await self._redis.open(account, costs)
         except RedisAway as error:
             self._lose(error)
+            if len(self._unanswered) < _MAX_UNSENT:
+                self._unanswered[account.lease] = account.opened
+            account.lease = self._new_lease()
             return None
         except asyncio.CancelledError:
             self._tell(account, 0, has_ended=True)  # it may have been admitted
@@ -138,7 +143,7 @@ class Quotas:
     def _open_here(self, account: QuotaAccount, costs: Costs) -> tuple[Outcome, Standing]:
         """Goes by this router's share."""
         bounds, num_routers = account.bounds, max(1, self._num_routers())
-        counts = [self._streams.get((bounds.tenant, key_id), 0) for key_id in ("", bounds.key_id)]
+        counts = [self._streams.get((bounds.life, key_id), 0) for key_id in ("", bounds.key_id)]
         limits = bounds.tenant_streams, bounds.key_streams
         # At least one, unless the fleet may have none. What others have is counted as theirs.
         rooms = [
@@ -163,14 +168,16 @@ class Quotas:
             return
         self._count_stream(account.bounds, -1)
         self._charge(account, used, has_ended=True)
+        if account.held is not None and account.bounds.has_streams and self._state != "away":
+            self._tell(account, 0, has_ended=True)  # its place, which Redis has heard of when it was found again
 
     def _charge(self, account: QuotaAccount, used: int, *, has_ended: bool) -> None:
         if account.held is None:
             if account.is_kept:
                 self._tell(account, used, has_ended=has_ended)
         elif self.is_local:
-            tenant, now_us = account.bounds.tenant, _now_us()
-            account.held = [self._shares.use(tenant, held, used, now_us, has_ended=has_ended) for held in account.held]
+            life, now_us = account.bounds.life, _now_us()
+            account.held = [self._shares.use(life, held, used, now_us, has_ended=has_ended) for held in account.held]
         else:
             self._report_more(account, used)
 
@@ -182,7 +189,7 @@ class Quotas:
         limits = {rate.name: rate.limit for rate in account.bounds.rates}
         held = account.held or []
         more = [
-            Report(account.bounds.tenant, one.name, limits[one.name], used - one.units)
+            Report(account.bounds.life, one.name, limits[one.name], used - one.units)
             for one in held
             if used > one.units
         ]
@@ -226,7 +233,7 @@ class Quotas:
             elif loop.time() >= found_at + GRACE_S:
                 break
         # Before anything that is asked from now on.
-        for reply in self._redis.report(list(self._shares.reports(_now_us()))):
+        for reply in self._report_shares():
             reply.add_done_callback(self._hear)
         self._shares.clear()
         self._state = "fleet"
@@ -235,11 +242,12 @@ class Quotas:
     async def _tell_all(self) -> None:
         """Raises RedisAway; then what was not heard is told the next time."""
         await self._redis.knock()
-        reports = list(self._shares.reports(_now_us()))
-        heard = await asyncio.gather(*self._redis.report(reports), return_exceptions=True)
-        for report, reply in zip(reports, heard, strict=True):
-            if isinstance(reply, BaseException):
-                self._shares.take_back(report, _now_us())
+        heard = await asyncio.gather(*self._report_shares(), return_exceptions=True)
+        unanswered = list(self._unanswered.values())
+        voided = await asyncio.gather(*map(self._redis.void, unanswered), return_exceptions=True)
+        for opened, reply in zip(unanswered, voided, strict=True):
+            if not isinstance(reply, BaseException):
+                self._unanswered.pop(opened.lease, None)
         unsent = list(self._unsent.items())
         ends = [self._redis.use(account, used, has_ended=True) for _, (account, used) in unsent]
         told = await asyncio.gather(*ends, return_exceptions=True)
@@ -247,9 +255,20 @@ class Quotas:
             if not isinstance(reply, BaseException):
                 self._unsent.pop(lease, None)
         renewed = await asyncio.gather(*self._redis.renew(self._accounts), return_exceptions=True)
-        for reply in (*heard, *told, *renewed):
+        for reply in (*heard, *voided, *told, *renewed):
             if isinstance(reply, BaseException):
                 raise reply
+
+    def _report_shares(self) -> Sequence[asyncio.Future[int]]:
+        reports = self._shares.reports(_now_us())
+        replies = self._redis.report(reports)
+        for report, reply in zip(reports, replies, strict=True):
+            reply.add_done_callback(partial(self._hear_report, report))
+        return replies
+
+    def _hear_report(self, report: Report, reply: asyncio.Future[int]) -> None:
+        if _is_well(reply):
+            self._shares.heard(report)
 
     async def _keep(self) -> None:
         while True:
@@ -262,9 +281,13 @@ class Quotas:
                     reply.add_done_callback(self._hear)
             self._known.forget_full(_now_us())
 
+    def _new_lease(self) -> str:
+        self._num_leases += 1
+        return f"{self._router}:{self._num_leases}"
+
     def _count_stream(self, bounds: Bounds, change: int) -> None:
         if bounds.has_streams:
-            for key in ((bounds.tenant, ""), (bounds.tenant, bounds.key_id)):
+            for key in ((bounds.life, ""), (bounds.life, bounds.key_id)):
                 count = self._streams.pop(key, 0) + change
                 if count:
                     self._streams[key] = count

@@ -10,6 +10,7 @@ from typing import Any, Final
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError
 
+_MAX_BATCH: Final = 256  # calls, so that one is answered in time also where thousands wait
 _LATENESS_S: Final = 0.05  # of a timer: then this process was held up, and Redis may have answered in time
 
 
@@ -20,7 +21,7 @@ class RedisAway(Exception):  # noqa: N818
 class ScriptBatches:
     """Owned by one event loop. What is called first is answered first.
 
-    `wait_s`: for an answer. After that all calls that wait have failed, and may have happened.
+    `wait_s`: for the answer to a batch. After that all calls that wait have failed, and may have happened.
     """
 
     def __init__(self, client: Redis, scripts: Sequence[str], wait_s: float) -> None:
@@ -49,7 +50,7 @@ class ScriptBatches:
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while self._waiting:
-            self._under_way, self._waiting = self._waiting, []
+            self._under_way, self._waiting = self._waiting[:_MAX_BATCH], self._waiting[_MAX_BATCH:]
             batch = self._under_way
             timer = loop.call_later(self._wait_s, self._time_out, batch, loop.time() + self._wait_s, True)
             try:

@@ -11,7 +11,7 @@ from typing import Protocol
 from starlette.requests import Request
 
 from ...adapters.registry.registry_view import RegistryView
-from ...adapters.tenants.records import KeyRecord, Scope
+from ...adapters.tenants.records import KeyRecord, Scope, TenantRecord
 from ..access.request_record import record_of
 from ..openai_api.errors import ApiError, unavailable
 from .identity import Identity
@@ -72,9 +72,16 @@ class Door:
             key, subject = tokens.verify(token) or (None, "")
         except TokensUnavailable as error:
             raise unavailable("Tokens cannot be verified now, try again.", "issuer_unavailable") from error
-        if key is not None and not self._view.keys.has_tenant(key.tenant):
+        if key is None or not self._view.keys.has_tenant(key.tenant):
             return None, ""  # tenants are made by operators, not by who issues tokens
+        tenant = self._view.tenant(key.tenant)
+        if tenant.num_ended and key.created_at < tenant.created_at:
+            return None, ""  # made for the tenant that had the name before
         return key, subject
+
+    def tenant(self, name: str) -> TenantRecord:
+        """What is known of a tenant, by the name that the operators give it."""
+        return self._view.tenant(name)
 
     def check_operator(self, request: Request) -> None:
         """Raises 401 unless the request has the operators' key. A tenant's key is none."""

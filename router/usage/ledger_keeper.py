@@ -88,7 +88,7 @@ class LedgerKeeper:
             for kind, payload, num_bytes in read_lines(segment.unacknowledged()):  # noqa: B007
                 if kind == FINAL:
                     entries.append(_decode(payload))
-                    await share.pause()
+                await share.pause()  # there may be thousands of lines of progress, none of which is sent
             if entries:
                 try:
                     await self._ledger.take(entries)

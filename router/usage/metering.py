@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from ...adapters.ledger.entry import Entry, Stage
+from ...adapters.tenants.life import life_number
 from ..accounts.account import Account, Asked, Ending, Progress
 from ..loop_share import LoopShare
 from ..openai_api.errors import unavailable
@@ -90,7 +91,8 @@ class _MeteredAnswer:
         assert parsed is not None
         return Entry(
             id=asked.response_id,
-            tenant=asked.identity.tenant.name,
+            tenant=asked.identity.name,
+            num_ended=life_number(asked.identity.tenant),
             began_at=parsed.created,
             stage=stage,
             key_id=asked.identity.key.key_id,

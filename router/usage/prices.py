@@ -46,27 +46,27 @@ class Price:
     pattern: str  # of adapters' names, with * and ?
     per_million: Mapping[str, Decimal]  # by what is priced
 
+    def amount(self, numbers: Mapping[str, int]) -> Decimal:
+        """What so much costs; exactly."""
+        with localcontext(_EXACT):
+            amount = Decimal(0)
+            for name, rate in self.per_million.items():
+                counted, per_one = _PRICED[name]
+                number = numbers.get(counted, 0)
+                if name == "prompt_tokens" and "cached_tokens" in self.per_million:
+                    number -= numbers.get("cached_tokens", 0)
+                amount += number * rate / (_PER * per_one)
+            return amount
+
 
 @dataclass(frozen=True)
 class Prices:
     currency: str
     prices: Sequence[Price]
 
-    def amount(self, adapter: str, numbers: Mapping[str, int]) -> Decimal:
-        """What an adapter's, or the base's, use costs; exactly. What has no price costs nothing."""
-        price = next((price for price in self.prices if fnmatchcase(adapter, price.pattern)), None)
-        if price is None:
-            return Decimal(0)
-        rates = price.per_million
-        with localcontext(_EXACT):
-            amount = Decimal(0)
-            for name, rate in rates.items():
-                counted, per_one = _PRICED[name]
-                number = numbers.get(counted, 0)
-                if name == "prompt_tokens" and "cached_tokens" in rates:
-                    number -= numbers.get("cached_tokens", 0)
-                amount += number * rate / (_PER * per_one)
-            return amount
+    def price_of(self, adapter: str) -> Price | None:
+        """Of an adapter's use, or of the base's. None: it costs nothing."""
+        return next((price for price in self.prices if fnmatchcase(adapter, price.pattern)), None)
 
 
 def read_prices(path: Path) -> Prices:

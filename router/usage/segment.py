@@ -69,6 +69,17 @@ class Segment:
         told = self.acknowledged.to_bytes(8, "little")
         self._map[self._slot : self._slot + _OFFSET.size] = _OFFSET.pack(self.acknowledged, crc32(told))
 
+    def use_again(self, path: Path, number: int) -> None:
+        """Makes it an empty file of another name. All of its lines have arrived. Blocks.
+
+        Lines go before the head that tells that they arrived: whenever the process is killed none comes to life again.
+        """
+        self._map[HEAD_BYTES : self.end] = bytes(self.end - HEAD_BYTES)
+        self._map[:HEAD_BYTES] = bytes(HEAD_BYTES)
+        self.path.rename(path)
+        self.path, self.number = path, number
+        self.end = self.acknowledged = HEAD_BYTES
+
     def sync(self) -> None:
         """Returns once the lines so far survive a crash of the machine. Blocks."""
         os.fdatasync(self._file)

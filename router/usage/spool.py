@@ -113,9 +113,19 @@ class Spool:
         return next((segment for segment in self._segments if not segment.is_acknowledged), None)
 
     async def drop_before(self, number: int) -> None:
-        """Removes segments before this one all lines of which have arrived, the oldest first."""
+        """Removes segments before this one all lines of which have arrived, the oldest first.
+
+        Where no other is to be had one of them is used again, so that a full disk stops nobody whose lines arrive.
+        """
         while len(self._segments) > 1 and self._segments[0].number < number and self._segments[0].is_acknowledged:
-            await asyncio.to_thread(self._segments.popleft().close, remove=True)
+            if self._preparing is not None:
+                await asyncio.wait([self._preparing])
+            segment = self._segments.popleft()
+            if self._spares:
+                await asyncio.to_thread(segment.close, remove=True)
+            else:
+                self._preparing = asyncio.get_running_loop().create_task(self._use_again(segment))
+                await asyncio.shield(self._preparing)
 
     async def sync(self) -> None:
         """Returns once all lines that have not arrived survive a crash of the machine."""
@@ -147,12 +157,22 @@ class Spool:
         finally:
             self._preparing = None
 
+    async def _use_again(self, segment: Segment) -> None:
+        try:
+            self._number += 1
+            await asyncio.to_thread(segment.use_again, self._path(self._number), self._number)
+            self._spares.append(segment)
+        finally:
+            self._preparing = None
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{self.name}.{number:08}.log"
+
     def _new_segment(self) -> Segment:
         if shutil.disk_usage(self._folder).free < self._min_free_bytes + self._segment_bytes:
             raise OSError(f"less than {self._min_free_bytes} bytes would be free on the disk of {self._folder}")
         self._number += 1
-        path = self._folder / f"{self.name}.{self._number:08}.log"
-        return Segment(path, self._number, self._segment_bytes)
+        return Segment(self._path(self._number), self._number, self._segment_bytes)
 
     def _take_lock(self) -> int:
         """The lock is taken before others can see it, so nobody adopts the spool of a process that is starting."""

@@ -18,6 +18,8 @@ from .prices import Prices
 from .spool import Spool
 from .usage_api import UsageApi
 
+LEDGERS_PART = 4  # of the disk that uploads leave free the ledger leaves so much less: uploads alone never stop answers
+
 
 class Usage:
     """Works from `start()` to `stop()`. Everything belongs to one event loop."""
@@ -49,9 +51,9 @@ class Usage:
     async def stop(self) -> None:
         await self.keeper.stop()
 
-    async def retire(self, tenant: str) -> None:
+    async def retire(self, life: str) -> None:
         """A tenant is deleted: its ledger is archived and removed."""
-        await self.archive.retire(tenant, datetime.now(UTC))
+        await self.archive.retire(life, datetime.now(UTC))
 
     def routes(self, door: Door) -> Sequence[RouteSpec]:
         return UsageApi(door, self.ledger, self._prices).routes()

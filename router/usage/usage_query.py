@@ -25,7 +25,7 @@ class UsageQuery:
     start: datetime  # UTC
     end: datetime  # UTC, not included
     is_csv: bool
-    limit: int  # rows
+    limit: int | None  # rows; None: all of them
     after: int  # rows that are left out at the beginning
     tenant: str | None  # of operators' questions: only this one
 
@@ -57,12 +57,13 @@ def usage_query(params: Mapping[str, str], now: datetime, *, for_operators: bool
             check_tenant(tenant)
         except AdapterInvalid as error:
             raise invalid_value("tenant", str(error)) from error
+    is_csv = format_ == "csv"
     query = UsageQuery(
         by=tuple(by),
         start=start,
         end=end,
-        is_csv=format_ == "csv",
-        limit=_count(params, "limit", MAX_ROWS, 1, MAX_ROWS),
+        is_csv=is_csv,
+        limit=None if is_csv and "limit" not in params else _count(params, "limit", MAX_ROWS, 1, MAX_ROWS),
         after=_count(params, "after", 0, 0, 10**9),
         tenant=tenant,
     )

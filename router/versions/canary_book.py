@@ -8,12 +8,15 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
 from typing import Final
 
 from ...adapters.adapter import AdapterVersion
 from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.canary_counts import Arm, CanaryCounts, Outcome
 from ...adapters.registry.registry_view import RegistryView
+from ...adapters.tenants.life import life_of
 from ...adapters.versions.canary_policy import first_token_bin, per_token_bin
 from ...adapters.versions.rollout import rollout_of
 from ..accounts.account import Account, Asked, Ending
@@ -21,19 +24,23 @@ from ..accounts.account import Account, Asked, Ending
 FLUSH_S: Final = 0.2  # what a router that is killed loses
 MAX_PENDING: Final = 20_000  # answers, while Redis is away; the oldest are lost
 _MAX_BATCH: Final = 500
-_MAX_FAILED: Final = 1_000  # versions whose failure this router remembers having told
+_MAX_FAILED: Final = 1_000  # versions whose failure this router is to tell, or remembers having told
 _MAX_REASON_CHARS: Final = 300
 _ERRORS: Final = frozenset({"internal_error"})  # a timeout is the client's own: he could say one that never suffices
 _REFUSED: Final = "adapter_failed"
 _log = logging.getLogger(__name__)
 
 
+_Place = tuple[str, str, int]  # tenant, name, version
+
+
 @dataclass(frozen=True)
-class _Failure:
-    tenant: str
-    name: str
-    version: int
-    reason: str | None  # None: it can be loaded again
+class _InTrial:
+    """Which trial an answer counts in."""
+
+    canary_id: str
+    arm: Arm
+    sticky: str  # hash of its sticky key
 
 
 class CanaryBook:
@@ -42,8 +49,8 @@ class CanaryBook:
     def __init__(self, view: RegistryView, counts: CanaryCounts) -> None:
         self._view, self.counts = view, counts
         self._pending: deque[Outcome] = deque(maxlen=MAX_PENDING)
-        self._failures: deque[_Failure] = deque(maxlen=_MAX_FAILED)
-        self._failed: dict[tuple[str, str, int], None] = {}
+        self._failures: dict[_Place, str | None] = {}  # why it cannot be loaded; None: it can be again
+        self._failed: dict[_Place, None] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -56,29 +63,36 @@ class CanaryBook:
             with suppress(asyncio.CancelledError):
                 await self._task
         with suppress(RegistryUnavailable):
-            await self.flush()
+            for _ in range(_MAX_FAILED // _MAX_BATCH):
+                await self.flush()
 
     async def open(self, asked: Asked) -> Account:
         version = asked.version
-        trial = None if version is None else await self._trial(asked, version)
-        return _Line(self, asked, *(trial or (None, "stable")))
+        return _Line(self, asked, None if version is None else await self._trial(asked, version))
 
-    def note(self, asked: Asked, canary_id: str | None, arm: Arm, ending: Ending) -> None:
-        """Takes in how an answer has ended. `canary_id`: of the trial that it counts in; None: of none."""
+    def note(self, asked: Asked, trial: _InTrial | None, ending: Ending) -> None:
+        """Takes in how an answer has ended. `trial`: that it counts in; None: in none."""
         version = asked.version
         counted = counted_of(ending, is_resumed=asked.is_resumed)
         if version is None or not counted:
             return
         place = (version.tenant, version.name, version.version)
         if ending.error == _REFUSED:
-            if len(self._failed) < _MAX_FAILED:
-                self._failed[place] = None
-            self._failures.append(_Failure(*place, ending.reason[:_MAX_REASON_CHARS]))
+            self.note_load(version, ending.reason)
         elif place in self._failed and not ending.error:
-            del self._failed[place]
-            self._failures.append(_Failure(*place, None))
-        if canary_id is not None:
-            self.count(Outcome(version.tenant, asked.response_id, canary_id, arm, counted))
+            self.note_load(version, None)
+        if trial is not None:
+            life, of = life_of(asked.identity.tenant), f"{version.tenant}/{version.name}"
+            self.count(Outcome(life, of, asked.response_id, trial.canary_id, trial.arm, counted, trial.sticky))
+
+    def note_load(self, version: AdapterVersion, reason: str | None) -> None:
+        """A gang could not load the version, for this reason; None: one could. Redis is told soon."""
+        place = (version.tenant, version.name, version.version)
+        if reason is None:
+            self._failed.pop(place, None)
+        elif len(self._failed) < _MAX_FAILED:
+            self._failed[place] = None
+        self._tell_failure(place, None if reason is None else reason[:_MAX_REASON_CHARS])
 
     def count(self, outcome: Outcome) -> None:
         """It is counted soon, unless nothing of it counts."""
@@ -86,18 +100,29 @@ class CanaryBook:
             self._pending.append(outcome)
 
     async def flush(self) -> None:
-        """Raises RegistryUnavailable, and then keeps what is not known to be counted."""
-        while self._pending:
-            batch = [self._pending[place] for place in range(min(len(self._pending), _MAX_BATCH))]
+        """One turn: what there is now, at most; what comes meanwhile is for the next one.
+
+        Raises RegistryUnavailable, and then keeps what is not known to be counted.
+        """
+        for _ in range(-(-len(self._pending) // _MAX_BATCH)):
+            batch = list(islice(self._pending, _MAX_BATCH))
             await self.counts.add(batch)
             for one in batch:  # what was dropped meanwhile for lack of room is not there to be removed
                 if self._pending and self._pending[0] is one:
                     self._pending.popleft()
-        while self._failures:
-            failure = self._failures[0]
-            await self.counts.note_failure(failure.tenant, failure.name, failure.version, failure.reason)
-            if self._failures and self._failures[0] is failure:
-                self._failures.popleft()
+        failures = dict(islice(self._failures.items(), _MAX_BATCH))
+        if failures:
+            await self.counts.note_failures(failures)
+            for place, reason in failures.items():
+                if place in self._failures and self._failures[place] == reason:  # else there is later news
+                    del self._failures[place]
+
+    def _tell_failure(self, place: _Place, reason: str | None) -> None:
+        """The newest is told, of each version once; the oldest are lost if there are too many."""
+        self._failures.pop(place, None)
+        self._failures[place] = reason
+        if len(self._failures) > _MAX_FAILED:
+            del self._failures[next(iter(self._failures))]
 
     async def _flush_forever(self) -> None:
         task = asyncio.current_task()
@@ -111,7 +136,7 @@ class CanaryBook:
                 _log.exception("answers of canaries cannot be counted")
             await asyncio.sleep(FLUSH_S)
 
-    async def _trial(self, asked: Asked, version: AdapterVersion) -> tuple[str, Arm] | None:
+    async def _trial(self, asked: Asked, version: AdapterVersion) -> _InTrial | None:
         """The trial that an answer belongs to, and for which of the two versions it speaks."""
         if "@" in asked.model:
             return None
@@ -120,30 +145,32 @@ class CanaryBook:
         except RegistryUnavailable:
             return None
         canary = None if current is None or not current.rollout else rollout_of(current).canary
-        if current is None or canary is None:
+        if current is None or canary is None or version.version not in (canary.version, current.version):
             return None
-        if version.version == canary.version:
-            return canary.id, "canary"
-        return (canary.id, "stable") if version.version == current.version else None
+        arm: Arm = "canary" if version.version == canary.version else "stable"
+        key = asked.sticky_key or f"key {asked.identity.key.key_id}"
+        return _InTrial(canary.id, arm, blake2b(f"{canary.id}:{key}".encode(), digest_size=8).hexdigest())
 
 
 class _Line:
     headers: Sequence[tuple[bytes, bytes]] = ()
 
-    def __init__(self, book: CanaryBook, asked: Asked, canary_id: str | None, arm: Arm) -> None:
-        self._book, self._asked, self._canary_id, self._arm = book, asked, canary_id, arm
+    def __init__(self, book: CanaryBook, asked: Asked, trial: _InTrial | None) -> None:
+        self._book, self._asked, self._trial = book, asked, trial
 
     def settle(self, ending: Ending) -> None:
-        self._book.note(self._asked, self._canary_id, self._arm, ending)
+        self._book.note(self._asked, self._trial, ending)
 
 
 def counted_of(ending: Ending, *, is_resumed: bool = False) -> tuple[str, ...]:
     """What an answer counts as. Nothing, if its client has left, or for what no version is to blame for."""
+    if ending.is_cancelled:
+        return ()
     if ending.error == _REFUSED:
         return ("answers", "refused")
     if ending.error in _ERRORS:
         return ("answers", "errors")
-    if ending.error or ending.is_cancelled:
+    if ending.error:
         return ()
     counted = ["answers"]
     if ending.first_token_s is not None and not is_resumed:

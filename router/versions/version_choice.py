@@ -39,6 +39,14 @@ def answering(current: AdapterVersion, request: GenerationFields, identity: Iden
     return [first, *(other for other in versions_of(current) if other.version != first.version)]
 
 
+def key_in_trial(versions: Sequence[AdapterVersion | None], request: GenerationFields, identity: Identity) -> str:
+    """The sticky key of a request for a name that has a canary; empty: it has none. `versions`: see `answering`."""
+    current = next((one for one in versions if one is not None and one.rollout), None)
+    if current is None or rollout_of(current).canary is None:
+        return ""
+    return sticky_key(request, identity)
+
+
 def sticky_key(request: GenerationFields, identity: Identity) -> str:
     """What stays the same while somebody's requests belong together: `user`, else the conversation, else the API key.
 

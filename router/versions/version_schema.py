@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -11,8 +11,11 @@ from msgspec import Meta
 from ...adapters.adapter import AdapterVersion
 from ...adapters.versions.canary_policy import FIRST_TOKEN_EDGES_S, PER_TOKEN_EDGES_S, ArmCounts
 from ...adapters.versions.name_state import MAX_NOTE_CHARS, NameState, VersionNote
+from ...adapters.versions.rollout import MAX_PINNED_GANGS
 
+MAX_GANGS: Final = MAX_PINNED_GANGS  # that one preload or pin may name
 Selector = Annotated[str | int, Meta(description="A version's number, or an alias.")]
+NumGangs = Annotated[int, Meta(ge=1, le=MAX_GANGS)]
 CanaryShare = Annotated[float, Meta(gt=0, lt=1)]
 ShadowShare = Annotated[float, Meta(gt=0, le=1)]
 
@@ -31,6 +34,15 @@ class EmptyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class AliasBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: Selector
+
+
+class PreloadBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: Selector | None = None  # none: the current one
+    gangs: NumGangs = 1
+
+
+class PinBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    gangs: NumGangs = 1
 
 
 class CanaryBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,6 +88,16 @@ class AliasAnswer(msgspec.Struct, frozen=True):
     object: Literal["alias"] = "alias"
 
 
+class PreloadAnswer(msgspec.Struct, frozen=True):
+    """What has begun. How it goes on: `residency`."""
+
+    name: str
+    version: int
+    gangs: int  # that it comes to, or is at already
+    state: Literal["coming"] = "coming"
+    object: Literal["preload"] = "preload"
+
+
 class AliasList(msgspec.Struct, frozen=True):
     data: list[AliasAnswer]
     object: Literal["list"] = "list"
@@ -83,7 +105,7 @@ class AliasList(msgspec.Struct, frozen=True):
 
 class Deleted(msgspec.Struct, frozen=True):
     name: str
-    object: Literal["alias", "canary", "shadow"]
+    object: Literal["alias", "canary", "shadow", "pin"]
     deleted: bool = True
 
 
@@ -114,6 +136,7 @@ class ArmAnswer(msgspec.Struct, frozen=True):
     """What the answers of one version were."""
 
     answers: int
+    uncounted: int  # beside those: of users or conversations that had as many counted as may be
     errors: int
     refused: int
     thumbs_up: int
@@ -162,7 +185,18 @@ class FeedbackAnswer(msgspec.Struct, frozen=True):
 def shown_arm(counts: ArmCounts) -> ArmAnswer:
     first = [quantile(counts.first_token, FIRST_TOKEN_EDGES_S, share) for share in (0.5, 0.99)]
     each = [quantile(counts.per_token, PER_TOKEN_EDGES_S, share) for share in (0.5, 0.99)]
-    return ArmAnswer(counts.answers, counts.errors, counts.refused, counts.thumbs_up, counts.thumbs_down, *first, *each)
+    return ArmAnswer(
+        answers=counts.answers,
+        uncounted=counts.uncounted,
+        errors=counts.errors,
+        refused=counts.refused,
+        thumbs_up=counts.thumbs_up,
+        thumbs_down=counts.thumbs_down,
+        first_token_p50_s=first[0],
+        first_token_p99_s=first[1],
+        per_token_p50_s=each[0],
+        per_token_p99_s=each[1],
+    )
 
 
 def quantile(counts: Sequence[int], edges: Sequence[float], share: float) -> float | None:

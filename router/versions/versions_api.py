@@ -9,7 +9,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...adapters.errors import AdapterInvalid, NoSuchName, NoSuchVersion, RegistryUnavailable, VersionRefused
+from ...adapters.errors import (
+    AdapterInvalid,
+    NoSuchName,
+    NoSuchVersion,
+    QuotaExceeded,
+    RegistryUnavailable,
+    TenantGone,
+    VersionRefused,
+)
 from ...adapters.registry.canary_counts import CanaryCounts
 from ...adapters.upload import UploadService
 from ...adapters.versions import name_state
@@ -17,9 +25,9 @@ from ...adapters.versions.name_state import NameState
 from ...adapters.versions.rollout import versions_of
 from ..access.request_record import record_of
 from ..bodies.small_body import small_body
-from ..openai_api.errors import ApiError, unavailable
+from ..openai_api.errors import ApiError, insufficient_quota, unavailable
 from ..route import RouteSpec
-from ..tenants.auth import Door
+from ..tenants.auth import Door, unknown_key
 from ..tenants.identity import Identity
 from .version_schema import (
     AliasAnswer,
@@ -41,6 +49,7 @@ _promote = msgspec.json.Decoder(PromoteBody)
 _empty = msgspec.json.Decoder(EmptyBody)
 _alias = msgspec.json.Decoder(AliasBody)
 _ERRORS: Final = ("invalid_value", "adapter_not_found", "version_not_found", "version_refused", "registry_unavailable")
+_FULL: Final = "insufficient_quota"  # a pinned name's current version may grow
 
 
 class VersionsApi:
@@ -51,7 +60,9 @@ class VersionsApi:
         self._door, self._uploads, self._counts = door, uploads, counts
 
     def routes(self) -> Sequence[RouteSpec]:
-        def route(method: str, path: str, handler: Any, summary: str, answer: Any, body: Any = None) -> RouteSpec:
+        def route(
+            method: str, path: str, handler: Any, summary: str, answer: Any, body: Any = None, *more: str
+        ) -> RouteSpec:
             return RouteSpec(
                 method=method,
                 path=NAME + path,
@@ -60,15 +71,19 @@ class VersionsApi:
                 summary=summary,
                 body=body,
                 answers={200: answer},
-                errors=_ERRORS,
+                errors=(*_ERRORS, *more),
             )
 
         return (
             route("GET", "/versions", self.list, "All versions of an adapter that are kept.", VersionList),
             route("GET", "/versions/{version}", self.show, "A version, by number or alias.", VersionAnswer),
             route("PATCH", "/versions/{version}", self.note, "Change a version's note.", VersionAnswer, NoteBody),
-            route("POST", "/promote", self.promote, "Make a version the current one.", VersionAnswer, PromoteBody),
-            route("POST", "/rollback", self.roll_back, "Go back to the version before.", VersionAnswer, EmptyBody),
+            route(
+                "POST", "/promote", self.promote, "Make a version the current one.", VersionAnswer, PromoteBody, _FULL
+            ),
+            route(
+                "POST", "/rollback", self.roll_back, "Go back to the version before.", VersionAnswer, EmptyBody, _FULL
+            ),
             route("GET", "/aliases", self.aliases, "An adapter's aliases.", AliasList),
             route("PUT", "/aliases/{alias}", self.set_alias, "Point an alias to a version.", AliasAnswer, AliasBody),
             route("DELETE", "/aliases/{alias}", self.delete_alias, "Delete an alias.", Deleted),
@@ -136,8 +151,9 @@ class VersionsApi:
     async def _change(
         self, request: Request, identity: Identity, action: str, change: Callable[[NameState, float], NameState]
     ) -> NameState:
-        name = request.path_params["name"]
-        state = await answered(self._uploads.change(identity.name, name, change, identity.entry(request, action, name)))
+        name, entry = request.path_params["name"], identity.entry(request, action, request.path_params["name"])
+        num_ended = identity.tenant.num_ended
+        state = await answered(self._uploads.change(identity.name, name, change, entry, num_ended))
         record_of(request.scope).model = name
         return state
 
@@ -167,6 +183,10 @@ async def answered(work: Awaitable[T]) -> T:
         raise ApiError(404, str(error), param="version", code="version_not_found") from error
     except VersionRefused as error:
         raise ApiError(409, str(error), code="version_refused") from error
+    except QuotaExceeded as error:
+        raise insufficient_quota(str(error)) from error
+    except TenantGone as error:
+        raise unknown_key() from error
     except RegistryUnavailable as error:
         message = f"Versions cannot be read or changed now, try again: {error}"
         raise unavailable(message, "registry_unavailable") from error

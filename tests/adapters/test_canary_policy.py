@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from motet.adapters.versions.canary_choice import gets_canary
 from motet.adapters.versions.canary_policy import (
+    ANSWERS_A_SHARE,
     FALSE_ALARM,
     FIRST_TOKEN_EDGES_S,
+    FREE_ANSWERS,
     MIN_ANSWERS,
     ArmCounts,
+    counts_still,
     first_token_bin,
     rate_bounds,
     why_worse,
@@ -119,3 +123,76 @@ def test_a_larger_share_only_adds_keys_and_another_canary_draws_anew() -> None:
     assert before == set(keys)
     other = {key for key in keys if gets_canary(0.1, key, "c2")}
     assert other != {key for key in keys if gets_canary(0.1, key, "c1")}
+
+
+class Counted:
+    """Answers by sticky keys, counted as `counts_still` lets."""
+
+    def __init__(self) -> None:
+        self.own: Counter[tuple[str, str]] = Counter()
+        self.all: Counter[str] = Counter()
+        self.bad: Counter[str] = Counter()
+
+    def answer(self, arm: str, key: str, *, is_bad: bool) -> None:
+        if counts_still(self.own[arm, key], self.all[arm]):
+            self.own[arm, key] += 1
+            self.all[arm] += 1
+            self.bad[arm] += is_bad
+
+    def verdicts(self) -> list[str | None]:
+        """With bad answers as failures, as slow ones, and as thumbs down."""
+        found = []
+        for kind in ("errors", "first_token", "thumbs_down"):
+            arms = []
+            for arm in "sc":
+                num, bad = self.all[arm], self.bad[arm]
+                times = (num - bad, *[0] * (len(FIRST_TOKEN_EDGES_S) - 1), bad)
+                given: dict[str, Any] = {"first_token": times} if kind == "first_token" else {kind: bad}
+                arms.append(ArmCounts(answers=num, thumbs_up=num - bad, **given))
+            found.append(why_worse(*arms))
+        return found
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_two_keys_alone_never_take_a_canary_back_whatever_they_do(seed: int) -> None:
+    """Anybody's answers in any order: two keys' are all bad, and the others' as good with either version."""
+    chooser = random.Random(seed)
+    counted, num_others = Counted(), chooser.choice([8, 30, 300, 10_000])
+    rate, eagerness = chooser.choice([0.0, 0.01, 0.1]), chooser.choice([0.05, 0.5, 0.95])
+    for _ in range(1000):  # the current version is known well before the trial goes on
+        counted.answer("s", f"good {chooser.randrange(num_others)}", is_bad=chooser.random() < rate)
+    for step in range(2000):
+        if chooser.random() < eagerness:
+            counted.answer("c", chooser.choice(["bad 1", "bad 2"]), is_bad=True)
+        else:
+            arm = chooser.choice("sc")
+            counted.answer(arm, f"good {chooser.randrange(num_others)}", is_bad=chooser.random() < rate)
+        if step % 20 == 0:
+            assert counted.verdicts() == [None] * 3
+
+
+def test_two_keys_of_any_share_that_they_can_have_are_too_few() -> None:
+    for num in (*range(MIN_ANSWERS, 300), *range(300, 20_000, 97)):
+        bad = 2 * (FREE_ANSWERS + num // ANSWERS_A_SHARE)
+        assert why_worse(ArmCounts(answers=1_000_000), ArmCounts(answers=num, errors=bad)) is None
+
+
+def test_a_canary_that_fails_all_its_users_goes_once_ten_have_come() -> None:
+    counted = Counted()
+    for user in range(200):
+        counted.answer("s", f"u{user}", is_bad=False)
+    for user in range(9):
+        for _ in range(50):
+            counted.answer("c", f"u{user}", is_bad=True)
+    assert counted.verdicts() == [None] * 3
+    for _ in range(2):
+        counted.answer("c", "u10", is_bad=True)
+    assert counted.verdicts()[0] is not None
+
+
+def test_all_answers_of_many_users_come_to_count() -> None:
+    """A user's share grows with the sample, so that a long trial does not stop at two answers of each."""
+    counted = Counted()
+    for step in range(40_000):
+        counted.answer("c", f"u{step % 200}", is_bad=False)
+    assert counted.all["c"] > 30_000

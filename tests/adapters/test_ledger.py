@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 
 from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.ledger.archive import LedgerArchive
-from motet.adapters.ledger.entry import NUMBERS, Entry, Group, Stage, merged, parse_group
+from motet.adapters.ledger.entry import NUMBERS, OTHERS, Entry, Group, Stage, merged, parse_group
 from motet.adapters.ledger.ledger import Ledger
 from motet.adapters.registry.registry import connect
 from motet.tests.rigs.patience import PATIENCE_S
@@ -93,7 +93,10 @@ def test_a_group_is_read_as_it_was_written() -> None:
 
 async def hours_of(ledger: Ledger) -> dict[tuple[datetime, Group], tuple[int, ...]]:
     return {
-        (s.start, s.group): s.numbers for day in (21, 22, 23) for s in await ledger.hours("acme", date(2026, 11, day))
+        (s.start, s.group): s.numbers
+        for day in (21, 22, 23)
+        async for page in ledger.hours("acme", date(2026, 11, day))
+        for s in page
     }
 
 
@@ -115,7 +118,8 @@ def test_redis_sums_as_the_rule_says(redis_url: str, story: list[Entry], rng: An
             for (hour, group), numbers in expected.items():
                 before = by_day.get((hour.date(), group), (0,) * len(NUMBERS))
                 by_day[hour.date(), group] = tuple(map(sum, zip(before, numbers, strict=True)))
-            assert {(s.start.date(), s.group): s.numbers for s in await ledger.days("acme", DAY)} == by_day
+            days = [s async for page in ledger.days("acme", DAY) for s in page]
+            assert {(s.start.date(), s.group): s.numbers for s in days} == by_day
         finally:
             await client.aclose()
 
@@ -125,9 +129,9 @@ def test_redis_sums_as_the_rule_says(redis_url: str, story: list[Entry], rng: An
 async def test_tenants_are_apart_and_named(redis_client: Redis) -> None:
     ledger = Ledger(redis_client, kept_days=3)
     await ledger.take([entry(1, requests=1), entry(1, tenant="zenith", requests=1, output_tokens=5)])
-    assert [s.numbers[4] for s in await ledger.hours("acme", DAY)] == [0]
-    assert [s.numbers[4] for s in await ledger.hours("zenith", DAY)] == [5]
-    assert await ledger.tenants() == ["acme", "zenith"]
+    assert [s.numbers[4] async for page in ledger.hours("acme", DAY) for s in page] == [0]
+    assert [s.numbers[4] async for page in ledger.hours("zenith", DAY) for s in page] == [5]
+    assert await ledger.lives() == ["acme", "zenith"]
 
 
 async def test_all_that_is_kept_expires(redis_client: Redis) -> None:
@@ -204,11 +208,16 @@ async def test_a_deleted_tenants_ledger_goes_after_a_last_archive(redis_client: 
     await archive.retire("acme", now)
     files = list((tmp_path / "ledger").rglob("acme.jsonl.gz"))
     assert len(files) == 1
-    assert await ledger.tenants() == ["zenith"]
+    assert await ledger.lives() == ["zenith"]
     assert [key async for key in redis_client.scan_iter("motet:{tenant:acme}*")] == []
-    # Another tenant of the same name on the same day adds to the file, and takes nothing from it.
+    # What the tenant still had under way comes to nobody else, and adds to its file.
     await ledger.take([entry(3, requests=1, began_at=began)])
+    await ledger.take([entry(4, requests=1, began_at=began, num_ended=1)])
+    today = datetime.fromtimestamp(began, UTC).date()
+    own = [s.numbers[0] async for page in ledger.days("acme~1", today) for s in page]
+    assert own == [1]
     await archive.retire("acme", now)
+    assert await ledger.lives() == ["acme~1", "zenith"]
     lines = gzip.decompress(files[0].read_bytes()).splitlines()
     assert sorted(json.loads(line)["e"]["id"] for line in lines) == ["cmpl-1", "cmpl-3"]
 
@@ -218,3 +227,52 @@ async def test_one_archives_at_a_time(redis_client: Redis) -> None:
     assert await ledger.hold_archive("one", 60.0)
     assert not await ledger.hold_archive("other", 60.0)
     assert await ledger.hold_archive("one", 60.0)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(stories(), st.randoms(), st.integers(0, 3))
+def test_groups_beyond_the_most_are_counted_together(
+    redis_url: str, story: list[Entry], rng: Any, max_groups: int
+) -> None:
+    async def check() -> None:
+        client = connect(redis_url, timeout_s=PATIENCE_S)
+        try:
+            await client.flushall()
+            ledger = Ledger(client, kept_days=3, timeout_s=PATIENCE_S, max_groups=max_groups)
+            again = story + rng.choices(story, k=len(story))
+            rng.shuffle(again)
+            for start in range(0, len(again), 3):
+                await ledger.take(again[start : start + 3])
+            expected = totals(story)
+            found = await hours_of(ledger)
+            assert _summed(found) == _summed(expected)  # by hour, exact
+            for (hour, group), numbers in found.items():
+                own = expected.get((hour, group), (0,) * len(NUMBERS))
+                assert group == OTHERS or all(one <= most for one, most in zip(numbers, own, strict=True))
+            days = [s async for page in ledger.days("acme", DAY) for s in page]
+            for day in {s.start for s in days}:
+                apart = {s.group for s in days if s.start == day} - {OTHERS}
+                assert len(apart) <= max_groups
+                hours = {group for hour, group in found if hour.date() == day.date()} - {OTHERS}
+                assert hours == apart
+        finally:
+            await client.aclose()
+
+    asyncio.run(check())
+
+
+def _summed(sums: dict[tuple[datetime, Group], tuple[int, ...]]) -> dict[datetime, tuple[int, ...]]:
+    found: dict[datetime, tuple[int, ...]] = {}
+    for (hour, _), numbers in sums.items():
+        before = found.get(hour, (0,) * len(NUMBERS))
+        found[hour] = tuple(map(sum, zip(before, numbers, strict=True)))
+    return {hour: numbers for hour, numbers in found.items() if any(numbers)}
+
+
+async def test_a_page_of_sums_is_small_however_many_there_are(redis_client: Redis) -> None:
+    ledger = Ledger(redis_client, kept_days=3)
+    groups = [f"22\tkey\tadapter-{number:06}\t1\t0123456789ab" for number in range(5000)]
+    await redis_client.hset("motet:{tenant:acme}:ledger:days:202611", mapping=dict.fromkeys(groups, "1 0 10 1 20 5"))
+    pages = [page async for page in ledger.days("acme", DAY)]
+    assert len({one.group for page in pages for one in page}) == sum(map(len, pages)) == 5000
+    assert max(map(len, pages)) <= 1000

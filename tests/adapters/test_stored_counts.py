@@ -12,7 +12,6 @@ from redis.asyncio import Redis
 from motet.adapters.errors import QuotaExceeded
 from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_scripts import STORED, STORED_IS_COUNTED
-from motet.adapters.tenants.records import Quota, TenantRecord
 from motet.adapters.tenants.storage_bounds import StorageBound, StorageUse, check_pinned, check_storage
 from motet.adapters.versions.name_state import VersionNote, with_alias
 from motet.adapters.versions.rollout import MAX_VERSIONS
@@ -154,8 +153,7 @@ def test_what_is_admitted_is_within_the_bound_or_adds_nothing(
 
 
 def test_pinned_bytes() -> None:
-    tenant = TenantRecord(name="acme", quota=Quota(pinned_bytes=10))
-    check_pinned(tenant, 10)
-    check_pinned(TenantRecord(name="acme"), 1 << 60)
+    check_pinned(10, 10)
+    check_pinned(None, 1 << 60)
     with pytest.raises(QuotaExceeded, match="11 bytes of adapters would be pinned"):
-        check_pinned(tenant, 11)
+        check_pinned(10, 11)

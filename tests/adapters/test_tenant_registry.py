@@ -194,13 +194,34 @@ async def test_an_upload_of_a_deleted_tenant_comes_to_nobody(tenants: TenantRegi
     assert [adapter.name for adapter in await registry.list("acme")] == ["own"]
 
 
+async def test_what_is_kept_of_a_tenant_ends_with_its_own_life(redis_client: Redis) -> None:
+    ended = []
+
+    async def end(life: str) -> None:
+        ended.append(life)
+        if len(ended) == 2:
+            raise CutOff
+
+    tenants = TenantRegistry(redis_client, [end])
+    for number in range(2):
+        made = await tenants.create(TenantRecord(name="acme"), OPERATOR)
+        assert made.num_ended == number
+        if number:
+            with pytest.raises(CutOff):
+                await tenants.delete("acme", OPERATOR)
+        await tenants.delete("acme", OPERATOR)
+    assert ended == ["acme", "acme~1", "acme~1"]
+
+
 class CutOff(Exception):  # noqa: N818
     pass
 
 
-@pytest.mark.parametrize("moment", range(5))
+@pytest.mark.parametrize(
+    ("moment", "is_done"), [*((moment, False) for moment in range(5)), *((moment, True) for moment in range(-1, 4))]
+)
 async def test_a_deletion_that_was_cut_off_goes_on(
-    moment: int, registry: Registry, view: RegistryView, redis_client: Redis
+    moment: int, is_done: bool, registry: Registry, view: RegistryView, redis_client: Redis
 ) -> None:
     """Whatever was done, the tenant is refused, and nobody else gets the name before the end."""
     num_names, ended = 500, []
@@ -223,6 +244,8 @@ async def test_a_deletion_that_was_cut_off_goes_on(
             nonlocal num_calls
             num_calls += 1
             if num_calls == moment + 2:  # the tenant's mark is the first
+                if is_done:  # and only the answer was lost
+                    await script(**given)
                 raise CutOff
             return await script(**given)
 
@@ -312,6 +335,6 @@ async def test_settings_that_change_are_noted_once(redis_client: Redis) -> None:
     written = [one.entry for one in reversed(await logs[0].read("", 10))]
     assert [(entry.action, entry.changed, entry.actor.kind) for entry in written] == [
         ("settings.first", {}, "configuration"),
-        ("settings.change", {"max-num-sequences": 32}, "configuration"),
-        ("settings.change", {"max-num-sequences": 64}, "configuration"),
+        ("settings.change", {"max-num-sequences": {"from": 64, "to": 32}}, "configuration"),
+        ("settings.change", {"max-num-sequences": {"from": 32, "to": 64}}, "configuration"),
     ]

@@ -13,7 +13,7 @@ from motet.adapters.adapter import AdapterVersion
 from motet.adapters.errors import AdapterInvalid, NoSuchVersion, VersionRefused
 from motet.adapters.registry.events import AdapterSet
 from motet.adapters.registry.registry import Registry
-from motet.adapters.registry.registry_scripts import PREFIX
+from motet.adapters.registry.registry_scripts import CANARIES, PREFIX
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.versions import name_state
 from motet.adapters.versions.name_state import NameState, VersionNote, check_integrity, with_upload
@@ -140,11 +140,11 @@ async def test_deleting_a_name_deletes_all_of_it(registry: Registry, redis_clien
     await registry.names.register("acme", "x", **facts(1), note=VersionNote("hello"))
     await upload(registry, 2)
     await registry.names.change("acme", "x", lambda name, now: name_state.with_canary(name, "1", 0.5, "c", now))
-    assert await redis_client.smembers(PREFIX + "canaries") == {"acme/x"}
+    assert await redis_client.zrange(CANARIES, 0, -1) == ["acme/x"]
     await registry.delete("acme", "x")
     assert len(await registry.digests()) == 0
     assert await redis_client.hgetall(PREFIX + "version_notes") == {}
-    assert await redis_client.smembers(PREFIX + "canaries") == set()
+    assert await redis_client.zrange(CANARIES, 0, -1) == []
     adapter = await upload(registry, 3)
     assert [one.version for one in versions_of(adapter)] == [3]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -14,8 +16,10 @@ import uvicorn
 from click.testing import CliRunner, Result
 from redis.asyncio import Redis
 
+from motet.adapters.ledger.entry import Entry, Stage
 from motet.cluster.commands.cli import main
 from motet.cluster.tenant_commands.given import bound, lifetime_s
+from motet.router.usage.usage import Usage
 from motet.tests.rigs.patience import eventually_in_loop
 from motet.tests.rigs.router_rig import OPERATOR_KEY
 from motet.tests.rigs.tenants_rig import TenantsRig
@@ -114,3 +118,35 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 def test_what_is_no_bound_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
         bound(text)
+
+
+async def test_usage_at_the_command_line(redis_client: Redis, tmp_path: Path) -> None:
+    usage = Usage(redis_client, tmp_path, tmp_path, kept_days=3, spool_bytes=1 << 30, min_free_bytes=0, prices=None)
+    now = int(time.time())
+    told: dict[str, Any] = {"began_at": now, "stage": Stage.COMPLETE, "requests": 1, "output_tokens": 7}
+    await usage.ledger.take(
+        [
+            Entry(id="1", tenant="acme", adapter="poet", version=2, key_id="k", **told),
+            Entry(id="2", tenant="zoo", adapter="tiny", version=1, key_id="k", **told),
+        ]
+    )
+    async with TenantsRig(redis_client, tmp_path, more_routes=usage.routes) as rig, served(rig) as url:
+        await rig.done("POST", "/v1/admin/tenants", json={"name": "acme"})
+        made = await rig.done("POST", "/v1/admin/tenants/acme/keys", json={"scopes": ["metrics"]})
+
+        async def run(*arguments: str) -> Result:
+            environment = {"MOTET_URL": url, "MOTET_OPERATOR_KEY": OPERATOR_KEY, "MOTET_API_KEY": made["key"]}
+            return await asyncio.to_thread(CliRunner().invoke, main, ("usage", *arguments), env=environment)
+
+        own = await run("--by", "adapter")
+        assert own.exit_code == 0, own.output
+        assert "poet" in own.stdout and "tiny" not in own.stdout and "total" in own.stdout
+        row = json.loads((await run("--by", "adapter", "--json")).stdout)["data"][0]
+        assert (row["adapter"], row["version"], row["output_tokens"]) == ("poet", 2, 7)
+        lines = (await run("--by", "adapter", "--csv")).stdout.splitlines()
+        assert len(lines) == 2 and "poet" in lines[1]
+        everybody = await run("--all", "--by", "tenant", "--key", OPERATOR_KEY)
+        assert everybody.exit_code == 0 and "acme" in everybody.stdout and "zoo" in everybody.stdout
+        wrong = await run("--by", "week")
+        assert wrong.exit_code == 1 and "day" in wrong.output
+        assert (await run("--csv", "--json")).exit_code == 2

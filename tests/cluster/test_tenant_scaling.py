@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.cluster.replicas.gang_stats import gang_load, gang_stats
+from motet.cluster.replicas.gang_stats import COMPUTED_TOKENS, gang_load, gang_stats
 from motet.cluster.scaling import FleetState, GangLoad, TenantLoad, gangs_needed
 from motet.tests.rigs.engine_loads import engine_load
 from motet.tests.rigs.part_configs import scaling_config
@@ -82,3 +82,45 @@ def test_what_gangs_tell_of_tenants_comes_back() -> None:
     assert flood.queued_tokens == 9500
     assert math.isclose(flood.pool_pressure, 0.6)
     assert gang_load(gang_stats(load, 16), {}).tenants == ()
+
+
+def told_load(**gauges: int) -> GangLoad:
+    load = engine_load(num_pages=100, num_free_pages=0, num_computed_tokens=1000, **gauges)
+    return gang_load(gang_stats(load, 16), {})
+
+
+def test_background_work_alone_calls_for_no_second_gang() -> None:
+    long_queue = 50 * int(LIMIT)
+    batch = told_load(
+        num_running=16,
+        num_running_background=16,
+        num_waiting=900,
+        num_queued_tokens=long_queue + 16,
+        num_queued_background_tokens=long_queue,
+    )
+    assert (batch.queued_tokens, batch.pool_pressure) == (0, 0)
+    assert gangs_needed(state(batch), ALL) == 1, "but one, as it is to be done"
+    assert not batch.is_idle
+    others = told_load(num_running=16, num_waiting=900, num_queued_tokens=long_queue + 16)
+    assert gangs_needed(state(others), ALL) == ALL.max_gangs
+    both = told_load(
+        num_running=16,
+        num_running_background=8,
+        num_waiting=900,
+        num_queued_tokens=long_queue + 2 * int(LIMIT) + 16,
+        num_queued_background_tokens=long_queue,
+    )
+    assert (both.queued_tokens, both.pool_pressure) == (2 * LIMIT, 0.5)
+    assert gangs_needed(state(both), ALL) == 2
+
+
+@dataclass
+class Told:
+    timestamp: float
+    value: float
+
+
+def test_what_background_work_computes_holds_no_gangs() -> None:
+    series = [Told(float(at), 1000.0 * at) for at in range(3)]
+    load = engine_load(num_pages=10, num_running=4, num_running_background=3)
+    assert gang_load(gang_stats(load, 16), {COMPUTED_TOKENS: series}).computed_tokens_per_s == 250

@@ -6,7 +6,10 @@ from pathlib import Path
 
 from motet.adapters.administration.administration import Administration
 from motet.adapters.registry.canary_counts import CanaryCounts
+from motet.adapters.registry.preloads import Preloads
 from motet.adapters.registry.registry import connect
+from motet.adapters.versions.pins import KnownPins
+from motet.router.residency.pin_keeper import PinKeeper
 from motet.router.text.text import TextService
 from motet.router.usage.usage import Usage
 from motet.tests.rigs.router_rig import RouterRig
@@ -23,4 +26,6 @@ def rig_with_all_routes(folder: Path, text: TextService) -> RouterRig:
         more_routes=usage.routes,
         administration=Administration.of(redis),
         counts=CanaryCounts(redis),
+        preloads=Preloads(redis),
+        pins=PinKeeper(KnownPins(), tuple),
     )

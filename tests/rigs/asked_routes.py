@@ -75,7 +75,8 @@ def _least(document: Any, schema: Any) -> Any:
         case "string":
             return "a" * max(1, schema.get("minLength", 1))
         case "integer" | "number":
-            return max(1, schema.get("minimum", 1))
+            least = max(1, schema.get("minimum", 1))
+            return least if least < schema.get("exclusiveMaximum", least + 1) else schema["exclusiveMaximum"] / 2
         case "boolean":
             return True
         case _:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import count
 from typing import cast
 
@@ -15,6 +15,7 @@ from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.upload import UploadService
 from motet.router.config import CurrentConfig
 from motet.router.fleet.admission import TimeLimit
+from motet.router.fleet.known_gang import AdapterTier
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.router.rest_server import create_app
@@ -73,8 +74,11 @@ class EngineDispatcher:
     def gangs(self) -> list[tuple[GangInfo, EngineLoad]]:
         return [(self.gang(), self.load())]
 
-    def gangs_with(self, digest: str) -> list[str]:
-        return []
+    def bring(self, request: SequenceRequest, num_gangs: int, wait_s: float) -> dict[str, OpenSequence]:
+        return {self.gang().gang_id: self.submit(request)} if num_gangs else {}
+
+    def residency(self, tenant: str, digest: str, known_gangs: Collection[str] = ()) -> Mapping[str, AdapterTier]:
+        return {}
 
     def load(self) -> EngineLoad:
         return self.rig.engine.load()

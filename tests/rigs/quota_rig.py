@@ -21,9 +21,12 @@ NUMBERS = itertools.count()
 A_WHILE_S = 30.0  # for Redis, where a test is not about one that is slow
 
 
-def identity(tenant: Quota | None = None, key: Quota | None = None, name: str = "acme", key_id: str = "k1") -> Identity:
+def identity(
+    tenant: Quota | None = None, key: Quota | None = None, name: str = "acme", key_id: str = "k1", num_ended: int = 0
+) -> Identity:
     return Identity(
-        TenantRecord(name=name, quota=tenant or Quota()), KeyRecord(key_id=key_id, tenant=name, quota=key or Quota())
+        TenantRecord(name=name, num_ended=num_ended, quota=tenant or Quota()),
+        KeyRecord(key_id=key_id, tenant=name, quota=key or Quota()),
     )
 
 

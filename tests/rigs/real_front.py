@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 
 from motet.adapters.administration.administration import Administration
 from motet.adapters.registry.canary_counts import CanaryCounts
+from motet.adapters.registry.preloads import Preloads
 from motet.adapters.registry.registry import Registry, connect, hash_key
 from motet.adapters.registry.registry_view import CAPACITY, RegistryView
 from motet.adapters.store.store import AdapterStore
@@ -25,6 +26,7 @@ from motet.adapters.upload import UploadLimits, UploadService
 from motet.router.config import CurrentConfig
 from motet.router.openapi.document import openapi_document
 from motet.router.quotas.quotas import Quotas
+from motet.router.residency.pin_keeper import PinKeeper
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
 from motet.router.usage.usage import Usage
@@ -135,9 +137,11 @@ async def real_front(
         uploads=uploads,
         text=text,
         operator_key=OPERATOR_KEY,
-        administration=Administration.of(redis),
+        administration=Administration.of(redis, [usage.retire]),
         quotas=quotas,
         canaries=canaries,
+        preloads=Preloads(redis),
+        pins=PinKeeper(view.pins, tuple),
         accountants=[usage.metering],
         more_routes=usage.routes,
     )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.administration.administration import Administration
 from motet.adapters.registry.canary_counts import CanaryCounts
+from motet.adapters.registry.preloads import Preloads
 from motet.adapters.registry.registry import PAGE_SIZE
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.tenants.records import KeyRecord, Quota, TenantRecord
@@ -29,15 +29,18 @@ from motet.adapters.upload import UploadService
 from motet.router.accounts.account import Accountant
 from motet.router.config import CurrentConfig
 from motet.router.fleet.admission import TimeLimit
+from motet.router.fleet.known_gang import AdapterTier
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.openai_api.event_seal import EventSealer
 from motet.router.quotas.quotas import Quotas
+from motet.router.residency.pin_keeper import PinKeeper
 from motet.router.rest_server import create_app
 from motet.router.route import RouteSpec
 from motet.router.tenants.auth import Door
 from motet.router.text.text import TextService
 from motet.router.versions.canary_book import CanaryBook
 from motet.tests.rigs.engine_loads import engine_load
+from motet.tests.rigs.fake_stream import FakeStream
 from motet.tests.rigs.operators import with_operator_key_in_loop
 from motet.tests.rigs.part_configs import router_config
 from motet.tests.rigs.patience import PATIENCE_S, eventually
@@ -139,29 +142,6 @@ def decoded(text: TextService, token_ids: Sequence[int]) -> str:
 Script = Callable[[SequenceRequest], Sequence[SequenceUpdate]]
 
 
-class FakeStream:
-    """Yields its updates, one in each turn of the loop; without a last update it waits forever, like a hung gang."""
-
-    def __init__(self, updates: Sequence[SequenceUpdate], hangs: bool) -> None:
-        self._updates = updates
-        self._hangs = hangs
-        self.num_read = 0
-        self.cancelled = asyncio.Event()
-
-    async def __aiter__(self) -> AsyncIterator[SequenceUpdate]:
-        for update in self._updates:
-            await asyncio.sleep(0)
-            if self.cancelled.is_set():
-                return
-            self.num_read += 1
-            yield update
-        if self._hangs:
-            await self.cancelled.wait()
-
-    def cancel(self) -> None:
-        self.cancelled.set()
-
-
 @dataclass
 class FakeDispatcher:
     """Follows `script`; by default it returns `answer` token by token, at most `max_tokens`."""
@@ -175,7 +155,8 @@ class FakeDispatcher:
     num_gang_faults: Mapping[FaultKind, int] = field(default_factory=dict)
     num_gangs: int = 1
     context: int = CONTEXT  # tokens
-    resident: set[str] = field(default_factory=set)  # digests of adapters
+    resident: set[tuple[str, str]] = field(default_factory=set)  # tenants, and digests of adapters that they use
+    tiers: dict[str, AdapterTier] = field(default_factory=dict)  # of any adapter, by gang, where the gang is known
     submitted: list[SequenceRequest] = field(default_factory=list)
     limits: list[TimeLimit | None] = field(default_factory=list)  # of what was submitted
     resumed: list[bool] = field(default_factory=list)  # whether it was submitted as a resumed sequence
@@ -212,8 +193,13 @@ class FakeDispatcher:
         gang, load = self.gang(), self.load()
         return [] if gang is None or load is None else [(gang, load)] * self.num_gangs
 
-    def gangs_with(self, digest: str) -> list[str]:
-        return ["gang-1"] if digest in self.resident else []
+    def bring(self, request: SequenceRequest, num_gangs: int, wait_s: float) -> dict[str, FakeStream]:
+        num_connected = len(self.gangs())
+        return {f"gang-{1 + number}": self.submit(request) for number in range(min(num_gangs, num_connected))}
+
+    def residency(self, tenant: str, digest: str, known_gangs: Collection[str] = ()) -> Mapping[str, AdapterTier]:
+        own: dict[str, AdapterTier] = {"gang-1": "device"} if (tenant, digest) in self.resident else {}
+        return own | {gang: tier for gang, tier in self.tiers.items() if gang in known_gangs}
 
     def load(self) -> EngineLoad | None:
         return engine_load(num_running=3, num_generated_tokens=17) if self.is_connected else None
@@ -349,6 +335,8 @@ class RouterRig:
         more_routes: Callable[[Door], Sequence[RouteSpec]] = lambda door: (),
         administration: Administration | None = None,
         counts: CanaryCounts | None = None,
+        preloads: Preloads | None = None,
+        pins: PinKeeper | None = None,
         **config: Any,
     ) -> None:
         """`counts`: of canaries; None: no version can be put on trial."""
@@ -369,6 +357,8 @@ class RouterRig:
             more_routes=more_routes,
             administration=administration,
             canaries=None if counts is None else CanaryBook(cast(RegistryView, self.registry), counts),
+            preloads=preloads,
+            pins=pins,
         )
 
     def ids(self, text: str) -> list[int]:

@@ -6,6 +6,7 @@ A token follows from its sequence's seed and its index, so everybody knows what 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from hashlib import blake2b
 
 import msgspec
@@ -90,6 +91,9 @@ class SimulatedEngine:
 
     def outdate(self, digest: str) -> None:
         """Nothing: its sequences have no adapters."""
+
+    def pin(self, changes: Mapping[str, bool]) -> None:
+        """Nothing: it has no adapters."""
 
     def charge_elsewhere(self, served: ServedElsewhere) -> None:
         self.scheduler.charge_elsewhere(served.totals)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from motet.tests.rigs.engine_loads import engine_load
 from motet.workers.wire.engine_load import EngineLoad
@@ -22,6 +22,7 @@ from motet.workers.wire.messages import (
     TokenLogprobs,
 )
 from motet.workers.wire.page_keys import first_link, next_keys, short_key
+from motet.workers.wire.short_digest import short_digest
 
 OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
 
@@ -65,6 +66,7 @@ class StandInEngine:
         self.submitted: list[SequenceRequest] = []
         self.cancelled: list[int] = []
         self.outdated: list[str] = []
+        self.pinned: set[str] = set()
         self.served_elsewhere: list[ServedElsewhere] = []
         self.shares: list[TenantShare] = []  # to be told with the next step
         self.paused = False
@@ -100,6 +102,12 @@ class StandInEngine:
         with self._lock:
             self._residency.went.append(digest)
 
+    def host(self, digest: str, is_here: bool = True) -> None:
+        """Reports with the next step that the adapter came into host memory, or went."""
+        with self._lock:
+            moved = self._residency.hosted_came if is_here else self._residency.hosted_went
+            moved.append(short_digest(digest))
+
     def forget_pages(self) -> None:
         """Reports with the next step that all full pages were evicted."""
         with self._lock:
@@ -119,6 +127,9 @@ class StandInEngine:
 
     def outdate(self, digest: str) -> None:
         self.outdated.append(digest)
+
+    def pin(self, changes: Mapping[str, bool]) -> None:
+        self.pinned = {digest for digest in {*self.pinned, *changes} if changes.get(digest, True)}
 
     def charge_elsewhere(self, served: ServedElsewhere) -> None:
         self.served_elsewhere.append(served)

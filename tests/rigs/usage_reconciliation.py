@@ -25,18 +25,18 @@ class Received:
     num_cached_tokens: int = 0
 
 
-async def ledger_entries(client: Redis, tenants: Iterable[str]) -> dict[str, Entry]:
-    """What the ledger says of each id now, by its entries."""
+async def ledger_entries(client: Redis, lives: Iterable[str], tenant: str | None = None) -> dict[str, Entry]:
+    """What the ledger says of each id now, by its entries. `tenant`: None: each life is its tenant's first one."""
     import msgspec
 
     ledger, found = Ledger(client, kept_days=3), dict[str, Entry]()
     today = datetime.now(UTC).date()
-    for tenant in tenants:
+    for life in lives:
         for day in (today - timedelta(days=1), today):
-            async for page in ledger.entries_of(tenant, day):
+            async for page in ledger.entries_of(life, day):
                 for raw in page:
                     entry = msgspec.json.decode(raw.text, type=Entry)
-                    assert entry.tenant == tenant
+                    assert entry.life == life and entry.tenant == (tenant or life)
                     found[entry.id] = merged(found[entry.id], entry) if entry.id in found else entry
     return found
 
@@ -81,9 +81,10 @@ async def sums_of(client: Redis, tenant: str, kind: str) -> Counter[str]:
     now = datetime.now(UTC)
     days = {now.date(), (now - timedelta(days=1)).date()}
     if kind == "hours":
-        sums = [one for day in days for one in await ledger.hours(tenant, day)]
+        pages = [page for day in days async for page in ledger.hours(tenant, day)]
     else:
-        sums = [one for month in {day.replace(day=1) for day in days} for one in await ledger.days(tenant, month)]
-    for one in sums:
+        months = {day.replace(day=1) for day in days}
+        pages = [page for month in months async for page in ledger.days(tenant, month)]
+    for one in (one for page in pages for one in page):
         found.update(dict(zip(NUMBERS, one.numbers, strict=True)))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -149,3 +150,25 @@ def test_a_router_counts_what_it_sent_by_tenant() -> None:
     known.receive(Frame([], engine_load(num_waiting=10, num_queued_tokens=9570, num_steps=3), shares=quiet))
     assert known.view("key", None, tenant="quiet").num_queued_tokens == 140
     assert known.num_queued_tokens == 9570
+
+
+@pytest.mark.parametrize("is_fair", [True, False])
+def test_what_a_fair_gang_has_not_told_of_stands_before_nobody(is_fair: bool) -> None:
+    """One that goes by arrival never tells of tenants, and all that is queued there stands before everybody."""
+    known = KnownGang(RoutingConfig(), is_fair=is_fair)
+    known.receive(Frame([], engine_load(num_waiting=9, num_queued_tokens=9000, num_steps=1)))
+    known.sent(RoutingRequest(None, 500, 0, tenant="flood"))
+    assert known.view("key", None, tenant="quiet").num_queued_tokens == (0 if is_fair else 9500)
+    known.sent(RoutingRequest(None, 70, 0, tenant="quiet"))
+    assert known.view("key", None, tenant="quiet").num_queued_tokens == (140 if is_fair else 9570)
+
+
+def test_background_work_stands_before_nobody_and_behind_all() -> None:
+    known = KnownGang(RoutingConfig())
+    now = engine_load(num_waiting=90, num_queued_tokens=9000, num_queued_background_tokens=8800, num_steps=1)
+    known.receive(Frame([], now))  # a gang tells nothing of whose it is
+    known.sent(RoutingRequest(None, 500, 0, tenant="batch", is_background=True))
+    assert known.view("key", None, tenant="quiet").num_queued_tokens == 200
+    assert known.view("key", None, tenant="batch", is_background=True).num_queued_tokens == 9500
+    known.receive(Frame([], now, shares=[share("calm", 200, 100.0)]))
+    assert known.view("key", None, tenant="quiet").num_queued_tokens == 0

@@ -7,6 +7,7 @@ import base64
 import hashlib
 import hmac
 import json
+import logging
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -28,7 +29,7 @@ from motet.router.oidc.issuer_keys import IssuerError, IssuerKeys, public_keys
 from motet.router.oidc.oidc_config import OidcConfig, is_safe
 from motet.router.oidc.token_verifier import MAX_CACHED, TokenVerifier
 from motet.router.tenants.auth import TokensUnavailable
-from motet.tests.rigs.patience import eventually_in_loop
+from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 from motet.tests.rigs.tenants_rig import TenantsRig
 
 AUDIENCE = "motet"
@@ -145,6 +146,11 @@ async def test_a_token_lets_its_tenant_in(
         assert await rig.refused("GET", models, token) == (403, "tenant_suspended")
         await rig.done("DELETE", "/v1/admin/tenants/acme")
         assert await rig.refused("GET", models, token) == (401, "invalid_api_key")
+        # Whoever has the name next has other tokens.
+        await rig.done("POST", "/v1/admin/tenants", json={"name": "acme"})
+        for made_at in (int(time.time()) - 3600, None):
+            assert await rig.refused("GET", models, provider.token(iat=made_at)) == (401, "invalid_api_key")
+        assert (await rig.ask("GET", models, provider.token())).status_code == 200
 
 
 def forged(token: str, header: dict[str, Any], signature: bytes = b"") -> str:
@@ -231,6 +237,50 @@ async def test_keys_that_rotate_are_taken_over(
     assert tokens.verify(old) is None  # its key is gone, though it was remembered
 
 
+async def test_keys_are_fetched_again_though_nobody_asks(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(issuer_keys, "REFRESH_S", 0.05)
+    monkeypatch.setattr(issuer_keys, "ASKED_GAP_S", 0.0)
+    tokens = TokenVerifier(config(provider.issuer))
+    await tokens.start()
+    (issuer,) = tokens.issuers.values()
+    provider.keys = [jwk(OTHER_RSA_KEY, "three")]
+    await eventually_in_loop(lambda: issuer.keys is not None and set(issuer.keys) == {"three"})
+    await tokens.stop()
+
+
+async def test_no_request_waits_for_the_provider_and_no_token_is_told(
+    provider: Provider,
+    redis_client: Redis,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """While it hangs: neither those whose key it would have to tell, nor others. Not one of them is in a log."""
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setattr(issuer_keys, "FETCH_S", 3600.0)
+    tokens = TokenVerifier(config(provider.issuer))
+    await tokens.start()
+    async with TenantsRig(redis_client, tmp_path, tokens) as rig:
+        await rig.done("POST", "/v1/admin/tenants", json={"name": "acme"})
+        provider.mode, num_asked = "slow", provider.num_asked
+        good = [provider.token(sub=f"s{number}", scope="infer upload metrics admin") for number in range(2)]
+        bad = [provider.token(key_id="three"), provider.token(OTHER_RSA_KEY), provider.token(more="x" * 9000)]
+        bad += [provider.token(tenant="unknown"), provider.token(exp=1)]
+        answers = []
+        async with asyncio.timeout(PATIENCE_S):
+            for token in [*bad, *good, *bad]:
+                for path in ("/v1/models", "/v1/keys", "/v1/adapters", "/v1/adapters/none", "/v1/admin/audit"):
+                    answers.append(await rig.ask("GET", path, token))
+                    is_good = token in good and "admin" not in path
+                    assert (answers[-1].status_code == 401) == (not is_good), (path, answers[-1].text)
+            await eventually_in_loop(lambda: provider.num_asked == num_asked + 1)  # one key was unknown
+        told = "".join(f"{one.text} {one.headers}" for one in answers)
+        told += "".join(f"{one.getMessage()} {one.__dict__}" for one in caplog.records if one.name.startswith("motet"))
+        assert all(part not in told for token in good + bad for part in token.split(".")[1:])
+    provider.mode = "well"
+    await tokens.stop()
+
+
 async def test_unknown_keys_do_not_flood_the_provider(provider: Provider, tokens: TokenVerifier) -> None:
     (issuer,) = tokens.issuers.values()
     before = issuer.num_fetches
@@ -257,13 +307,16 @@ async def test_the_last_good_keys_stay(mode: str, provider: Provider, monkeypatc
     assert issuer.keys is keys
 
 
+@pytest.mark.parametrize("mode", ["away", "slow", "giant", "no json"])
 async def test_without_keys_nobody_is_told_that_a_good_token_is_wrong(
-    provider: Provider, redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, provider: Provider, redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a provider that hangs holds up neither a request nor the start."""
     monkeypatch.setattr(token_verifier, "_FIRST_WAIT_S", 0.1)
     monkeypatch.setattr(issuer_keys, "_FIRST_BACKOFF_S", 0.05)
-    provider.mode = "away"
+    monkeypatch.setattr(issuer_keys, "_MAX_BACKOFF_S", 0.2)
+    monkeypatch.setattr(issuer_keys, "FETCH_S", 1.0)
+    provider.mode = mode
     tokens = TokenVerifier(config(provider.issuer))
     await tokens.start()
     with pytest.raises(TokensUnavailable):

@@ -122,3 +122,54 @@ async def test_scripts_are_loaded_again_after_redis_has_lost_them(redis_client: 
         assert [outcome for outcome, _ in both] == [Outcome.ADMITTED] * 2
     assert (await quotas.look(bounds)).left(0) == 1
     await quotas.close()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_what_was_void_takes_nothing_before_or_after(redis_client: Redis, is_first: bool) -> None:
+    """A server that was stopped may read the connection that was given up last."""
+    quota = Quota(requests_per_minute=50, tokens_per_minute=1000, concurrent_streams=2)
+    who = identity(quota, quota)
+    bounds = bounds_of(who)
+    assert bounds is not None
+    quotas = RedisQuotas(redis_client, A_WHILE_S)
+    account = QuotaAccount(bounds, "lost", asked(who), lambda *_: None)
+    if is_first:
+        assert (await quotas.open(account, {"requests": 1, "tokens": 400}))[0] is Outcome.ADMITTED
+        await quotas.void(account.opened)
+        await quotas.void(account.opened)
+    else:
+        await quotas.void(account.opened)
+        assert (await quotas.open(account, {"requests": 1, "tokens": 400}))[0] is not Outcome.ADMITTED
+    standing = await quotas.look(bounds)
+    assert [standing.left(index) for index in range(4)] == [50, 50, 1000, 1000]
+    assert (standing.tenant_streams, standing.key_streams) == (0, 0)
+    await quotas.close()
+
+
+async def test_a_request_that_is_void_is_given_back_where_nothing_else_is_bound(redis_client: Redis) -> None:
+    who = identity(Quota(requests_per_minute=5))
+    bounds = bounds_of(who)
+    assert bounds is not None
+    quotas = RedisQuotas(redis_client, A_WHILE_S)
+    account = QuotaAccount(bounds, "lost", asked(who), lambda *_: None)
+    await quotas.open(account, {"requests": 1})
+    await quotas.void(account.opened)
+    assert (await quotas.look(bounds)).left(0) == 5
+    await quotas.close()
+
+
+async def test_what_is_taken_up_again_and_refused_holds_no_place(redis_client: Redis) -> None:
+    who = identity(Quota(concurrent_streams=1))
+    bounds = bounds_of(who)
+    assert bounds is not None
+    quotas = RedisQuotas(redis_client, A_WHILE_S)
+    ended = QuotaAccount(bounds, "first", asked(who, response_id="cmpl-1"), lambda *_: None)
+    await quotas.open(ended, {})
+    await quotas.use(ended, 1, has_ended=True)
+    other = QuotaAccount(bounds, "other", asked(who), lambda *_: None)
+    await quotas.open(other, {})
+    again = QuotaAccount(bounds, "again", asked(who, response_id="cmpl-1", is_resumed=True), lambda *_: None)
+    assert (await quotas.open(again, {}))[0] is Outcome.TOO_MANY_STREAMS
+    await quotas.use(other, 1, has_ended=True)
+    assert (await quotas.look(bounds)).tenant_streams == 0
+    await quotas.close()

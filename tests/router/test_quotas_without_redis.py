@@ -17,6 +17,7 @@ from motet.cluster.registry_server.redis_server import RedisServer
 from motet.router.openai_api.errors import ApiError
 from motet.router.quotas.gcra import PERIOD_US
 from motet.router.quotas.quotas import Quotas
+from motet.tests.rigs.late_redis import late_redis
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.quota_rig import asked, ending, identity, routers, try_open
 
@@ -188,6 +189,49 @@ async def test_an_answer_that_ends_while_redis_is_away_is_told_when_it_is_back(s
         assert standing is not None
         assert standing.tenant_streams == 0
         assert standing.left(0) >= 900
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+async def test_what_redis_gave_and_told_too_late_is_given_back(server: RedisServer, is_resumed: bool) -> None:
+    quota = Quota(requests_per_minute=100, tokens_per_minute=1000, concurrent_streams=10)
+    who = identity(quota, quota)
+    async with late_redis(server.url) as late, routers(late.url, 1, wait_s=WAIT_S) as (quotas,):
+        async with routers(server.url, 1) as (lost,):
+            await lost.open(asked(who, prompt=100, new=200, response_id="cmpl-1"))
+        await quotas.look(who)  # so that it is connected
+        late.holds_replies = True
+        response_id = "cmpl-1" if is_resumed else "cmpl-2"
+        again = await quotas.open(asked(who, prompt=100, new=200, response_id=response_id, is_resumed=is_resumed))
+        assert quotas.is_local
+        late.holds_replies = False
+        await eventually(lambda: not quotas.is_local)
+        standing = await quotas.look(who)
+        assert standing is not None
+        assert standing.tenant_streams == standing.key_streams == (1 if is_resumed else 2)
+        again.settle(ending(prompt=100, completion=200))
+        standing = await quotas.look(who)
+        assert standing is not None
+        left = {rate.name: standing.left(index) for index, rate in enumerate(standing.bounds.rates)}
+        assert standing.tenant_streams == standing.key_streams == (0 if is_resumed else 1)
+        assert left["tokens"] >= (700 if is_resumed else 400)  # 300 were taken each time
+        assert left["requests"] >= (99 if is_resumed else 98)
+
+
+async def test_what_is_told_of_a_share_counts_once_however_late_redis_says_that_it_heard(server: RedisServer) -> None:
+    who = identity(Quota(requests_per_minute=100))
+    async with late_redis(server.url) as late, routers(late.url, 1, wait_s=WAIT_S) as (quotas,):
+        await quotas.look(who)  # so that it is connected
+        late.holds_replies = True
+        for _ in range(10):
+            await quotas.open(asked(who))
+        late.holds_replies, late.marks_late = False, b":done:"
+        num_held = late.num_held
+        await eventually(lambda: late.num_held >= num_held + 3)  # it has told it again and again
+        late.marks_late = None
+        await eventually(lambda: not quotas.is_local)
+        standing = await quotas.look(who)
+        assert standing is not None
+        assert 90 <= standing.left(0) <= 100
 
 
 async def test_a_server_that_cannot_be_reached_at_all_is_no_reason_to_refuse(tmp_path: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,9 +18,13 @@ from hypothesis import strategies as st
 
 from motet.adapters.ledger.entry import Entry, Stage
 from motet.router.usage import orphaned_spools
+from motet.router.usage.ledger_keeper import LedgerKeeper
+from motet.router.usage.metering import Metering
 from motet.router.usage.orphaned_spools import entries_in, orphaned_spool
 from motet.router.usage.spool import Spool
 from motet.router.usage.spool_lines import FINAL, PARTIAL, line_of, read_lines
+from motet.router.usage.usage import LEDGERS_PART
+from motet.tests.rigs.loop_holds import measured_holds
 from motet.tests.rigs.patience import PATIENCE_S, eventually, eventually_in_loop
 
 SEGMENT = 16 << 10
@@ -190,3 +198,71 @@ async def test_files_go_when_all_of_them_has_arrived_and_nobody_needs_them(tmp_p
     assert spool.num_segments == 1
     await spool.close()
     assert os.listdir(tmp_path) == []
+
+
+async def test_lines_of_progress_do_not_hold_the_event_loop(tmp_path: Path) -> None:
+    """None of them is sent, and there may be many between two that are."""
+    spool = Spool(tmp_path, 1 << 30, min_free_bytes=0)
+    await spool.start()
+    number = 0
+    while spool.append_if_room(PARTIAL, payload(number)):
+        number += 1
+    nobody: Any = None
+    keeper = LedgerKeeper(spool, Metering(spool), nobody, nobody, tmp_path)
+    began = time.thread_time()
+    with measured_holds() as holds:
+        await asyncio.create_task(keeper.ship())
+        await asyncio.sleep(0)
+    took_s = time.thread_time() - began
+    assert spool.num_waiting_bytes == 0
+    assert holds.longest_s < took_s / 3, f"{holds.longest_s:.4f} s of {took_s:.4f}, {number} lines: {holds.what}"
+    await spool.close()
+
+
+async def test_uploads_that_fill_the_disk_leave_room_for_the_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uploads stop at their floor; the ledger, whose floor is a part of that, goes on until it comes to its own."""
+    upload_floor, free = 64 * SEGMENT, 64 * SEGMENT
+    files = 0
+
+    def disk_usage(folder: Path) -> Any:
+        nonlocal files
+        files = max(files, len([*tmp_path.glob("*.log")]))
+        return SimpleNamespace(free=free - SEGMENT * len([*tmp_path.glob("*.log")]))
+
+    monkeypatch.setattr("motet.router.usage.spool.shutil.disk_usage", disk_usage)
+    assert LEDGERS_PART > 1
+    spool = Spool(tmp_path, 1 << 30, upload_floor // LEDGERS_PART, segment_bytes=SEGMENT)
+    await spool.start()
+    for number in range(3000):  # answers, while what they cost cannot be sent
+        await eventually_in_loop(lambda: spool.reserve(200))
+        spool.append(FINAL, payload(number))
+        spool.release(200)
+    assert spool.num_segments > 10
+    while spool.reserve(200):  # and at its own floor answers are refused
+        spool.append(FINAL, payload(0))
+        spool.release(200)
+        await asyncio.sleep(0)
+    assert disk_usage(tmp_path).free >= upload_floor // LEDGERS_PART
+    await spool.close()
+    with pytest.raises(OSError, match="would be free"):
+        await Spool(tmp_path, 1 << 30, upload_floor, segment_bytes=SEGMENT).start()  # with the uploads' floor
+
+
+async def test_at_its_floor_the_ledger_goes_on_with_files_that_have_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While Redis takes the lines no new disk is needed."""
+    spool = spool_in(tmp_path, max_bytes=1 << 30)
+    await spool.start()
+    monkeypatch.setattr("motet.router.usage.spool.shutil.disk_usage", lambda folder: SimpleNamespace(free=0))
+    for number in range(1000):
+        await eventually_in_loop(lambda: spool.reserve(200))
+        spool.append(FINAL, payload(number))
+        spool.release(200)
+        while (segment := spool.oldest_unacknowledged()) is not None:
+            segment.acknowledge(len(segment.unacknowledged()))
+        await spool.drop_before(spool.current_number)
+    assert spool.num_segments <= 2
+    await spool.close()

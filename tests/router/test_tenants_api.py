@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from motet.adapters.administration import record_changes
 from motet.adapters.registry.registry import hash_key
 from motet.adapters.tenants.audit_entry import LOGGER
 from motet.tests.rigs.lora_files import lora_files
@@ -168,6 +169,21 @@ async def test_a_tenant_keeps_its_own_keys_and_gives_no_more_than_it_has(rig: Te
     endless = await rig.make_key("acme", "infer")
     assert await rig.refused("POST", f"{OWN}/{hash_key(endless)[:16]}/rotate", admin) == (403, "missing_scope")
     assert (await rig.done("POST", f"{OWN}/{ids['admin']}/rotate", admin))["quota"]["requests_per_minute"] == 10
+
+
+async def test_rotation_is_no_way_past_the_bound(rig: TenantsRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_changes, "MAX_KEYS", 3)
+    admin = await rig.make_key("acme", "admin", "infer")
+    for _ in range(2):
+        last = await rig.done("POST", f"{OWN}/{hash_key(admin)[:16]}/rotate", admin, json={"overlap_s": 600})
+    refused = (409, "too_many_keys")
+    assert await rig.refused("POST", f"{OWN}/{last['id']}/rotate", last["key"], json={"overlap_s": 0}) == refused
+    assert await rig.refused("POST", f"{KEYS}/{last['id']}/rotate", json={"overlap_s": 0}) == refused
+    assert await rig.refused("POST", OWN, last["key"], json={}) == refused
+    assert await rig.refused("POST", f"{TENANTS}/acme/keys", json={}) == refused
+    assert len((await rig.done("GET", OWN, last["key"]))["data"]) == 3
+    await rig.done("DELETE", f"{OWN}/{hash_key(admin)[:16]}", last["key"])
+    await rig.done("POST", f"{OWN}/{last['id']}/rotate", last["key"], json={"overlap_s": 0})
 
 
 async def test_lists_are_paged(rig: TenantsRig) -> None:

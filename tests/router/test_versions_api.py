@@ -153,10 +153,21 @@ async def _until(rig: VersionRig, model: str, version: str) -> None:
 async def test_residency_tells_gangs_by_opaque_names_of_each_tenant(rig: VersionRig) -> None:
     await rig.upload(1)
     await rig.upload(2)
-    rig.dispatcher.resident.add(rig.digests[1])
+    rig.dispatcher.resident.add(("acme", rig.digests[1]))
     second, first = (await rig.http.get("/v1/adapters/x/residency")).json()["data"]
     assert (second["version"], second["gangs"], second["tier"]) == (2, [], "store")
-    assert (first["version"], first["tier"], len(first["gangs"])) == (1, "pool", 1)
-    assert "gang-1" not in first["gangs"][0]
+    assert (first["version"], first["tier"], first["state"]) == (1, "device", "ready")
+    assert [(gang["tier"], gang["state"]) for gang in first["gangs"]] == [("device", "ready")]
+    assert "gang-1" not in str(first)
     denied = await rig.http.get("/v1/adapters/x/residency", headers=ZENITH)
     assert denied.status_code == 404
+
+
+async def test_residency_does_not_tell_whether_another_tenant_runs_the_same_bytes(rig: VersionRig) -> None:
+    await rig.upload(1)
+    rig.dispatcher.resident.add(("acme", rig.digests[1]))
+    found = {}
+    for name, seed in (("same", 1), ("other", 9)):  # what acme runs, and what nobody does
+        assert (await rig.upload(seed, name, headers=ZENITH)).status_code == 201
+        found[name] = (await rig.http.get(f"/v1/adapters/{name}/residency", headers=ZENITH)).json()
+    assert found["same"] == found["other"]

@@ -134,8 +134,15 @@ def test_a_day(motet: RunningMotet) -> None:
     app_key = operator("keys", "create", TENANT, "--scope", "infer", "--expires-in", "90d").strip()
     tenant, builders, app = CommandLine(motet, key), Client(motet, key), Client(motet, app_key)
 
-    # It uploads, and the adapter answers at once.
+    # It uploads, brings the adapter to a gang, which is no use of it, and the adapter answers at once.
     tenant("adapters", "upload", NAME, str(DEMO / "adapters" / "pirate"))
+    assert "version 1" in tenant("preload", NAME)
+
+    def where() -> tuple[str, str]:
+        (version,) = tenant.json("residency", NAME)["data"]
+        return version["tier"], version["state"]
+
+    eventually(lambda: where() == ("device", "ready"), lambda: f"it is {where()}")
     assert app.ask(NAME).text == answer_of("pirate")
     assert app.stream(NAME) == answer_of("pirate")
     missing = CommandLine(motet, app_key).refused("adapters", "upload", NAME, str(DEMO / "adapters" / "shout"))

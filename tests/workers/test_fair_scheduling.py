@@ -181,18 +181,48 @@ def test_a_quiet_tenants_prompt_is_in_the_next_plan_that_is_made(num_prompt: int
             gang.step()
 
 
+def test_prompts_of_a_flood_make_no_step_long_while_somebody_comes_who_is_clearly_behind() -> None:
+    gang = Gang(GangLimits(64, 100, 4, 600, 64, 16), random.Random(1))
+
+    def num_prompt_tokens(count: int) -> list[int]:
+        """Of the flood, in each of so many steps."""
+        found = []
+        for _ in range(count):
+            while sum(gang.requests[number].tenant == "flood" for number in gang.requests.keys() - gang.ended) < 16:
+                gang.add("flood", 60, 2)
+            gang.step()
+            parts = gang.executor.plan.sequences
+            mine = [part for part in parts if gang.requests[part.sequence_id].tenant == "flood"]
+            found.append(sum(len(part.token_ids) for part in mine if len(part.token_ids) > 1))
+        return found
+
+    assert max(num_prompt_tokens(60)) > 50
+    for _ in range(10):
+        number = gang.add("quiet", 30, 4)
+        gang.step()
+        (part,) = [part for part in gang.executor.plan.sequences if part.sequence_id == number]
+        assert len(part.token_ids) > 16, "its own prompt is not held"
+        assert max(num_prompt_tokens(7)) <= 16
+        assert sum(num_prompt_tokens(4)) > 0, "the flood goes on"
+    assert max(num_prompt_tokens(300)) > 50, "nobody comes any more"
+
+
 def test_background_work_has_only_what_nobody_else_could_use() -> None:
     gang = Gang(limits(200, 16, 4), random.Random(1))
     background = [gang.add("a", 4, 30, is_background=True) for _ in range(4)]
     gang.step()
     gang.step()
     assert all(gang.num_tokens[number] for number in background)  # nobody else is there
+    assert gang.scheduler.load().gauges.num_running_background == 4
     others = [gang.add("a", 4, 20), *(gang.add("b", 4, 20) for _ in range(7))]
     before = gang.num_tokens.copy()
     while not gang.ended.issuperset(others):
         gang.step()
         num_waiting = sum(number not in gang.first_token_at for number in others)
         assert num_waiting == 0 or all(gang.num_tokens[number] <= before[number] + 2 for number in background)
+        gauges = gang.scheduler.load().gauges
+        assert gauges.num_running_background <= 4
+        assert (gauges.num_running_background < 4) == (gauges.num_queued_background_tokens > 0)
     while gang.engine.has_work():
         gang.step()
     assert gang.ended.issuperset(background)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -163,3 +164,14 @@ def test_bounds_that_change_are_about_who_comes_next() -> None:
     assert refusal.reason == "tenant_full"
     assert room.refusal("globex", 10, 0.0) is None
     room.check_integrity()
+
+
+@pytest.mark.parametrize("most", [{"max_waiting_sequences": 7}, {"max_waiting_tokens": 7}])
+def test_a_full_queue_says_nothing_of_others(most: dict[str, int]) -> None:
+    limit = QueueLimit(leader_config(**most))
+    for number in range(7):
+        limit.enter(number, f"tenant-{number}", 1, 0.0)
+    refused = limit.refusal("quiet", 2, 1.0)
+    assert refused is not None
+    assert refused.reason == "full"
+    assert "7" not in refused.message

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from motet.tests.rigs.stand_in_gpu.timeline import OrderError
 from motet.workers.execution.graphs import CudaRecorder, DecodeGraphs
 from motet.workers.execution.page_mover import PageMover
 from motet.workers.execution.side_stream import SideStream
+from motet.workers.memory.host_adapter_cache import HostAdapterCache
 from motet.workers.memory.page_arrays import DevicePages, DiskPages, HostPages
 from motet.workers.memory.pinned_memory import PinnedArena
 from motet.workers.memory.pool import PoolGeometry, make_pool
@@ -333,3 +335,27 @@ def test_an_engine_on_a_gpu_needs_no_pinned_memory_of_torchs_after_its_start(tmp
         rig.submit(0, list(range(20)), None, SamplingParams(max_tokens=3, temperature=0.0))
         rig.finish()
         assert {line.partition(":")[0] for line in gpu.tally.pinned} == {"kernels/staging.py"}
+
+
+class TwoPages:
+    """Stands in for the store: adapters of two pages, full of their own number."""
+
+    def load_packed(self, digest: str, layout: object) -> np.ndarray:
+        return np.full((2, 3, 32), int(digest), np.float32)
+
+
+def test_adapters_are_kept_in_the_arena_and_stay_there_while_somebody_copies_them(gpu: StandInGpu) -> None:
+    arena = PinnedArena(6, GEOMETRY)
+    cache = HostAdapterCache(TwoPages(), None, 6 * GEOMETRY.page_bytes, arena)  # type: ignore[arg-type]
+    held = cache.get("1")
+    for digest in ("2", "3", "4", "5"):
+        assert cache.get(digest).is_pinned()
+        cache.check_integrity()
+    assert (held == 1).all() and held.is_pinned() and cache.find("1") is None
+    assert [cache.find(digest) is not None for digest in "345"] == [False, True, True], "what is copied takes its room"
+    others = [cache.get(digest) for digest in ("6", "7")]
+    passing = cache.get("8")
+    assert (passing == 8).all() and not passing.is_pinned() and cache.find("8") is None
+    del held, others
+    assert cache.get("8").is_pinned()
+    arena.check_integrity()

@@ -22,6 +22,7 @@ from typing import Any
 import grpc
 import msgspec
 
+from ..memory.pinned_adapters import PinnedAdapters
 from ..wire.engine_load import EngineGauges, EngineLoad
 from ..wire.fair_shares import ServedElsewhere, TenantShare
 from ..wire.messages import (
@@ -29,6 +30,7 @@ from ..wire.messages import (
     Disown,
     GangInfo,
     Outdated,
+    Pinned,
     ResidencyChange,
     SequenceUpdate,
     Submit,
@@ -86,7 +88,7 @@ class FrameServer:
         self._num_streams_ever = 0
         self._sequences = RoutedSequences(engine, config, self._tell_orphans)
         self._leaving = False
-        self._residency, self._shares = Residency(), KnownShares()
+        self._residency, self._shares, self._pinned = Residency(), KnownShares(), PinnedAdapters()
         self._load = EngineLoad(EngineGauges(num_pages=info.num_pages, num_free_pages=info.num_pages))
         self._beat: asyncio.Task[None] | None = None
         self._encoder = msgspec.msgpack.Encoder()
@@ -218,6 +220,7 @@ class FrameServer:
         while True:
             await asyncio.sleep(_BEAT_S)
             self._sequences.expire()
+            self._pin(self._pinned.expire())
             alive = self._engine.alive
             for stream in self._streams.values():
                 if not alive:
@@ -248,7 +251,8 @@ class FrameServer:
             await self._write(context, stream)
         finally:
             reader.cancel()
-            self._streams.pop(stream.number, None)  # it is not there if a later stream took its place
+            if self._streams.pop(stream.number, None) is not None:  # else a later stream took its place
+                self._pinned.leave(stream.router or str(stream.number))
             self._sequences.close(stream)
         if stream.failure is not None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, stream.failure)
@@ -297,6 +301,8 @@ class FrameServer:
                         self._sequences.disown(stream, message.names)
                     elif isinstance(message, Outdated):
                         self._engine.outdate(message.digest)
+                    elif isinstance(message, Pinned):
+                        self._pin(self._pinned.hear(stream.router or str(stream.number), message))
                     elif isinstance(message, Submit):
                         self._sequences.submit(stream, message.request)
                     elif isinstance(message, ServedElsewhere):
@@ -308,6 +314,10 @@ class FrameServer:
             _log.error("%s", failure)
         finally:
             stream.fail(failure)
+
+    def _pin(self, changes: Mapping[str, bool]) -> None:
+        if changes:
+            self._engine.pin(changes)
 
     def _take_part(self, stream: RouterStream, part: SubmitPart) -> None:
         """Submits the request once all of it is here. Raises ValueError if it grows too long."""

@@ -69,12 +69,9 @@ class QueueLimit:
         config, num_waiting, own = self._config, len(self._waiting), self._tenants.get(tenant, _Count())
         reason: RefusalReason = "full"
         if num_waiting >= times * config.max_waiting_sequences:
-            problem = f"{num_waiting} sequences wait for their first token, and no more may"
+            problem = "as many sequences wait for their first token as may"  # how many is the others' affair
         elif num_waiting and self._num_tokens + num_tokens > times * config.max_waiting_tokens:
-            problem = (
-                f"sequences of {self._num_tokens} tokens wait for their first token: {num_tokens} more would be over "
-                f"{times * config.max_waiting_tokens}"
-            )
+            problem = f"with {num_tokens} tokens more, more would wait for their first token than may"
         elif (tenant_problem := self._tenant_problem(own, num_tokens, times)) is not None:
             reason, problem = "tenant_full", tenant_problem
         else:

@@ -32,6 +32,8 @@ _MAX_CANDIDATES = 64  # sequences that are looked at for one step's places; ther
 
 _LASTING_STEPS = 256  # so long a tenant who came, and who uses little, may come again
 
+_BESIDE = 0.25  # of a step's tokens, for prompts of those who are clearly ahead of who comes: its steps are short
+
 _arrival = attrgetter("arrival")
 
 
@@ -47,10 +49,11 @@ class Admission:
         running: RunningSequences,
         limits: GangLimits,
         standings: Standings,
+        pressure: Pressure,
         pages_of_adapter: Callable[[AdapterRef], int],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._standings = standings
+        self._standings, self._pressure = standings, pressure
         self._gave_way: set[Sequence] = set()  # in this step, so they do not start in it
         self._lacked_room = False  # somebody, when others were last let in
         self._memory, self._prefixes, self._prefetcher = memory, prefixes, prefetcher
@@ -62,21 +65,24 @@ class Admission:
 
         `budget`: tokens in all.
         """
+        beside = int(_BESIDE * self._limits.max_tokens_per_step) if self._pressure.is_on else budget
         num_tokens: dict[Sequence, int] = {}
         prompts, started, is_first = self._running.prompts[:], list[Sequence](), True
         while budget > 0 and (started or is_first):
             candidates = self.candidates() if may_admit else []
             left = {s: s.num_unplanned for s in prompts} | {s: s.num_uncomputed - s.num_found for s in candidates}
-            shares = self._shares(left, budget)
+            shares = self._shares(left, budget, beside)
             started = list(self.start(s for s in candidates if shares[s]))
             for sequence in (*prompts, *started):
                 num_tokens[sequence] = min(sequence.num_unplanned, shares[sequence])
                 budget -= num_tokens[sequence]
+                beside -= num_tokens[sequence] if self._pressure.is_held(sequence.standing) else 0
             prompts, is_first = [], False
         for sequence in self._running.prompts:  # what others left over, because their prefixes are there or are coming
-            more = min(sequence.num_unplanned - num_tokens.get(sequence, 0), budget)
+            is_held = self._pressure.is_held(sequence.standing)
+            more = min(sequence.num_unplanned - num_tokens.get(sequence, 0), min(budget, beside) if is_held else budget)
             num_tokens[sequence] = num_tokens.get(sequence, 0) + more
-            budget -= more
+            budget, beside = budget - more, beside - (more if is_held else 0)
         chunks = [plan_chunk(sequence, number) for sequence, number in num_tokens.items() if number]
         for chunk in chunks:
             self._charge(chunk)
@@ -154,16 +160,22 @@ class Admission:
                 break
         return [*found.values()]
 
-    def _shares(self, left: dict[Sequence, int], budget: int) -> dict[Sequence, int]:
-        """How many tokens of each prompt the step computes: whoever was served less goes before all others."""
+    def _shares(self, left: dict[Sequence, int], budget: int, beside: int) -> dict[Sequence, int]:
+        """How many tokens of each prompt the step computes: whoever was served less goes before all others.
+
+        `beside`: the most for all together who are held, that steps be short for who comes.
+        """
         by_standing: dict[Standing, list[Sequence]] = {}
         for sequence in sorted(left, key=_arrival):
             by_standing.setdefault(sequence.standing, []).append(sequence)
         shares: dict[Sequence, int] = {}
         for standing in sorted(by_standing, key=_place):
             asking = by_standing[standing]
-            shares |= zip(asking, share_prompt_tokens([left[s] for s in asking], budget), strict=True)
-            budget -= sum([shares[sequence] for sequence in asking])
+            is_held = self._pressure.is_held(standing)
+            most = min(budget, beside) if is_held else budget
+            shares |= zip(asking, share_prompt_tokens([left[s] for s in asking], most), strict=True)
+            num_taken = sum([shares[sequence] for sequence in asking])
+            budget, beside = budget - num_taken, beside - (num_taken if is_held else 0)
         return shares
 
     def _charge(self, chunk: PlannedChunk) -> None:
@@ -243,21 +255,33 @@ class Admission:
 
 
 class Pressure:
-    """Whether it matters how late a plan is made: somebody came lately who had nothing here and is clearly behind."""
+    """Whether it matters how late a plan is made, and how long a step takes: somebody came lately who had nothing here
+    and is clearly behind.
+    """
 
     def __init__(self, counts: StepCounts, running: RunningSequences) -> None:
         self._counts, self._running = counts, running
         self._step = -_LASTING_STEPS  # the one before which such a tenant came last
+        self._standing: Standing | None = None  # that tenant's
 
     def observe(self, sequence: Sequence) -> None:
         """It comes, and has joined its tenant's standing."""
         last = self._running.last if sequence.standing.num_sequences == 1 else None
         if last is not None and gives_place(last, sequence.rank):
-            self._step = self._counts.num_steps
+            self._step, self._standing = self._counts.num_steps, sequence.standing
 
     @property
     def is_on(self) -> bool:
         return self._counts.num_steps - self._step < _LASTING_STEPS
+
+    def is_held(self, standing: Standing) -> bool:
+        """It is clearly ahead of who came, so no step is to be long for its prompts."""
+        came = self._standing
+        return (
+            came is not None
+            and self.is_on
+            and (standing.is_background, standing.band) > (came.is_background, came.band)
+        )
 
 
 class OlderSequences:

@@ -41,6 +41,8 @@ def gang_load(
         num_waiting=len(waiting),
         num_waiting_for_adapters=waiting.num_lacking,
         num_queued_tokens=running.num_uncomputed + waiting.num_tokens,
+        num_running_background=running.num_background,
+        num_queued_background_tokens=waiting.num_background_tokens,
         num_pages=num_pages,
         num_free_pages=memory.allocator.num_free,
         num_adapter_pages=adapters.num_pages,

@@ -20,6 +20,7 @@ class RunningSequences:
         self.prompts: list[Sequence] = []  # the next plan can compute more than one; oldest first
         self.by_standing: dict[Standing, list[Sequence]] = {}  # whose they are; oldest first
         self.penalised: dict[int, None] = {}  # ids of those with penalties
+        self.num_background = 0  # sequences
         self.num_uncomputed = 0  # tokens of all; whoever commits tokens counts them here
 
     def __len__(self) -> int:
@@ -37,6 +38,7 @@ class RunningSequences:
         if sequence.has_penalty:
             self.penalised[sequence.sequence_id] = None
         self.num_uncomputed += sequence.num_uncomputed
+        self.num_background += sequence.standing.is_background
         insort(self.by_standing.setdefault(sequence.standing, []), sequence, key=_arrival)
         insort(self.prompts if sequence.num_unplanned > 1 else self.decoding, sequence, key=_arrival)
 
@@ -45,6 +47,7 @@ class RunningSequences:
         del self.by_id[sequence.sequence_id]
         self.penalised.pop(sequence.sequence_id, None)
         self.num_uncomputed -= sequence.num_uncomputed
+        self.num_background -= sequence.standing.is_background
         own = self.by_standing[sequence.standing]
         _take_out(own, sequence)
         if not own:
@@ -67,6 +70,7 @@ class RunningSequences:
         assert all(each.standing is of for of, sequences in self.by_standing.items() for each in sequences)
         assert sum(map(len, self.by_standing.values())) == len(self.by_id) and all(self.by_standing.values())
         assert self.penalised.keys() == {i for i, s in self.by_id.items() if s.has_penalty}
+        assert self.num_background == sum(s.standing.is_background for s in self.by_id.values())
         assert self.num_uncomputed == sum(s.num_uncomputed for s in self.by_id.values()), "tokens are miscounted"
         assert all(s.num_unplanned == 1 for s in self.decoding), "a sequence decodes, and has other tokens to compute"
         assert all(s.num_unplanned > 1 for s in self.prompts), "a prompt has no tokens left"

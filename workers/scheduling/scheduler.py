@@ -19,6 +19,7 @@ from ..fairness.prompt_budget import tokens_in_time
 from ..fairness.standing import Standing
 from ..fairness.standings import Scheduling, Standings
 from ..memory.adapter_cache import AdapterState
+from ..memory.host_news import HostNews
 from ..memory.paged_memory import PagedMemory
 from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats, SampledToken, StepPlan, StepResult
 from ..wire.engine_load import EngineLoad
@@ -42,7 +43,6 @@ from .waiting_queue import WaitingQueue
 _MAX_LOOK_AHEAD = 256  # waiting sequences that are looked at for what should come while they wait
 _HEAD_START = 1 << 62  # a sequence that another gang began is older than all that began here
 _PRIORITY = 1 << 63  # a higher priority goes before even those
-_MAX_OUTDATED = 1024  # digests that wait for a step to tell the workers; of more the oldest are forgotten
 
 
 class Scheduler:
@@ -92,6 +92,7 @@ class Scheduler:
             self._running,
             limits,
             self._standings,
+            self.pressure,
             pages_of_adapter,
             clock,
         )
@@ -100,7 +101,7 @@ class Scheduler:
         )
         self._uncommitted: dict[int, PlannedStep] = {}  # by step
         self._host_adapter_stats = HostAdapterStats()
-        self._outdated: list[str] = []  # digests that the workers have not heard of
+        self.host_news = HostNews()
 
     def add(self, request: SequenceRequest, seed: int) -> SequenceError | None:
         """Queues a sequence, or returns why it can never be served."""
@@ -144,7 +145,7 @@ class Scheduler:
     def outdate(self, digest: str) -> None:
         """No name points to the adapter any more: what there is of it goes first. Sequences that need it go on."""
         self._memory.outdate(digest)
-        self._outdated = [*self._outdated[-_MAX_OUTDATED:], digest]
+        self.host_news.outdate(digest)
 
     def has_work(self) -> bool:
         return bool(self._running or self._waiting or self._adapters.num_loading or self._tiers.has_work())
@@ -158,9 +159,8 @@ class Scheduler:
         self._counts.num_fair_preemptions += self._admission.make_way(self._preempt)
         num_preemptions = self._counts.num_preemptions
         decodes = self._decodes.plan()
-        may_admit = (
-            self._counts.num_preemptions == num_preemptions
-        )  # who gave way must not get back the pages that it freed
+        # Who gave way must not get back the pages that it freed.
+        may_admit = self._counts.num_preemptions == num_preemptions
         loads = tuple(self._begin_loads()) if may_admit else ()
         chunks = self._admission.plan_prompts(self._prompt_budget(len(decodes)), may_admit)
         planned = PlannedStep(decodes, chunks)
@@ -170,9 +170,8 @@ class Scheduler:
         used |= dict.fromkeys([chunk.part.adapter for chunk in chunks])
         residences = tuple([self._adapters.residence(digest) for digest in used if digest is not None])
         moves, copies = self._tiers.plan_moves(), self._prefixes.take_copies()
-        outdated, self._outdated = (tuple(self._outdated), []) if decodes or chunks else ((), self._outdated)
-        penalised = tuple(self._running.penalised)
-        return StepPlan(step, parts, residences, loads, moves, copies, outdated, penalised)
+        outdated, pins = self.host_news.take(computes=bool(decodes or chunks))
+        return StepPlan(step, parts, residences, loads, moves, copies, outdated, tuple(self._running.penalised), pins)
 
     def settle(self, plan: StepPlan, result: StepResult) -> StepPlan:
         """Completes a plan that was made while the plan before it ran. `result`: of that one; it is committed later.
@@ -185,7 +184,7 @@ class Scheduler:
     def drop(self, plan: StepPlan) -> None:
         """Forgets a plan that is not executed, since nothing is left in it."""
         assert not (plan.sequences or plan.loads or plan.moves or plan.copies)
-        self._outdated = [*plan.outdated, *self._outdated]
+        self.host_news.put_back(plan)
         del self._uncommitted[plan.step]
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
@@ -193,7 +192,9 @@ class Scheduler:
         updates: list[SequenceUpdate] = []
         self._prefixes.stop_awaiting(self._tiers.finish(result.moved))
         self._prefixes.end_copies(plan.copies)
-        self._host_adapter_stats = result.host_adapter_stats
+        self._host_adapter_stats = stats = result.host_adapter_stats
+        if stats.came or stats.went or stats.pin_news:
+            self._memory.note_hosted(stats.came, stats.went, stats.pin_news)
         for digest in result.loaded:
             self._adapters.finish_load(digest)
             self._waiting.adapter_came(digest)

@@ -59,6 +59,7 @@ class WaitingQueue:
         self.num_lacking = 0  # sequences that lack their adapter
         self.num_awaiting = 0  # sequences that await a page
         self.num_tokens = 0  # of all sequences, that are neither computed nor were found in the pool
+        self.num_background_tokens = 0  # of these, those of background sequences
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -235,6 +236,7 @@ class WaitingQueue:
         assert self.num_awaiting == len(awaiting)
         assert all(sequence in self._awaiting[sequence.awaits_page or b""] for sequence in awaiting), "nobody wakes it"
         assert self.num_tokens == sum(line.num_tokens for line in lines), "tokens are miscounted"
+        assert self.num_background_tokens == sum(line.num_tokens for line in lines if line.standing.is_background)
         if is_here is not None:
             digests = {s.adapter_digest for s in all_here if s.adapter_digest is not None}
             assert {digest for digest in digests if not is_here(digest)} == self._lacking, "an adapter came or went"
@@ -249,6 +251,8 @@ class WaitingQueue:
     def _count_tokens(self, line: _Line, more: int) -> None:
         line.num_tokens += more
         self.num_tokens += more
+        if line.standing.is_background:
+            self.num_background_tokens += more
 
     def _equip(self, line: _Line, sequence: Sequence) -> None:
         insort(line.equipped, sequence, key=_arrival)

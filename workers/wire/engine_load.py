@@ -27,6 +27,12 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(description="Tokens still to compute of all running and waiting sequences, as far as they have grown."),
     ] = 0
+    num_running_background: Annotated[
+        int, Meta(description="Of the sequences that run, those of background work, which yields to all other.")
+    ] = 0
+    num_queued_background_tokens: Annotated[
+        int, Meta(description="Of the tokens still to compute, those of background sequences that wait.")
+    ] = 0
     num_pages: Annotated[int, Meta(description="Pages of the pool.")] = 0
     num_free_pages: Annotated[int, Meta(description="Pages of the pool that are free.")] = 0
     num_adapter_pages: Annotated[int, Meta(description="Pages of the pool that adapters take.")] = 0

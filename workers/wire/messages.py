@@ -149,7 +149,19 @@ class Outdated(msgspec.Struct, frozen=True, tag="outdated"):
     digest: str
 
 
-ToLeaderMessage = Submit | Cancel | Withdraw | Disown | Outdated | ServedElsewhere
+class Pinned(msgspec.Struct, frozen=True, tag="pinned"):
+    """Digests of adapters that the gang is to keep in its host memory, by what this router knows.
+
+    `is_whole`: those that came are all; else they come to what was told before.
+    """
+
+    came: list[str] = []
+    went: list[str] = []
+    is_whole: bool = False
+
+
+News = Outdated | ServedElsewhere | Pinned  # that concern no sequence of the router's own
+ToLeaderMessage = Submit | Cancel | Withdraw | Disown | News
 
 
 class ToLeader(msgspec.Struct, frozen=True):
@@ -189,17 +201,21 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     computing_s: float | None = None  # since a step was first planned for it, to its first token; with that, else None
 
 
-class ResidencyChange(msgspec.Struct, frozen=True):
+class ResidencyChange(msgspec.Struct, frozen=True, omit_defaults=True):
     """Adapters, by digest, that came into a gang's pool or began to, and those that went, since the last change.
 
     One that came and went in between is told as gone, so a digest that is told as gone need not be known. The same for
-    full pages of KV, by `short_key` of `page_keys.py`.
+    full pages of KV, by `short_key` of `page_keys.py`, and for adapters in the host memory of the gang's workers, by
+    `short_digest`. `pin_news`: by `short_digest`, why a pinned adapter cannot be kept there; empty: it can again.
     """
 
     came: list[str] = []
     went: list[str] = []
     pages_came: list[int] = []
     pages_went: list[int] = []
+    hosted_came: list[int] = []
+    hosted_went: list[int] = []
+    pin_news: dict[int, str] = {}
 
 
 class OrphanChange(msgspec.Struct, frozen=True):
@@ -225,6 +241,7 @@ class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     max_num_sequences: int = 0  # that can run at once: no more than a step has tokens for
+    is_fair: bool = False  # whoever was served least goes first, and it tells what each tenant was served
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -232,6 +249,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     resident: list[str] = []  # digests of adapters that are in the pool or on their way into it
     resident_pages: list[int] = []  # short keys of the full pages of KV that are kept
     orphans: list[str] = []  # keys of sequences that it keeps for any router that asks
+    hosted: list[int] = []  # short digests of adapters that are in host memory
 
 
 class Frame(msgspec.Struct, frozen=True, tag="frame"):
