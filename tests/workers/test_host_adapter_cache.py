@@ -29,7 +29,7 @@ class Disk:
 
 def cache_of(max_bytes: int) -> tuple[HostAdapterCache, Disk]:
     disk = Disk()
-    return HostAdapterCache(disk, None, max_bytes, pinned=False), disk  # type: ignore[arg-type]
+    return HostAdapterCache(disk, None, max_bytes), disk  # type: ignore[arg-type]
 
 
 def test_recent_adapters_are_not_read_again() -> None:

@@ -12,7 +12,9 @@ import torch
 from ...adapters.format.tensor_file import Tensor
 from ...adapters.packing.layout import AdapterLayout
 from ...adapters.store.store import AdapterStore
+from ...kernels.pages import write_pages
 from .host_pins import HostPins
+from .pinned_memory import PinnedArena
 
 
 class HostAdapterCache:
@@ -21,9 +23,11 @@ class HostAdapterCache:
     Pinned ones never go, but at most half of it is theirs.
     """
 
-    def __init__(self, store: AdapterStore, layout: AdapterLayout, max_bytes: int, pinned: bool) -> None:
-        """`pinned`: in page-locked memory, from which a GPU copies faster."""
-        self._store, self._layout, self._max_bytes, self._pinned = store, layout, max_bytes, pinned
+    def __init__(
+        self, store: AdapterStore, layout: AdapterLayout, max_bytes: int, arena: PinnedArena | None = None
+    ) -> None:
+        """`arena`: pinned memory of this size, from which a GPU copies beside the steps; None: any memory serves."""
+        self._store, self._layout, self._max_bytes, self._arena = store, layout, max_bytes, arena
         self._packed: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._pins = HostPins(max_bytes // 2)
         self._read_for_pin: str | None = None
@@ -46,11 +50,14 @@ class HostAdapterCache:
         packed = self.find(digest)
         if packed is None:
             packed = as_torch(self._store.load_packed(digest, self._layout))
-            if self._pinned:
-                packed = packed.pin_memory()
+            room = None if self._arena is None else self._room(self._arena, digest, packed)
+            if room is not None:
+                write_pages(room, range(len(packed)), packed)
+                packed = room
             with self._lock:
                 self.num_reads += 1
-                self._keep(digest, packed)
+                if self._arena is None or room is not None or digest in self._pins:  # pins stay, in any memory
+                    self._keep(digest, packed)
         return packed
 
     def forget(self, digest: str) -> None:
@@ -120,6 +127,21 @@ class HostAdapterCache:
             del self._packed[digest]
         return packed is not None
 
+    def _room(self, arena: PinnedArena, digest: str, packed: torch.Tensor) -> torch.Tensor | None:
+        """As many pages of the arena; None: there is no such run, though all that may go has made room.
+
+        That is so for an adapter larger than all, and while others are still being copied. It is then copied from plain
+        memory, for which only the loader's thread waits, and not kept.
+        """
+        while packed.nbytes <= self._max_bytes:
+            room = arena.take(len(packed))
+            with self._lock:
+                fits_pins = self._pins.num_bytes + packed.nbytes <= self._max_bytes // 2
+                if room is not None or not self._packed or (digest == self._read_for_pin and not fits_pins):
+                    return room
+                self._drop_oldest()
+        return None
+
     def _keep(self, digest: str, packed: torch.Tensor) -> None:
         if digest in self._packed or self._pins.find(digest) is not None:  # another thread may have read it meanwhile
             return
@@ -130,9 +152,12 @@ class HostAdapterCache:
         self.num_bytes += packed.nbytes
         self._moved[digest] = None
         while self.num_bytes > self._max_bytes:
-            gone, dropped = self._packed.popitem(last=False)
-            self.num_bytes -= dropped.nbytes
-            self._moved[gone] = None
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        gone, dropped = self._packed.popitem(last=False)
+        self.num_bytes -= dropped.nbytes
+        self._moved[gone] = None
 
 
 def as_torch(tensor: Tensor) -> torch.Tensor:
