@@ -21,6 +21,7 @@ from ..openai_api.errors import unavailable
 from ..route import RouteSpec
 from ..tenants.auth import Door
 from .csv_answer import CsvAnswer
+from .held_sums import HeldSums
 from .prices import Prices
 from .usage_query import UsageQuery, usage_query
 from .usage_rows import UsageList, UsageSums, csv_head, csv_line
@@ -34,7 +35,7 @@ class UsageApi:
     def __init__(self, door: Door, ledger: Ledger, prices: Prices | None) -> None:
         """`prices`: None: amounts are not told."""
         self._door, self._ledger, self._prices = door, ledger, prices
-        self._turns = UsageTurns()
+        self._turns, self._held = UsageTurns(), HeldSums()
 
     def routes(self) -> Sequence[RouteSpec]:
         query: dict[str, object] = {"by": str, "from": str, "to": str, "format": str, "limit": int, "after": int}
@@ -89,12 +90,14 @@ class UsageApi:
     ) -> Answer:
         async with AsyncExitStack() as turn:
             await turn.enter_async_context(self._turns.turn(asker))
+            hold = turn.enter_context(self._held.answer(is_csv=query.is_csv))
             found, share = UsageSums(query, self._prices), LoopShare()
             try:
                 async with self._turns.reading():
                     async for tenant in tenants():
                         async for page in self._sums(life_of(tenant), query):
                             found.add(tenant.name, page)
+                            hold(found.num_sums)
                             await share.pause()
             except RegistryUnavailable as error:
                 raise _unavailable(error) from error
