@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, date, datetime, timedelta
 from typing import Final
@@ -93,12 +93,13 @@ class UsageApi:
             hold = turn.enter_context(self._held.answer(is_csv=query.is_csv))
             found, share = UsageSums(query, self._prices), LoopShare()
             try:
-                async with self._turns.reading():
-                    async for tenant in tenants():
-                        async for page in self._sums(life_of(tenant), query):
-                            found.add(tenant.name, page)
-                            hold(found.num_sums)
-                            await share.pause()
+                async for tenant in tenants():
+                    for pages in self._reads(life_of(tenant), query):
+                        async with self._turns.reading():
+                            async for page in pages:
+                                found.add(tenant.name, page)
+                                hold(found.num_sums)
+                                await share.pause()
             except RegistryUnavailable as error:
                 raise _unavailable(error) from error
             if query.is_csv:
@@ -112,17 +113,16 @@ class UsageApi:
             body = msgspec.json.encode(found.list_of(rows, has_more=has_more))
             return Response(body, media_type="application/json")
 
-    async def _sums(self, life: str, query: UsageQuery) -> AsyncIterator[list[Sum]]:
+    def _reads(self, life: str, query: UsageQuery) -> Iterator[AsyncIterator[list[Sum]]]:
+        """Each of a month's days, or of a day's hours."""
         last = (query.end - timedelta(seconds=1)).date()
         if query.needs_hours:
             for number in range((last - query.start.date()).days + 1):
-                async for page in self._ledger.hours(life, query.start.date() + timedelta(days=number)):
-                    yield page
+                yield self._ledger.hours(life, query.start.date() + timedelta(days=number))
             return
         month = query.start.date().replace(day=1)
         while month <= last:
-            async for page in self._ledger.days(life, month):
-                yield page
+            yield self._ledger.days(life, month)
             month = date(month.year + month.month // 12, month.month % 12 + 1, 1)
 
 
