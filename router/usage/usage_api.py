@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, date, datetime, timedelta
 from typing import Final
@@ -21,6 +21,7 @@ from ..openai_api.errors import unavailable
 from ..route import RouteSpec
 from ..tenants.auth import Door
 from .csv_answer import CsvAnswer
+from .held_sums import HeldSums
 from .prices import Prices
 from .usage_query import UsageQuery, usage_query
 from .usage_rows import UsageList, UsageSums, csv_head, csv_line
@@ -34,7 +35,7 @@ class UsageApi:
     def __init__(self, door: Door, ledger: Ledger, prices: Prices | None) -> None:
         """`prices`: None: amounts are not told."""
         self._door, self._ledger, self._prices = door, ledger, prices
-        self._turns = UsageTurns()
+        self._turns, self._held = UsageTurns(), HeldSums()
 
     def routes(self) -> Sequence[RouteSpec]:
         query: dict[str, object] = {"by": str, "from": str, "to": str, "format": str, "limit": int, "after": int}
@@ -89,13 +90,16 @@ class UsageApi:
     ) -> Answer:
         async with AsyncExitStack() as turn:
             await turn.enter_async_context(self._turns.turn(asker))
+            hold = turn.enter_context(self._held.answer(is_csv=query.is_csv))
             found, share = UsageSums(query, self._prices), LoopShare()
             try:
-                async with self._turns.reading():
-                    async for tenant in tenants():
-                        async for page in self._sums(life_of(tenant), query):
-                            found.add(tenant.name, page)
-                            await share.pause()
+                async for tenant in tenants():
+                    for pages in self._reads(life_of(tenant), query):
+                        async with self._turns.reading():
+                            async for page in pages:
+                                found.add(tenant.name, page)
+                                hold(found.num_sums)
+                                await share.pause()
             except RegistryUnavailable as error:
                 raise _unavailable(error) from error
             if query.is_csv:
@@ -109,17 +113,16 @@ class UsageApi:
             body = msgspec.json.encode(found.list_of(rows, has_more=has_more))
             return Response(body, media_type="application/json")
 
-    async def _sums(self, life: str, query: UsageQuery) -> AsyncIterator[list[Sum]]:
+    def _reads(self, life: str, query: UsageQuery) -> Iterator[AsyncIterator[list[Sum]]]:
+        """Each of a month's days, or of a day's hours."""
         last = (query.end - timedelta(seconds=1)).date()
         if query.needs_hours:
             for number in range((last - query.start.date()).days + 1):
-                async for page in self._ledger.hours(life, query.start.date() + timedelta(days=number)):
-                    yield page
+                yield self._ledger.hours(life, query.start.date() + timedelta(days=number))
             return
         month = query.start.date().replace(day=1)
         while month <= last:
-            async for page in self._ledger.days(life, month):
-                yield page
+            yield self._ledger.days(life, month)
             month = date(month.year + month.month // 12, month.month % 12 + 1, 1)
 
 

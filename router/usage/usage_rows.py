@@ -79,7 +79,7 @@ class UsageSums:
         # By what the question groups by, and then by which price it has: amounts follow from sums.
         # In several parts, since a dictionary that is large takes long when it grows.
         self._parts: list[dict[_Place, list[int]]] = [{} for _ in range(_NUM_PARTS)]
-        self._num_sums = 0  # of all parts
+        self.num_sums = 0  # of all parts
         self._total: defaultdict[int, list[int]] = defaultdict(lambda: [0] * len(NUMBERS))  # by price
         self._known_prices: list[Price | None] = []
         self._price_of: dict[str, int] = {}  # by adapter
@@ -98,12 +98,12 @@ class UsageSums:
             held = part.get(place)
             if held is None:
                 held = part[place] = [0] * len(NUMBERS)
-                self._num_sums += 1
+                self.num_sums += 1
             total = self._total[price]
             for index, number in enumerate(one.numbers[: len(held)]):
                 held[index] += number
                 total[index] += number
-        if self._num_sums > MAX_SUMS:
+        if self.num_sums > MAX_SUMS:
             raise invalid_value("by", f"it takes more than {MAX_SUMS} sums: ask for less time at once, or by less.")
 
     def _learn_price(self, adapter: str) -> int:

@@ -14,7 +14,7 @@ from typing import Final
 from ..openai_api.errors import RETRY_AFTER_S, ApiError
 
 MAX_ASKED: Final = 8  # of one asker, that which is answered included: a page with several charts asks for all at once
-MAX_ANSWERED: Final = 4  # of all
+MAX_ANSWERED: Final = 4  # of all, that read at once
 
 
 class UsageTurns:
@@ -42,6 +42,6 @@ class UsageTurns:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """Waits until few others read sums."""
+        """Waits until few others read. For a month or a day of a tenant at most: a long question lets others in."""
         async with self._reading:
             yield

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 
 from motet.adapters.registry.registry import connect
 from motet.router.loop_share import LoopShare
-from motet.router.usage import csv_answer, usage_rows, usage_turns
+from motet.router.usage import csv_answer, held_sums, usage_rows, usage_turns
 from motet.router.usage.prices import read_prices
 from motet.router.usage.usage import Usage
 from motet.tests.rigs.loop_holds import measured_holds
@@ -132,9 +132,8 @@ async def test_a_tenants_questions_are_answered_one_after_the_other(
     assert (await client.get(f"/v1/usage?by=day&{SPAN}")).status_code == 200  # the turns were given back
 
 
-async def test_who_does_not_read_is_cut_off(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And until then holds up nobody but itself."""
-    monkeypatch.setattr(csv_answer, "LONGEST_S", 0.5)
+async def slow_reader(client: httpx.AsyncClient) -> tuple[asyncio.Task[None], list[Any]]:
+    """A tenant's question for CSV, whose client has stopped reading; what was sent to it."""
     sent: list[Any] = []
     never = asyncio.Event()
 
@@ -161,8 +160,36 @@ async def test_who_does_not_read_is_cut_off(client: httpx.AsyncClient, monkeypat
     }
     stuck = asyncio.create_task(transport.app(scope, receive, send))
     await eventually_in_loop(lambda: len(sent) > 3)
+    return stuck, sent
+
+
+async def test_who_does_not_read_is_cut_off(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And until then holds up nobody but itself."""
+    monkeypatch.setattr(csv_answer, "LONGEST_S", 0.5)
+    stuck, sent = await slow_reader(client)
     other = await client.get(f"/v1/usage?{SPAN}", headers={"Authorization": "Bearer key-of-zenith"})
     assert other.status_code == 200
     await asyncio.wait_for(stuck, PATIENCE_S)
     assert sent[-1]["more_body"]  # so no client takes it for whole
     assert (await client.get(f"/v1/usage?{SPAN}")).status_code == 200
+
+
+async def test_slow_readers_hold_no_more_than_there_is_room_for(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_sums = NUM_ADAPTERS * len(DAYS)
+    monkeypatch.setattr(held_sums, "MAX_HELD_FOR_CSV", num_sums + 1000)
+    monkeypatch.setattr(held_sums, "MAX_HELD", 2 * num_sums)
+    asked = f"/v1/admin/usage?by=day,adapter&{SPAN}"
+    stuck, _ = await slow_reader(client)
+    for _ in range(2):  # what is refused holds nothing
+        refused = await client.get(f"{asked}&format=csv", headers=OPERATORS)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert (await client.get(asked, headers=OPERATORS)).status_code == 200  # that needs no reader
+    monkeypatch.setattr(held_sums, "MAX_HELD", 2 * num_sums - 1)
+    assert (await client.get(asked, headers=OPERATORS)).status_code == 429
+    stuck.cancel()  # the client leaves
+    await asyncio.gather(stuck, return_exceptions=True)
+    for _ in range(2):  # what was sent holds nothing
+        assert (await client.get(f"{asked}&format=csv", headers=OPERATORS)).status_code == 200
