@@ -12,8 +12,9 @@ from .bodies import KeyBody
 def within(wanted: KeyRecord, body: KeyBody, maker: KeyRecord) -> KeyRecord:
     """`wanted` with what the maker's own bounds leave of it, where `body` leaves that open.
 
-    Raises 403 for scopes that the maker lacks, 400 where no scope is left.
+    Raises 403 for scopes that the maker lacks and for a maker with a quota of its own, 400 where no scope is left.
     """
+    _check_unbounded(maker)
     if body.scopes is None:
         wanted = structs.replace(wanted, scopes=wanted.scopes & maker.scopes)
         if not wanted.scopes:
@@ -22,29 +23,23 @@ def within(wanted: KeyRecord, body: KeyBody, maker: KeyRecord) -> KeyRecord:
     expires_at = maker.expires_at
     if expires_at is not None and wanted.expires_at is not None:
         expires_at = min(expires_at, wanted.expires_at)
-    return structs.replace(
-        wanted,
-        expires_at=wanted.expires_at if expires_at is None else expires_at,
-        quota=tighter(wanted.quota, maker.quota),
-    )
+    return structs.replace(wanted, expires_at=wanted.expires_at if expires_at is None else expires_at)
 
 
 def check_not_beyond(key: KeyRecord, maker: KeyRecord) -> None:
     """Raises 403 if the key may do what its maker may not: then the maker gets no new one in its place."""
+    _check_unbounded(maker)
     _check_scopes(key, maker)
-    lives_longer = maker.expires_at is not None and (key.expires_at is None or key.expires_at > maker.expires_at)
-    if lives_longer or tighter(key.quota, maker.quota) != key.quota:
-        message = "This API key ends earlier, or has a tighter quota, than the one to be replaced."
+    if maker.expires_at is not None and (key.expires_at is None or key.expires_at > maker.expires_at):
+        message = "This API key ends earlier than the one to be replaced."
         raise ApiError(403, message, code="missing_scope")
 
 
-def tighter(one: Quota, other: Quota) -> Quota:
-    """Whose bounds are the lower ones of both."""
-    found: dict[str, int | None] = {}
-    for name in Quota.__struct_fields__:
-        bounds = [bound for bound in (getattr(one, name), getattr(other, name)) if bound is not None]
-        found[name] = min(bounds, default=None)
-    return Quota(**found)
+def _check_unbounded(maker: KeyRecord) -> None:
+    """Each key's quota is counted for itself, so a new key would be a new quota for whoever makes it."""
+    if maker.quota != Quota():
+        message = "This API key has a quota of its own, so it can neither make nor rotate keys: use one without."
+        raise ApiError(403, message, code="missing_scope")
 
 
 def _check_scopes(key: KeyRecord, maker: KeyRecord) -> None:

@@ -28,7 +28,7 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
         "invalid_form": (400, "the body is not such a form; the message says what is wrong with it"),
         "bad_http": (400, "it is no HTTP, or its headers have more than 31 KiB"),
         "invalid_api_key": (401, "there is no such key, or the route is the operators' and the key is not"),
-        "missing_scope": (403, "the key is good, and may not do this; the message names the scope that it lacks"),
+        "missing_scope": (403, "the key is good, and may not do this; the message says why"),
         "tenant_suspended": (403, "the key is good, and the operators have suspended its tenant"),
         "model_not_found": (404, "there is no such model, or it is another tenant's"),
         "adapter_not_found": (404, "there is no such adapter, or it is another tenant's"),

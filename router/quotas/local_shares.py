@@ -13,7 +13,10 @@ from .standing import Costs, Standing
 
 @dataclass(slots=True)
 class _Share:
-    """A bucket with the router's part of a limit, and what Redis has not heard of it."""
+    """A bucket with the router's part of a limit, and what Redis has not heard of it.
+
+    The limits are the last ones above 0, at which all that is in the buckets was taken; 0: there was none yet.
+    """
 
     limit: float
     fleet_limit: int
@@ -71,24 +74,27 @@ class LocalShares:
         ]
         wanted = [costs.get(rate.kind, 0) for rate in bounds.rates]
         admitted = all(
-            not cost or admits(share.bucket, now_us, cost, share.limit)
-            for share, cost in zip(shares, wanted, strict=True)
+            not cost or (rate.limit > 0 and admits(share.bucket, now_us, cost, share.limit))
+            for rate, share, cost in zip(bounds.rates, shares, wanted, strict=True)
         )
         held = []
         if admitted:
             for rate, share, cost in zip(bounds.rates, shares, wanted, strict=True):
+                if not cost:
+                    continue
                 # A request is one, even where the share of a minute is less: the next one waits for longer.
                 amount = float(cost) if rate.kind == "requests" else reserved(cost, share.limit)
                 self._take(share, amount, now_us)
-                if rate.kind == "tokens" and cost:
+                if rate.kind == "tokens":
                     held.append(Held(rate.name, amount, share.bucket.at_us + share.bucket.backlog_us))
-        standing = Standing(bounds, now_us, [share.bucket for share in shares], [share.limit for share in shares], 0, 0)
+        limits = [share.limit if rate.limit > 0 else 0.0 for rate, share in zip(bounds.rates, shares, strict=True)]
+        standing = Standing(bounds, now_us, [share.bucket for share in shares], limits, 0, 0)
         return admitted, standing, held
 
     def use(self, life: str, held: Held, used: int, now_us: float, *, has_ended: bool) -> Held:
         """Charges what an answer has used beyond what it was given, or gives back what it has not used in the end."""
         share = self._shares.get((life, held.name))
-        if share is None or (used <= held.units and not has_ended):
+        if share is None or not share.limit or (used <= held.units and not has_ended):
             return held
         more = used - held.units
         if more > 0:
@@ -134,5 +140,6 @@ class LocalShares:
             if rate.kind == "requests" and 0 < limit < 1:  # less than one is left, so the first one has to wait
                 bucket = taken(bucket, now_us, 1 - limit, limit)
             share = self._shares[life, rate.name] = _Share(limit, rate.limit, bucket, Bucket(0.0, now_us))
-        share.limit, share.fleet_limit = limit, rate.limit
+        if limit > 0:
+            share.limit, share.fleet_limit = limit, rate.limit
         return share

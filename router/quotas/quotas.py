@@ -225,13 +225,20 @@ class Quotas:
             await asyncio.sleep(RETRY_S if self._state == "away" else RETRY_S / 4)
             try:
                 await self._tell_all()
+                if self._state == "returning" and loop.time() >= found_at + GRACE_S:
+                    self._go_back()
+                    return
             except RedisAway:
+                self._state = "away"
+                continue
+            except Exception:  # nobody else would bring this router back
+                _log.exception("quotas: redis could not be told what this router let through")
                 self._state = "away"
                 continue
             if self._state == "away":
                 self._state, found_at = "returning", loop.time()
-            elif loop.time() >= found_at + GRACE_S:
-                break
+
+    def _go_back(self) -> None:
         # Before anything that is asked from now on.
         for reply in self._report_shares():
             reply.add_done_callback(self._hear)
@@ -273,13 +280,19 @@ class Quotas:
     async def _keep(self) -> None:
         while True:
             await asyncio.sleep(RENEW_S)
-            for account in list(self._accounts.values()):
-                if account.may_exceed:
-                    self._charge(account, account.used(), has_ended=False)
-            if not self.is_local:
-                for reply in self._redis.renew(self._accounts):
-                    reply.add_done_callback(self._hear)
-            self._known.forget_full(_now_us())
+            try:
+                self._keep_up()
+            except Exception:  # else all answers under way would lose their places
+                _log.exception("quotas: answers under way could not be renewed or charged")
+
+    def _keep_up(self) -> None:
+        if not self.is_local:
+            for reply in self._redis.renew(self._accounts):
+                reply.add_done_callback(self._hear)
+        for account in list(self._accounts.values()):
+            if account.may_exceed:
+                self._charge(account, account.used(), has_ended=False)
+        self._known.forget_full(_now_us())
 
     def _new_lease(self) -> str:
         self._num_leases += 1

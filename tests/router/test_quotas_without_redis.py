@@ -14,12 +14,15 @@ import pytest
 from motet.adapters.registry.registry import connect
 from motet.adapters.tenants.records import Quota
 from motet.cluster.registry_server.redis_server import RedisServer
+from motet.router.accounts.account import Progress
 from motet.router.openai_api.errors import ApiError
 from motet.router.quotas.gcra import PERIOD_US
+from motet.router.quotas.local_shares import LocalShares, Report
 from motet.router.quotas.quotas import Quotas
+from motet.router.tenants.identity import Identity
 from motet.tests.rigs.late_redis import late_redis
 from motet.tests.rigs.patience import eventually_in_loop as eventually
-from motet.tests.rigs.quota_rig import asked, ending, identity, routers, try_open
+from motet.tests.rigs.quota_rig import asked, ending, identity, routers, try_open, until
 
 WAIT_S = 0.2
 
@@ -174,6 +177,74 @@ async def test_tokens_are_given_back_to_the_share(server: RedisServer) -> None:
         assert isinstance(await try_open(quotas, asked(who, prompt=100, new=800)), ApiError)
         account.settle(ending(prompt=100, completion=50))
         await quotas.open(asked(who, prompt=100, new=700))
+
+
+@pytest.mark.parametrize("state", ["away", "returning"])
+async def test_a_quota_that_is_set_to_0_meanwhile_keeps_no_router_local(server: RedisServer, state: str) -> None:
+    before = identity(Quota(requests_per_minute=100, tokens_per_minute=1000))
+    none = Quota(requests_per_minute=0, tokens_per_minute=0)
+    async with routers(server.url, 1, wait_s=WAIT_S) as (quotas,):
+        await lose_with_paused(server, quotas)
+        account = await quotas.open(asked(before, prompt=100, new=300))
+        if state == "returning":
+            go_on(server)
+            async with routers(server.url, 1) as (other,):
+                await until(lambda: has_less_than_all(other, before))
+        refused = await try_open(quotas, asked(identity(none)))
+        assert isinstance(refused, ApiError) and refused.status_code == 429
+        standing = await quotas.look(identity(none))
+        assert standing is not None and (standing.left(0), standing.left(1)) == (0, 0)
+        await quotas.open(asked(identity(none, name="fresh"), is_resumed=True))
+        account.settle(ending(prompt=100, completion=500))
+        go_on(server)
+        await eventually(lambda: not quotas.is_local)
+        standing = await quotas.look(before)
+        assert standing is not None
+        left = {rate.name: standing.left(index) for index, rate in enumerate(standing.bounds.rates)}
+        assert left["tokens"] < 900  # 600 were used, and some have drained
+
+
+async def has_less_than_all(quotas: Quotas, who: Identity) -> bool:
+    standing = await quotas.look(who)
+    assert standing is not None
+    return any(standing.left(index) < rate.limit for index, rate in enumerate(standing.bounds.rates))
+
+
+async def test_what_cannot_be_told_at_first_is_no_end_of_telling(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reports = LocalShares.reports
+    faults = [ZeroDivisionError("a fault"), ZeroDivisionError("another")]
+
+    def fail_at_first(shares: LocalShares, now_us: float) -> list[Report]:
+        if faults:
+            raise faults.pop()
+        return reports(shares, now_us)
+
+    monkeypatch.setattr(LocalShares, "reports", fail_at_first)
+    async with routers(server.url, 1, wait_s=WAIT_S) as (quotas,):
+        await lose_with_paused(server, quotas)
+        go_on(server)
+        await eventually(lambda: not quotas.is_local)
+    assert not faults
+    assert "could not be told" in caplog.text
+
+
+async def test_an_answer_that_cannot_be_charged_does_not_end_the_renewing(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.02)
+    asked_for = 0
+
+    def fail() -> Progress:
+        nonlocal asked_for
+        asked_for += 1
+        raise RuntimeError("a fault")
+
+    async with routers(server.url, 1) as (quotas,):
+        await quotas.open(asked(identity(Quota(tokens_per_minute=100)), new=500, by_now=fail))
+        await eventually(lambda: asked_for >= 2)
+    assert "could not be renewed or charged" in caplog.text
 
 
 async def test_an_answer_that_ends_while_redis_is_away_is_told_when_it_is_back(server: RedisServer) -> None:

@@ -143,14 +143,14 @@ async def test_a_rotated_key_is_good_during_the_overlap(rig: TenantsRig) -> None
 
 
 async def test_a_tenant_keeps_its_own_keys_and_gives_no_more_than_it_has(rig: TenantsRig) -> None:
-    admin = await rig.make_key("acme", "admin", "infer", expires_in_s=1000.0, quota={"requests_per_minute": 10})
+    admin = await rig.make_key("acme", "admin", "infer", expires_in_s=1000.0)
     theirs = await rig.make_key("zoo", "infer")
     upload = await rig.make_key("acme", "upload")
     ids = {name: hash_key(key)[:16] for name, key in (("admin", admin), ("theirs", theirs), ("upload", upload))}
-    made = await rig.done("POST", OWN, admin, json={"quota": {"requests_per_minute": 99, "adapters": 1}})
+    made = await rig.done("POST", OWN, admin, json={"quota": {"requests_per_minute": 99}})
     mine = (await rig.done("GET", f"{OWN}/{ids['admin']}", admin))["expires_at"]
     assert made["scopes"] == ["infer"] and made["expires_at"] == mine
-    assert (made["quota"]["requests_per_minute"], made["quota"]["adapters"]) == (10, 1)
+    assert made["quota"]["requests_per_minute"] == 99
     assert (await rig.ask("GET", "/v1/models", made["key"])).status_code == 200
     assert await rig.refused("POST", OWN, admin, json={"scopes": ["upload"]}) == (403, "missing_scope")
     assert await rig.refused("POST", f"{OWN}/{ids['upload']}/rotate", admin) == (403, "missing_scope")
@@ -168,7 +168,27 @@ async def test_a_tenant_keeps_its_own_keys_and_gives_no_more_than_it_has(rig: Te
     assert await rig.refused("GET", "/v1/adapters", upload) == (401, "invalid_api_key")
     endless = await rig.make_key("acme", "infer")
     assert await rig.refused("POST", f"{OWN}/{hash_key(endless)[:16]}/rotate", admin) == (403, "missing_scope")
-    assert (await rig.done("POST", f"{OWN}/{ids['admin']}/rotate", admin))["quota"]["requests_per_minute"] == 10
+    assert (await rig.done("POST", f"{OWN}/{ids['admin']}/rotate", admin))["expires_at"] == mine
+
+
+@pytest.mark.parametrize("quota", [{"requests_per_minute": 10}, {"adapters": 0}])
+async def test_a_key_with_a_quota_of_its_own_gets_no_other_one_by_a_new_key(
+    rig: TenantsRig, quota: dict[str, int]
+) -> None:
+    bound = await rig.make_key("acme", "admin", "infer", quota=quota)
+    free = await rig.make_key("acme", "infer")
+    for path in ("", f"/{hash_key(bound)[:16]}/rotate", f"/{hash_key(free)[:16]}/rotate"):
+        answer = await rig.ask("POST", f"{OWN}{path}", bound, json={})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (403, "missing_scope")
+        assert "has a quota of its own" in error["message"]
+    assert {key["id"] for key in (await rig.done("GET", OWN, bound))["data"]} == {
+        hash_key(bound)[:16],
+        hash_key(free)[:16],
+    }
+    assert (await rig.done("DELETE", f"{OWN}/{hash_key(free)[:16]}", bound))["deleted"]
+    rotated = await rig.done("POST", f"{KEYS}/{hash_key(bound)[:16]}/rotate", json={})
+    assert {name: rotated["quota"][name] for name in quota} == quota
 
 
 async def test_rotation_is_no_way_past_the_bound(rig: TenantsRig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -106,6 +108,25 @@ async def test_who_still_waits_after_its_time_is_given_up_and_who_runs_is_not(na
     assert given_up.error is not None
     assert (given_up.error.kind, given_up.error.reason) == ("overloaded", "waited")
     assert oldest_s > 0
+    await router.channel.close()
+
+
+async def test_who_has_waited_too_long_is_told_of_its_own_wait_only(narrow_leader: Leader) -> None:
+    router = Router(narrow_leader.address)
+    await router.read()
+    narrow_leader.engine.paused = True
+    await router.send(with_time(submit(1, 0, 1), tenant="other"))
+    await eventually(lambda: len(narrow_leader.engine.submitted) == 1)
+    await asyncio.sleep(1.0)  # the other one has waited for longer
+    began = time.monotonic()
+    await router.send(with_time(submit(2, 0, 1), wait_s=0.3))
+    await eventually(lambda: narrow_leader.engine.num_running == 1 and len(narrow_leader.engine.submitted) == 2)
+    waited_s = time.monotonic() - began
+    narrow_leader.engine.paused = False
+    _, given_up = await end_of(router, 2)
+    assert given_up.error is not None and given_up.error.reason == "waited"
+    assert given_up.error.retry_after_s is not None
+    assert 0.2 < given_up.error.retry_after_s <= waited_s
     await router.channel.close()
 
 

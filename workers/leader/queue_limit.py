@@ -31,6 +31,7 @@ class _Count:
     num_sequences: int = 0
     num_tokens: int = 0
     weight: float = 1.0
+    waiting: dict[int, None] = field(default_factory=dict)  # ids, the oldest first
     may_go: dict[int, None] = field(default_factory=dict)  # ids of those that may be given up, the newest last
 
 
@@ -60,11 +61,16 @@ class QueueLimit:
         """For how long the oldest sequence has waited; 0: none waits."""
         return now - next(iter(self._waiting.values())).arrived_at if self._waiting else 0.0
 
+    def waited_s(self, engine_id: int, now: float) -> float:
+        """For how long this sequence has waited; 0: it does not wait."""
+        waiting = self._waiting.get(engine_id)
+        return 0.0 if waiting is None else now - waiting.arrived_at
+
     def refusal(self, tenant: str, num_tokens: int, now: float, times: int = 1) -> SequenceError | None:
         """Why a tenant's sequence of so many tokens may not wait here; None: it may.
 
-        `times`: the bounds are so many times as high. The error says to come back after as long as the oldest sequence
-        has waited so far: as long as this one would.
+        `times`: the bounds are so many times as high. The error says to come back after as long as the tenant's own
+        oldest sequence has waited so far, 0 if none does: how long those of others have is their affair.
         """
         config, num_waiting, own = self._config, len(self._waiting), self._tenants.get(tenant, _Count())
         reason: RefusalReason = "full"
@@ -80,7 +86,7 @@ class QueueLimit:
         return SequenceError(
             "overloaded",
             f"{whose} is full: {problem}; try again later",
-            retry_after_s=self.oldest_s(now),
+            retry_after_s=self.waited_s(next(iter(own.waiting)), now) if own.waiting else 0.0,
             reason=reason,
         )
 
@@ -122,6 +128,7 @@ class QueueLimit:
         own.num_sequences += 1
         own.num_tokens += num_tokens
         own.weight = weight
+        own.waiting[engine_id] = None
         if may_go:
             own.may_go[engine_id] = None
 
@@ -135,6 +142,7 @@ class QueueLimit:
         own.num_sequences -= 1
         own.num_tokens -= left.num_tokens
         own.may_go.pop(engine_id, None)
+        del own.waiting[engine_id]
         if not own.num_sequences:
             del self._tenants[left.tenant]
 
@@ -147,6 +155,7 @@ class QueueLimit:
         for tenant, own in self._tenants.items():
             assert own.num_sequences == len(counted[tenant])
             assert own.num_tokens == sum(waiting.num_tokens for waiting in counted[tenant])
+            assert [*own.waiting] == [each for each, waiting in self._waiting.items() if waiting.tenant == tenant]
             assert all(self._waiting[engine_id].tenant == tenant for engine_id in own.may_go)
         assert self._num_tokens == sum(own.num_tokens for own in self._tenants.values())
 

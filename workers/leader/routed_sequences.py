@@ -285,7 +285,7 @@ class RoutedSequences:
     def _give_up_waiting(self, engine_id: int) -> None:
         """A sequence has waited as long as it may: the engine gives it up, unless it is computing its prompt."""
         message = "it waited longer than was expected when it came, and longer than it may; try again later"
-        error = SequenceError("overloaded", message, self.oldest_waiting_s, "waited")
+        error = SequenceError("overloaded", message, self._queue_limit.waited_s(engine_id, _now()), "waited")
         self._give_up(engine_id, error)
 
     def _give_up(self, engine_id: int, error: SequenceError) -> None:
