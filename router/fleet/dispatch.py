@@ -107,7 +107,7 @@ class Dispatcher(Protocol):
     def bring(self, request: SequenceRequest, num_gangs: int, wait_s: float) -> Mapping[str, SequenceStream]:
         """Starts a sequence at each of so many gangs, by their ids; at all if no more are connected.
 
-        They stay there as long as their gang does. Each gets "overloaded" if it still waits after `wait_s`.
+        They end with "gang_lost" if their gang is lost. Each gets "overloaded" if it still waits after `wait_s`.
         """
 
     def residency(self, tenant: str, digest: str, known_gangs: Collection[str] = ()) -> Mapping[str, AdapterTier]:
@@ -271,6 +271,8 @@ class FleetDispatcher:
             limit = MAX_LOSSES if sequence.has_begun else MAX_LOSSES_BEFORE_BEGUN
             if self._closed:
                 sequence.fail("gang_lost", "this router is shutting down")
+            elif sequence.stays:  # it was for that gang
+                sequence.fail("gang_lost", f"the gang was lost that it was brought to: {reason}")
             elif sequence.num_losses >= limit:
                 message = f"{limit} gangs were lost with this request before its next token, the last one to: {reason}"
                 sequence.fail("gang_lost", message)
@@ -283,7 +285,7 @@ class FleetDispatcher:
 
     def _lost_store(self, sequence: OpenSequence, error: SequenceError) -> None:
         """Goes on with a sequence whose gang cannot read its adapter: at another gang, or after a pause."""
-        if self._closed or sequence.num_store_failures.total() >= MAX_STORE_FAILURES:
+        if self._closed or sequence.stays or sequence.num_store_failures.total() >= MAX_STORE_FAILURES:
             sequence.refuse(error)
             return
         self._num_resumed += 1

@@ -43,7 +43,7 @@ class OpenSequence:
         self.is_resumed = is_resumed
         self.limit = limit or TimeLimit()
         self.is_new = not self.limit.has_begun  # not yet sent to a gang, nor waiting for one
-        self.stays = False  # where it was sent, as long as that gang is there
+        self.stays = False  # where it was sent, and ends with that gang
         self.num_moves = 0  # from a gang's queue to another's
         self._wait_s: float | None = None  # how long it may wait at its gang; None: as long as it takes
         self._wait_from: float | None = None  # by the event loop's clock

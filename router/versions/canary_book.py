@@ -20,18 +20,17 @@ from ...adapters.tenants.life import life_of
 from ...adapters.versions.canary_policy import first_token_bin, per_token_bin
 from ...adapters.versions.rollout import rollout_of
 from ..accounts.account import Account, Asked, Ending
+from .remembered import Remembered
 
 FLUSH_S: Final = 0.2  # what a router that is killed loses
 MAX_PENDING: Final = 20_000  # answers, while Redis is away; the oldest are lost
 _MAX_BATCH: Final = 500
-_MAX_FAILED: Final = 1_000  # versions whose failure this router is to tell, or remembers having told
+MAX_FAILED_OF_TENANT: Final = 50  # versions whose failure this router is to tell, or remembers having told
+_MAX_FAILED: Final = 10_000
 _MAX_REASON_CHARS: Final = 300
 _ERRORS: Final = frozenset({"internal_error"})  # a timeout is the client's own: he could say one that never suffices
 _REFUSED: Final = "adapter_failed"
 _log = logging.getLogger(__name__)
-
-
-_Place = tuple[str, str, int]  # tenant, name, version
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,9 @@ class CanaryBook:
     def __init__(self, view: RegistryView, counts: CanaryCounts) -> None:
         self._view, self.counts = view, counts
         self._pending: deque[Outcome] = deque(maxlen=MAX_PENDING)
-        self._failures: dict[_Place, str | None] = {}  # why it cannot be loaded; None: it can be again
-        self._failed: dict[_Place, None] = {}
+        # Why it cannot be loaded; None: it can be again.
+        self._failures = Remembered[str | None](MAX_FAILED_OF_TENANT, _MAX_FAILED)
+        self._failed = Remembered[None](MAX_FAILED_OF_TENANT, _MAX_FAILED)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -79,7 +79,7 @@ class CanaryBook:
         place = (version.tenant, version.name, version.version)
         if ending.error == _REFUSED:
             self.note_load(version, ending.reason)
-        elif place in self._failed and not ending.error:
+        elif place in self._failed.values and not ending.error:
             self.note_load(version, None)
         if trial is not None:
             life, of = life_of(asked.identity.tenant), f"{version.tenant}/{version.name}"
@@ -89,10 +89,10 @@ class CanaryBook:
         """A gang could not load the version, for this reason; None: one could. Redis is told soon."""
         place = (version.tenant, version.name, version.version)
         if reason is None:
-            self._failed.pop(place, None)
-        elif len(self._failed) < _MAX_FAILED:
-            self._failed[place] = None
-        self._tell_failure(place, None if reason is None else reason[:_MAX_REASON_CHARS])
+            self._failed.drop(place)
+        else:
+            self._failed.put(place, None)
+        self._failures.put(place, None if reason is None else reason[:_MAX_REASON_CHARS])
 
     def count(self, outcome: Outcome) -> None:
         """It is counted soon, unless nothing of it counts."""
@@ -110,19 +110,12 @@ class CanaryBook:
             for one in batch:  # what was dropped meanwhile for lack of room is not there to be removed
                 if self._pending and self._pending[0] is one:
                     self._pending.popleft()
-        failures = dict(islice(self._failures.items(), _MAX_BATCH))
+        failures = dict(islice(self._failures.values.items(), _MAX_BATCH))
         if failures:
             await self.counts.note_failures(failures)
             for place, reason in failures.items():
-                if place in self._failures and self._failures[place] == reason:  # else there is later news
-                    del self._failures[place]
-
-    def _tell_failure(self, place: _Place, reason: str | None) -> None:
-        """The newest is told, of each version once; the oldest are lost if there are too many."""
-        self._failures.pop(place, None)
-        self._failures[place] = reason
-        if len(self._failures) > _MAX_FAILED:
-            del self._failures[next(iter(self._failures))]
+                if self._failures.values.get(place, "") == reason:  # else there is later news
+                    self._failures.drop(place)
 
     async def _flush_forever(self) -> None:
         task = asyncio.current_task()

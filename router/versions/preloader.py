@@ -27,6 +27,19 @@ _PROMPT: Final = 0  # a token that every vocabulary has
 _log = logging.getLogger(__name__)
 
 
+def may_begin(num_gangs: int, num_of_tenant: int, num_of_all: int) -> bool:
+    """Whether a tenant's preload at so many gangs begins, beside so many that are under way, each at one gang.
+
+    The second half of the places is for tenants that have none, for one gang each: as many tenants as that bring
+    something at once, before any of them can keep another one out.
+    """
+    if num_of_tenant + num_gangs > MAX_OF_TENANT:
+        return False
+    if num_of_tenant == 0 and num_gangs == 1:
+        return num_of_all < MAX_IN_ALL
+    return num_of_all + num_gangs <= MAX_IN_ALL // 2
+
+
 class Preloader:
     """Owned by one event loop. A preload is background work of its tenant at a gang, and is charged like a cold load.
 
@@ -45,8 +58,13 @@ class Preloader:
         Raises 429 while too many preloads are under way, 503 if no gang is connected, and RegistryUnavailable.
         """
         num_own = self._num_of[tenant.name]
-        if num_own + num_gangs > MAX_OF_TENANT or self.num_running + num_gangs > MAX_IN_ALL:
-            message = f"{num_own} preloads of yours are under way at this router, and at most {MAX_OF_TENANT} may be"
+        if not may_begin(num_gangs, num_own, self.num_running):
+            message = f"{num_own} preloads of yours are under way at this router"
+            if num_own + num_gangs > MAX_OF_TENANT:
+                message += f", each at one gang: {num_gangs} more would be over {MAX_OF_TENANT}; try again later"
+            else:  # how many is the others' affair
+                message += ", and it has no places for more of them now; try again later"
+                message += ", or with one gang" if num_gangs > 1 and not num_own else ""
             raise ApiError(429, message, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
         request = SequenceRequest(
             prompt_token_ids=[_PROMPT],

@@ -268,6 +268,21 @@ async def test_all_gangs_hear_which_adapters_no_name_points_to_any_more(gangs: G
     await eventually(lambda: all(engine.outdated == ["digest-7"] for engine in gangs.engines.values()))
 
 
+async def test_what_was_brought_to_a_gang_ends_with_it(gangs: Gangs) -> None:
+    router = await gangs.add_router()
+    request = SequenceRequest(prompt_token_ids=[0], sampling=SamplingParams(max_tokens=None), tenant="acme")
+    ((gang, stream),) = router.bring(request, 1, wait_s=PATIENCE_S).items()
+    await eventually(lambda: gangs.num_submitted() == 1)
+    await gangs.servers[gang.removeprefix("gang ")].stop()
+    router.update({key: at for key, at in gangs.addresses.items() if f"gang {key}" != gang})
+    async with asyncio.timeout(PATIENCE_S):
+        async for update in stream:
+            assert gangs.num_submitted() == 1
+            last = update
+    assert last.error is not None
+    assert last.error.kind == "gang_lost"
+
+
 async def test_what_is_brought_goes_to_different_gangs_and_their_tiers_are_told(gangs: Gangs) -> None:
     routers = [await gangs.add_router() for _ in range(2)]
     ref = ADAPTERS[0]

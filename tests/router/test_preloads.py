@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,11 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from motet.adapters.registry.preloads import Preloads
+from motet.adapters.tenants.records import TenantRecord
+from motet.router.openai_api.errors import ApiError
 from motet.router.text.text import TextService
-from motet.router.versions.preloader import MAX_OF_TENANT, reason_of
+from motet.router.versions.preloader import MAX_IN_ALL, MAX_OF_TENANT, Preloader, may_begin, reason_of
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.router_rig import failing, text_service
 from motet.tests.rigs.version_rig import VersionRig, version_rigs
@@ -147,6 +152,45 @@ async def test_a_tenant_has_so_many_under_way_and_no_more(rigs: Sequence[Version
     async with asyncio.timeout(PATIENCE_S):
         while (await rig.http.post(PRELOAD)).status_code != 202:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+async def test_few_tenants_who_bring_much_keep_no_other_out(rigs: Sequence[VersionRig], redis_client: Redis) -> None:
+    rig, _ = rigs
+    await rig.upload(1)
+    rig.dispatcher.hangs, rig.dispatcher.script = True, lambda request: []
+    rig.dispatcher.num_gangs = MAX_OF_TENANT
+    version = await rig.view.resolve("acme", "x")
+    assert version is not None
+    preloader = Preloader(rig.dispatcher, Preloads(redis_client), rig.canaries)
+    for number in range(MAX_IN_ALL // MAX_OF_TENANT // 2):
+        await preloader.begin(TenantRecord(name=f"busy-{number}"), version, MAX_OF_TENANT)
+    with pytest.raises(ApiError, match=r"0 preloads of yours .* or with one gang") as refused:
+        await preloader.begin(TenantRecord(name="greedy"), version, MAX_OF_TENANT)
+    assert str(MAX_OF_TENANT) not in str(refused.value)
+    assert str(preloader.num_running) not in str(refused.value)
+    assert await preloader.begin(TenantRecord(name="quiet"), version, 1) == 1
+    with pytest.raises(ApiError, match="1 preloads of yours"):
+        await preloader.begin(TenantRecord(name="quiet"), version, 1)
+    for stream in rig.dispatcher.streams:
+        stream.cancel()
+    async with asyncio.timeout(PATIENCE_S):
+        while preloader.num_running:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_few_tenants_keep_another_one_from_bringing_a_version(seed: int) -> None:
+    chooser, running = random.Random(seed), Counter[str]()
+    num_greedy = chooser.randrange(1, MAX_IN_ALL)
+    for _ in range(2000):
+        tenant, num_gangs = f"greedy {chooser.randrange(num_greedy)}", chooser.randint(1, MAX_OF_TENANT)
+        if chooser.random() < 0.2 and running[tenant]:
+            running[tenant] -= 1
+        elif may_begin(num_gangs, running[tenant], running.total()):
+            running[tenant] += num_gangs
+        assert running.total() <= MAX_IN_ALL and max(running.values()) <= MAX_OF_TENANT
+        if num_greedy <= MAX_IN_ALL // 2:
+            assert may_begin(1, 0, running.total())
 
 
 def test_reasons_say_what_to_do() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.registry.canary_counts import CanaryCounts, Outcome
 from motet.adapters.registry.registry_scripts import CANARIES
 from motet.adapters.tenants.audit_entry import Actor
-from motet.adapters.tenants.records import TenantRecord
+from motet.adapters.tenants.records import KeyRecord, TenantRecord
 from motet.adapters.versions.canary_policy import MIN_ANSWERS
 from motet.router.accounts.account import Ending, Progress
+from motet.router.tenants.identity import Identity
 from motet.router.text.text import TextService
-from motet.router.versions.canary_book import CanaryBook, counted_of
+from motet.router.versions.canary_book import MAX_FAILED_OF_TENANT, CanaryBook, counted_of
 from motet.router.versions.canary_judge import MAX_AT_ONCE, CanaryJudge
 from motet.tests.rigs.patience import eventually_in_loop as eventually
+from motet.tests.rigs.quota_rig import asked
 from motet.tests.rigs.router_rig import failing, text_service, token_by_token
 from motet.tests.rigs.version_rig import VersionRig, version_rigs
 from motet.workers.wire.messages import SequenceRequest, SequenceUpdate
@@ -178,7 +181,7 @@ async def test_one_turn_of_telling_is_bounded_and_what_could_not_be_told_is_kept
             if self.is_away:
                 raise RegistryUnavailable("away")
             self.told.append(dict(failures))
-            self.book._tell_failure(("acme", "x", self.num_calls), "more of it comes meanwhile")
+            self.book._failures.put(("acme", "x", self.num_calls), "more of it comes meanwhile")
 
         async def add(self, outcomes: Sequence[Outcome]) -> None:
             self.num_calls += 1
@@ -188,8 +191,8 @@ async def test_one_turn_of_telling_is_bounded_and_what_could_not_be_told_is_kept
     slow = Slow(redis_client)
     slow.told = []
     slow.book = book = CanaryBook(rig.view, slow)
-    book._tell_failure(("acme", "x", 9), "first")
-    book._tell_failure(("acme", "x", 9), "second")
+    book._failures.put(("acme", "x", 9), "first")
+    book._failures.put(("acme", "x", 9), "second")
     book.count(Outcome("acme", "acme/x", "cmpl-1", "c", "stable", ("answers",)))
     await book.flush()
     assert slow.told == [{("acme", "x", 9): "second"}]
@@ -256,3 +259,24 @@ async def test_answers_of_a_deleted_tenant_meet_none_of_the_next_one_with_its_na
     mine = (await rig.complete(user="u1")).headers["x-motet-version"]
     assert mine == "x@3"  # numbers go on, so that what was said of version 1 is not said of its own first
     assert (await rig.http.get("/v1/adapters/x/canary")).status_code == 404
+
+
+async def test_a_tenant_of_many_broken_versions_takes_no_other_s_failures_from_memory(rig: VersionRig) -> None:
+    broken = await rig.view.resolve("acme", "x")
+    assert broken is not None
+    other = replace(broken, tenant="globex")
+    book = rig.canaries
+    await book.stop()  # told only when asked
+    book.note_load(other, "the store had a hiccup")
+    for number in range(1000):
+        book.note_load(replace(broken, version=number), "its file is cut short")
+        if number == 500:
+            book.note_load(replace(other, version=2), "the store had a hiccup")
+    await book.flush()
+    assert (await book.counts.failures("globex", "x", [other.version, 2])).keys() == {other.version, 2}
+    newest = range(1000 - MAX_FAILED_OF_TENANT, 1000)
+    assert (await book.counts.failures("acme", "x", range(1000))).keys() == set(newest)
+    identity = Identity(TenantRecord(name="globex"), KeyRecord(key_id="k", tenant="globex"))
+    book.note(replace(asked(identity), version=other), None, ending())
+    await book.flush()
+    assert (await book.counts.failures("globex", "x", [other.version, 2])).keys() == {2}

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from heapq import heapify, heapreplace
+from heapq import heappush, heapreplace
 from typing import NamedTuple
 
+from ..fairness.fullest_first import FullestFirst
 from ..wire.messages import RefusalReason, SequenceError
 from .leader_config import LeaderConfig
 
@@ -49,6 +50,9 @@ class QueueLimit:
         self._config, share = config, config.tenant_queue_share
         self._tenant_sequences = max(1, int(share * config.max_waiting_sequences))
         self._tenant_tokens = int(share * config.max_waiting_tokens)
+        self._fullest = FullestFirst(self._filled_of)  # by how much of the queue they have, by weight
+        for tenant in self._tenants:
+            self._fullest.rose(tenant)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -94,25 +98,37 @@ class QueueLimit:
         """Sequences of others to give up, so that a tenant's sequence of so many tokens may wait here.
 
         They are the newest of whoever has most waiting by its weight, as long as that is more than this tenant will
-        have. They are not counted here any more. Empty, and nothing changed, if that is not enough.
+        have. They are not counted here any more. Empty, and nothing changed, if nobody has more and that is not enough.
+
+        No more than a few are given up at once. If others still have more, this sequence may wait all the same, above
+        the bound: by then fewer sequences wait for each that comes, so there are only so many above it.
         """
         own, config = self._tenants.get(tenant, _Count()), self._config
         if self._tenant_problem(own, num_tokens, 1) is not None:
             return []
         filled = self.filled(own.num_sequences + 1, own.num_tokens + num_tokens, weight)
-        queues = [_Queue(self, each) for each in self._tenants.values() if each.may_go and each is not own]
-        heapify(queues)
+        queues: list[_Queue] = []  # of those that were fullest
+        looked_at: list[str] = []
         given_up: list[int] = []
         left_sequences, left_tokens = len(self._waiting), self._num_tokens
         while left_sequences >= config.max_waiting_sequences or (
             left_sequences and left_tokens + num_tokens > config.max_waiting_tokens
         ):
-            if not queues or queues[0].filled <= filled or len(given_up) == _MAX_GIVEN_UP:
-                return []
+            while self._fullest.most() > max(filled, queues[0].filled if queues else 0.0):
+                looked_at.append(self._fullest.pop())
+                if looked_at[-1] != tenant:
+                    heappush(queues, _Queue(self, self._tenants[looked_at[-1]]))
+            if not queues or queues[0].filled <= filled:
+                given_up = []
+                break
+            if len(given_up) == _MAX_GIVEN_UP:
+                break
             newest = queues[0].take(self._waiting)
             given_up.append(newest)
             left_sequences, left_tokens = left_sequences - 1, left_tokens - self._waiting[newest].num_tokens
             heapreplace(queues, queues[0])
+        for whose in looked_at:
+            self._fullest.rose(whose)
         for engine_id in given_up:
             self.leave(engine_id)
         return given_up
@@ -131,6 +147,7 @@ class QueueLimit:
         own.waiting[engine_id] = None
         if may_go:
             own.may_go[engine_id] = None
+        self._fullest.rose(tenant)
 
     def leave(self, engine_id: int) -> None:
         """The sequence has a token, has ended or was cancelled. Ids that are not here are ignored."""
@@ -145,6 +162,7 @@ class QueueLimit:
         del own.waiting[engine_id]
         if not own.num_sequences:
             del self._tenants[left.tenant]
+            self._fullest.forget(left.tenant)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if sequences or tokens are miscounted."""
@@ -163,6 +181,11 @@ class QueueLimit:
         """How much of the queue this is, by the bound that it is nearest to, for a tenant of this weight."""
         config = self._config
         return max(num_sequences / config.max_waiting_sequences, num_tokens / config.max_waiting_tokens) / weight
+
+    def _filled_of(self, tenant: str) -> float:
+        """How much of the queue it has, if it can give up any of it."""
+        own = self._tenants.get(tenant)
+        return self.filled(own.num_sequences, own.num_tokens, own.weight) if own is not None and own.may_go else 0.0
 
     def _tenant_problem(self, own: _Count, num_tokens: int, times: int) -> str | None:
         if own.num_sequences >= times * self._tenant_sequences:
