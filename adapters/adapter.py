@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # The seven linear projections of a decoder layer, in the order in which an adapter is packed.
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -82,6 +82,14 @@ class AdapterVersion:
     module_ranks: Mapping[str, int]
     num_bytes: int  # of the uploaded tensors
     created_at: float  # Unix time, seconds
+    # Of the record of the name that this was read from. They are no part of what the version is.
+    revision: int = field(default=0, compare=False)  # of two records of a name the one with the higher is newer
+    rollout: bytes = field(default=b"", compare=False, repr=False)  # JSON of a `Rollout`; empty: one without anything
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Of two records of a name the one with the higher order is newer. Old records have no revision."""
+        return self.revision, self.version
 
     @property
     def rank(self) -> int:

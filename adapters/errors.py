@@ -3,10 +3,19 @@
 ```
 AdapterError
 ├── AdapterInvalid        the upload is wrong; the message says what, and what is accepted (HTTP 400)
+├── NoSuchVersion         a name has no such version or alias (HTTP 404)
+│   └── NoSuchName        there is no such name (HTTP 404)
+├── VersionRefused        what a version is asked to be it cannot be now; the message says why (HTTP 409)
 ├── UploadTooLarge        the upload is over a size limit (HTTP 413)
+├── QuotaExceeded         a tenant, or a key, may not have so much (HTTP 429, code insufficient_quota)
 ├── RegistryUnavailable   Redis does not answer; the same call may be repeated later (HTTP 503)
 ├── StoreUnavailable      the store cannot be read now: it may be later, or from another machine (HTTP 503)
 ├── AdapterCorrupt        the store has an adapter no longer, or damaged; requests for this adapter fail, others do not
+├── TenantGone            the tenant that asked was deleted meanwhile (HTTP 401)
+├── TenantExists          there is a tenant of this name already (HTTP 409)
+├── TenantEnding          the tenant's deletion has not ended (HTTP 409)
+├── NoSuchTenant          (HTTP 404)
+├── NoSuchKey             (HTTP 404)
 ├── KeyTaken              an API key belongs to another tenant already (a launch is refused)
 └── OtherBase             a store or registry holds adapters of another base (a launch is refused)
 ```
@@ -23,7 +32,23 @@ class AdapterInvalid(AdapterError):  # noqa: N818
     pass
 
 
+class NoSuchVersion(AdapterError):  # noqa: N818
+    pass
+
+
+class NoSuchName(NoSuchVersion):
+    pass
+
+
+class VersionRefused(AdapterError):  # noqa: N818
+    pass
+
+
 class UploadTooLarge(AdapterError):  # noqa: N818
+    pass
+
+
+class QuotaExceeded(AdapterError):  # noqa: N818
     pass
 
 
@@ -36,6 +61,30 @@ class StoreUnavailable(AdapterError):  # noqa: N818
 
 
 class AdapterCorrupt(AdapterError):  # noqa: N818
+    pass
+
+
+class TenantGone(AdapterError):  # noqa: N818
+    pass
+
+
+class TenantExists(AdapterError):  # noqa: N818
+    pass
+
+
+class TenantEnding(AdapterError):  # noqa: N818
+    pass
+
+
+class NoSuchTenant(AdapterError):  # noqa: N818
+    pass
+
+
+class NoSuchKey(AdapterError):  # noqa: N818
+    pass
+
+
+class TooManyKeys(AdapterError):  # noqa: N818
     pass
 
 

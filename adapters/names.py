@@ -8,6 +8,7 @@ from collections.abc import Collection
 from .errors import AdapterInvalid, shown
 
 _ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_ALIAS = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -20,6 +21,15 @@ def check_name(name: str, reserved: Collection[str] = ()) -> None:
         )
     if name in reserved:
         raise AdapterInvalid(f"name {shown(name)} is taken by the base model: choose another")
+
+
+def check_alias(alias: str) -> None:
+    """Raises AdapterInvalid unless versions may have this alias. It begins with a letter, so that it is no number."""
+    if not _ALIAS.fullmatch(alias):
+        raise AdapterInvalid(
+            f"alias {shown(alias)} is not accepted: 1 to 64 letters, digits, '.', '_' and '-', "
+            "the first of them a letter"
+        )
 
 
 def check_tenant(tenant: str) -> None:

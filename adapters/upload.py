@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +15,14 @@ from .format.peft import CONFIG_FILE, TENSORS_FILE
 from .format.validation import validate
 from .names import check_name, check_tenant
 from .packing.layout import AdapterLayout
-from .registry.events import AdapterDeleted, AdapterSet
+from .registry.events import AdapterSet
 from .registry.registry import Registry
 from .registry.registry_view import RegistryView
 from .store.store import BEGINNINGS, AdapterStore
+from .tenants.audit_entry import AuditEntry
+from .tenants.storage_bounds import StorageBound, StorageUse, check_storage
+from .versions.name_state import NameState, VersionNote
+from .versions.rollout import MAX_VERSIONS, versions_of
 
 _SWEEP_LEASE_S = 60.0  # of a 256th of a store; after so long another router takes over from one that died
 
@@ -31,7 +35,7 @@ class UploadLimits:
 
 
 class UploadService:
-    """Uploads, lists and deletes adapters. Owned by one event loop; tensors are handled in threads.
+    """Uploads, lists, changes and deletes adapters. Owned by one event loop; tensors are handled in threads.
 
     Adapters are packed for each of `layouts`, which are of one base. `reserved`: names that no adapter may have.
     """
@@ -55,30 +59,82 @@ class UploadService:
         self._reserved = frozenset(reserved)
         self._slots = asyncio.Semaphore(self.limits.max_concurrent)
 
-    async def upload(self, tenant: str, name: str, config: bytes | Path, tensors: Path) -> tuple[AdapterVersion, bool]:
-        """The version that the name points to from now on, and whether this upload made it: the same content does not.
+    async def upload(
+        self,
+        tenant: str,
+        name: str,
+        config: bytes | Path,
+        tensors: Path,
+        *,
+        activate: bool = True,
+        note: VersionNote | None = None,
+        num_ended: int | None = None,
+        entry: AuditEntry | None = None,
+        bounds: Sequence[StorageBound] = (),
+    ) -> tuple[AdapterVersion, bool]:
+        """The version with this content, and whether this upload made it: the same content does not.
+
+        The name points to it from now on, unless `activate` is False: then it is only in the name's history.
 
         `config` is adapter_config.json, as bytes or a file; `tensors` is the file adapter_model.safetensors. The caller
-        removes both afterwards. Once this returns, the adapter is on disk. Raises AdapterInvalid, UploadTooLarge,
-        RegistryUnavailable; after the last one the same upload may be repeated.
+        removes both afterwards. Once this returns, the adapter is on disk. `num_ended` and `entry`: see
+        `NameRecords.register`. Raises AdapterInvalid, UploadTooLarge, TenantGone, VersionRefused for a new name without
+        `activate`, QuotaExceeded if more would be stored than `bounds` let, and RegistryUnavailable, after which the
+        same upload may be repeated.
         """
         check_tenant(tenant)
         check_name(name, self._reserved)
         await self._registry.ping()  # no work for an upload that cannot be registered
         async with self._slots:
-            content = await asyncio.to_thread(self._keep, config, tensors)
-        adapter, created = await self._registry.register(
-            tenant, name, digest=content.digest, module_ranks=content.module_ranks, num_bytes=content.num_bytes
+            content = await asyncio.to_thread(self._validated, config, tensors)
+            if any(not bound.is_open for bound in bounds):
+                await self._check_room(tenant, name, content, bounds)  # so that what is refused takes no disk
+            await asyncio.to_thread(self._store.put, content, self._layouts)
+        adapter, current, created = await self._registry.names.register(
+            tenant,
+            name,
+            digest=content.digest,
+            module_ranks=content.module_ranks,
+            num_bytes=content.num_bytes,
+            activate=activate,
+            note=note,
+            num_ended=num_ended,
+            entry=entry,
+            bounds=bounds,
         )
-        self._view.apply(AdapterSet(adapter))
+        self._view.apply(AdapterSet(current))
         return adapter, created
 
-    async def delete(self, tenant: str, name: str) -> bool:
-        """Deletes the name; whether there was one. Sequences that run on it finish. Raises RegistryUnavailable."""
-        version = await self._registry.delete(tenant, name)
-        if version is None:
+    async def state(self, tenant: str, name: str) -> NameState:
+        """The name with its history. Raises NoSuchName, RegistryUnavailable."""
+        return await self._registry.names.get(tenant, name)
+
+    async def change(
+        self,
+        tenant: str,
+        name: str,
+        change: Callable[[NameState, float], NameState],
+        entry: AuditEntry | None = None,
+        num_ended: int | None = None,
+        most_pinned_bytes: int | None = None,
+    ) -> NameState:
+        """The name after a change (`name_state.py`). The other arguments: see `NameRecords.change`.
+
+        Raises as the change does, NoSuchName, TenantGone, QuotaExceeded, RegistryUnavailable.
+        """
+        state = await self._registry.names.change(tenant, name, change, entry, num_ended, most_pinned_bytes)
+        self._view.apply(AdapterSet(state.current))
+        return state
+
+    async def delete(self, tenant: str, name: str, entry: AuditEntry | None = None) -> bool:
+        """Deletes the name with its versions; whether there was one. Sequences that run on it finish.
+
+        Raises RegistryUnavailable.
+        """
+        deleted = await self._registry.delete(tenant, name, entry)
+        if deleted is None:
             return False
-        self._view.apply(AdapterDeleted(tenant, name, version))
+        self._view.apply(deleted)
         return True
 
     async def list_page(self, tenant: str, after: str, limit: int) -> Sequence[AdapterVersion]:
@@ -94,7 +150,7 @@ class UploadService:
         return await self._registry.get(tenant, name)
 
     async def sweep(self, older_than_s: float = 3600.0, rest_s: float = 0.0) -> int | None:
-        """Removes stored adapters that no name has pointed to for `older_than_s`, and returns their number.
+        """Removes stored adapters that no name has had as a version for `older_than_s`, and returns their number.
 
         None: another router sweeps this store, or did so less than its `rest_s` ago. The caller calls it at intervals.
         Raises RegistryUnavailable.
@@ -118,14 +174,30 @@ class UploadService:
                 await self._registry.hold_sweep(store_id, sweep_id, rest)
         return num_removed
 
-    def _keep(self, config: bytes | Path, tensors: Path) -> AdapterContent:
+    async def stored(self, tenant: str, key_id: str) -> tuple[StorageUse, StorageUse]:
+        """What the tenant has stored, and what of that came with the key. Raises RegistryUnavailable."""
+        return await self._registry.stored.of(tenant, key_id)
+
+    async def _check_room(
+        self, tenant: str, name: str, content: AdapterContent, bounds: Sequence[StorageBound]
+    ) -> None:
+        """Raises QuotaExceeded as far as can be told before the upload is registered, which decides."""
+        current = await self._registry.get(tenant, name)
+        versions = [] if current is None else [*versions_of(current)]
+        if any(version.digest == content.digest for version in versions):
+            return  # perhaps nothing new
+        freed = max(version.num_bytes for version in versions) if len(versions) >= MAX_VERSIONS else 0
+        more = StorageUse(0 if versions else 1, content.num_bytes - freed)
+        for bound in bounds:
+            use = (await self._registry.stored.of(tenant, bound.key_id))[1]
+            check_storage(bound, use, more)
+
+    def _validated(self, config: bytes | Path, tensors: Path) -> AdapterContent:
         config_bytes = config.stat().st_size if isinstance(config, Path) else len(config)
         _check_size(CONFIG_FILE, config_bytes, self.limits.max_config_bytes)
         _check_size(TENSORS_FILE, tensors.stat().st_size, self.limits.max_tensors_bytes)
         data = config.read_bytes() if isinstance(config, Path) else config
-        content = validate(data, tensors, self._layouts[0].shape)
-        self._store.put(content, self._layouts)
-        return content
+        return validate(data, tensors, self._layouts[0].shape)
 
 
 def _check_size(what: str, num_bytes: int, limit: int) -> None:

@@ -2,7 +2,7 @@
 
 A setting's environment variable (`env` of `Setting`) is read here, and by click where `motet serve` has the option;
 XDG_CACHE_HOME is read here. No part reads the environment for a setting. The commands that talk to a running motet read
-two variables of their own (`commands/client_options.py`). Ray and other libraries read theirs; motet sets some of these
+two variables of their own (`client/client_options.py`). Ray and other libraries read theirs; motet sets some of these
 (`launch/local_serve.py`, `launch/joined_cluster.py`, `replicas/gang_workers.py`).
 """
 
@@ -19,6 +19,7 @@ from msgspec import structs
 
 from ..router.config import RouterConfig
 from ..router.fleet.admission import AdmissionConfig
+from ..router.oidc.oidc_config import OidcConfig
 from ..workers.config import EngineConfig
 from ..workers.device_probe import probe_device
 from ..workers.leader.leader_config import LeaderConfig
@@ -63,7 +64,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.placement != "strict-pack" and self.tensor_parallel == 1:
             raise ConfigError("--placement", self.placement, "a gang of one worker is on one node: strict-pack is it")
         try:  # these check what holds between their settings
-            _ = self.scaling, part_config(EngineConfig, self, num_threads=1)
+            _ = self.scaling, self.oidc, part_config(EngineConfig, self, num_threads=1)
         except ValueError as error:
             raise ValueError(_with_options(str(error))) from error
 
@@ -105,6 +106,15 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.data_dir / "spool"
 
     @property
+    def ledger_path(self) -> Path:
+        """Of what routers have not sent to Redis yet."""
+        return self.data_dir / "ledger"
+
+    @property
+    def ledger_archive_path(self) -> Path:
+        return self.store_path / "ledger"
+
+    @property
     def listen_host(self) -> str:
         """Where it listens."""
         assert self.host is not None
@@ -130,6 +140,11 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def router(self) -> RouterConfig:
         """Settings of one router."""
         return part_config(RouterConfig, self, model_name=self.name, scales_from_zero=self.min_gangs == 0)
+
+    @property
+    def oidc(self) -> OidcConfig:
+        """Whose tokens routers accept."""
+        return part_config(OidcConfig, self)
 
     @property
     def exposition(self) -> ExpositionConfig:
@@ -200,6 +215,12 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """How long a sequence waits while no gang is connected."""
         return max(self.gang_wait_s, self.cold_start_wait_s) if self.min_gangs == 0 else self.gang_wait_s
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """The settings as they are written, without secrets."""
+        shown = [field for field in fields_of(Settings) if not field.mark.secret]
+        return {field.flags[0]: _written(getattr(self, field.name)) for field in shown}
+
     def without_secrets(self) -> MotetConfig:
         """The same, without what nobody but this process may know: it may be sent where others look."""
         return structs.replace(
@@ -217,6 +238,12 @@ def _with_options(message: str) -> str:
         if "_" in field.name:  # others are also plain words
             message = re.sub(rf"\b{field.name}\b", field.option, message)
     return message
+
+
+def _written(value: object) -> object:
+    if isinstance(value, tuple):
+        return ["=".join(map(str, pair)) for pair in value]
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
 def part_config(kind: type[P], settings: Settings, **given: object) -> P:

@@ -3,11 +3,16 @@
 All measures are summed over the fleet, so the number of gangs that they call for does not depend on how many there are:
 a gang that is starting is neither missing nor a reason to start another. More gangs are asked for at once. Fewer are
 asked for only after the load has been small enough for a while; the history remembers for how long.
+
+One tenant's backlog calls for no more than its part of the gangs that there may be, whatever it sends: fair scheduling
+holds the rest of it back, and the gangs that others need come on top. So more of one tenant never calls for fewer.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -25,6 +30,7 @@ class ScalingConfig:
     scale_to_zero_after_s: float  # nobody must have asked for so long
     start_grace_s: float  # for so long a starting gang is not given up
     window_s: float  # over which a load is averaged
+    tenant_scaling_share: float  # of max_gangs, that one tenant's backlog may call for
 
     def __post_init__(self) -> None:
         if self.min_gangs > self.max_gangs:
@@ -42,6 +48,15 @@ class ScalingConfig:
         return self.min_gangs == self.max_gangs
 
 
+@dataclass(frozen=True)
+class TenantLoad:
+    """What of a gang's load, in the same measures, is one tenant's."""
+
+    tenant: str
+    queued_tokens: float = 0.0
+    pool_pressure: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class GangLoad:
     """One gang over the last window."""
@@ -51,6 +66,7 @@ class GangLoad:
     pool_pressure: float = 0.0  # 0 to 1
     adapter_loads_per_s: float = 0.0  # into a full pool
     computed_tokens_per_s: float = 0.0
+    tenants: tuple[TenantLoad, ...] = ()  # those who have most there; others are not told
 
     @property
     def is_idle(self) -> bool:
@@ -120,12 +136,31 @@ def gangs_needed(state: FleetState, config: ScalingConfig, share: float = 1.0) -
     """
     if not state.is_awaited and all(gang.is_idle for gang in state.gangs):
         return 0
+    tenants = [one for gang in state.gangs for one in gang.tenants]
+    most = config.tenant_scaling_share * config.max_gangs
     wanted = max(
-        sum(gang.queued_tokens for gang in state.gangs) / config.queued_tokens_per_gang,
-        sum(gang.pool_pressure for gang in state.gangs) / config.pool_pressure,
+        _called_for(
+            sum(gang.queued_tokens for gang in state.gangs) / config.queued_tokens_per_gang,
+            [(one.tenant, one.queued_tokens / config.queued_tokens_per_gang) for one in tenants],
+            most,
+        ),
+        _called_for(
+            sum(gang.pool_pressure for gang in state.gangs) / config.pool_pressure,
+            [(one.tenant, one.pool_pressure / config.pool_pressure) for one in tenants],
+            most,
+        ),
         sum(gang.adapter_loads_per_s for gang in state.gangs) / config.adapter_loads_per_s,
     )
     return max(1, math.ceil(min(wanted / share, config.max_gangs)))
+
+
+def _called_for(num_gangs: float, parts: Iterable[tuple[str, float]], most: float) -> float:
+    """So many gangs, of which no tenant's parts together count for more than `most`."""
+    of_tenant: defaultdict[str, float] = defaultdict(float)
+    for tenant, part in parts:
+        of_tenant[tenant] += part
+    # Rounded, since what is left of a sum of parts is not exactly nothing.
+    return max(0.0, round(num_gangs - sum(max(0.0, part - most) for part in of_tenant.values()), 9))
 
 
 def decide(state: FleetState, config: ScalingConfig, history: ScalingHistory) -> int:

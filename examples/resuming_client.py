@@ -75,4 +75,5 @@ def _events(response: httpx.Response) -> Iterator[tuple[str, str]]:
         *blocks, buffer = (buffer + piece).split(b"\n\n")
         for block in blocks:
             fields = dict(line.split(": ", 1) for line in block.decode().split("\n"))
-            yield fields.get("id", ""), fields["data"]
+            if "data" in fields:  # else it is a comment, which says that the stream still waits
+                yield fields.get("id", ""), fields["data"]

@@ -39,7 +39,7 @@ def read_pages(pool: torch.Tensor, pages: Sequence[int]) -> torch.Tensor:
         for page, target in zip(pages, content, strict=True):
             _copy_page(target, pool[page])
         return content
-    return pool.index_select(0, torch.tensor(pages, device=pool.device))
+    return torch.stack([pool[page] for page in pages])  # their numbers stay on the host, which so waits for nothing
 
 
 def _copy_page(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -47,7 +47,8 @@ NOT_FINITE: Final = -1  # what `highest` returns in place of a token
 
 
 class SamplingKernels(Protocol):
-    """Logits are `[num_rows, vocab]` float32; tokens are int64, on the logits' device."""
+    """For a CPU; of a GPU's rows `joint_sampling.choose_together` chooses all tokens. Logits are `[num_rows, vocab]`
+    float32, tokens int64."""
 
     def penalise(self, logits: torch.Tensor, rows: Sequence[int], penalties: Sequence[Penalty]) -> None:
         """Changes each of `rows` as the `Penalty` of the same index says, in place: first repetition, then the others.
@@ -64,6 +65,5 @@ class SamplingKernels(Protocol):
     def draw(self, logits: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> torch.Tensor:
         """A token for each of `rows`, drawn by the `Draw` of the same index: `[len(rows)]`.
 
-        On a CPU the highest logit of each of these rows must be finite. On a GPU, where a check would wait for the
-        device, a row without a finite highest logit gives an arbitrary token; `highest` reports such rows.
+        The highest logit of each of these rows must be finite.
         """

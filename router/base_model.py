@@ -7,6 +7,7 @@ import asyncio
 from ..adapters.adapter import AdapterVersion
 from ..adapters.errors import RegistryUnavailable
 from ..adapters.registry.registry_view import RegistryView
+from ..adapters.versions.rollout import selected
 from ..workers.wire.messages import GangInfo
 from .fleet.dispatch import Dispatcher
 from .fleet.probe import probe
@@ -51,22 +52,28 @@ class BaseModel:
         return gang
 
     async def adapter(self, tenant: str, model: str) -> AdapterVersion | None:
-        """The version that a request's `model` names for the tenant; None: the base itself. Raises 404.
+        """The current version of the adapter that a request's `model` names, `name` or `name@…`; None: the base itself.
 
+        Raises 404 for a name that the tenant does not have; what stands behind an @ is not looked at.
         Raises 503 for an adapter that this router does not keep in memory while the registry is away.
         """
         if model == self.name:
             return None
-        version = await resolved(self._view, tenant, model)
-        if version is None:
+        current = await resolved(self._view, tenant, model.partition("@")[0])
+        if current is None:
             raise model_not_found(model)
-        return version
+        return current
 
 
 async def resolved(view: RegistryView, tenant: str, model: str) -> AdapterVersion | None:
-    """The version that `model` names for the tenant; None: there is none. Raises 503 if that cannot be told now."""
+    """The version that `name`, `name@3` or `name@alias` is for the tenant; None: there is none.
+
+    Raises 503 if that cannot be told now.
+    """
+    name, is_selected, selector = model.partition("@")
     try:
-        return await view.resolve(tenant, model)
+        current = await view.resolve(tenant, name)
+        return selected(current, selector) if is_selected and current is not None else current
     except RegistryUnavailable as error:
         message = f"The adapter {model} cannot be looked up now: {error}"
         raise unavailable(message, "registry_unavailable") from error

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from typing import Annotated, Final, TypeVar
 
+from msgspec import Meta
 from starlette.requests import Request
 
 from ..adapters.adapter import AdapterVersion
 from ..adapters.registry.registry_view import RegistryView
+from ..adapters.tenants.life import life_number
 from ..workers.wire.messages import AdapterRef
 from .access.request_record import NUM_ANSWER_CHARS, record_of
 from .accounts.account import Accounts, Asked
@@ -26,6 +30,7 @@ from .fleet.dispatch import Dispatcher
 from .generation.generation import Generation, GenerationRequest, Prompt
 from .loop_share import LoopShare
 from .metrics import Metrics
+from .openai_api.answer_schema import ChatChunk, ChatCompletion, Completion
 from .openai_api.errors import invalid_value, unsupported
 from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from .openai_api.response_id import fingerprint_of, new_response_id
@@ -37,12 +42,37 @@ from .requests.chat_prompt import chat_prompt
 from .requests.completion_prompts import completion_prompts, count_prompts
 from .requests.model_limits import check_length
 from .requests.sampling_params import sampling_params, stop_strings
+from .route import RouteSpec
 from .tenants.auth import Door
 from .tenants.identity import Identity
 from .text.text import TextService
+from .versions.shadow_sender import ShadowSender
+from .versions.version_choice import answering, key_in_trial, version_header
 
 R = TypeVar("R", bound=GenerationFields)
+Versions = Sequence[AdapterVersion | None]  # the one that answers first; None: the base
 
+_EventId = Annotated[str, Meta(description="The last event's id that came of a stream: it goes on behind that.")]
+_ERRORS: Final = (
+    "unsupported_parameter",
+    "context_length_exceeded",
+    "invalid_request",
+    "model_not_found",
+    "version_not_found",
+    "body_timeout",
+    "timeout",
+    "taken_over",
+    "unsupported_encoding",
+    "overloaded",
+    "bodies_full",
+    "rate_limit_exceeded",
+    "ledger_full",
+    "adapter_failed",
+    "gang_lost",
+    "store_unavailable",
+    "registry_unavailable",
+)
+BACKGROUND_TIER = "flex"  # OpenAI's service_tier for what may take its time
 _DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions; a chat may fill the context, or the pool
 
 
@@ -57,6 +87,7 @@ class CompletionsApi:
         metrics: Metrics,
         door: Door,
         accounts: Accounts,
+        shadows: ShadowSender | None = None,
     ) -> None:
         self._config = config
         self._bodies = BodyReader(config.now.max_held_body_bytes, metrics)
@@ -65,15 +96,45 @@ class CompletionsApi:
         self._view = view
         self._text = text
         self._metrics = metrics
-        self._door, self._accounts = door, accounts
+        self._door, self._accounts, self._shadows = door, accounts, shadows
+
+    def routes(self) -> Sequence[RouteSpec]:
+        generating = partial(
+            RouteSpec,
+            method="POST",
+            scope="infer",
+            texts={"text/event-stream": "With `stream`: an event for each chunk, and at last `[DONE]`."},
+            headers={LAST_EVENT_ID: _EventId},
+        )
+        return (
+            generating(
+                path="/v1/chat/completions",
+                handler=self.chat,
+                summary="Answer a chat.",
+                body=ChatRequest,
+                answers={200: ChatCompletion},
+                events=ChatChunk,
+                errors=("invalid_messages", *_ERRORS),
+            ),
+            generating(
+                path="/v1/completions",
+                handler=self.complete,
+                summary="Complete a text.",
+                body=CompletionRequest,
+                answers={200: Completion},
+                events=Completion,
+                errors=_ERRORS,
+            ),
+        )
 
     async def complete(self, http: Request) -> GenerationResponse:
         started_at = time.perf_counter()
         identity = self._door.identify(http, "infer")
+        record_of(http.scope).headers = self._accounts.at_door(identity, LAST_EVENT_ID in http.headers)
         tenant = identity.name
         async with self._body(http, tenant, CompletionRequest, self._config.now.max_sequences_per_request) as request:
             position = self._position(http, request, tenant)
-            version = await self._admit(http, request, tenant)
+            versions = await self._admit(http, request, identity)
             if request.echo and request.logprobs is not None:
                 raise unsupported(
                     "echo", "the prompt's log probabilities are not computed; leave echo or logprobs out."
@@ -92,10 +153,11 @@ class CompletionsApi:
             for ids in token_lists
         ]
         n = request.n or 1
-        generation = self._generation(http, request, prompts, identity, version)
+        generation = self._generation(http, request, prompts, identity)
         if request.best_of is not None and request.best_of > n:
             generation = with_best_of(generation, request.best_of)
-        head = await self._head("cmpl-", request, generation, position)
+        head, version = await self._head("cmpl-", request, generation, position, versions)
+        generation = _of_version(generation, version, request.model)
         record_of(http.scope).answer = head.id[-NUM_ANSWER_CHARS:]
         shape = CompletionAnswer(
             head,
@@ -105,15 +167,16 @@ class CompletionsApi:
             with_logprobs=request.logprobs is not None,
             with_token_ids=bool(request.return_token_ids),
         )
-        return await self._response(request, generation, head, position, shape, started_at, identity, version)
+        return await self._response(request, generation, head, position, shape, started_at, identity, version, versions)
 
     async def chat(self, http: Request) -> GenerationResponse:
         started_at = time.perf_counter()
         identity = self._door.identify(http, "infer")
+        record_of(http.scope).headers = self._accounts.at_door(identity, LAST_EVENT_ID in http.headers)
         tenant = identity.name
         async with self._body(http, tenant, ChatRequest, 1) as request:
             position = self._position(http, request, tenant)
-            version = await self._admit(http, request, tenant)
+            versions = await self._admit(http, request, identity)
             if request.echo:
                 raise unsupported("echo", "a chat's prompt is not repeated; leave it out.")
             if request.top_logprobs is not None and not request.logprobs:
@@ -125,8 +188,9 @@ class CompletionsApi:
         max_tokens = request.max_completion_tokens or request.max_tokens
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
         prompt = self._prompt(request, token_ids, "messages", max_tokens, num_logprobs)
-        generation = self._generation(http, request, [prompt], identity, version)
-        head = await self._head("chatcmpl-", request, generation, position)
+        generation = self._generation(http, request, [prompt], identity)
+        head, version = await self._head("chatcmpl-", request, generation, position, versions)
+        generation = _of_version(generation, version, request.model)
         record_of(http.scope).answer = head.id[-NUM_ANSWER_CHARS:]
         shape = ChatAnswer(
             head,
@@ -136,7 +200,7 @@ class CompletionsApi:
             with_logprobs=bool(request.logprobs),
             with_token_ids=bool(request.return_token_ids),
         )
-        return await self._response(request, generation, head, position, shape, started_at, identity, version)
+        return await self._response(request, generation, head, position, shape, started_at, identity, version, versions)
 
     def _position(self, http: Request, request: GenerationFields, tenant: str) -> StreamPosition | None:
         """The position from which the client resumes a stream; None: it does not resume one. Raises a 400."""
@@ -154,14 +218,15 @@ class CompletionsApi:
         max_bytes = max_body_bytes(context, num_prompts, self._config.now.max_body_bytes)
         return self._bodies.open(http, tenant, kind, max_bytes=max_bytes, context=context)
 
-    async def _admit(self, http: Request, request: GenerationFields, tenant: str) -> AdapterVersion | None:
-        """The version that `model` names; None: the base. Raises 404, and 400 for fields that are refused."""
-        adapter = await self._base.adapter(tenant, request.model)
+    async def _admit(self, http: Request, request: GenerationFields, identity: Identity) -> Versions:
+        """The version that answers, and others as `answering` has them. Raises 404, and 400 for refused fields."""
+        current = await self._base.adapter(identity.name, request.model)
+        versions: Versions = [None] if current is None else answering(current, request, identity)
         record_of(http.scope).model = request.model
         refuse_unsupported(request)
         if request.stream_options is not None and not request.stream:
             raise invalid_value("stream_options", "it is only allowed with stream: true.")
-        return adapter
+        return versions
 
     def _check_num_sequences(self, num_prompts: int, request: GenerationFields, param: str) -> None:
         limit = self._config.now.max_sequences_per_request
@@ -192,28 +257,36 @@ class CompletionsApi:
         request: GenerationFields,
         prompts: list[Prompt],
         identity: Identity,
-        version: AdapterVersion | None,
     ) -> GenerationRequest:
+        """Of the base: see `_of_version`."""
         return GenerationRequest(
             prompts=prompts,
             n=request.n or 1,
             tenant=identity.name,
-            adapter=None if version is None else AdapterRef(version.digest, dict(version.module_ranks)),
-            adapter_name="" if version is None else request.model,
+            adapter=None,
             stop=stop_strings(request),
             keep_token_ids=bool(request.return_token_ids),
             keep_logprobs=prompts[0].sampling.num_logprobs is not None,
             beams=beam_rules(request, prompts, self._base.gang()),
             request_id=record_of(http.scope).request_id,
-            cache_salt=request.cache_salt or "",
+            # Who gets a deleted tenant's name shares no KV with it, whatever either of them gives as salt.
+            cache_salt=f"{life_number(identity.tenant)}:{request.cache_salt or ''}",
             timeout_s=request.timeout,
+            weight=identity.tenant.weight,
+            priority=request.priority or 0,
+            is_background=identity.tenant.is_background or request.service_tier == BACKGROUND_TIER,
             is_echoed=isinstance(request, CompletionRequest) and bool(request.echo),
         )
 
     async def _head(
-        self, prefix: str, request: GenerationFields, generation: GenerationRequest, position: StreamPosition | None
-    ) -> AnswerHead:
-        """The head of a new answer, or of the answer whose stream the client resumes.
+        self,
+        prefix: str,
+        request: GenerationFields,
+        generation: GenerationRequest,
+        position: StreamPosition | None,
+        versions: Versions,
+    ) -> tuple[AnswerHead, AdapterVersion | None]:
+        """The head of a new answer and its version, or those of the answer whose stream the client resumes.
 
         Raises a 400 if the resumed stream belongs to another request.
         """
@@ -221,25 +294,25 @@ class CompletionsApi:
         for prompt in generation.prompts:
             prompts.append(fingerprint_of(prompt))
             await share.pause()
-        asked = fingerprint_of(
-            generation.tenant,
-            None if generation.adapter is None else generation.adapter.digest,
-            prompts,
-            generation.n,
-            generation.stop.strings,
-            generation.keep_token_ids,
-        )
+
+        def fingerprint(version: AdapterVersion | None) -> bytes:
+            stop, digest = generation.stop.strings, None if version is None else version.digest
+            return fingerprint_of(generation.tenant, digest, prompts, generation.n, stop, generation.keep_token_ids)
+
+        version = versions[0]
         if position is None:
-            response_id = new_response_id(prefix, int(time.time()), asked)
+            response_id = new_response_id(prefix, int(time.time()), fingerprint(version))
         else:
             response_id = position.response_id
-            if (response_id.prefix, response_id.fingerprint) != (prefix, asked):
+            begun = [one for one in versions if fingerprint(one) == response_id.fingerprint]
+            if response_id.prefix != prefix or not begun:
                 raise wrong_position(
                     "it belongs to the answer to another request: send the same body with it. A stream cannot be "
-                    "resumed either if the model's name points to another version of the adapter by now."
+                    "resumed either if the version of the adapter that it began with is kept no more."
                 )
+            version = begun[0]
             self._check_position(position, generation)
-        return AnswerHead(str(response_id), response_id.created, request.model)
+        return AnswerHead(str(response_id), response_id.created, request.model), version
 
     def _check_position(self, position: StreamPosition, generation: GenerationRequest) -> None:
         """Raises a 400 for a position that the request's choices cannot have reached."""
@@ -266,6 +339,7 @@ class CompletionsApi:
         started_at: float,
         identity: Identity,
         version: AdapterVersion | None,
+        versions: Versions,
     ) -> GenerationResponse:
         style = None
         if request.stream:
@@ -282,14 +356,27 @@ class CompletionsApi:
             model=request.model,
             version=version,
             user=request.user or "",
+            sticky_key=key_in_trial(versions, request, identity),
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in generation.prompts),
             num_new_tokens=generation.n * sum(_num_new_tokens(prompt, context) for prompt in generation.prompts),
             num_sequences=len(running.choices),
             is_resumed=position is not None,
+            is_stream=style is not None,
             progress=running.progress,
         )
         account = await self._accounts.open(asked)
-        return GenerationResponse(running, shape, style, self._metrics, account)
+        if self._shadows is not None:
+            self._shadows.send(versions, request.model, generation, head.id, identity)
+        response = GenerationResponse(running, shape, style, self._metrics, account)
+        if version is not None:
+            response.raw_headers.append(version_header(version))
+        return response
+
+
+def _of_version(generation: GenerationRequest, version: AdapterVersion | None, model: str) -> GenerationRequest:
+    if version is None:
+        return generation
+    return replace(generation, adapter=AdapterRef(version.digest, dict(version.module_ranks)), adapter_name=model)
 
 
 def _num_new_tokens(prompt: Prompt, context: int) -> int:

@@ -53,7 +53,7 @@ class Endpoint:
         answer: Answer | None = None
         try:
             answer = await self._answer(Request(scope, receive), record)
-            answer.raw_headers.append(record.header)
+            answer.raw_headers += record.headers_besides(answer.raw_headers)
             await answer(scope, receive, send)
             status_code = answer.status_code
             if isinstance(answer, Response):

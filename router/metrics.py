@@ -46,6 +46,10 @@ class Metrics:
         self.loop_held_s = Histogram(LOOP_HELD_BOUNDS_S)  # written by the watchdog of the loop
         self.num_held_body_bytes = 0  # of JSON bodies that arrive or wait to be decoded
         self.dropped_log_lines: Callable[[], int] = lambda: 0  # how many there were; whoever writes the log knows
+        self.ledger: Callable[[], tuple[int, float]] = lambda: (
+            0,
+            0.0,
+        )  # bytes that it waits with, and how long (s)
         self.last_token_at: float | None = None  # time.perf_counter()
 
     def count_failure(self, error: SequenceError) -> None:

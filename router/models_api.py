@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
 
 import msgspec
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,7 +19,8 @@ from .access.request_record import record_of
 from .base_model import BaseModel, resolved
 from .openai_api.answer_schema import Model
 from .openai_api.errors import model_not_found, unavailable
-from .openai_api.list_page import PageRequest, encoded_list, page_request, read_page
+from .openai_api.list_page import PAGE_QUERY, ListPage, PageRequest, encoded_list, page_request, read_page
+from .route import RouteSpec
 from .tenants.auth import Door
 
 OWNER_OF_BASE = "motet"
@@ -29,6 +32,30 @@ class ModelsApi:
         self._base, self._door = base, door
         self._view = view
         self._created_at = int(time.time())
+
+    def routes(self) -> Sequence[RouteSpec]:
+        listing = partial(
+            RouteSpec,
+            method="GET",
+            handler=self.list,
+            scope="infer",
+            answers={200: ListPage[Model]},
+            query=PAGE_QUERY,
+            errors=("registry_unavailable",),
+        )
+        return (
+            listing(path="/v1/models", summary="List the models that you may ask."),
+            listing(path="/v1/models/", summary="The same as /v1/models."),
+            RouteSpec(
+                method="GET",
+                path="/v1/models/{model:path}",  # the name of a base may have slashes
+                handler=self.show,
+                scope="infer",
+                summary="Show a model.",
+                answers={200: Model},
+                errors=("model_not_found", "registry_unavailable"),
+            ),
+        )
 
     async def list(self, request: Request) -> Response:
         """The base first, then the tenant's adapters by name."""
@@ -49,6 +76,7 @@ class ModelsApi:
         return Response(body, media_type="application/json")
 
     async def show(self, request: Request) -> Response:
+        """The base, or an adapter of the tenant's."""
         tenant = self._door.identify(request, "infer").name
         name = request.path_params["model"]
         if name == self._base.name:
@@ -57,7 +85,7 @@ class ModelsApi:
             version = await resolved(self._view, tenant, name)
             if version is None:
                 raise model_not_found(name)
-            model = self._adapter_model(version)
+            model = structs.replace(self._adapter_model(version), id=name)
         record_of(request.scope).model = model.id
         return Response(msgspec.json.encode(model), media_type="application/json")
 

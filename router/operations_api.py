@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -20,12 +21,26 @@ from .base_model import BaseModel
 from .exposition.families import text_of
 from .exposition.gang_families import gang_families
 from .exposition.router_families import RouterFacts, router_families
-from .exposition.targets import MetricsTarget, discovery
+from .exposition.targets import MetricsTarget, TargetGroup, discovery
 from .fleet.dispatch import Dispatcher
 from .metrics import Metrics
 from .openai_api.errors import unavailable
 from .readiness import Readiness
+from .route import RouteSpec
 from .tenants.auth import Door
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """Of this router, and of the gangs that it is connected to."""
+
+    version: str
+    model: str
+    redis_connected: bool
+    gangs: list[dict[str, Any]]  # what each is, and its load
+    load: dict[str, Any] | None  # of all of them together; null: none is connected
+    open_generations: int
+    refused_requests: int
+    timed_out_requests: int
 
 
 def router_facts(dispatcher: Dispatcher, view: RegistryView) -> RouterFacts:
@@ -60,6 +75,42 @@ class OperationsApi:
         self._metrics = metrics
         self._readiness = readiness
 
+    def routes(self) -> Sequence[RouteSpec]:
+        get = partial(RouteSpec, method="GET")
+        text = {"text/plain": "One word."}
+        return (
+            get(path="/health", handler=self.health, scope=None, summary="Does the router live?", texts=text),
+            get(
+                path="/ready",
+                handler=self.ready,
+                scope=None,
+                summary="Can a token be served?",
+                texts=text,
+                errors=("not_ready",),
+            ),
+            get(
+                path="/metrics",
+                handler=self.metrics,
+                scope="operator",
+                summary="Metrics for Prometheus.",
+                texts={"text/plain": "In Prometheus' text format."},
+            ),
+            get(
+                path="/metrics/targets",
+                handler=self.metrics_targets,
+                scope="operator",
+                summary="All processes that have metrics, for Prometheus.",
+                answers={200: list[TargetGroup]},
+            ),
+            get(
+                path="/status",
+                handler=self.status,
+                scope="operator",
+                summary="Gangs, their load, and what they are.",
+                answers={200: Status},
+            ),
+        )
+
     async def health(self, request: Request) -> Response:
         """200: the process runs and its event loop is not blocked. It says nothing about gangs."""
         return PlainTextResponse("ok")
@@ -89,16 +140,16 @@ class OperationsApi:
         """What `motet status` shows."""
         self._door.check_operator(request)
         load = self._dispatcher.load()
-        status: dict[str, Any] = {
-            "version": __version__,
-            "model": self._base.name,
-            "redis_connected": self._view.connected,
-            "gangs": [self._shown(gang, gang_load) for gang, gang_load in self._dispatcher.gangs()],
-            "load": None if load is None else load.flat(),
-            "open_generations": self._metrics.num_open_generations,
-            "refused_requests": self._metrics.refused.total(),
-            "timed_out_requests": self._metrics.num_timed_out,
-        }
+        status = Status(
+            version=__version__,
+            model=self._base.name,
+            redis_connected=self._view.connected,
+            gangs=[self._shown(gang, gang_load) for gang, gang_load in self._dispatcher.gangs()],
+            load=None if load is None else load.flat(),
+            open_generations=self._metrics.num_open_generations,
+            refused_requests=self._metrics.refused.total(),
+            timed_out_requests=self._metrics.num_timed_out,
+        )
         return Response(msgspec.json.encode(status), media_type="application/json")
 
     def _shown(self, gang: GangInfo, load: EngineLoad) -> dict[str, Any]:

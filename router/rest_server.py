@@ -12,11 +12,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..adapters.administration.administration import Administration
+from ..adapters.registry.preloads import Preloads
 from ..adapters.registry.registry_view import RegistryView
 from ..adapters.upload import UploadService
 from .access.access_log import AccessLog
 from .access.request_record import begin_record
 from .accounts.account import Accountant, Accounts
+from .administration.keys_api import KeysApi
+from .administration.tenants_api import TenantsApi
 from .base_model import BaseModel
 from .completions_api import CompletionsApi
 from .config import CurrentConfig
@@ -26,12 +30,24 @@ from .fleet.dispatch import Dispatcher
 from .metrics import Metrics
 from .models_api import ModelsApi
 from .openai_api.errors import ApiError, internal_error
+from .openapi.openapi_api import OpenApi
 from .operations_api import OperationsApi
+from .quotas.limits_api import LimitsApi
+from .quotas.quotas import Quotas
 from .readiness import Readiness
+from .residency.pin_keeper import PinKeeper
 from .route import RouteSpec
-from .tenants.auth import Door
+from .tenants.auth import Door, Tokens
 from .text.text import TextService
 from .uploads.adapters_api import AdaptersApi
+from .versions.canary_book import CanaryBook
+from .versions.pin_api import PinApi
+from .versions.preload_api import PreloadApi
+from .versions.preloader import Preloader
+from .versions.residency_api import ResidencyApi
+from .versions.shadow_sender import ShadowSender
+from .versions.trials_api import TrialsApi
+from .versions.versions_api import VersionsApi
 
 UNKNOWN_ROUTE: Final = "unknown"  # in the metrics: what clients ask for must not make labels
 
@@ -48,42 +64,64 @@ def create_app(
     labels: Mapping[str, str] | None = None,
     targets: Callable[[], Sequence[MetricsTarget]] = tuple,
     accountants: Sequence[Accountant] = (),
+    administration: Administration | None = None,
+    tokens: Tokens | None = None,
+    quotas: Quotas | None = None,
+    canaries: CanaryBook | None = None,
+    preloads: Preloads | None = None,
+    pins: PinKeeper | None = None,
+    more_routes: Callable[[Door], Sequence[RouteSpec]] = lambda door: (),
 ) -> FastAPI:
     """The app. The caller starts and stops the collaborators that it passes in.
 
     `operator_key`: what /status and the routes of metrics ask for, since they tell of all tenants. `metrics`: where
     somebody else writes into them too. `labels`: of all that /metrics shows. `targets`: processes with metrics of their
     own. `config`: what in it can change takes effect with the next request. `accountants`: they keep something
-    of each answer.
+    of each answer. `administration`: None: tenants and keys are not changed here. `tokens`: who verifies tokens
+    of identity providers; None: there are none. `quotas`: None: nobody has any. `canaries`: must be started; None: no
+    version can be put on trial. `preloads`: None, or no `canaries`: nothing is brought to gangs before somebody asks
+    for it. `pins`: must be started; None: nothing is pinned. `more_routes`: of what else the caller has made,
+    which ask this door.
     """
     metrics = metrics or Metrics()
-    door = Door(view, operator_key)
+    door = Door(view, operator_key, tokens)
     base = BaseModel(config.now.model_name, dispatcher, view, scales_from_zero=config.now.scales_from_zero)
     readiness = Readiness(config, dispatcher, metrics)
     operations = OperationsApi(base, dispatcher, view, metrics, readiness, door, labels or {}, targets)
     models = ModelsApi(base, view, door)
-    completions = CompletionsApi(config, base, dispatcher, view, text, metrics, door, Accounts(accountants))
+    if canaries is not None:
+        accountants = (*accountants, canaries)
+    accounts = Accounts(accountants) if quotas is None else Accounts((quotas, *accountants), quotas.at_door)
+    shadows = None if canaries is None else ShadowSender(dispatcher, text, canaries, accounts)
+    completions = CompletionsApi(config, base, dispatcher, view, text, metrics, door, accounts, shadows)
     adapters = AdaptersApi(config, door, uploads, metrics)
+    counts = None if canaries is None else canaries.counts
+    versions = VersionsApi(door, uploads, counts)
+    limits = LimitsApi(door, quotas, uploads)
     access_log = AccessLog(config)
-    # The name of a base may have slashes.
-    routes: Sequence[RouteSpec] = (
-        RouteSpec(method="POST", path="/v1/chat/completions", handler=completions.chat, scope="infer"),
-        RouteSpec(method="POST", path="/v1/completions", handler=completions.complete, scope="infer"),
-        RouteSpec(method="GET", path="/v1/models", handler=models.list, scope="infer"),
-        RouteSpec(method="GET", path="/v1/models/", handler=models.list, scope="infer"),
-        RouteSpec(method="GET", path="/v1/models/{model:path}", handler=models.show, scope="infer"),
-        RouteSpec(method="POST", path="/v1/adapters", handler=adapters.upload, scope="upload"),
-        RouteSpec(method="GET", path="/v1/adapters", handler=adapters.list, scope="upload"),
-        RouteSpec(method="GET", path="/v1/adapters/{name}", handler=adapters.show, scope="upload"),
-        RouteSpec(method="DELETE", path="/v1/adapters/{name}", handler=adapters.delete, scope="upload"),
-        RouteSpec(method="GET", path="/health", handler=operations.health, scope=None),
-        RouteSpec(method="GET", path="/ready", handler=operations.ready, scope=None),
-        RouteSpec(method="GET", path="/metrics", handler=operations.metrics, scope="metrics"),
-        RouteSpec(method="GET", path="/metrics/targets", handler=operations.metrics_targets, scope="metrics"),
-        RouteSpec(method="GET", path="/status", handler=operations.status, scope="metrics"),
-    )
+    routes = [
+        *completions.routes(),
+        *models.routes(),
+        *adapters.routes(),
+        *versions.routes(),
+        *ResidencyApi(door, uploads, dispatcher, view, counts, preloads, pins).routes(),
+        *limits.routes(),
+        *operations.routes(),
+        *more_routes(door),
+    ]
+    if counts is not None:
+        routes += TrialsApi(door, uploads, counts).routes()
+    if canaries is not None and preloads is not None:
+        routes += PreloadApi(door, uploads, Preloader(dispatcher, preloads, canaries)).routes()
+    if pins is not None:
+        routes += PinApi(door, uploads, view, pins).routes()
+    if administration is not None:
+        routes += TenantsApi(administration, view, door).routes()
+        routes += KeysApi(administration, view, door).routes()
+    openapi = OpenApi(routes)
     app = FastAPI(title="motet", openapi_url=None, docs_url=None, redoc_url=None)
-    for route in routes:
+    app.state.routes = openapi.all_routes
+    for route in openapi.all_routes:
         endpoint = Endpoint(f"{route.method} {route.path}", route.handler, metrics, access_log)
         app.router.routes.append(Route(route.path, endpoint, methods=[route.method]))
     app.add_exception_handler(HTTPException, partial(_no_route, metrics, access_log))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..adapters.packing.layout import Dtype
+from .fairness.standings import Scheduling
 
 ExpertSharding = Literal["tensor", "expert"]
 Device = Literal["cpu", "cuda", "auto"]
@@ -30,6 +31,7 @@ class EngineConfig:
     max_tokens_per_step: int  # token budget of a plan
     token_interval_s: float | Literal["auto"]  # that a step should take at most in which sequences decode; 0: no limit
     max_num_sequences: int  # sequences that run at once
+    scheduling: Scheduling  # who goes first: whoever was served least, or who came first
     prefix_cache: bool  # sequences of a tenant that begin alike share their KV
     max_model_len: int | None  # None: what the model's config says
     num_threads: int  # of each worker's compute library

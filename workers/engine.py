@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 from .execution.executor import Executor
 from .plan import StepPlan, StepResult
 from .plan_ahead import PlanAhead
 from .scheduling.scheduler import Scheduler
 from .wire.engine_load import EngineLoad
+from .wire.fair_shares import TenantShare
 from .wire.messages import GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
+
+_LATE = 0.1  # of what a step was expected to take: a plan after it should be made by so long before its end
+_LEAST_SPARE, _MOST_SPARE, _MORE_SPARE = 0.05, 0.85, 0.01  # of what a step was expected to take
 
 
 class Engine:
@@ -29,7 +33,8 @@ class Engine:
         self._scheduler, self.executor, self.info, self._clock = scheduler, executor, info, clock
         self._overlaps = overlaps
         self._ahead = PlanAhead(scheduler)
-        self._began_at = 0.0  # the plan that is executed
+        self._began_at = self._expected_s = 0.0  # the plan that is executed
+        self._spare = _LEAST_SPARE  # part of a step's time in which the next plan need not be made yet
         self._refused: list[SequenceUpdate] = []
         self._is_stalled = False
 
@@ -54,12 +59,34 @@ class Engine:
         """No name points to the adapter any more: what there is of it goes first. Sequences that need it go on."""
         self._scheduler.outdate(digest)
 
+    def pin(self, changes: Mapping[str, bool]) -> None:
+        """Adapters that host memory must keep from now on (True), or need not keep any more."""
+        self._scheduler.host_news.pin(changes)
+
+    def charge_elsewhere(self, totals: Iterable[tuple[str, float]]) -> None:
+        """What tenants have had of all other gangs, as `ServedElsewhere` has it: here they come later for it."""
+        self._scheduler.charge_elsewhere(totals)
+
+    def take_shares(self, most: int) -> list[TenantShare]:
+        """Of at most so many tenants whose share has changed since it was last taken."""
+        return self._scheduler.take_shares(most)
+
     def change_token_interval(self, token_interval_s: float) -> None:
         """Steps that are planned from now on should take no longer while sequences decode; 0: as long as they take."""
         self._scheduler.token_interval_s = token_interval_s
 
     def has_work(self) -> bool:
         return bool(self._refused) or self._ahead.has_plan or self._scheduler.has_work()
+
+    def spare_s(self) -> float:
+        """For how long the next plan can still wait: who comes meanwhile is in it, and else comes a whole step later.
+
+        What is executed is busy for longer than this, as far as steps go on to take what such steps took. Nothing waits
+        unless somebody came lately who is clearly behind others: a busy CPU wakes a thread late, which costs a little.
+        """
+        if not self._ahead.has_plan or not self._scheduler.pressure.is_on:
+            return 0.0
+        return max(0.0, self._began_at + self._spare * self._expected_s - self._clock())
 
     def step(self) -> list[SequenceUpdate]:
         """One iteration: schedule → execute → commit. Returns what each sequence's owner should hear of it.
@@ -81,13 +108,20 @@ class Engine:
         return refused + self._scheduler.commit(plan, result)
 
     def _begin(self, plan: StepPlan) -> StepPlan:
-        self._began_at = self._clock()
+        self._expected_s, self._began_at = self._scheduler.expected_s(plan), self._clock()
         self.executor.begin(plan)
         return plan
 
     def _finish(self, plan: StepPlan) -> StepResult:
+        planned_at = self._clock()
         result = self.executor.finish()
-        self._scheduler.observe(plan, self._clock() - self._began_at)
+        now = self._clock()
+        left_s = now - planned_at
+        if left_s < _LATE * self._expected_s:  # the device had to wait for the plan that follows, or nearly so
+            self._spare = max(_LEAST_SPARE, self._spare * (0.9 if left_s > 0.1 * _LATE * self._expected_s else 0.5))
+        else:
+            self._spare = min(_MOST_SPARE, self._spare + _MORE_SPARE)
+        self._scheduler.observe(plan, now - self._began_at)
         return result
 
     @property

@@ -18,13 +18,13 @@ from .execution.executor import Executor, LocalExecutor, WorkerLostError, comput
 from .execution.gang_executor import GangExecutor
 from .execution.gang_messages import Failed, FromWorker, Join, Ready
 from .execution.gang_messages import Progress as ProgressMessage
+from .fairness.prompt_budget import token_interval_of
 from .loop import EngineLoop
 from .memory.pool import PoolGeometry, plan_pool
 from .models.config import ModelConfig
 from .models.sharding import ModelSharding
 from .models.weights import Progress
 from .parallel import Alone
-from .scheduling.prompt_budget import token_interval_of
 from .scheduling.request_limits import GangLimits
 from .scheduling.scheduler import Scheduler
 from .wire.messages import GangInfo
@@ -71,6 +71,7 @@ def build_engine(
         config.prefix_cache,
         tier_sizes(config, geometry),
         token_interval_s=token_interval_of(config.token_interval_s, device),
+        scheduling=config.scheduling,
     )
     return Engine(scheduler, executor, _info(config, geometry, kernels, device, model))
 
@@ -167,6 +168,7 @@ def _info(config: EngineConfig, geometry: PoolGeometry, kernels: str, device: st
         num_pages=geometry.num_pages,
         page_bytes=geometry.page_bytes,
         num_threads=config.num_threads,
+        is_fair=config.scheduling == "fair",
         max_num_sequences=min(config.max_num_sequences, config.max_tokens_per_step),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,

@@ -6,15 +6,17 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
 from .engine import Engine
+from .fairness.prompt_budget import token_interval_of
 from .leader.served_engine import OnStep
-from .scheduling.prompt_budget import token_interval_of
 from .step_deadline import StepDeadline
 from .step_times import StepTimes
+from .wire.fair_shares import ServedElsewhere, TenantShare
 from .wire.messages import (
     Cancel,
     GangInfo,
@@ -27,6 +29,7 @@ from .wire.messages import (
 )
 
 _log = logging.getLogger(__name__)
+_SHARES_S, _MAX_SHARES = 0.25, 512  # so often so many tenants' shares are told
 _HEARTBEAT_S = 5.0  # between steps while there is nothing to compute
 
 
@@ -37,13 +40,21 @@ class GiveUpWaiting(msgspec.Struct, frozen=True):
     error: SequenceError
 
 
+class PinChanges(msgspec.Struct, frozen=True):
+    """Adapters that host memory must keep from now on (True), or need not keep any more."""
+
+    changes: Mapping[str, bool]
+
+
 class TokenInterval(msgspec.Struct, frozen=True):
     """Steps should take no longer than this while sequences decode."""
 
     seconds: float
 
 
-_Message = Submit | Cancel | GiveUpWaiting | Outdated | TokenInterval  # what the loop's thread is told by others
+_Message = (
+    Submit | Cancel | GiveUpWaiting | Outdated | PinChanges | TokenInterval | ServedElsewhere
+)  # what the loop's thread is told by others
 
 
 class EngineLoop:
@@ -62,6 +73,8 @@ class EngineLoop:
         self._submitted: set[int] = set()  # unfinished sequences; the loop's thread owns it
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._times = StepTimes()
+        self._shares: deque[list[TenantShare]] = deque()  # that nobody has taken
+        self._shares_due_at = 0.0
         self._on_step: OnStep = lambda updates, load, residency: None
         engine.wake_on_copy_end(self._copy_ended)
 
@@ -96,6 +109,16 @@ class EngineLoop:
     def outdate(self, digest: str) -> None:
         self._put(Outdated(digest))
 
+    def pin(self, changes: Mapping[str, bool]) -> None:
+        self._put(PinChanges(changes))
+
+    def charge_elsewhere(self, served: ServedElsewhere) -> None:
+        self._put(served)
+
+    def take_shares(self) -> list[TenantShare]:
+        """Shares that have changed since they were last taken: some, and a few times a second."""
+        return self._shares.popleft() if self._shares else []
+
     def change_token_interval(self, token_interval_s: float | Literal["auto"]) -> None:
         """As the setting of an engine has it, from the next plan on."""
         self._put(TokenInterval(token_interval_of(token_interval_s, self.info.device)))
@@ -129,10 +152,12 @@ class EngineLoop:
             self._refuse_all(self._failure)
 
     def _step(self) -> None:
-        self._times.begin_step()
         updates = self._engine.step()
         self._submitted.difference_update(u.sequence_id for u in updates if u.finish_reason or u.error)
         self._deadline.observe(time.monotonic() - self._progress_at)
+        if time.monotonic() >= self._shares_due_at and not self._shares:
+            self._shares_due_at = time.monotonic() + _SHARES_S
+            self._shares.append(self._engine.take_shares(_MAX_SHARES))
         self._on_step(updates, self._times.end_step(self._engine.load()), self._engine.take_residency_changes())
 
     def _refuse_all(self, failure: SequenceError) -> None:
@@ -148,17 +173,20 @@ class EngineLoop:
                 self._inbox.clear()
 
     def _take_inbox(self) -> bool:
-        """Waits until a step is due and obeys the messages that came in. False: stop."""
+        """Waits until a step is due, for as long as the next plan can wait, and obeys what came in. False: stop."""
         with self._wake:
             # A step without work is a heartbeat: it finds a worker that died or hangs while nobody asked for anything.
             self._wake.wait_for(self._is_due, timeout=_HEARTBEAT_S)
+            self._progress_at = time.monotonic()
+            self._times.begin_step()
+            if (spare_s := self._engine.spare_s()) > 0:
+                self._wake.wait_for(lambda: self._stopping, spare_s)
             self._copies_ended = 0
             messages = tuple(self._inbox)
             self._inbox.clear()
             stopping = self._stopping
         for message in messages:
             self._obey(message)
-        self._progress_at = time.monotonic()
         return not stopping
 
     def _obey(self, message: _Message) -> None:
@@ -171,6 +199,10 @@ class EngineLoop:
                 self._submitted.discard(sequence_id)
             case Outdated(digest):
                 self._engine.outdate(digest)
+            case PinChanges(changes):
+                self._engine.pin(changes)
+            case ServedElsewhere(totals):
+                self._engine.charge_elsewhere(totals)
             case TokenInterval(seconds):
                 self._engine.change_token_interval(seconds)
             case GiveUpWaiting(sequence_id, error):

@@ -104,6 +104,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     copies: tuple[PageCopy, ...] = ()
     outdated: tuple[str, ...] = ()  # digests that no name points to any more: host memory need not keep them
     penalised: tuple[int, ...] = ()  # ids of all running sequences with penalties: what is kept of others goes
+    pins: dict[str, bool] = {}  # digests that host memory must keep from now on (True), or need not keep any more
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -133,6 +134,9 @@ class HostAdapterStats(msgspec.Struct, frozen=True, array_like=True):
     num_reads: int = 0  # since the start, of adapters that were not in host memory but in the store
     num_failed_reads: int = 0  # since the start, those included that were tried again
     num_hung_reads: int = 0  # that have been given up, and have not come back yet
+    came: tuple[str, ...] = ()  # digests, since the last result
+    went: tuple[str, ...] = ()
+    pin_news: dict[str, str] = {}  # by digest, since the last result: why it cannot be kept; empty: it can again
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

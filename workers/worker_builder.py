@@ -11,6 +11,7 @@ from ..adapters.store.store import AdapterStore
 from ..kernels.backend import Kernels, choose_kernels
 from .config import EngineConfig
 from .device import resolve_device
+from .device_memory import DeviceMemory
 from .execution.adapter_loader import AdapterLoader
 from .execution.executor import LocalExecutor
 from .execution.graphs import CudaRecorder
@@ -18,6 +19,7 @@ from .execution.page_mover import PageMover
 from .execution.runner import Runner
 from .memory.host_adapter_cache import HostAdapterCache
 from .memory.page_arrays import DevicePages, DiskPages, HostPages, PageArray
+from .memory.pinned_memory import PinnedArena
 from .memory.pool import PoolGeometry, make_pool, plan_pool
 from .models.config import ModelConfig
 from .models.decoder import load_decoder
@@ -50,17 +52,24 @@ def build_executor(
     kernels = choose_kernels(
         device, dtype, config.num_threads, config.cache_path, on_compile, slow_ones=config.slow_kernels == "allow"
     )
-    pool = make_pool(geometry, device)
-    decoder = load_decoder(sharding, Checkpoint(config.model_path, dtype, device, on_progress), kernels)
-    rotary = rotary_tables(model.rotaries, model.head_dim, config.context_of(model.max_model_len), device)
+    memory = DeviceMemory(device)
+    with memory.part("the pool"):
+        pool = make_pool(geometry, device)
+    with memory.part("weights"):
+        decoder = load_decoder(sharding, Checkpoint(config.model_path, dtype, device, on_progress), kernels)
+        rotary = rotary_tables(model.rotaries, model.head_dim, config.context_of(model.max_model_len), device)
     runner = Runner(decoder, kernels, parallel, pool, geometry, layout, rotary)
-    pinned = device.type == "cuda"  # a copy from other memory would not run beside the steps
-    cache = HostAdapterCache(AdapterStore(config.store_path), layout, config.host_bytes, pinned)
+    cache = HostAdapterCache(
+        AdapterStore(config.store_path), layout, config.host_bytes, _arena(config.host_bytes, geometry, device)
+    )
     mover = PageMover(_page_arrays(config, geometry, pool, kernels), device)
     if device.type == "cuda":
         on_progress("recording the GPU's work", 0, 1)
-        runner.warm_up()
-        runner.record_decodes(config.max_num_sequences, config.context_of(model.max_model_len), CudaRecorder())
+        with memory.part("chunks of prompts"):
+            runner.warm_up(config.max_tokens_per_step)
+        with memory.part("graphs"):
+            runner.record_decodes(config.max_num_sequences, config.context_of(model.max_model_len), CudaRecorder())
+        memory.tell()
         on_progress("recording the GPU's work", 1, 1)
     loader = AdapterLoader(cache, pool, kernels, config.store_deadline_s)
     return LocalExecutor(runner, loader, mover, kernels.choice, device, thread)
@@ -77,13 +86,19 @@ def tier_sizes(config: EngineConfig, geometry: PoolGeometry) -> TierSizes:
     return TierSizes(config.kv_host_bytes // geometry.page_bytes, config.kv_disk_bytes // geometry.page_bytes)
 
 
+def _arena(host_bytes: int, geometry: PoolGeometry, device: torch.device) -> PinnedArena | None:
+    """Pinned memory for adapters; None where a copy runs beside the steps without it, or nothing is to be kept."""
+    num_pages = host_bytes // geometry.page_bytes
+    return PinnedArena(num_pages, geometry) if device.type == "cuda" and num_pages else None
+
+
 def _page_arrays(
     config: EngineConfig, geometry: PoolGeometry, pool: torch.Tensor, kernels: Kernels
 ) -> dict[Tier, PageArray]:
-    sizes = tier_sizes(config, geometry)
+    sizes, on_gpu = tier_sizes(config, geometry), pool.device.type == "cuda"
     arrays: dict[Tier, PageArray] = {"device": DevicePages(pool, kernels.read_pages, kernels.write_pages)}
     if sizes.host:
-        arrays["host"] = HostPages(sizes.host, geometry, pinned=pool.device.type == "cuda")
+        arrays["host"] = HostPages(sizes.host, geometry, pinned=on_gpu)
     if sizes.disk:
-        arrays["disk"] = DiskPages(config.kv_disk_path, geometry)
+        arrays["disk"] = DiskPages(config.kv_disk_path, geometry, pinned=on_gpu)
     return arrays

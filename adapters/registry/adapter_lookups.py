@@ -109,8 +109,8 @@ def _newest(found: AdapterVersion | None, events: Sequence[AdapterSet | AdapterD
     """What the name means after the events, some of which the answer may have seen."""
     for event in events:
         if isinstance(event, AdapterSet):
-            if found is None or event.adapter.version > found.version:
+            if found is None or event.adapter.order > found.order:
                 found = event.adapter
-        elif found is not None and found.version <= event.version:
+        elif found is not None and found.order <= event.order:
             found = None
     return found

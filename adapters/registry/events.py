@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import sys
 from dataclasses import dataclass
 
+import msgspec
+
 from ..adapter import AdapterVersion
+from ..tenants.records import KeyRecord, TenantRecord
 
 
 @dataclass(frozen=True)
@@ -18,11 +20,17 @@ class AdapterSet:
 
 @dataclass(frozen=True)
 class AdapterDeleted:
-    """A name was deleted. `version` is its last version."""
+    """A name was deleted. `version` is the one that it pointed to; later records have a higher order."""
 
     tenant: str
     name: str
     version: int
+    revision: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """As that of records."""
+        return self.revision, self.version
 
 
 @dataclass(frozen=True)
@@ -31,29 +39,78 @@ class KeySet:
 
     key_hash: str
     tenant: str | None
+    record: KeyRecord | None = None  # None: nothing is said of it beside its tenant
 
 
-RegistryEvent = AdapterSet | AdapterDeleted | KeySet
+@dataclass(frozen=True)
+class TenantSet:
+    """What is known of a tenant has changed."""
+
+    tenant: TenantRecord
 
 
-def encode_facts(module_ranks: Mapping[str, int], num_bytes: int, created_at: float) -> str:
-    """The part of a record that follows version and digest, as JSON."""
-    return json.dumps({"module_ranks": dict(module_ranks), "num_bytes": num_bytes, "created_at": created_at})
+RegistryEvent = AdapterSet | AdapterDeleted | KeySet | TenantSet
+KEY_ID_CHARS = 16  # of the hash
+_keys = msgspec.json.Decoder(KeyRecord)
+_tenants = msgspec.json.Decoder(TenantRecord)
+
+
+def key_id_of(key_hash: str) -> str:
+    """What a key is called, so that nobody has to say it: the hash of a random key may be known."""
+    return key_hash[:KEY_ID_CHARS]
+
+
+def decode_key(key_hash: str, record: str) -> KeyRecord:
+    """The key that a field and a value of API_KEYS describe."""
+    if record.startswith("{"):
+        return _keys.decode(record)
+    return KeyRecord(key_id=key_id_of(key_hash), tenant=sys.intern(record))
+
+
+def decode_tenant(record: str) -> TenantRecord:
+    return _tenants.decode(record)
+
+
+class _Facts(msgspec.Struct):
+    """The JSON behind version and digest in a record."""
+
+    module_ranks: dict[str, int]
+    num_bytes: int
+    created_at: float
+    revision: int = 0  # none in records from before versions had a history: those are older than all others
+    rollout: msgspec.Raw = msgspec.Raw()
+
+
+_decode_facts = msgspec.json.Decoder(_Facts).decode
+
+
+def encode_facts(adapter: AdapterVersion) -> str:
+    """What follows version, digest and revision in a record: JSON without the opening brace."""
+    facts: dict[str, object] = {
+        "module_ranks": dict(adapter.module_ranks),
+        "num_bytes": adapter.num_bytes,
+        "created_at": adapter.created_at,
+    }
+    if adapter.rollout:
+        facts["rollout"] = msgspec.Raw(adapter.rollout)
+    return msgspec.json.encode(facts).decode()[1:]
 
 
 def decode_adapter(field: str, record: str) -> AdapterVersion:
     """The version that `field`, "tenant/name", and `record`, "version digest facts", describe."""
     tenant, name = field.split("/")
     version, digest, text = record.split(" ", 2)
-    facts = json.loads(text)
+    facts = _decode_facts(text)
     return AdapterVersion(
         tenant=tenant,
         name=name,
         version=int(version),
         digest=digest,
-        module_ranks=facts["module_ranks"],
-        num_bytes=facts["num_bytes"],
-        created_at=facts["created_at"],
+        module_ranks=facts.module_ranks,
+        num_bytes=facts.num_bytes,
+        created_at=facts.created_at,
+        revision=facts.revision,
+        rollout=bytes(facts.rollout),
     )
 
 
@@ -64,7 +121,12 @@ def decode_event(fields: dict[str, str]) -> RegistryEvent:
         return AdapterSet(decode_adapter(field, value))
     if kind == "delete":
         tenant, name = field.split("/")
-        return AdapterDeleted(tenant, name, int(value))
+        return AdapterDeleted(tenant, name, *map(int, value.split(" ")))
     if kind == "key":
+        if value.startswith("{"):
+            record = decode_key(field, value)
+            return KeySet(field, record.tenant, record)
         return KeySet(field, value or None)
-    raise ValueError(f"an event of kind {kind!r} is not known: set, delete and key are")
+    if kind == "tenant":
+        return TenantSet(decode_tenant(value))
+    raise ValueError(f"an event of kind {kind!r} is not known: set, delete, key and tenant are")

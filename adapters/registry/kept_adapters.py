@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..adapter import AdapterVersion
+from ..versions.rollout import rollout_of
 
 Name = tuple[str, str]  # tenant, name
+Order = tuple[int, int]  # of the records of a name
 MAX_USES = 7  # what is remembered of an adapter's uses
 MAX_LOOKS = 64  # adapters that are looked at to make room for one
 _MAX_ABSENT = 16_384
@@ -28,7 +30,7 @@ class KeptAdapters:
     page of all adapters, and so every event matters, because a page may be older than one. Both end when there are more
     adapters than it may keep. What goes first: the one that came first among those
     that were not used since; each use, up to MAX_USES, lets an adapter be passed over once (the clock algorithm with
-    counts, as in GCLOCK). Versions of a name never go back.
+    counts, as in GCLOCK). Records of a name never go back.
     """
 
     def __init__(self, capacity: int, *, filling: bool = False) -> None:
@@ -38,7 +40,7 @@ class KeptAdapters:
         self.filling = filling
         self.whole = False
         self._kept: OrderedDict[Name, _Kept] = OrderedDict()  # in the order in which room is looked for
-        self._absent: OrderedDict[Name, int] = OrderedDict()  # name -> a version that is over; the newest last
+        self._absent: OrderedDict[Name, Order] = OrderedDict()  # name -> a record that is over; the newest last
         # Names that were looked up and had no version. They may be anything that somebody asks for, but say nothing
         # of what pages hold, and so they may be forgotten at any time.
         self._unknown: OrderedDict[Name, None] = OrderedDict()
@@ -60,7 +62,7 @@ class KeptAdapters:
         if adapter is None:
             known = self._kept.pop(name, None)
             if known is not None:
-                self._note_absent(name, known.adapter.version)
+                self._note_absent(name, known.adapter.order)
             elif name not in self._absent:
                 self._note_unknown(name)
         else:
@@ -78,24 +80,26 @@ class KeptAdapters:
         self.whole, self.filling = self.filling, False
 
     def set(self, adapter: AdapterVersion) -> str | None:
-        """A name has a new version. It matters where the name is known. The digest that it has ceased to point to."""
+        """A name has a new record. It matters where the name is known. The digest that it has ceased to point to."""
         name = (adapter.tenant, adapter.name)
         before = self._kept.get(name)
         digest = None if before is None else before.adapter.digest
         if self.whole or self.filling or before is not None or self._is_absent(name):
             self._set(name, adapter)
         now = self._kept.get(name)
-        return None if now is None or now.adapter.digest == digest else digest
+        if digest is None or now is None or digest == now.adapter.digest:
+            return None
+        return None if digest in rollout_of(now.adapter).digests_in_use() else digest
 
-    def delete(self, name: Name, version: int) -> str | None:
-        """A name is gone, and this was its last version. The digest that it has ceased to point to, if known."""
+    def delete(self, name: Name, order: Order) -> str | None:
+        """A name is gone, with its records up to this one. The digest that it has ceased to point to, if known."""
         known = self._kept.get(name)
         if known is None and not (self.whole or self.filling or self._is_absent(name)):
             return None
-        if known is not None and known.adapter.version > version:
+        if known is not None and known.adapter.order > order:
             return None  # an event that came late
         self._kept.pop(name, None)
-        self._note_absent(name, version)
+        self._note_absent(name, order)
         return None if known is None else known.adapter.digest
 
     def names(self) -> list[Name]:
@@ -116,7 +120,7 @@ class KeptAdapters:
 
     def _set(self, name: Name, adapter: AdapterVersion) -> None:
         known = self._kept.get(name)
-        if adapter.version <= self._absent.get(name, 0) or (known and adapter.version < known.adapter.version):
+        if adapter.order <= self._absent.get(name, (0, 0)) or (known and adapter.order < known.adapter.order):
             return  # an event that came late
         self._absent.pop(name, None)
         self._unknown.pop(name, None)
@@ -146,9 +150,9 @@ class KeptAdapters:
         if len(self._unknown) > _MAX_ABSENT:
             self._unknown.popitem(last=False)
 
-    def _note_absent(self, name: Name, version: int) -> None:
+    def _note_absent(self, name: Name, order: Order) -> None:
         self._unknown.pop(name, None)
-        self._absent[name] = max(version, self._absent.get(name, 0))
+        self._absent[name] = max(order, self._absent.get(name, (0, 0)))
         self._absent.move_to_end(name)
         if len(self._absent) > _MAX_ABSENT:
             self._absent.popitem(last=False)

@@ -21,14 +21,18 @@ from redis.backoff import NoBackoff
 from ..adapter import AdapterVersion
 from ..base_identity import BaseIdentity
 from ..errors import KeyTaken
-from ..names import check_name, check_tenant
+from ..names import check_tenant
+from ..tenants.audit_entry import AuditEntry, encode_entry, log_entry
 from .digest_set import DigestSet
-from .events import RegistryEvent, decode_adapter, decode_event, encode_facts
+from .events import AdapterDeleted, RegistryEvent, decode_adapter, decode_event, decode_key
+from .name_records import NameRecords
 from .redis_deadline import answered_within
 from .registry_scripts import (
     ADAPTERS,
     API_KEYS,
+    AUDIT,
     BASE,
+    CANARIES,
     CLAIM_BASE_SCRIPT,
     DELETE_SCRIPT,
     DIGESTS_SCRIPT,
@@ -39,15 +43,17 @@ from .registry_scripts import (
     LIST_SCRIPT,
     NAMES,
     NUMBER,
-    REGISTER_SCRIPT,
+    PINS,
     SCAN_SCRIPT,
     SET_KEY_SCRIPT,
     STREAM_KEY,
     SWEEP,
     TAKE_BACK_KEYS_SCRIPT,
+    TENANTS,
     TENANTS_SCRIPT,
-    VERSIONS,
+    VERSION_NOTES,
 )
+from .stored_counts import StoredCounts
 
 _SCAN_SIZE = 100  # records that are decoded at once, in the event loop of a router that serves
 _KEYS_SIZE = 5_000  # keys that are changed at once; each change looks at all marks of launches, and so they are many
@@ -91,7 +97,7 @@ def hash_key(key: str) -> str:
 
 
 class Registry:
-    """Every method is one round trip, unless it says that it reads pages.
+    """Every method is one round trip, unless it says that it reads pages; a change of a name reads it first.
 
     Raises RegistryUnavailable when Redis does not answer within `timeout_s`. A change whose answer was lost may or may
     not have happened; the same call may be repeated.
@@ -103,7 +109,8 @@ class Registry:
         self._client = client
         self._timeout_s = timeout_s
         self._clock = clock
-        self._register_script = client.register_script(REGISTER_SCRIPT)
+        self.names = NameRecords(client, timeout_s, clock)
+        self.stored = StoredCounts(client, timeout_s)
         self._delete_script = client.register_script(DELETE_SCRIPT)
         self._set_key_script = client.register_script(SET_KEY_SCRIPT)
         self._give_keys_script = client.register_script(GIVE_KEYS_SCRIPT)
@@ -120,18 +127,27 @@ class Registry:
             await self._command("PING")
 
     async def register(
-        self, tenant: str, name: str, *, digest: str, module_ranks: Mapping[str, int], num_bytes: int
+        self,
+        tenant: str,
+        name: str,
+        *,
+        digest: str,
+        module_ranks: Mapping[str, int],
+        num_bytes: int,
+        num_ended: int | None = None,
+        entry: AuditEntry | None = None,
     ) -> tuple[AdapterVersion, bool]:
-        """The name's current version, which has this digest, and whether this call made it."""
-        check_tenant(tenant)
-        check_name(name)
-        field = f"{tenant}/{name}"
-        facts = encode_facts(module_ranks, num_bytes, self._clock())
-        async with self._bounded():
-            created, record = await self._register_script(
-                keys=[ADAPTERS, NAMES, VERSIONS, NUMBER, EVENTS], args=[field, digest, facts]
-            )
-        return decode_adapter(field, record), bool(created)
+        """The name's current version, which has this digest, and whether this call made it. See `NameRecords`."""
+        adapter, _, created = await self.names.register(
+            tenant,
+            name,
+            digest=digest,
+            module_ranks=module_ranks,
+            num_bytes=num_bytes,
+            num_ended=num_ended,
+            entry=entry,
+        )
+        return adapter, created
 
     async def get(self, tenant: str, name: str) -> AdapterVersion | None:
         """The name's current version; None: there is no such name."""
@@ -161,11 +177,19 @@ class Registry:
             adapters = [*adapters, *page]
         return adapters
 
-    async def delete(self, tenant: str, name: str) -> int | None:
-        """Removes the name and returns the version that it had; None: there is no such name."""
+    async def delete(self, tenant: str, name: str, entry: AuditEntry | None = None) -> AdapterDeleted | None:
+        """Removes the name with all its versions; None: there is no such name. `entry`: for the audit log."""
         async with self._bounded():
-            version = await self._delete_script(keys=[ADAPTERS, NAMES, NUMBER, EVENTS], args=[f"{tenant}/{name}"])
-        return None if version is None else int(version)
+            ended = await self._delete_script(
+                keys=[ADAPTERS, NAMES, VERSION_NOTES, CANARIES, NUMBER, EVENTS, AUDIT],
+                args=[f"{tenant}/{name}", encode_entry(entry)],
+            )
+        if ended is None:
+            return None
+        deleted = AdapterDeleted(tenant, name, *map(int, ended.split(" ")))
+        if entry is not None:
+            log_entry(entry, str(deleted.version))
+        return deleted
 
     async def get_many(self, names: Sequence[tuple[str, str]]) -> Sequence[AdapterVersion | None]:
         """The current version of each (tenant, name), at most PAGE_SIZE of them; None: there is no such name."""
@@ -183,12 +207,22 @@ class Registry:
             yield [decode_adapter(field, record) for field, record in page]
 
     async def scan_keys(self) -> AsyncIterator[Sequence[tuple[str, str]]]:
-        """Hash and tenant of all API keys, page by page, as `scan_adapters`."""
+        """Hash and record of all API keys, page by page, as `scan_adapters`. `decode_key` reads a record."""
         async for page in self._scan(API_KEYS):
             yield page
 
+    async def scan_tenants(self) -> AsyncIterator[Sequence[tuple[str, str]]]:
+        """Name and record of all tenants that have one, page by page. `decode_tenant` reads a record."""
+        async for page in self._scan(TENANTS):
+            yield page
+
+    async def scan_pins(self) -> AsyncIterator[Sequence[tuple[str, str]]]:
+        """Tenant/name and "digest gangs" of all pins, page by page, as `scan_adapters`."""
+        async for page in self._scan(PINS):
+            yield page
+
     async def digests(self) -> DigestSet:
-        """The digests that a name pointed to during the whole call, and perhaps others. One round trip a page."""
+        """The digests that names had as versions during the whole call, and perhaps others. One round trip a page."""
         pages = []
         cursor = "0"
         while True:
@@ -235,9 +269,9 @@ class Registry:
         for page in _pages(list(given)):
             async with self._bounded():
                 held = await self._command("HMGET", API_KEYS, *page)
-            for key_hash, tenant in zip(page, held, strict=True):
-                if tenant is not None and tenant != given[key_hash]:
-                    raise _key_taken(given[key_hash], tenant)
+            for key_hash, record in zip(page, held, strict=True):
+                if record is not None and (owner_name := decode_key(key_hash, record).tenant) != given[key_hash]:
+                    raise _key_taken(given[key_hash], owner_name)
         changed = [API_KEYS, LAUNCH_KEYS, NUMBER, EVENTS]
         for page in _pages(list(given)):
             args = [part for key_hash in page for part in (key_hash, given[key_hash])]
@@ -257,12 +291,12 @@ class Registry:
         async with self._bounded():
             transaction: Any = self._client.pipeline(transaction=True)
             transaction.hgetall(API_KEYS).smembers(LAUNCH_KEYS)
-            key_tenants, marks = await transaction.execute()
+            keys, marks = await transaction.execute()
         owners: dict[str, set[str]] = {}
         for mark in marks:
             giver, _, key_hash = mark.partition(" ")
             owners.setdefault(key_hash, set()).add(giver)
-        return {tenant for key_hash, tenant in key_tenants.items() if owners.get(key_hash) != {owner}}
+        return {decode_key(one, record).tenant for one, record in keys.items() if owners.get(one) != {owner}}
 
     async def claim_base(self, base: BaseIdentity, remedy: str, *, if_empty: bool) -> None:
         """Records that the registry belongs to `base`, if it belongs to none yet, or `if_empty` and it has no adapters.
@@ -280,8 +314,8 @@ class Registry:
     async def tenant_of_key(self, key: str) -> str | None:
         """The tenant that the API key belongs to; None: the key is not known."""
         async with self._bounded():
-            tenant: str | None = await self._command("HGET", API_KEYS, hash_key(key))
-        return tenant
+            record: str | None = await self._command("HGET", API_KEYS, hash_key(key))
+        return None if record is None else decode_key(hash_key(key), record).tenant
 
     async def position(self) -> Position:
         """Where the event stream is now. What is read afterwards is at least as new as the event there."""

@@ -6,21 +6,24 @@ import asyncio
 import logging
 import random
 import secrets
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from hashlib import sha256
 
 from ..adapter import AdapterVersion
 from ..errors import RegistryUnavailable
 from ..tenants.records import KeyRecord, TenantRecord
+from ..versions.pins import KnownPins, Pin, pin_of, read_pin
 from .adapter_lookups import AdapterLookups
-from .events import AdapterDeleted, AdapterSet, KeySet, RegistryEvent
+from .events import AdapterDeleted, AdapterSet, KeySet, RegistryEvent, TenantSet, decode_key, decode_tenant
 from .kept_adapters import KeptAdapters, Name
-from .registry import PAGE_SIZE, NumberedEvent, Registry, hash_key
+from .known_keys import KnownKeys
+from .registry import PAGE_SIZE, NumberedEvent, Registry
 
 _LOG = logging.getLogger(__name__)
 CAPACITY = 65_536  # adapters: some 40 MB
 _LOOKUP_S = 1.0
+_CATCH_UP_S = 1.0
 _WAIT_S = 1.0  # for events; less than the client's socket timeout
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
@@ -32,7 +35,7 @@ class _EventsMissed(Exception):  # noqa: N818
 
 
 class RegistryView:
-    """All API keys, and the adapters that are asked for most, up to `capacity`: all of them if no more are there.
+    """All API keys, all tenants, and the adapters that are asked for most, up to `capacity`: all if no more are there.
 
     It applies every event, and reads the adapters page by page; what is not kept yet, or no more, is looked up when it
     is asked for.
@@ -44,11 +47,13 @@ class RegistryView:
     def __init__(self, registry: Registry, capacity: int = CAPACITY) -> None:
         self._registry = registry
         self._names = KeptAdapters(capacity)
-        self._key_tenants: dict[bytes, str] = {}  # by the key's hash
+        self._keys = KnownKeys()
+        self.pins = KnownPins()  # as of the last event that came by the stream; to be read
         self._stream_keys: tuple[bytes, ...] = (secrets.token_bytes(_STREAM_KEY_BYTES),)
         self._lookups = AdapterLookups(registry.get_many, self._keep)
         self._event_id = "0-0"
         self._event_number = 0
+        self._advanced = asyncio.Condition()  # told when the number of events that are applied has changed
         self._applied_meanwhile: list[RegistryEvent] | None = None  # a list while it loads
         self._connected = False
         self.on_outdated: Callable[[str], None] = lambda digest: None  # gets digests that a name has ceased to point to
@@ -114,13 +119,29 @@ class RegistryView:
 
     def key(self, key: str) -> KeyRecord | None:
         """What is known of an API key; None: it is nobody's."""
-        key_hash = hash_key(key)
-        tenant = self._key_tenants.get(bytes.fromhex(key_hash))
-        return None if tenant is None else KeyRecord(key_id=key_hash[:16], tenant=tenant)
+        return self._keys.key(sha256(key.encode()).digest())
 
     def tenant(self, name: str) -> TenantRecord:
-        """What is known of a tenant that has a key."""
-        return TenantRecord(name=name)
+        """What is known of a tenant; one of whom nothing was said has the defaults."""
+        return self._keys.tenant(name)
+
+    @property
+    def keys(self) -> KnownKeys:
+        """All keys and tenants, to be read."""
+        return self._keys
+
+    async def catch_up(self) -> None:
+        """Returns when this view has every change that was made before the call.
+
+        Raises RegistryUnavailable, also where that takes longer than a second.
+        """
+        goal = await self._registry.num_events()
+        async with self._advanced:
+            try:
+                async with asyncio.timeout(_CATCH_UP_S):
+                    await self._advanced.wait_for(lambda: self._connected and self._event_number >= goal)
+            except TimeoutError as error:
+                raise RegistryUnavailable("this router's copy of the registry is behind: try again") from error
 
     @property
     def stream_keys(self) -> tuple[bytes, ...]:
@@ -132,13 +153,15 @@ class RegistryView:
         if self._applied_meanwhile is not None:
             self._applied_meanwhile.append(event)
         self._lookups.hear(event)
-        outdated = _apply(event, self._names, self._key_tenants)
+        outdated = _apply(event, self._names, self._keys)
         if outdated is not None:
             self.on_outdated(outdated)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant is broken."""
         self._names.check_integrity()
+        self._keys.check_integrity()
+        self.pins.check_integrity()
 
     def _keep(self, name: Name, adapter: AdapterVersion | None) -> None:
         self._names.keep(name, adapter)
@@ -162,15 +185,23 @@ class RegistryView:
         for event in meanwhile:  # they may be newer than what was loaded
             self.apply(event)
         self._connected = self._may_resume = True
+        await self._tell_advanced()
 
     async def _load_once(self) -> None:
         position = await self._registry.position()
         names = await self._load_kept(filling=position.num_adapters <= self._names.capacity)
-        key_tenants = {}
-        async for keys in self._registry.scan_keys():
-            key_tenants.update({bytes.fromhex(key_hash): sys.intern(tenant) for key_hash, tenant in keys})
+        keys = KnownKeys()
+        async for tenants in self._registry.scan_tenants():
+            for _, record in tenants:
+                keys.set_tenant(decode_tenant(record))
+        async for page in self._registry.scan_keys():
+            for key_hash, record in page:
+                keys.set_key(key_hash, decode_key(key_hash, record))
         # A page is as new as the moment when it was read, so the pages are of several moments, all later than the
         # position. Events since then bring them to one.
+        pins: dict[Name, Pin | None] = {}
+        async for found in self._registry.scan_pins():
+            pins.update([read_pin(field, text) for field, text in found])
         event_id, number = position.event_id, position.event_number
         goal = await self._registry.num_events()
         while number < goal:
@@ -179,10 +210,12 @@ class RegistryView:
                 raise _EventsMissed(f"events up to {goal} are not there")
             for entry in entries:
                 _check_next(entry, number)
-                _apply(entry.event, names, key_tenants)
+                _apply(entry.event, names, keys)
+                pins.update(_pins_of(entry.event))
                 event_id, number = entry.event_id, entry.number
         self._lookups.forget()  # their answers may be older than the events that were applied here
-        self._names, self._key_tenants = names, key_tenants
+        self._names, self._keys = names, keys
+        self.pins.replace({name: pin for name, pin in pins.items() if pin is not None})
         self._event_id, self._event_number = event_id, number
         self._filler = self._refill()
 
@@ -239,6 +272,7 @@ class RegistryView:
     async def _reconnect(self) -> None:
         if self._may_resume and await self._registry.has_event(self._event_id, self._event_number):
             self._connected = True  # the events go on from there
+            await self._tell_advanced()
         else:
             await self._load()
 
@@ -257,7 +291,15 @@ class RegistryView:
                 await self._load()
                 return
             self.apply(entry.event)
+            for name, pin in _pins_of(entry.event).items():
+                self.pins.change(name, pin)
             self._event_id, self._event_number = entry.event_id, entry.number
+        if entries:
+            await self._tell_advanced()
+
+    async def _tell_advanced(self) -> None:
+        async with self._advanced:
+            self._advanced.notify_all()
 
     def _lose(self, message: str, error: Exception) -> None:
         if self._connected:  # once per outage
@@ -270,15 +312,23 @@ def _check_next(entry: NumberedEvent, number: int) -> None:
         raise _EventsMissed(f"missed events {number + 1} to {entry.number - 1}")
 
 
-def _apply(event: RegistryEvent, names: KeptAdapters, key_tenants: dict[bytes, str]) -> str | None:
+def _apply(event: RegistryEvent, names: KeptAdapters, keys: KnownKeys) -> str | None:
     """The digest that a name has ceased to point to, as far as that is known."""
     match event:
         case AdapterSet(adapter):
             return names.set(adapter)
-        case AdapterDeleted(tenant, name, version):
-            return names.delete((tenant, name), version)
-        case KeySet(key_hash, None):
-            key_tenants.pop(bytes.fromhex(key_hash), None)
-        case KeySet(key_hash, str() as owner):
-            key_tenants[bytes.fromhex(key_hash)] = sys.intern(owner)
+        case AdapterDeleted(tenant, name):
+            return names.delete((tenant, name), event.order)
+        case KeySet() | TenantSet():
+            keys.apply(event)
     return None
+
+
+def _pins_of(event: RegistryEvent) -> dict[Name, Pin | None]:
+    """The name that the event is about, with its pin; empty: it is about no name."""
+    match event:
+        case AdapterSet(adapter):
+            return {(adapter.tenant, adapter.name): pin_of(adapter)}
+        case AdapterDeleted(tenant, name):
+            return {(tenant, name): None}
+    return {}

@@ -10,7 +10,7 @@ Scope = Literal["infer", "upload", "admin", "metrics"]
 ALL_OF_A_TENANT: frozenset[Scope] = frozenset({"infer", "upload", "metrics"})  # what a key may do if nothing is said
 
 
-class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     """The most that a tenant or a key may have. None: there is no bound."""
 
     requests_per_minute: int | None = None
@@ -18,21 +18,25 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     concurrent_streams: int | None = None  # answers that are made at once
     adapters: int | None = None
     stored_bytes: int | None = None  # of uploaded tensors, all versions that are kept
-    pinned_bytes: int | None = None  # of adapters that are kept in host memory
+    pinned_bytes: int | None = None  # of pinned adapters, for each gang that keeps them
 
 
-class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """A tenant. One of whom nothing was said has what stands here."""
 
     name: str
+    label: str = ""  # the operators' words
     created_at: float = 0.0  # Unix time, seconds; 0: it came with a configured key
     is_suspended: bool = False
+    is_ending: bool = False  # its deletion has begun, and goes on until all that is its is gone
+    is_gone: bool = False  # it was deleted; who has its name now has nothing of it
+    num_ended: int = 0  # tenants that had this name before and were deleted, one that is ending included
     weight: float = 1.0  # its share of what gangs compute, beside those of other tenants
     is_background: bool = False  # all that it asks for yields to everybody else's
     quota: Quota = Quota()
 
 
-class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """An API key, without the key itself."""
 
     key_id: str  # may be shown

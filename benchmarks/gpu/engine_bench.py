@@ -24,18 +24,23 @@ from motet.workers.execution.graphs import CudaRecorder
 from motet.workers.execution.page_mover import PageMover
 from motet.workers.execution.runner import Runner
 from motet.workers.memory.host_adapter_cache import HostAdapterCache
+from motet.workers.memory.page_arrays import DevicePages, HostPages, PageArray
+from motet.workers.memory.pinned_memory import PinnedArena
 from motet.workers.memory.pool import make_pool, plan_pool
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.decoder import load_decoder
 from motet.workers.models.rotary import rotary_tables
 from motet.workers.models.sharding import ModelSharding
 from motet.workers.parallel import Alone
+from motet.workers.plan import Tier
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire.messages import AdapterRef, GangInfo, SamplingParams, SequenceRequest, SequenceUpdate
 
 RANK = 16
 BLOCK = 16
+MAX_TOKENS = 2048  # of a step
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ class Size:
     num_steps: int
     adapters: tuple[int, ...]
     pool_bytes: int
+    host_bytes: int  # for adapters, and as much for KV behind the pool
     num_logprobs: int | None = None
 
 
@@ -80,9 +86,9 @@ TINY = LLAMA_3_8B | {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-FULL_SIZE = Size(LLAMA_3_8B, 64, 1024, 96, (0, 1, 8, 64), 40 << 30)
-CHECK_SIZE = Size(TINY, 9, 40, 24, (0, 3), 8 << 20, num_logprobs=0)
-DRY_SIZE = Size(TINY, 3, 10, 2, (0, 2), 4 << 20, num_logprobs=0)
+FULL_SIZE = Size(LLAMA_3_8B, 64, 1024, 96, (0, 1, 8, 64), 40 << 30, 8 << 30)
+CHECK_SIZE = Size(TINY, 9, 40, 24, (0, 3), 8 << 20, 1 << 20, num_logprobs=0)
+DRY_SIZE = Size(TINY, 3, 10, 2, (0, 2), 4 << 20, 1 << 20, num_logprobs=0)
 
 
 class RandomWeights:
@@ -137,18 +143,26 @@ class Bench:
         rotary = rotary_tables(model.rotaries, model.head_dim, model.max_model_len, machine.device)
         self.runner = Runner(decoder, kernels, Alone(), pool, geometry, layout, rotary)
         if not machine.is_dry:
-            self.runner.warm_up()
+            self.runner.warm_up(MAX_TOKENS)
             self.runner.record_decodes(size.num_sequences, model.max_model_len, CudaRecorder())
-        host = HostAdapterCache(RandomStore(layout), layout, 1 << 40, pinned=not machine.is_dry)
+        num_host_pages, pinned = size.host_bytes // geometry.page_bytes, not machine.is_dry
+        arena = PinnedArena(num_host_pages, geometry) if pinned else None
+        host = HostAdapterCache(RandomStore(layout), layout, size.host_bytes, arena)
         loader = AdapterLoader(host, pool, kernels, store_deadline_s=60.0)
-        mover = PageMover({}, machine.device)  # KV stays where it is
+        tiers: dict[Tier, PageArray] = {
+            "device": DevicePages(pool, kernels.read_pages, kernels.write_pages),
+            "host": HostPages(num_host_pages, geometry, pinned),
+        }
+        mover = PageMover(tiers, machine.device)
         executor = LocalExecutor(self.runner, loader, mover, kernels.choice, machine.device)
-        limits = GangLimits(model.max_model_len, model.vocab_size, BLOCK, geometry.num_pages, 2048, size.num_sequences)
+        limits = GangLimits(
+            model.max_model_len, model.vocab_size, BLOCK, geometry.num_pages, MAX_TOKENS, size.num_sequences
+        )
         scheduler = Scheduler(
             limits,
             frozenset(),
             lambda ref: layout.num_pages(ref.module_ranks),
-            prefix_cache=False,  # rounds ask the same again
+            tiers=TierSizes(host=num_host_pages),
         )
         info = GangInfo(
             gang_id="",
@@ -165,7 +179,7 @@ class Bench:
         )
         self.engine = Engine(scheduler, executor, info)
         self._model, self._layout, self._next_id = model, layout, 0
-        self._size = size
+        self._size, self._num_rounds = size, 0
 
     def decode_bytes(self, num_adapters: int) -> int:
         """Weights, KV and adapters that a decode step of all sequences reads."""
@@ -182,6 +196,8 @@ class Bench:
         size, modules = self._size, dict.fromkeys(self._layout.shape.modules, RANK)
         generator = torch.Generator().manual_seed(num_adapters)
         told: dict[int, list[SequenceUpdate]] = {}
+        self._num_rounds += 1
+        tenant = f"round-{self._num_rounds}"  # shares no KV with other rounds, whatever they ask
         for index in range(size.num_sequences):
             ref = AdapterRef(str(index % num_adapters), modules) if num_adapters else None
             prompt = torch.randint(0, self._model.vocab_size, (size.context,), generator=generator).tolist()
@@ -192,7 +208,7 @@ class Bench:
             told[self._next_id] = []
             self.engine.submit(
                 SequenceRequest(
-                    sequence_id=self._next_id, prompt_token_ids=prompt, sampling=sampling, tenant="bench", adapter=ref
+                    sequence_id=self._next_id, prompt_token_ids=prompt, sampling=sampling, tenant=tenant, adapter=ref
                 )
             )
         times = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import ray
 
@@ -15,6 +15,7 @@ from motet.cluster.settings.settings import Settings
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.leader.leader_config import LeaderConfig
 from motet.workers.wire.engine_load import EngineGauges, EngineLoad
+from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
 from motet.workers.wire.messages import (
     GangInfo,
     ResidencyChange,
@@ -57,6 +58,15 @@ class ReadyEngine:
 
     def outdate(self, digest: str) -> None:
         """Nothing: it has no adapters."""
+
+    def pin(self, changes: Mapping[str, bool]) -> None:
+        """Nothing: it has no adapters."""
+
+    def charge_elsewhere(self, served: ServedElsewhere) -> None:
+        """Nothing: it serves all at once."""
+
+    def take_shares(self) -> list[TenantShare]:
+        return []
 
     def stop(self) -> None:
         with self._changed:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from motet.cluster.config import part_config
 from motet.cluster.settings.settings import Settings
+from motet.workers.leader.known_shares import KnownShares
 from motet.workers.leader.leader_config import LeaderConfig
 from motet.workers.leader.residency import Residency
 from motet.workers.leader.routed_sequences import RoutedSequences
 from motet.workers.leader.router_stream import RouterStream
 from motet.workers.leader.served_engine import OnStep
 from motet.workers.wire.engine_load import EngineLoad
+from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
 from motet.workers.wire.messages import SamplingParams, SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
 
 
@@ -29,6 +33,13 @@ class _NoEngine:
     def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None: ...
 
     def outdate(self, digest: str) -> None: ...
+
+    def pin(self, changes: Mapping[str, bool]) -> None: ...
+
+    def charge_elsewhere(self, served: ServedElsewhere) -> None: ...
+
+    def take_shares(self) -> list[TenantShare]:
+        return []
 
     def stop(self) -> None: ...
 
@@ -51,5 +62,5 @@ async def resumed_frame_bytes(num_streams: int = 50, num_tokens: int = 5000, num
         sequences.submit(back, request)
     encoder, frames = msgspec.msgpack.Encoder(), []
     while back.has_news:
-        frames.append(len(encoder.encode(back.take_frame(EngineLoad(), Residency(), list))))
+        frames.append(len(encoder.encode(back.take_frame(EngineLoad(), Residency(), list, KnownShares()))))
     return frames

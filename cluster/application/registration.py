@@ -47,6 +47,7 @@ async def register_router(
     """
     await _claim(registry, config, OTHER_REDIS, if_empty=False)
     await _check_objectives(registry, config, owner, keys or ())
+    await registry.stored.count_once()
     if keys is not None:
         await registry.set_launch_keys(owner, keys)
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from ..byte_size import format_byte_size
-from .client import ADAPTER_FILES, AdapterInfo, MotetClient
-from .client_options import with_client
+from ..client.client import ADAPTER_FILES, AdapterInfo, MotetClient
+from ..client.client_options import with_client
 from .progress import ProgressDisplay
 
 SILENT_BYTES = 64 << 20  # smaller uploads end too soon for lines of progress
@@ -27,15 +27,21 @@ def adapters() -> None:
 @adapters.command()
 @click.argument("name")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--activate/--no-activate", default=True, help="Whether NAME means the new version from now on.")
+@click.option("--note", metavar="TEXT", default="", help="What is new, for the list of versions.")
 @with_client
-def upload(client: MotetClient, name: str, folder: Path) -> None:
+def upload(client: MotetClient, name: str, folder: Path, activate: bool, note: str) -> None:
     """Upload the adapter in FOLDER (as PEFT saves it) under NAME. New content makes a new version."""
     console = Console(stderr=True)
     tensors_path = folder / ADAPTER_FILES[1]
     silent = not console.is_terminal and tensors_path.is_file() and tensors_path.stat().st_size < SILENT_BYTES
     with ProgressDisplay(console) as progress:
         adapter, created = client.upload_adapter(
-            name, folder, None if silent else lambda sent, total: progress(f"uploading {name}", sent, total)
+            name,
+            folder,
+            None if silent else lambda sent, total: progress(f"uploading {name}", sent, total),
+            activate=activate,
+            note=note,
         )
     done = "uploaded" if created else "already there:"
     click.echo(f"{done} {adapter.name} version {adapter.version}, rank {adapter.rank}, digest {adapter.digest[:12]}")

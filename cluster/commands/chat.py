@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from .client import ClientError, MotetClient
+from ..client.client import ClientError, MotetClient
 
 HELP = "/adapter NAME changes the voice, /adapter lists them, /new forgets the talk, /quit ends it."
 

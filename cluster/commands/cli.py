@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -10,10 +11,16 @@ from typing import Any
 import click
 
 from ... import __version__
+from ..client.client import MotetClient
+from ..client.client_options import with_client, with_operator_client
+from ..tenant_commands.audit_command import audit
+from ..tenant_commands.key_commands import keys
+from ..tenant_commands.limit_lines import limit_lines
+from ..tenant_commands.tenant_commands import tenants
+from ..usage_commands.usage_command import usage_command
+from ..version_commands.version_commands import version_commands
 from .adapter_commands import adapters
 from .chat import Chat
-from .client import MotetClient
-from .client_options import with_client, with_operator_client
 from .doctor_command import doctor
 from .edge_command import edge_program
 from .secret_arguments import hide_secrets
@@ -65,10 +72,25 @@ def status(client: MotetClient, seconds: float) -> None:
         click.echo(line)
 
 
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="As the server tells it.")
+@with_client
+def limits(client: MotetClient, as_json: bool) -> None:
+    """Show the quotas of the tenant and of its key, and what is left of them."""
+    found = client.limits()
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(limit_lines(found)))
+
+
 main.add_command(serve)
 main.add_command(adapters)
+main.add_command(usage_command(with_client))
 main.add_command(doctor)
 main.add_command(edge_program)
+main.add_command(tenants)
+main.add_command(keys)
+main.add_command(audit)
+for _command in version_commands(with_client):
+    main.add_command(_command)
 
 
 def _typed_lines(conversation: Chat) -> Iterator[str]:

@@ -10,9 +10,9 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from ..client.client_options import KEY_VARIABLE
 from ..settings.setting_field import fields_of
 from ..settings.settings import Settings
-from .client_options import KEY_VARIABLE
 
 
 def hide_secrets() -> None:

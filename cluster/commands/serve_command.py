@@ -10,11 +10,11 @@ from typing import Any
 import click
 from rich.console import Console
 
+from ..client.key_file import read_keys
 from ..progress_log import step
 from ..settings.flags import GroupedCommand, options_of
 from ..settings.settings import Settings
 from .config_file import RereadableCommand, reread_options, take_defaults
-from .key_file import read_keys
 from .progress import ProgressDisplay
 from .secret_arguments import settings_with_secrets
 

@@ -9,7 +9,12 @@ from ..byte_size import format_byte_size
 from .load_lines import load_lines
 
 LEFT_OUT = ("vocab_size", "eos_token_ids")  # of a gang: facts of the model, which its files tell
-IN_OTHER_WORDS = {"num_pages": "pages", "num_threads": "threads", "max_num_sequences": "sequences at once, at most"}
+IN_OTHER_WORDS = {
+    "num_pages": "pages",
+    "num_threads": "threads",
+    "max_num_sequences": "sequences at once, at most",
+    "is_fair": "fair order",
+}
 
 
 def status_lines(

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from ...examples.demo.questions import Question, split_questions
 from ...examples.demo.styles import answer
-from ..commands.client import ADAPTER_FILES, MotetClient
+from ..client.client import ADAPTER_FILES, MotetClient
 from ..commands.foreground import deployed
 from ..config import MotetConfig
 from ..launch.local_serve import free_ports

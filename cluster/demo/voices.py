@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ...examples.demo.styles import Style
-from ..commands.client import ClientError, MotetClient
+from ..client.client import ClientError, MotetClient
 
 
 @dataclass(frozen=True)

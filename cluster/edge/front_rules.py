@@ -60,7 +60,8 @@ def front_lines(limits: EdgeLimits, max_connections: int) -> list[str]:
     lines.append(f"acl motet_trusted {f'src {proxies}' if proxies else 'always_false'}")
     lines.append(f"acl motet_open path {' '.join(OPEN_PATHS)}")
     lines += [*_connection_lines(limits, max_connections), *_header_lines(), *_request_lines(limits)]
-    lines.append(f"http-request wait-for-body time {HEADERS_TIMEOUT_S}s if METH_POST || METH_PUT || METH_DELETE")
+    has_body = "METH_POST || METH_PUT || METH_DELETE || { method PATCH }"
+    lines.append(f"http-request wait-for-body time {HEADERS_TIMEOUT_S}s if {has_body}")
     return [*lines, *rewritten_error_lines()]
 
 

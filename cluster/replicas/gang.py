@@ -95,7 +95,7 @@ class GangReplica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What this replica tells the autoscaler."""
-        return gang_stats(self._server.load, self._config.max_num_sequences)
+        return gang_stats(self._server.load, self._config.max_num_sequences, self._server.shares)
 
     async def wake(self) -> None:
         """Does nothing: a router calls it so that Serve sees that a gang is wanted."""

@@ -5,11 +5,13 @@ Ray Serve asks each replica a few times in a window for numbers with names. The 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import nlargest
 from typing import Protocol
 
 from ...workers.wire.engine_load import EngineLoad
-from ..scaling import GangLoad
+from ...workers.wire.fair_shares import TenantShare
+from ..scaling import GangLoad, TenantLoad
 
 # Gauges: their mean over the window counts.
 NUM_SEQUENCES = "num_sequences"
@@ -19,6 +21,11 @@ POOL_PRESSURE = "pool_pressure"
 ADAPTER_LOADS = "adapter_loads"
 ADAPTER_EVICTIONS = "adapter_evictions"
 COMPUTED_TOKENS = "computed_tokens"
+# Gauges of one tenant: its name follows.
+BACKGROUND_SHARE = "background_share"  # a gauge: which part of what runs yields to everybody else's
+TENANT_TOKENS = "tenant_tokens/"
+TENANT_PRESSURE = "tenant_pressure/"
+_MAX_TENANTS = 8  # that are told of, those who have most; a bound is for a few who flood
 
 
 class Sample(Protocol):
@@ -30,21 +37,34 @@ class Sample(Protocol):
     def value(self) -> float: ...
 
 
-def gang_stats(load: EngineLoad, max_num_sequences: int) -> dict[str, float]:
-    """The numbers to tell. The pressure is that of pages or of places for sequences, whichever are scarcer."""
+def gang_stats(load: EngineLoad, max_num_sequences: int, shares: Iterable[TenantShare] = ()) -> dict[str, float]:
+    """The numbers to tell. The pressure is that of pages or of places for sequences, whichever are scarcer.
+
+    Background work is no reason for another gang, as it has what others leave over: its queue is not told, and its part
+    of the pressure neither. `shares`: of the tenants that have sequences there. A tenant's part of the pressure is its
+    part of what runs, as that of background work is.
+    """
     now, counted = load.gauges, load.counters
     num_evictable_pages = now.num_idle_adapter_pages + now.num_idle_prefix_pages
     num_used_pages = now.num_pages - now.num_free_pages - num_evictable_pages
-    return {
+    background_share = now.num_running_background / max(now.num_running, 1)
+    pressure = max(num_used_pages / max(now.num_pages, 1), now.num_running / max_num_sequences)
+    told = {
         NUM_SEQUENCES: now.num_running + now.num_waiting,
-        QUEUED_TOKENS: max(
-            0, now.num_queued_tokens - now.num_running
-        ),  # the next token of a running sequence does not wait
-        POOL_PRESSURE: max(num_used_pages / max(now.num_pages, 1), now.num_running / max_num_sequences),
+        # The next token of a running sequence does not wait.
+        QUEUED_TOKENS: max(0, now.num_queued_tokens - now.num_queued_background_tokens - now.num_running),
+        POOL_PRESSURE: pressure * (1 - background_share),
+        BACKGROUND_SHARE: background_share,
         ADAPTER_LOADS: counted.num_adapter_loads,
         ADAPTER_EVICTIONS: counted.num_adapter_evictions,
         COMPUTED_TOKENS: counted.num_computed_tokens,
     }
+    for share in nlargest(_MAX_TENANTS, shares, key=lambda share: (share.num_waiting_tokens, share.num_running)):
+        # The next token of a running sequence does not wait.
+        num_tokens = share.num_waiting_tokens + max(0, share.num_running_tokens - share.num_running)
+        told[TENANT_TOKENS + share.tenant] = num_tokens
+        told[TENANT_PRESSURE + share.tenant] = pressure * share.num_running / max(now.num_running, 1)
+    return told
 
 
 def gang_load(means: Mapping[str, float], series: Mapping[str, Sequence[Sample]]) -> GangLoad:
@@ -59,7 +79,12 @@ def gang_load(means: Mapping[str, float], series: Mapping[str, Sequence[Sample]]
         queued_tokens=means.get(QUEUED_TOKENS, 0.0),
         pool_pressure=means.get(POOL_PRESSURE, 0.0),
         adapter_loads_per_s=loads_per_s,
-        computed_tokens_per_s=growth_per_s(series.get(COMPUTED_TOKENS, ())),
+        computed_tokens_per_s=growth_per_s(series.get(COMPUTED_TOKENS, ())) * (1 - means.get(BACKGROUND_SHARE, 0.0)),
+        tenants=tuple(
+            TenantLoad(tenant, tokens, means.get(TENANT_PRESSURE + tenant, 0.0))
+            for name, tokens in means.items()
+            if (tenant := name.removeprefix(TENANT_TOKENS)) != name
+        ),
     )
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import ray
@@ -19,8 +19,12 @@ from msgspec import structs
 from prometheus_client.metrics_core import Metric
 from ray import serve
 
+from ...adapters.administration.administration import Administration
+from ...adapters.administration.ended_keys import EndedKeys
 from ...adapters.errors import RegistryUnavailable
+from ...adapters.registry.canary_counts import CanaryCounts
 from ...adapters.registry.launches import Launches
+from ...adapters.registry.preloads import Preloads
 from ...adapters.registry.registry import Registry, connect
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.store.store import AdapterStore
@@ -31,9 +35,15 @@ from ...router.fleet.dispatch import FleetDispatcher
 from ...router.loop_watchdog import LoopWatchdog
 from ...router.metrics import Metrics
 from ...router.operations_api import router_facts
+from ...router.quotas.quotas import Quotas
+from ...router.residency.pin_keeper import PinKeeper
 from ...router.rest_server import create_app
 from ...router.text.model_tokenizer import import_transformers_without_torch
 from ...router.text.text import TextService
+from ...router.usage.prices import read_prices
+from ...router.usage.usage import LEDGERS_PART, Usage
+from ...router.versions.canary_book import CanaryBook
+from ...router.versions.canary_judge import CanaryJudge
 from ...workers.models.config import ModelConfig
 from ...workers.models.sharding import layouts_of_gang
 from ..application.live_settings import live_values
@@ -53,6 +63,9 @@ from .garbage_collection import make_garbage_collection_rare
 from .launch_keeper import LaunchKeeper, id_of_this_cluster
 from .replica_directory import ADDRESS, Metadata, ReplicaDirectory
 from .replica_logging import configure_replica_logging
+
+if TYPE_CHECKING:
+    from ...router.oidc.token_verifier import TokenVerifier
 
 SWEEP_INTERVAL_S = 3600.0
 SWEEP_TRY_S = 300.0  # how often each router asks whether a sweep is due
@@ -115,6 +128,8 @@ class RouterReplica:
             admission=config.admission,
         )
         self._view.on_outdated = self._dispatcher.outdate
+        self._pins = PinKeeper(self._view.pins, self._dispatcher.connected)
+        self._pins.start()
         self._demand = GangDemand(gang, lambda: self._dispatcher.num_waiting) if config.min_gangs == 0 else None
         self._gangs: Mapping[str, Metadata] = {}
         self._routers: Mapping[str, Metadata] = {}
@@ -125,15 +140,36 @@ class RouterReplica:
         )
         for directory in self._directories:
             directory.start()
+        self._quotas = Quotas(self._redis, lambda: len(self._routers))
+        self._quotas.start()
         self._text = await asyncio.to_thread(TextService.from_folder, config.model_path)
         operator_key = secrets.operator_key
         if operator_key is None:
             operator_key = await asyncio.to_thread(operator_key_in, config.data_dir)
+        self._tokens = await _verifier(config)
         self._metrics = Metrics()
         self._metrics.dropped_log_lines = lambda: self._log.num_dropped
+        self._usage = Usage(
+            self._redis,
+            config.ledger_path,
+            config.ledger_archive_path,
+            kept_days=config.ledger_days,
+            spool_bytes=config.ledger_spool_bytes,
+            min_free_bytes=config.min_free_bytes // LEDGERS_PART,
+            prices=None if config.prices_path is None else await asyncio.to_thread(read_prices, config.prices_path),
+        )
+        await self._usage.start()
+        self._administration = Administration.of(self._redis, [self._usage.retire])
+        self._metrics.ledger = self._usage.behind
         self._watchdog = LoopWatchdog(self._metrics.loop_held_s)
         name = uuid4().hex[:8]
         self._labels = {"router": name, "base": config.name}
+        counts = CanaryCounts(self._redis)
+        self._canaries, self._judge = CanaryBook(self._view, counts), CanaryJudge(self._uploads, counts)
+        self._canaries.start()
+        self._judge.start()
+        self._ended_keys = EndedKeys(self._redis)
+        self._ended_keys.start()
         self._page = ProcessPage(config.exposition, name, operator_key, self._families)
         await self._page.start(ray.util.get_node_ip_address())
         self._app = create_app(
@@ -145,7 +181,15 @@ class RouterReplica:
             operator_key=operator_key,
             metrics=self._metrics,
             labels=self._labels,
+            administration=self._administration,
+            tokens=self._tokens,
             targets=lambda: targets_of(config.exposition, self._routers.values(), self._gangs.values()),
+            quotas=self._quotas,
+            canaries=self._canaries,
+            preloads=Preloads(self._redis),
+            pins=self._pins,
+            accountants=[self._usage.metering],
+            more_routes=self._usage.routes,
         )
         self._app.add_middleware(BoundedReceive)
         _keep_pauses_short()
@@ -172,6 +216,10 @@ class RouterReplica:
             return
         self._current.now = config.router
         self._dispatcher.change_admission(config.admission)
+        try:
+            await self._administration.audit.note_settings(config.told)
+        except RegistryUnavailable as error:  # they hold all the same; the next router that starts notes them
+            _log.warning("settings that have changed were not noted in the audit log: %s", error)
 
     async def check_health(self) -> None:
         """Serve's hook: a router that answers is well."""
@@ -191,8 +239,16 @@ class RouterReplica:
         for directory in self._directories:
             directory.stop()
         await self._page.stop()
+        if self._tokens is not None:
+            await self._tokens.stop()
+        await self._pins.stop()
         await self._dispatcher.close()
+        await self._quotas.stop()
+        await self._judge.stop()
+        await self._ended_keys.stop()
+        await self._canaries.stop()
         await self._view.stop()
+        await self._usage.stop()
         await self._redis.aclose()
         self._text.close()
         self._log.close()
@@ -228,6 +284,17 @@ class RouterReplica:
 
 def _keys_of(secrets_path: Path | None) -> Sequence[tuple[str, str]] | None:
     return read_secrets(secrets_path).keys
+
+
+async def _verifier(config: MotetConfig) -> TokenVerifier | None:
+    """Follows the keys of those whose tokens are accepted; None: nobody's are."""
+    if not config.oidc_issuers:
+        return None
+    from ...router.oidc.token_verifier import TokenVerifier  # what verifies signatures takes memory and time to load
+
+    verifier = TokenVerifier(config.oidc)
+    await verifier.start()
+    return verifier
 
 
 def _keep_pauses_short() -> None:

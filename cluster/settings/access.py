@@ -11,11 +11,14 @@ from msgspec import Meta
 
 from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_tenant
+from ...router.oidc.oidc_config import is_safe
 from ..logs.log_config import LogFormat, LogLevel
 from .placement import Placement
 from .setting import CountOrNone, Pairs, Refusal, Setting, Unit
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
+# Those with a public key: with a shared one, whoever can verify a token can make one.
+SIGNATURES = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 OF_SERVE = "Serve listens for all applications: http_options of its configuration say where"
 OF_THE_EDGE = "the edge stands before all applications: the program that Serve runs for HAProxy is told on each node"
 _A_SECRET = "arguments show in Ray's state: the file {} in the folder of secrets says it, or the environment"
@@ -80,6 +83,20 @@ def check_networks(networks: str) -> Refusal | None:
             ip_network(network)
         except ValueError:
             return network, "addresses or networks with commas between them are accepted, like 10.0.0.0/8,fd00::/8"
+    return None
+
+
+def check_issuers(issuers: str) -> Refusal | None:
+    for issuer in issuers.split(",") if issuers else ():
+        if not is_safe(issuer) or "?" in issuer or "#" in issuer:
+            return issuer, "https URLs with commas between them are accepted, as `iss` says them in the tokens"
+    return None
+
+
+def check_algorithms(algorithms: str) -> Refusal | None:
+    for algorithm in algorithms.split(","):
+        if algorithm not in SIGNATURES:
+            return algorithm, f"algorithms with commas between them are accepted: {', '.join(SIGNATURES)}"
     return None
 
 
@@ -181,6 +198,30 @@ class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
             not_in_args=_A_SECRET.format("operator-key"),
         ),
     ] = None
+    oidc_issuers: Annotated[
+        str,
+        Unit("URLS", "https URLs with commas between them"),
+        Setting(
+            "Identity providers whose tokens are accepted in place of API keys.",
+            unset="none",
+            env="MOTET_OIDC_ISSUERS",
+            check=check_issuers,
+        ),
+    ] = ""
+    oidc_audience: Annotated[
+        str, Unit("NAME"), Setting("What a token's `aud` must name.", unset="none", env="MOTET_OIDC_AUDIENCE")
+    ] = ""
+    oidc_algorithms: Annotated[
+        str,
+        Unit("NAMES", "algorithms with commas between them"),
+        Setting("How tokens may be signed.", check=check_algorithms),
+    ] = "RS256,ES256"
+    oidc_tenant_claim: Annotated[str, Meta(min_length=1), Unit("NAME"), Setting("A token's claim of its tenant.")] = (
+        "tenant"
+    )
+    oidc_scopes_claim: Annotated[str, Meta(min_length=1), Unit("NAME"), Setting("A token's claim of its scopes.")] = (
+        "scope"
+    )
     metrics_port: Annotated[
         int,
         Meta(ge=0, le=65535),

@@ -42,6 +42,14 @@ class Batching(Memory, frozen=True, kw_only=True, forbid_unknown_fields=True):
             live_in="gang",
         ),
     ] = "auto"
+    scheduling: Annotated[
+        Literal["fair", "fifo"],
+        Setting(
+            "fair: the tenant that a gang has served least goes first, by its weight, and gives way last. fifo: first "
+            "come, first served, whosever it is, without weights, priorities and background requests.",
+            "live",
+        ),
+    ] = "fair"
     max_waiting_sequences: Annotated[
         Count,
         Setting("Sequences that wait for their first token in one gang; more are refused.", "live", live_in="gang"),

@@ -1,15 +1,16 @@
-"""Settings: how large requests and uploads may be."""
+"""Settings: how large requests and uploads may be, and what is recorded of them."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from .access import Access
-from .setting import Bytes, BytesOrNone, Count, PositiveAmount, PositiveSeconds, Setting
+from .setting import Bytes, BytesOrNone, Count, PositiveAmount, PositiveSeconds, Setting, Unit
 
 
 class Requests(Access, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of requests."""
+    """Limits of requests, and what is recorded of them."""
 
     max_body_bytes: Annotated[
         Bytes | None,
@@ -51,3 +52,22 @@ class Requests(Access, frozen=True, kw_only=True, forbid_unknown_fields=True):
     min_free_bytes: Annotated[BytesOrNone, Setting("Disk that uploads leave to the registry and the logs.", "live")] = (
         256 << 20
     )
+    ledger_days: Annotated[
+        Count,
+        Setting(
+            "Days after which entries of the ledger, which tells what tenants have used, go from Redis to files beside "
+            "the adapters. So long an answer that is resumed is known, and counted once."
+        ),
+    ] = 3
+    ledger_spool_bytes: Annotated[
+        Bytes,
+        Setting(
+            "Disk of each router for what Redis does not have of the ledger yet, 16 MiB at least; when it is full, "
+            "completions are refused."
+        ),
+    ] = 1 << 30
+    prices_path: Annotated[
+        Path | None,
+        Unit("FILE", "a file"),
+        Setting("A file with prices, by which usage is told with its amount (docs/usage.md).", unset="no amounts"),
+    ] = None

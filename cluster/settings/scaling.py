@@ -62,4 +62,12 @@ class Scaling(Batching, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "live",
         ),
     ] = 300.0
+    tenant_scaling_share: Annotated[
+        Share,
+        Setting(
+            "Share of --max-gangs that one tenant's backlog may call for, so that a flood of one tenant does not start "
+            "them all. 1: no bound.",
+            "live",
+        ),
+    ] = 1.0
     scaling_window_s: Annotated[PositiveSeconds, Setting("The load is averaged over so long.", "live")] = 5.0

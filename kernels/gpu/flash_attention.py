@@ -1,4 +1,5 @@
-"""Paged attention by vllm-flash-attn where it is installed: FlashAttention 3 on Hopper, 2 elsewhere.
+"""Paged attention by vllm-flash-attn where it is installed: FlashAttention 3 on Hopper, for the heads that it is built
+for, and 2 elsewhere.
 
 The package reads the same pages, through strided views. It is maintained as a part of vllm (`vllm.vllm_flash_attn`);
 the older package of its own (`vllm_flash_attn`) has the same interface. Both need the table and the lengths in int32.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,13 +19,23 @@ from ..attention import AttentionBatch, PagedAttention, page_table
 
 PACKAGES = ("vllm.vllm_flash_attn", "vllm_flash_attn")
 _PAGE_MULTIPLE = 16  # tokens: FlashAttention 2 takes pages of a multiple of this
+_HEADS_OF_3 = frozenset((64, 96, 128, 192, 256))  # sizes that version 3 is built for; 2 pads others, multiples of 8
+_WIDEST_HEAD = 256
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class FlashPackage:
     name: str  # as `motet status` shows it
     attend: Callable[..., torch.Tensor]  # flash_attn_varlen_func
-    version: int  # of FlashAttention
+    versions: tuple[int, ...]  # of FlashAttention that run on this GPU, the best first
+
+    def version_for(self, head_dim: int) -> int | None:
+        """The best version that computes heads of this size; None: none does."""
+        if head_dim > _WIDEST_HEAD or head_dim % 8:
+            return None
+        return next((version for version in self.versions if version != 3 or head_dim in _HEADS_OF_3), None)
 
 
 @dataclass(frozen=True)
@@ -38,14 +50,26 @@ class _Lengths:
 
 
 def find_flash_attention(capability: tuple[int, int]) -> FlashPackage | None:
-    """The first package that can be imported, for a GPU of this compute capability; None: there is none."""
-    version = 3 if capability[0] == 9 else 2
+    """The first package that can be imported and runs on a GPU of this compute capability; None: there is none.
+
+    A package that is there and cannot be used is worth a warning, and never an error: Triton computes the same.
+    """
+    wanted = (3, 2) if capability[0] == 9 else (2,)
     for package in PACKAGES:
         try:
-            attend = importlib.import_module(package).flash_attn_varlen_func
-        except (ImportError, AttributeError, OSError):
-            continue  # absent, another package of this name, or built for another torch
-        return FlashPackage(f"{package} (FA{version})", attend, version)
+            module = importlib.import_module(package)
+            versions = tuple(version for version in wanted if module.is_fa_version_supported(version))
+            attend = module.flash_attn_varlen_func
+        except Exception as problem:  # another package of this name, or one built for another torch or driver
+            is_absent = isinstance(problem, ModuleNotFoundError) and package.startswith(problem.name or " ")
+            if not is_absent:
+                reason = f"{type(problem).__name__}: {problem}"
+                log.warning("%s is installed and cannot be used; other kernels compute attention: %s", package, reason)
+            continue
+        if versions:
+            names = ", ".join(f"FA{version}" for version in versions)
+            return FlashPackage(f"{package} ({names})", attend, versions)
+        log.warning("%s has no FlashAttention for compute capability %d.%d", package, *capability)
     return None
 
 
@@ -66,8 +90,8 @@ class FlashAttention:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """See `attention.PagedAttention`."""
-        head_dim, block_size = q.shape[2], kv.shape[2]
-        if q.dtype == torch.float32 or head_dim > 256 or head_dim % 8 or block_size % _PAGE_MULTIPLE:
+        block_size, version = kv.shape[2], self._package.version_for(q.shape[2])
+        if q.dtype == torch.float32 or version is None or block_size % _PAGE_MULTIPLE:
             return self._otherwise(q, kv, batch, scale, window, softcap)
         if self._lengths is None or self._lengths.batch is not batch:
             self._lengths = _lengths(batch)
@@ -85,7 +109,7 @@ class FlashAttention:
             causal=True,
             window_size=(-1, -1) if window is None else (window - 1, 0),
             softcap=softcap or 0.0,
-            fa_version=self._package.version,
+            fa_version=version,
         )
 
 

@@ -8,6 +8,7 @@ except names that the registry knows.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -39,11 +40,17 @@ class RequestRecord:
     first_token_s: float | None = None  # from the request's arrival
     finish: str = ""  # why each choice ended, with how many did so
     num_sent_bytes: int | None = None  # of the answer's body; None: it was not sent
+    headers: Sequence[tuple[bytes, bytes]] = ()  # for the answer, unless it has them with other values
 
     @property
     def header(self) -> tuple[bytes, bytes]:
         """Of the answer."""
         return _RAW_HEADER, self.request_id.encode("ascii")
+
+    def headers_besides(self, own: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """Those that an answer with its own ones lacks."""
+        names = {name for name, _ in own} if self.headers else set()
+        return [self.header, *(header for header in self.headers if header[0] not in names)]
 
     @property
     def tags(self) -> dict[str, Any]:

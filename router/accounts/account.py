@@ -7,7 +7,7 @@ ended, before its last bytes go out: who has been told of the end can be asked f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +23,8 @@ class Progress:
     num_prompt_tokens: int
     num_cached_tokens: int  # of the prompt's, that were not computed
     num_completion_tokens: int
+    kv_page_ms: int = 0  # pages of KV in device memory times milliseconds, as far as gangs have told
+    adapter_page_ms: int = 0  # the same, of its part of its adapter's pages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,10 +36,12 @@ class Asked:
     model: str  # as the client named it
     version: AdapterVersion | None  # None: the base
     user: str  # the client's name for whom it asks; empty: none
+    sticky_key: str = ""  # what stays the same while requests belong together; empty: the name asked for has no canary
     num_prompt_tokens: int
     num_new_tokens: int  # at most, of all sequences together
     num_sequences: int
     is_resumed: bool  # its client has had a part of it, through this router or another
+    is_stream: bool = False  # so its client may come back for the rest
     progress: Callable[[], Progress]  # as of the moment of the call
 
 
@@ -50,6 +54,7 @@ class Ending:
     is_cancelled: bool  # its client has left before the end
     first_token_s: float | None  # from the request's arrival; None: no token came
     duration_s: float
+    reason: str = ""  # what its client is told of the error
 
 
 class Account(Protocol):
@@ -68,12 +73,21 @@ class Accountant(Protocol):
         """Raises `ApiError` if the answer must not be made."""
 
 
+AtDoor = Callable[[Identity, bool], Sequence[tuple[bytes, bytes]]]
+
+
 class Accounts:
     """Several accountants as one: an answer that any of them refuses is opened at none."""
 
-    def __init__(self, accountants: Sequence[Accountant]) -> None:
-        """The first one is asked first: those that refuse most cheaply stand in front."""
+    def __init__(self, accountants: Sequence[Accountant], at_door: AtDoor = lambda identity, comes_back: ()) -> None:
+        """The first one is asked first: those that refuse most cheaply stand in front.
+
+        `at_door`: is asked before a request is read, and told whether its client comes back for the rest of a stream.
+        It raises ApiError, or returns headers for an answer that comes to no account, as one that says what is wrong
+        with the request.
+        """
         self._accountants = tuple(accountants)
+        self.at_door = at_door
 
     async def open(self, asked: Asked) -> Account:
         accounts: list[Account] = []
@@ -105,5 +119,6 @@ class _Joint:
         return [header for account in self._accounts for header in account.headers]
 
     def settle(self, ending: Ending) -> None:
-        for account in self._accounts:
-            account.settle(ending)
+        with ExitStack() as settled:  # all of them, whatever one of them does
+            for account in reversed(self._accounts):
+                settled.callback(account.settle, ending)

@@ -101,7 +101,7 @@ class GenerationResponse:
             self._metrics.num_open_generations -= 1
             self._generation.cancel()
             is_cancelled = not answer.done()
-            self._settle("", is_cancelled=is_cancelled)
+            self._settle(is_cancelled=True)  # whoever heard the end, or of an error, has settled before that
             self._tell(record_of(scope), is_cancelled=is_cancelled)
             gone.cancel()
             answer.cancel()  # a no-op when it is done
@@ -204,7 +204,7 @@ class GenerationResponse:
         No [DONE] follows, so that no client takes such a stream for complete.
         """
         self._is_ending = True
-        self._settle(error.detail.code or "internal_error")
+        self._settle(error.detail.code or "internal_error", reason=error.detail.message)
         record_of(scope).error = error.detail.code or ""
         self._metrics.count_error(error)
         async with self._starting:  # the headers may be on their way
@@ -240,7 +240,7 @@ class GenerationResponse:
                 await share.pause()
         await self._send_body(send, bytes(body), more=False)
 
-    def _settle(self, error: str = "", *, is_cancelled: bool = False) -> None:
+    def _settle(self, error: str = "", *, reason: str = "", is_cancelled: bool = False) -> None:
         """Tells the account of the end, once."""
         if self._is_settled:
             return
@@ -254,6 +254,7 @@ class GenerationResponse:
                 is_cancelled=is_cancelled,
                 first_token_s=None if first_at is None else first_at - self._started_at,
                 duration_s=now - self._started_at,
+                reason=reason,
             )
         )
 

@@ -53,6 +53,11 @@ def router_families(metrics: Metrics, facts: RouterFacts, labels: Mapping[str, s
         "What held it for 0.1 s or longer is in the log."
     )
     yield make.histogram("motet_loop_held_seconds", help_text, metrics.loop_held_s)
+    num_waiting_bytes, behind_s = metrics.ledger()
+    help_text = "Of the ledger of usage, that this router has on its disk and Redis does not have yet."
+    yield make.gauge("motet_ledger_waiting_bytes", help_text, num_waiting_bytes)
+    help_text = "For how long this router has had a part of the ledger that Redis does not have."
+    yield make.gauge("motet_ledger_behind_seconds", help_text, behind_s)
     help_text = "Lines of this router's log that found no room, or could not be written."
     yield make.counter("motet_dropped_log_lines", help_text, metrics.dropped_log_lines())
 

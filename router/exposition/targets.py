@@ -19,6 +19,13 @@ class MetricsTarget(msgspec.Struct, frozen=True, kw_only=True):
     base: str
 
 
+class TargetGroup(msgspec.Struct, frozen=True):
+    """Targets with the same labels, as Prometheus reads them."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
 def discovery(targets: Sequence[MetricsTarget]) -> bytes:
     """The answer to Prometheus' `http_sd_configs`: JSON, a group for each process.
 
@@ -26,15 +33,15 @@ def discovery(targets: Sequence[MetricsTarget]) -> bytes:
     configuration can choose between processes.
     """
     groups = [
-        {
-            "targets": [target.address],
-            "labels": {
+        TargetGroup(
+            [target.address],
+            {
                 "process": target.process,
                 "node": target.address.rpartition(":")[0].strip("[]"),
                 f"__meta_motet_{target.process}": target.name,
                 "__meta_motet_base": target.base,
             },
-        }
+        )
         for target in sorted(targets, key=lambda target: (target.process, target.address))
     ]
     return msgspec.json.encode(groups)

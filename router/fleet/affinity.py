@@ -54,6 +54,9 @@ class RoutingRequest:
     num_tokens: int  # to compute before its next token comes
     num_adapter_pages: int  # 0: the base
     salt: int = 0  # different for each request, so that requests for the base spread over gangs
+    tenant: str = ""  # whose it is
+    weight: float = 1.0  # its tenant's
+    is_background: bool = False  # it yields to everybody else's
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class GangView:
 
     key: str
     has_adapter: bool  # the adapter is there or coming
-    num_queued_tokens: int  # to compute before a new sequence's turn
+    num_queued_tokens: int  # to compute before the turn of a new sequence of the request's tenant, in the fair order
     num_sequences: int
     costs: GangCosts
     num_cached_tokens: int = 0  # of the sequence's first tokens, those that need not be computed there

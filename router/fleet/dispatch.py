@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
@@ -28,14 +28,18 @@ from ...workers.wire.messages import (
 from .admission import AdmissionConfig, TimeLimit
 from .affinity import RoutingConfig
 from .fleet import STORE_PAUSE_S, Fleet
-from .leader_connection import FaultKind
+from .known_gang import AdapterTier
+from .leader_connection import FaultKind, LeaderConnection
 from .open_sequence import OpenSequence
 from .unread_sequences import UnreadSequences
 from .unsent_sequences import UnsentSequences
 
-MAX_AWAITING_GANG = 1024  # new sequences that wait while no gang is connected; more are refused
+# New sequences that wait while no gang is connected. Of more, those of whoever has most are refused: nobody is for the
+# sequences of others.
+MAX_AWAITING_GANG = 1024
 # Sequences that wait here for anything else: for the news of who holds them, for a store that cannot be read, or for
-# their own readers. More of one kind are refused, and of one tenant more than half of that. What has begun is never
+# their own readers. More of one kind are refused, those of whoever has most first, and of one tenant more than half of
+# that. What has begun is never
 # refused for want of news or of a store: all clients of a router that died come back within a moment.
 MAX_AWAITING = 1024
 # After so many gangs have died with a sequence, without a token of it between, it is given up: it may be what kills
@@ -48,6 +52,11 @@ MAX_VAIN_TRIES = 10
 MAX_STORE_FAILURES = 6  # after so many reads of its adapter that failed, at all gangs together, a sequence is given up
 NEWS_WAIT_S = 0.5  # how long a resumed sequence waits until the gang that holds it says so
 
+_GAVE_WAY = SequenceError(
+    "overloaded",
+    "too many sequences wait at this router, and others with fewer have come; try again later",
+    reason="tenant_full",
+)
 _log = logging.getLogger(__name__)
 
 
@@ -94,6 +103,19 @@ class Dispatcher(Protocol):
 
     def gangs(self) -> Sequence[tuple[GangInfo, EngineLoad]]:
         """Every connected gang with its latest load."""
+
+    def bring(self, request: SequenceRequest, num_gangs: int, wait_s: float) -> Mapping[str, SequenceStream]:
+        """Starts a sequence at each of so many gangs, by their ids; at all if no more are connected.
+
+        They end with "gang_lost" if their gang is lost. Each gets "overloaded" if it still waits after `wait_s`.
+        """
+
+    def residency(self, tenant: str, digest: str, known_gangs: Collection[str] = ()) -> Mapping[str, AdapterTier]:
+        """The connected gangs that have this adapter for this tenant, by their ids, and the fastest tier that has it.
+
+        They have lately got sequences of the tenant with it from this router, or are among `known_gangs`. Gangs that
+        have the same content for others alone are not told.
+        """
 
     def load(self) -> EngineLoad | None:
         """The latest load, summed over the connected gangs, the oldest wait of all; None: none is connected."""
@@ -174,6 +196,10 @@ class FleetDispatcher:
         """Tells the gangs that no name points to the adapter any more, so that they need not keep it."""
         self._fleet.outdate(digest)
 
+    def connected(self) -> Sequence[LeaderConnection]:
+        """Connections to the gangs that take sequences now."""
+        return self._fleet.connected
+
     def gang(self) -> GangInfo | None:
         for leader in self._fleet.connected:
             return leader.info
@@ -182,6 +208,20 @@ class FleetDispatcher:
     def gangs(self) -> list[tuple[GangInfo, EngineLoad]]:
         """Every connected gang with its latest load."""
         return [(leader.info, leader.load) for leader in self._fleet.connected if leader.info is not None]
+
+    def bring(self, request: SequenceRequest, num_gangs: int, wait_s: float) -> Mapping[str, OpenSequence]:
+        sequences = [OpenSequence(request) for _ in range(num_gangs)]
+        gang_ids = self._fleet.bring(sequences, wait_s)
+        return dict(zip(gang_ids, sequences[: len(gang_ids)], strict=True))
+
+    def residency(self, tenant: str, digest: str, known_gangs: Collection[str] = ()) -> Mapping[str, AdapterTier]:
+        found: dict[str, AdapterTier] = {}
+        for one in self._fleet.connected:
+            if one.info is not None:
+                is_known = one.info.gang_id in known_gangs
+                if (tier := one.known.tier_for(tenant, digest, is_known=is_known)) is not None:
+                    found[one.info.gang_id] = tier
+        return found
 
     def load(self) -> EngineLoad | None:
         loads = [leader.load for leader in self._fleet.connected]
@@ -207,16 +247,23 @@ class FleetDispatcher:
             return
         if self._fleet.submit(sequence):
             return
-        num_waiting = len(self._awaiting_gang)
         # What its client comes back for after it had begun has as much room again, as clients may come back for much.
         limit = (2 if sequence.limit.has_begun else 1) * MAX_AWAITING_GANG
-        if num_waiting >= limit and not sequence.has_begun:
-            message = f"no gang is connected and {num_waiting} sequences wait for one; try again later"
-            sequence.refuse(SequenceError("overloaded", message, reason="no_gang"))
-        else:
+        if sequence.has_begun or self._makes_room(self._awaiting_gang, sequence, limit):
             sequence.outlast_waits()
             self._awaiting_gang.add(sequence)
             self._on_wait()
+        else:
+            message = "no gang is connected, and as many sequences as may wait for one do; try again later"
+            sequence.refuse(SequenceError("overloaded", message, reason="no_gang"))
+
+    def _makes_room(self, place: UnsentSequences, sequence: OpenSequence, num_places: int) -> bool:
+        """Whether the sequence may wait there. One of a tenant that has more there may be given up for it."""
+        has_room, given_up = place.has_room(sequence, num_places)
+        if given_up is not None:
+            place.remove(given_up)
+            given_up.refuse(_GAVE_WAY)
+        return has_room
 
     def _lost(self, sequences: list[OpenSequence], reason: str) -> None:
         """Sends the sequences of a gang that was lost elsewhere, in the order in which they were submitted there."""
@@ -224,6 +271,8 @@ class FleetDispatcher:
             limit = MAX_LOSSES if sequence.has_begun else MAX_LOSSES_BEFORE_BEGUN
             if self._closed:
                 sequence.fail("gang_lost", "this router is shutting down")
+            elif sequence.stays:  # it was for that gang
+                sequence.fail("gang_lost", f"the gang was lost that it was brought to: {reason}")
             elif sequence.num_losses >= limit:
                 message = f"{limit} gangs were lost with this request before its next token, the last one to: {reason}"
                 sequence.fail("gang_lost", message)
@@ -236,7 +285,7 @@ class FleetDispatcher:
 
     def _lost_store(self, sequence: OpenSequence, error: SequenceError) -> None:
         """Goes on with a sequence whose gang cannot read its adapter: at another gang, or after a pause."""
-        if self._closed or sequence.num_store_failures.total() >= MAX_STORE_FAILURES:
+        if self._closed or sequence.stays or sequence.num_store_failures.total() >= MAX_STORE_FAILURES:
             sequence.refuse(error)
             return
         self._num_resumed += 1
@@ -250,13 +299,18 @@ class FleetDispatcher:
         num_of_tenant = place.num_of(sequence.request.tenant)
         # Only what has begun comes to lie unread, so there the bound is for it.
         is_exempt = place is not self._unread and (sequence.has_begun or sequence.limit.has_begun)
-        if is_exempt or (len(place) < MAX_AWAITING and num_of_tenant < MAX_AWAITING // 2):
+        is_tenants = num_of_tenant >= MAX_AWAITING // 2
+        if is_exempt or (not is_tenants and self._has_place(place, sequence)):
             place.add(sequence)
             return
-        is_tenants = num_of_tenant >= MAX_AWAITING // 2
-        whose, number = ("of your sequences", num_of_tenant) if is_tenants else ("sequences", len(place))
-        message = f"{number} {whose} {waiting} at this router already; try again later"
+        whose = f"{num_of_tenant} of your" if is_tenants else "too many"  # how many of others is theirs to know
+        message = f"{whose} sequences {waiting} at this router already; try again later"
         sequence.refuse(SequenceError("overloaded", message, reason="tenant_full" if is_tenants else "full"))
+
+    def _has_place(self, place: UnsentSequences | UnreadSequences, sequence: OpenSequence) -> bool:
+        if isinstance(place, UnreadSequences):
+            return len(place) < MAX_AWAITING
+        return self._makes_room(place, sequence, MAX_AWAITING)
 
     def _give_up(self, sequence: OpenSequence) -> None:
         sequence.fail("gang_lost", f"no gang was connected within {self._gang_wait_s:g} s; try again later")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
-from ...workers.wire.messages import AdapterRef, SequenceError
+from ...workers.wire.fair_shares import ServedElsewhere, TenantShare
+from ...workers.wire.messages import AdapterRef, Outdated, SequenceError
 from ...workers.wire.page_keys import first_link, next_keys, short_key
+from ..fairness.fleet_shares import FleetShares
 from .admission import AdmissionConfig, Admitted, admit
 from .affinity import GangView, RoutingConfig, RoutingRequest, choose_gang
 from .leader_connection import FaultKind, LeaderConnection
@@ -18,6 +21,8 @@ from .open_sequence import OpenSequence
 from .relocator import Relocator
 
 _MAX_ROUTED_PAGES = 2048  # of a prompt; the pages after them are not looked at
+_MAX_EXAMINED = 1024  # tenants of a gang, each time that it hears of others' service
+_TELL_S = 0.25  # from one time that a gang hears of its tenants' service elsewhere to the next
 STORE_PAUSE_S = 2.0  # for so long after a gang could not read an adapter, it gets none to read if another gang can
 
 
@@ -58,6 +63,9 @@ class Fleet:
         self.num_faults: Counter[FaultKind] = Counter()  # gangs that were lost without having been told to go
         self._connections: dict[str, LeaderConnection] = {}
         self._relocator = Relocator(self._connections, adapter_pages)
+        self._shares = FleetShares()
+        self._gang_ids: dict[str, str] = {}  # by key: the process that has told of shares there last
+        self._next_tell: dict[str, float] = {}  # by key: when the gang may hear of others' service again
 
     def update(self, addresses: Mapping[str, str]) -> None:
         """Makes these the gangs: connects to new ones, and lets gangs that are not named finish their sequences.
@@ -65,6 +73,7 @@ class Fleet:
         The address of a key never changes: a gang that replaces another one has a new key.
         """
         for key in [key for key in self._connections if key not in addresses]:
+            self._forget_shares(key)
             self._connections.pop(key).retire()
             self._store_failed_at.pop(key, None)
         for key in [key for key in addresses if key not in self._connections]:
@@ -76,12 +85,39 @@ class Fleet:
                 self._on_lost,
                 self._found_orphans,
                 lambda kind: self.num_faults.update([kind]),
-                on_load=self._relocator.look,
+                on_load=partial(self._heard, key),
                 on_withdrawn=self._withdrawn,
                 on_store_failure=partial(self._lose_store, key),
             )
             self._connections[key] = connection
             connection.start()
+
+    def _heard(self, key: str, shares: Sequence[TenantShare]) -> None:
+        """The gang has told how things are there."""
+        connection = self._connections.get(key)
+        if connection is not None and connection.info is not None and (shares or key in self._gang_ids):
+            gang_id = connection.info.gang_id
+            if self._gang_ids.get(key, gang_id) != gang_id:
+                self._forget_shares(key)  # another process in its place
+            self._gang_ids[key] = gang_id
+            self._shares.receive(gang_id, shares)
+            self._tell_served(key, connection)
+        self._relocator.look()
+
+    def _tell_served(self, key: str, connection: LeaderConnection) -> None:
+        """Tells a gang what its tenants were served at the others, if there are others and it is time."""
+        now = asyncio.get_running_loop().time()
+        if len(self._gang_ids) < 2 or now < self._next_tell.get(key, now):
+            return
+        self._next_tell[key] = now + _TELL_S
+        told_last = islice(reversed(connection.known.fair_queue.active), _MAX_EXAMINED)
+        if totals := self._shares.take_due(self._gang_ids[key], told_last):
+            connection.tell(ServedElsewhere(totals))
+
+    def _forget_shares(self, key: str) -> None:
+        self._next_tell.pop(key, None)
+        if (gang_id := self._gang_ids.pop(key, None)) is not None:
+            self._shares.forget(gang_id)
 
     @property
     def connected(self) -> list[LeaderConnection]:
@@ -112,7 +148,15 @@ class Fleet:
                 if block_size not in page_keys:
                     page_keys[block_size] = _page_keys(sequence, block_size)
                 num_cached_tokens = block_size * connection.known.num_cached_pages(page_keys[block_size])
-            views[key] = connection.known.view(key, request.digest, num_cached_tokens, sequence.request.key)
+            views[key] = connection.known.view(
+                key,
+                request.digest,
+                num_cached_tokens,
+                sequence.request.key,
+                request.tenant,
+                request.weight,
+                request.is_background,
+            )
         if not views:
             return False
         chosen = self._choose(sequence, request, views)
@@ -122,6 +166,32 @@ class Fleet:
         left = replace(request, num_tokens=request.num_tokens - views[chosen].num_cached_tokens)
         connection.submit(sequence, left, page_keys.get(connection.block_size, ()))
         return True
+
+    def bring(self, sequences: Sequence[OpenSequence], wait_s: float) -> list[str]:
+        """Sends sequences of one request to as many gangs, which suit it best; the ids of these.
+
+        Fewer if no more are connected: the other sequences are sent nowhere. Each is given up if it still waits after
+        `wait_s`, and admitted all the same if a longer wait is expected.
+        """
+        if not sequences:
+            return []
+        request, connections = self._request(sequences[0]), self._able(sequences[0])
+        views = {
+            key: one.known.view(key, request.digest, 0, "", request.tenant, request.weight)
+            for key, one in connections.items()
+        }
+        gang_ids = []
+        for sequence in sequences[: len(views)]:
+            key = choose_gang(request, [*views.values()], self._routing)
+            assert key is not None
+            del views[key]
+            connection = connections[key]
+            assert connection.info is not None
+            sequence.stays = True
+            sequence.admit(wait_s)
+            connection.submit(sequence, request)
+            gang_ids.append(connection.info.gang_id)
+        return gang_ids
 
     @property
     def num_moved(self) -> int:
@@ -154,6 +224,9 @@ class Fleet:
             sequence.num_tokens,
             0 if adapter is None else self._adapter_pages(adapter),
             random.getrandbits(32),
+            sequence.request.tenant,
+            sequence.request.weight,
+            sequence.request.is_background,
         )
 
     def _able(self, sequence: OpenSequence) -> dict[str, LeaderConnection]:
@@ -184,7 +257,7 @@ class Fleet:
     def outdate(self, digest: str) -> None:
         """Tells the gangs that no name points to the adapter any more."""
         for connection in self._connections.values():
-            connection.outdate(digest)
+            connection.tell(Outdated(digest))
 
     def _choose(self, sequence: OpenSequence, request: RoutingRequest, views: Mapping[str, GangView]) -> str | None:
         """The key of the gang to send the sequence to; None: it was refused, as only a new sequence may be."""

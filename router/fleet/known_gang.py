@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Literal, Self
 
 from ...workers.wire.engine_load import EngineLoad
-from ...workers.wire.messages import Frame
+from ...workers.wire.messages import Frame, Hello
+from ...workers.wire.short_digest import short_digest
+from ..fairness.fair_queue import FairQueue
+from ..residency.adapter_uses import AdapterUses
 from .affinity import GangView, RoutingConfig, RoutingRequest
 from .observed_costs import ObservedCosts
 
 _MAX_EXPECTED_PAGES = 1 << 14
+AdapterTier = Literal["device", "host"]
 
 
 class KnownGang:
@@ -22,23 +27,48 @@ class KnownGang:
         resident: Iterable[str] = (),
         resident_pages: Iterable[int] = (),
         orphans: Iterable[str] = (),
+        is_fair: bool = False,
+        hosted: Iterable[int] = (),
     ) -> None:
-        """What the greeting told: digests of adapters, short keys of full pages of KV, and keys of orphans."""
+        """What the greeting told: digests of adapters, short keys of full pages of KV, keys of orphans, whether whoever
+        was served least goes first there, and short digests of adapters in host memory.
+        """
         self.load = EngineLoad()  # as of the last frame
         self._resident = set(resident)  # digests, those that are coming included
+        self._hosted = set(hosted)
+        self._failed_pins: dict[int, str] = {}  # reasons, by short digest
         self._pages = set(resident_pages)
-        self._expected_pages: dict[
-            int, None
-        ] = {}  # of sequences that were sent there, and that may not be computed yet
+        # Of sequences that were sent there, and that may not be computed yet.
+        self._expected_pages: dict[int, None] = {}
         self._orphans = set(orphans)
         self._open: Counter[str] = Counter()  # unfinished sequences of this router, by digest
         self._open_keys: Counter[str] = Counter()  # of these sequences, those with a key
         self._num_unseen = self._num_unseen_tokens = 0  # sent, and not yet counted in `load`
+        self._num_unseen_background_tokens = 0  # of these
+        self.fair_queue = FairQueue(is_fair=is_fair)
+        self._unseen_of: Counter[str] = Counter()  # by tenant: tokens sent, and not yet counted in its share
         self._observed = ObservedCosts(config.belief)
+        self._uses = AdapterUses()
+
+    @classmethod
+    def greeted(cls, config: RoutingConfig, hello: Hello) -> Self:
+        return cls(config, hello.resident, hello.resident_pages, hello.orphans, hello.info.is_fair, hello.hosted)
 
     def receive(self, frame: Frame) -> None:
         self._resident.difference_update(frame.residency.went)
         self._resident.update(frame.residency.came)
+        if frame.residency.hosted_came or frame.residency.hosted_went:
+            self._hosted.difference_update(frame.residency.hosted_went)
+            self._hosted.update(frame.residency.hosted_came)
+        for short, reason in frame.residency.pin_news.items():
+            if reason:
+                self._failed_pins[short] = reason
+            else:
+                self._failed_pins.pop(short, None)
+        for digest in (*frame.residency.went, *self._uses.used(frame.residency.hosted_went)):
+            self._forget_uses(digest)
+        for digest in frame.residency.went:
+            self._uses.leave_pool(digest)
         self._pages.difference_update(frame.residency.pages_went)
         self._pages.update(frame.residency.pages_came)
         for page_key in (*frame.residency.pages_came, *frame.residency.pages_went):
@@ -46,10 +76,13 @@ class KnownGang:
         if frame.orphans is not None:
             self._orphans.difference_update(frame.orphans.went)
             self._orphans.update(frame.orphans.came)
+        self.fair_queue.receive(frame.shares)
+        if frame.shares or not (self.fair_queue.is_told and frame.load.gauges.num_waiting):
+            self._unseen_of.clear()
         if frame.load != self.load:  # else no step was made since, and the load cannot count what was sent
             self._observed.observe(self.load, frame.load)
             self.load = frame.load
-            self._num_unseen = self._num_unseen_tokens = 0
+            self._num_unseen = self._num_unseen_tokens = self._num_unseen_background_tokens = 0
 
     def sent(self, request: RoutingRequest, page_keys: Sequence[int] = (), sequence_key: str = "") -> None:
         """A sequence of this router is on its way there. Its adapter counts as coming until `ended`.
@@ -61,26 +94,57 @@ class KnownGang:
             self._open_keys[sequence_key] += 1
         self._num_unseen += 1
         self._num_unseen_tokens += request.num_tokens
+        if request.is_background:
+            self._num_unseen_background_tokens += request.num_tokens
+        else:
+            self._unseen_of[request.tenant] += request.num_tokens
         self._expected_pages.update(dict.fromkeys(key for key in page_keys if key not in self._pages))
         while len(self._expected_pages) > _MAX_EXPECTED_PAGES:  # some never come, as their sequence was cancelled
             del self._expected_pages[next(iter(self._expected_pages))]
         if request.digest is not None:
             self._open[request.digest] += 1
+            self._uses.begun(request.digest, request.tenant)
 
-    def ended(self, digest: str | None, sequence_key: str = "") -> None:
-        """A sequence with this adapter and this key that was sent there has ended."""
+    def ended(self, digest: str | None, sequence_key: str = "", tenant: str = "") -> None:
+        """A sequence of the tenant with this adapter and this key that was sent there has ended."""
         if sequence_key:
             self._open_keys[sequence_key] -= 1
             if not self._open_keys[sequence_key]:
                 del self._open_keys[sequence_key]
         if digest is not None:
             self._open[digest] -= 1
+            self._uses.ended(digest, tenant)
             if not self._open[digest]:
                 del self._open[digest]
+                self._forget_uses(digest)
 
     def has(self, digest: str) -> bool:
         """The adapter is there, or coming as far as this router can know."""
         return digest in self._resident or digest in self._open
+
+    def tier_of(self, digest: str) -> AdapterTier | None:
+        """The fastest that has the adapter, or is getting it; None: it would come from the store."""
+        if self.has(digest):
+            return "device"
+        return "host" if self._hosted and short_digest(digest) in self._hosted else None
+
+    def is_hosted(self, digest: str) -> bool:
+        """The adapter is in the gang's host memory."""
+        return short_digest(digest) in self._hosted
+
+    def pin_failure(self, digest: str) -> str | None:
+        """Why the gang cannot keep a pinned adapter in host memory; None: it has not told of anything."""
+        return self._failed_pins.get(short_digest(digest))
+
+    def tier_for(self, tenant: str, digest: str, *, is_known: bool = False) -> AdapterTier | None:
+        """As `tier_of`, as far as sequences of the tenant itself tell that have lately come from this router.
+
+        `is_known`: they have come from another one. What comes into the pool again, others may have brought there.
+        """
+        tier = self.tier_of(digest)
+        if tier is None or is_known or self._uses.is_lately_by(digest, tenant):
+            return tier
+        return "host" if self._uses.is_lately_by(digest, tenant, has_left_pool=True) else None
 
     def num_cached_pages(self, page_keys: Iterable[int]) -> int:
         """How many of a sequence's first full pages are there, or coming as far as this router can know."""
@@ -95,17 +159,61 @@ class KnownGang:
         """The gang keeps the sequence with this key for any router that asks, or computes it for this one."""
         return sequence_key in self._orphans or sequence_key in self._open_keys
 
-    def view(self, key: str, digest: str | None, num_cached_tokens: int = 0, sequence_key: str = "") -> GangView:
+    def _forget_uses(self, digest: str) -> None:
+        if self.tier_of(digest) is None:
+            self._uses.forget(digest)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens to compute there, of all tenants."""
+        return self.load.gauges.num_queued_tokens + self._num_unseen_tokens
+
+    @property
+    def num_background_tokens(self) -> int:
+        """Of the queued tokens, those of background sequences that have not begun: they yield to all others."""
+        return self.load.gauges.num_queued_background_tokens + self._num_unseen_background_tokens
+
+    def num_tokens_before(
+        self,
+        tenant: str,
+        weight: float = 1.0,
+        num_more: int = 0,
+        num_more_of_all: int = 0,
+        *,
+        is_background: bool = False,
+    ) -> int:
+        """Tokens that are computed before the turn of a sequence of the tenant that comes now, in the fair order.
+
+        A background sequence comes after all that is there. `num_more`: of its tenant, beside what was told and sent;
+        `num_more_of_all`: of all tenants. Negative: fewer.
+        """
+        queued = max(0, self.num_queued_tokens + num_more_of_all)
+        if is_background:
+            return queued
+        queued = max(0, queued - self.num_background_tokens)
+        return self.fair_queue.num_tokens_before(tenant, queued, weight, self._unseen_of, num_more)
+
+    def view(
+        self,
+        key: str,
+        digest: str | None,
+        num_cached_tokens: int = 0,
+        sequence_key: str = "",
+        tenant: str = "",
+        weight: float = 1.0,
+        is_background: bool = False,
+    ) -> GangView:
         """The gang, called `key`, as a choice for one request sees it.
 
         `digest`: of the request's adapter. `num_cached_tokens`: of its first tokens, those whose KV is there.
-        `sequence_key`: the request's.
+        `sequence_key`: the request's. `tenant`, `weight`, `is_background`: whose it is, that tenant's
+        weight, and whether it yields to everybody else's.
         """
         now = self.load.gauges
         return GangView(
             key,
             has_adapter=digest is not None and self.has(digest),
-            num_queued_tokens=now.num_queued_tokens + self._num_unseen_tokens,
+            num_queued_tokens=self.num_tokens_before(tenant, weight, is_background=is_background),
             num_sequences=now.num_running + now.num_waiting + self._num_unseen,
             costs=self._observed.costs,
             num_cached_tokens=num_cached_tokens,

@@ -20,6 +20,7 @@ import grpc
 import msgspec
 
 from ...workers.wire.engine_load import EngineLoad
+from ...workers.wire.fair_shares import TenantShare
 from ...workers.wire.messages import (
     Cancel,
     Disown,
@@ -27,7 +28,7 @@ from ...workers.wire.messages import (
     FromLeader,
     GangInfo,
     Hello,
-    Outdated,
+    News,
     SequenceError,
     Submit,
     Withdraw,
@@ -51,7 +52,6 @@ LONGEST_PAUSE_S = 1.0  # while a gang cannot be reached, what it had may be comp
 HELLO_TIMEOUT_S = 10.0
 
 _log = logging.getLogger(__name__)
-
 
 # What of a gang was lost: its process or the way to it, or its engine.
 FaultKind = Literal["connection", "engine"]
@@ -88,7 +88,7 @@ class LeaderConnection:
         on_lost: Callable[[list[OpenSequence], str], None],
         on_orphans: Callable[[LeaderConnection, Collection[str]], None] = lambda connection, keys: None,
         on_fault: Callable[[FaultKind], None] = lambda kind: None,
-        on_load: Callable[[], None] = lambda: None,
+        on_load: Callable[[Sequence[TenantShare]], None] = lambda shares: None,
         on_withdrawn: Callable[[OpenSequence, str], None] = lambda sequence, target: None,
         on_store_failure: Callable[[OpenSequence, SequenceError], None] = lambda sequence, error: sequence.refuse(
             error
@@ -97,10 +97,11 @@ class LeaderConnection:
         """`on_lost` gets the unfinished sequences of a connection that ended, and the reason.
 
         `on_orphans` gets this connection and the keys of sequences that the leader keeps for any router that asks: all
-        of them at the greeting, later those that it has begun to keep. `on_fault`: a connected gang was
-        lost that had not been told to go. `on_load`: the gang has told how things are there. `on_withdrawn` gets a
-        sequence that has left the gang's queue, and the key of the gang that it is meant for. `on_store_failure` gets
-        a sequence that the gang has given back because it cannot read its adapter, and its error.
+        of them at the greeting, later those that it has begun to keep. `on_fault`: a connected gang was lost that had
+        not been told to go. `on_load`: the gang has told how things are there; it gets the tenants' shares that have
+        changed. `on_withdrawn` gets a sequence that has left the gang's queue, and the key of the gang that it is meant
+        for. `on_store_failure` gets a sequence that the gang has given back because it cannot read its adapter, and its
+        error.
         """
         self.address = address
         self.info: GangInfo | None = None  # None: not connected
@@ -110,10 +111,8 @@ class LeaderConnection:
         self._name = secrets.token_hex(8)  # by which the leader knows its streams as those of one router
         self._num_connects = 0
         self._routing = routing
-        self._on_connect = on_connect
-        self._on_lost = on_lost
-        self._on_orphans = on_orphans
-        self._on_fault = on_fault
+        self._on_connect, self._on_lost = on_connect, on_lost
+        self._on_orphans, self._on_fault = on_orphans, on_fault
         self._on_load, self._on_withdrawn = on_load, on_withdrawn
         self._on_store_failure = on_store_failure
         self._awaiting_reconnect = AwaitingReconnect(self._lose)
@@ -181,10 +180,10 @@ class LeaderConnection:
         self._unbegun[sequence].target = target
         self._outbox.put(Withdraw(self._ids[sequence]))
 
-    def outdate(self, digest: str) -> None:
-        """Tells the leader that no name points to the adapter any more. Not while the connection is broken."""
+    def tell(self, news: News) -> None:
+        """Tells the leader what concerns no sequence of its own. Not while the connection is broken."""
         if self.info is not None:
-            self._outbox.put(Outdated(digest))
+            self._outbox.put(news)
 
     def _start(self, sequence: OpenSequence, request: RoutingRequest, page_keys: Sequence[int] = ()) -> None:
         self._last_id += 1
@@ -213,8 +212,8 @@ class LeaderConnection:
         """The sequence has ended here."""
         del self._sequences[self._ids.pop(sequence)]
         self._unbegun.pop(sequence, None)
-        adapter = sequence.request.adapter
-        self.known.ended(None if adapter is None else adapter.digest, sequence.request.key)
+        request, adapter = sequence.request, sequence.request.adapter
+        self.known.ended(None if adapter is None else adapter.digest, request.key, request.tenant)
         if self.retired and not self._sequences and self._task is not None:
             self._task.cancel()
 
@@ -275,7 +274,7 @@ class LeaderConnection:
         if not isinstance(hello, Hello):
             raise ConnectionError("the leader sent a frame before its greeting")
         self.info = hello.info
-        self.known = KnownGang(self._routing, hello.resident, hello.resident_pages, hello.orphans)
+        self.known = KnownGang.greeted(self._routing, hello)
         _log.info("connected to gang %s at %s", hello.info.gang_id, self.address)
         if hello.info.gang_id == self._last_gang_id:  # else it is another gang at the same address
             self._go_on(hello.orphans)
@@ -288,8 +287,8 @@ class LeaderConnection:
     def _go_on(self, orphans: Iterable[str]) -> None:
         """Submits the sequences again that the leader has kept of a connection that broke."""
         for sequence in self._awaiting_reconnect.take(orphans):
-            adapter = sequence.request.adapter
-            self._start(sequence, RoutingRequest(None if adapter is None else adapter.digest, 0, 0))
+            digest = sequence.request.adapter.digest if sequence.request.adapter else None
+            self._start(sequence, RoutingRequest(digest, 0, 0, tenant=sequence.request.tenant))
             self._unbegun.pop(sequence, None)
 
     async def _exchange(self, call: Any) -> None:
@@ -341,7 +340,7 @@ class LeaderConnection:
             raise (_HandedOverError if is_farewell else _EngineFailedError)(given_back.message)
         if frame.orphans is not None and frame.orphans.came:
             self._on_orphans(self, frame.orphans.came)
-        self._on_load()
+        self._on_load(frame.shares)
 
     def _withdraw(self, sequence: OpenSequence) -> None:
         """The sequence has left the gang's queue, to go where it was asked back for."""

@@ -10,6 +10,7 @@ from typing import Protocol
 import msgspec
 
 from ...workers.wire.messages import ErrorKind, SequenceError, SequenceRequest, SequenceUpdate
+from ...workers.wire.page_seconds import PageSeconds
 from ...workers.wire.unread_update import UnreadUpdate
 from .admission import TimeLimit
 
@@ -42,6 +43,7 @@ class OpenSequence:
         self.is_resumed = is_resumed
         self.limit = limit or TimeLimit()
         self.is_new = not self.limit.has_begun  # not yet sent to a gang, nor waiting for one
+        self.stays = False  # where it was sent, and ends with that gang
         self.num_moves = 0  # from a gang's queue to another's
         self._wait_s: float | None = None  # how long it may wait at its gang; None: as long as it takes
         self._wait_from: float | None = None  # by the event loop's clock
@@ -56,6 +58,7 @@ class OpenSequence:
         self.num_vain_tries = 0  # gangs that died before it had arrived there, since its last token
         self.num_store_failures: Counter[str] = Counter()  # by gang: how often it could not read the adapter
         self._token_ids: list[int] = []  # all that came, read or not
+        self._page_seconds: PageSeconds | None = None  # as they were last told
         self._arrived: SequenceUpdate | UnreadUpdate | None = None  # not yet read
         self._on_read: Callable[[OpenSequence], None] | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -80,7 +83,7 @@ class OpenSequence:
     @property
     def may_move(self) -> bool:
         """No client has had a token of it, nor of others of its request that it goes on from."""
-        return not (self._token_ids or self.is_resumed or self.limit.has_begun)
+        return not (self.stays or self._token_ids or self.is_resumed or self.limit.has_begun)
 
     @property
     def num_tokens(self) -> int:
@@ -102,6 +105,7 @@ class OpenSequence:
             self.request,
             sequence_id=sequence_id,
             generated_token_ids=[*self._token_ids],
+            page_seconds=self._page_seconds,
             has_begun=self.has_begun or self.limit.has_begun,
             is_resumed=self.is_resumed,
             was_admitted=self.num_moves > 0,
@@ -158,6 +162,8 @@ class OpenSequence:
             self._token_ids += update.token_ids
             self.num_losses = self.num_vain_tries = 0
             self.num_store_failures.clear()
+        if update.page_seconds is not None:
+            self._page_seconds = update.page_seconds
         if update.finish_reason is not None or update.error is not None:
             self._close()
         if self._arrived is None:

@@ -2,7 +2,8 @@
 
 A sequence is routed when it comes. Later a gang may be added, or work off its queue sooner than was expected, while the
 sequence waits elsewhere. So the newest of those that wait in a queue move to a gang that would begin them sooner: the
-others in the queue have waited longer, and each one that leaves from the end delays nobody.
+others of their tenant have waited longer, and each one that leaves from the end delays nobody. What a sequence has
+before it, where it is and elsewhere, is what comes before its tenant's last in the gang's fair order.
 
 A move must be worth it: the sequence has to gain more than the load of its adapter and the kept beginning of its prompt
 cost at the other gang, and a least time that doubles with each of its moves. A gang is not believed to be faster than
@@ -15,11 +16,16 @@ its own share.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from .affinity import GangCosts
+
+# Tokens before the turn of a tenant's sequence, if its tenant had so many more there than it has, and all together had
+# so many more. The arguments: tenant, its weight, these two; a negative number is of tokens that have left.
+TokensBefore = Callable[[str, float, int, int], float]
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class WaitingSequence:
     num_tokens: int  # of its prompt that are to be computed where it is
     num_cached_tokens: int  # of its prompt whose KV is kept where it is
     num_moves: int  # so far
+    tenant: str = ""
+    weight: float = 1.0  # its tenant's
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ class GangQueue:
     num_own: int  # sequences of this router that have had no token there
     newest: Sequence[WaitingSequence]  # of these, the newest first, as many as may be examined
     has_adapter: Callable[[str], bool]  # by digest: there, or coming
+    num_before: TokensBefore
     takes: bool = True  # False: it has not told yet what sequences that were just moved there add
 
     @property
@@ -77,9 +86,26 @@ class Relocation(NamedTuple):
     target: str
 
 
+class _Round:
+    """What the moves of one round change: tokens that come to gangs or leave them, by gang and tenant."""
+
+    def __init__(self) -> None:
+        self._of_tenant: Counter[tuple[str, str]] = Counter()
+        self._of_all: Counter[str] = Counter()
+
+    def add(self, queue: GangQueue, tenant: str, num_tokens: float) -> None:
+        self._of_tenant[queue.key, tenant] += round(num_tokens)
+        self._of_all[queue.key] += round(num_tokens)
+
+    def num_before(self, queue: GangQueue, sequence: WaitingSequence) -> float:
+        """Tokens before a sequence of this one's tenant that came now."""
+        more, more_of_all = self._of_tenant[queue.key, sequence.tenant], self._of_all[queue.key]
+        return queue.num_before(sequence.tenant, sequence.weight, more, more_of_all)
+
+
 def relocations(queues: Sequence[GangQueue], config: RelocationConfig) -> list[Relocation]:
     """The moves of one round, of the longest queue first. The cost grows with gangs and with examined sequences."""
-    num_queued = {queue.key: float(queue.num_queued_tokens) for queue in queues}  # as the moves change it
+    moved, examined = _Round(), _Round()
     moves: list[Relocation] = []
     num_moved_tokens = 0
     shortest = sorted((queue for queue in queues if queue.takes), key=lambda queue: (queue.wait_s, queue.key))[
@@ -91,29 +117,30 @@ def relocations(queues: Sequence[GangQueue], config: RelocationConfig) -> list[R
             continue
         targets = [target for target in shortest if target is not source]
         num_each = source.num_waiting / num_own_waiting  # sequences of all routers for each of this one's
-        num_ahead = float(source.num_queued_tokens)
         for place, sequence in enumerate(source.newest[:num_own_waiting]):
             if len(moves) >= config.max_sequences or num_moved_tokens >= config.max_tokens:
                 return moves
             num_tokens = sequence.num_tokens + sequence.num_cached_tokens
-            num_ahead -= num_each * sequence.num_tokens
+            examined.add(source, sequence.tenant, -num_each * sequence.num_tokens)
+            num_ahead = examined.num_before(source, sequence)
             wait_s = max(0.0, num_ahead) * source.s_per_token - config.least_gain_s * 2**sequence.num_moves
             best = min(
-                ((_begin_s(sequence, num_queued[t.key], source, t), t.key) for t in targets), default=(wait_s, "")
+                ((_begin_s(sequence, moved.num_before(t, sequence), source, t), t.key, t) for t in targets),
+                default=None,
             )
-            if best[0] >= wait_s:
+            if best is None or best[0] >= wait_s:
                 continue
             moves.append(Relocation(source.key, place, best[1]))
             num_moved_tokens += num_tokens
-            num_queued[best[1]] += num_each * num_tokens
-            num_queued[source.key] -= num_each * sequence.num_tokens
+            moved.add(best[2], sequence.tenant, num_each * num_tokens)
+            moved.add(source, sequence.tenant, -num_each * sequence.num_tokens)
     return moves
 
 
-def _begin_s(sequence: WaitingSequence, num_queued_tokens: float, source: GangQueue, target: GangQueue) -> float:
+def _begin_s(sequence: WaitingSequence, num_before: float, source: GangQueue, target: GangQueue) -> float:
     """When the sequence would begin at the target with so many tokens before it, and what else it would lose."""
     costs = target.costs
-    wait_s = num_queued_tokens * max(source.s_per_token, target.s_per_token)
+    wait_s = num_before * max(source.s_per_token, target.s_per_token)
     lost_s = sequence.num_cached_tokens * costs.s_per_queued_token
     if sequence.digest is not None and not target.has_adapter(sequence.digest):
         # Its load begins when it comes there, but takes the place of others' adapters.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import islice
 
 from ...workers.wire.messages import AdapterRef
+from .known_gang import KnownGang
 from .leader_connection import LeaderConnection
 from .open_sequence import OpenSequence
 from .relocation import GangQueue, RelocationConfig, WaitingSequence, relocations
@@ -58,24 +61,27 @@ class Relocator:
         """What waits there without what is asked back already. `candidates` gets the sequences of its `newest`."""
         view = connection.known.view(key, None)
         num_asked_back = num_tokens = 0
+        asked_back: Counter[str] = Counter()  # tokens, by tenant
         newest: list[WaitingSequence] = []
         if view.num_waiting:
             for sequence, unbegun in islice(connection.newest_unbegun(), _MAX_ASKED_BACK + num_examined):
                 if unbegun.target is not None:
                     num_asked_back += 1
                     num_tokens += sequence.num_tokens - unbegun.num_cached_tokens
+                    asked_back[sequence.request.tenant] += sequence.num_tokens - unbegun.num_cached_tokens
                 elif len(newest) < num_examined:
                     candidates.append(sequence)
                     newest.append(self._waiting(sequence, unbegun.num_cached_tokens))
         return GangQueue(
             key,
-            max(0, view.num_queued_tokens - num_tokens),
+            max(0, connection.known.num_queued_tokens - num_tokens),
             max(0, view.num_waiting - num_asked_back),
             connection.known.load.gauges.oldest_waiting_s,
             view.costs,
             connection.num_unbegun - num_asked_back,
             newest if num_asked_back < _MAX_ASKED_BACK else [],
             connection.known.has,
+            partial(_num_before, connection.known, num_tokens, asked_back),
             takes=key not in self._rests_until,
         )
 
@@ -87,4 +93,21 @@ class Relocator:
             sequence.num_tokens - num_cached_tokens,
             num_cached_tokens,
             sequence.num_moves,
+            sequence.request.tenant,
+            sequence.request.weight,
         )
+
+
+def _num_before(
+    known: KnownGang,
+    num_asked_back: int,
+    asked_back: Mapping[str, int],
+    tenant: str,
+    weight: float,
+    num_more: int,
+    num_more_of_all: int,
+) -> float:
+    """A `TokensBefore`. `asked_back`: tokens by tenant that are about to leave; `num_asked_back`: all of them."""
+    return known.num_tokens_before(
+        tenant, weight, num_more - asked_back.get(tenant, 0), num_more_of_all - num_asked_back
+    )

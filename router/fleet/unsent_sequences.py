@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Iterator
 
+from ..fairness.places import Taken, is_in_share, who_gives_way
 from .open_sequence import OpenSequence
 
 
@@ -16,7 +16,7 @@ class UnsentSequences:
         """`on_timeout` gets a sequence that has waited for `timeout_s`; it is nowhere by then."""
         self._timeout_s, self._on_timeout = timeout_s, on_timeout
         self._timers: dict[OpenSequence, asyncio.TimerHandle] = {}
-        self._num_of: Counter[str] = Counter()  # by tenant
+        self._taken: dict[str, Taken] = {}  # by tenant
 
     def __len__(self) -> int:
         return len(self._timers)
@@ -25,12 +25,28 @@ class UnsentSequences:
         return iter([*self._timers])
 
     def num_of(self, tenant: str) -> int:
-        return self._num_of[tenant]
+        return self._taken[tenant].num if tenant in self._taken else 0
+
+    def has_room(self, sequence: OpenSequence, num_places: int) -> tuple[bool, OpenSequence | None]:
+        """Whether the sequence may be added, and which other one is to be given up for it, if any.
+
+        `num_places`: for all tenants; what some cannot lose any more takes nobody else's share of them.
+        """
+        if len(self) < num_places:
+            return True, None
+        tenant, weight = sequence.request.tenant, sequence.request.weight
+        fullest = who_gives_way(tenant, weight, self._taken)
+        if fullest is None:
+            return is_in_share(tenant, weight, self._taken, num_places), None
+        return True, next(one for one in reversed(self._timers) if one.request.tenant == fullest and one.may_move)
 
     def add(self, sequence: OpenSequence) -> None:
         """Takes a sequence over that is nowhere."""
         sequence.move(None, self)
-        self._num_of[sequence.request.tenant] += 1
+        taken = self._taken.setdefault(sequence.request.tenant, Taken())
+        taken.num += 1
+        taken.num_promised += not sequence.may_move
+        taken.weight = sequence.request.weight
         self._timers[sequence] = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out, sequence)
 
     def remove(self, sequence: OpenSequence) -> None:
@@ -40,9 +56,11 @@ class UnsentSequences:
 
     def cancel(self, sequence: OpenSequence) -> None:
         self._timers.pop(sequence).cancel()
-        self._num_of[sequence.request.tenant] -= 1
-        if not self._num_of[sequence.request.tenant]:
-            del self._num_of[sequence.request.tenant]
+        taken = self._taken[sequence.request.tenant]
+        taken.num -= 1
+        taken.num_promised -= not sequence.may_move
+        if not taken.num:
+            del self._taken[sequence.request.tenant]
 
     def _time_out(self, sequence: OpenSequence) -> None:
         self.remove(sequence)

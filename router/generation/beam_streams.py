@@ -21,6 +21,7 @@ from ...workers.wire.messages import (
     SequenceUpdate,
     TokenLogprobs,
 )
+from ...workers.wire.page_seconds import PageSeconds
 from ..fleet.admission import TimeLimit
 from ..fleet.dispatch import Dispatcher, SequenceStream
 from ..loop_share import LoopShare
@@ -55,6 +56,7 @@ class BeamRun:
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=rules.num_candidates)
         self._request = msgspec.structs.replace(request, sampling=sampling, key="")
         self._num_cached_tokens: int | None = None  # of the prompt, as told in the first round
+        self._page_seconds = PageSeconds()  # of all its sequences so far
         self._began_at: float | None = None  # when a step was first planned for it, by time.perf_counter()
         self._open: list[SequenceStream] = []
         self._task = asyncio.create_task(self._found())
@@ -78,7 +80,8 @@ class BeamRun:
         if len(search.finished) < self._rules.width:
             error = SequenceError("invalid_request", _TOO_FEW.format(width=self._rules.width))
             return [SequenceUpdate(0, error=error)] * self._rules.width
-        return [self._update(beam) for beam in search.finished]
+        first, *others = [self._update(beam) for beam in search.finished]
+        return [msgspec.structs.replace(first, page_seconds=self._page_seconds), *others]  # what all took together
 
     async def _ask(self, beams: tuple[Beam, ...]) -> list[TokenLogprobs]:
         """The likeliest next tokens of each beam. Raises _BeamLostError if a beam's sequence fails."""
@@ -92,6 +95,8 @@ class BeamRun:
             self._open.append(self._dispatcher.submit(request, limit=limit))
             await share.pause()
         told = [await _only_update(stream) for stream in self._open]
+        taken = [self._page_seconds, *(update.page_seconds for update in told if update.page_seconds is not None)]
+        self._page_seconds = PageSeconds(sum(one.kv for one in taken), sum(one.adapter for one in taken))
         if beams == NEW_SEARCH.live:
             self._num_cached_tokens = told[0].num_cached_tokens
             if told[0].computing_s is not None:

@@ -11,6 +11,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from ...workers.wire.messages import AdapterRef, SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
+from ...workers.wire.page_seconds import PageSeconds
 from ..accounts.account import Progress
 from ..fleet.admission import TimeLimit
 from ..fleet.dispatch import Dispatcher, SequenceStream
@@ -67,6 +68,9 @@ class GenerationRequest:
     cache_salt: str = ""  # the tenant's sequences share KV only where this is the same
     timeout_s: float | None = None  # from the request's arrival to the last token; None: as long as it takes
     is_echoed: bool = False  # the answer's text begins with the prompt's
+    weight: float = 1.0  # of the tenant
+    priority: int = 0  # among the tenant's own
+    is_background: bool = False  # it yields to everybody's other requests
     num_seen: Sequence[int] = ()  # tokens of each choice that the client had before it came back; empty: a new request
 
 
@@ -102,6 +106,8 @@ class Generation:
         self.first_token_at: float | None = None  # by `time.perf_counter()`; None: no token has come
         self._num_unfinished = len(self.choices)
         self._num_cached: list[int | None] = [None] * len(self.choices)  # tokens of its prompt that were not computed
+        self._page_seconds = [PageSeconds()] * len(self.choices)  # as they were last told
+        self._told_at = [started_at] * len(self.choices)  # when that was
         self._total_logprobs = [0.0] * len(self.choices)  # as far as log-probabilities were asked for
         self._streams: list[SequenceStream] = []
         self._pumps: list[asyncio.Task[None]] = []
@@ -122,6 +128,8 @@ class Generation:
                     break  # after a stop string
                 if self._num_cached[index] is None:  # else a gang that goes on with the sequence tells its own number
                     self._num_cached[index] = part.num_cached_tokens
+                if part.page_seconds is not None:
+                    self._page_seconds[index], self._told_at[index] = part.page_seconds, time.perf_counter()
                 update = part if choice.num_tokens >= self._num_seen[index] else self._take_seen(index, part)
                 if choice.finish_reason is None and (update.token_ids or update.finish_reason is not None):
                     yield index, self._take(index, update)
@@ -198,12 +206,23 @@ class Generation:
 
     def progress(self) -> Progress:
         """What the answer has cost so far, as its client is told in the end."""
-        usage = self.usage()
+        usage, taken = self.usage(), self._taken()
         return Progress(
             num_prompt_tokens=usage.prompt_tokens,
             num_cached_tokens=self.num_cached_tokens or 0,
             num_completion_tokens=usage.completion_tokens,
+            kv_page_ms=round(1000 * sum(one.kv for one in taken)),
+            adapter_page_ms=round(1000 * sum(one.adapter for one in taken)),
         )
+
+    def _taken(self) -> list[PageSeconds]:
+        """What each choice's sequence has taken: as its gang has told, and as if it had held as much from then on.
+
+        Up to its last token: after that it may have waited, which takes nothing. Of one that has ended its gang has
+        told all.
+        """
+        told = zip(self._page_seconds, self._told_at, self._updated_at, strict=True)
+        return [taken.after(max(0.0, updated_at - told_at)) for taken, told_at, updated_at in told]
 
     def count_end(self) -> None:
         """Counts the answer, all of which its client was sent."""
@@ -237,6 +256,9 @@ class Generation:
                 adapter_name=request.adapter_name,
                 cache_salt=request.cache_salt,
                 request_id=request.request_id,
+                weight=request.weight,
+                priority=request.priority,
+                is_background=request.is_background,
             )
             if request.beams:
                 is_stopped = BeamStops(request.stop, self._text, prompt.token_ids)

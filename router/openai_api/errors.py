@@ -77,6 +77,11 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
+def insufficient_quota(message: str) -> ApiError:
+    """429: the tenant or its key may not have more, and waiting does not help."""
+    return ApiError(429, message, code="insufficient_quota", headers=DO_NOT_RETRY)
+
+
 def internal_error() -> ApiError:
     """500: a fault of motet. The cause is in the log and not in the answer."""
     return ApiError(500, "The server had an error while processing the request.", code="internal_error")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 
 from ...adapters.registry.registry import PAGE_SIZE
@@ -16,6 +17,20 @@ from .errors import invalid_value
 MAX_LIMIT: Final = 10_000  # entries, some 5 MB
 Entry = TypeVar("Entry")
 _encode: Final = msgspec.json.Encoder().encode
+PAGE_QUERY: Final[dict[str, Any]] = {
+    "limit": Annotated[int, Meta(ge=1, le=MAX_LIMIT, description="The most entries that come.")],
+    "after": Annotated[str, Meta(description="The last entry's id or name of the page before.")],
+}
+
+
+class ListPage(msgspec.Struct, Generic[Entry], frozen=True, kw_only=True):
+    """A page of a list. It is described by this, and written by `encoded_list`."""
+
+    object: Literal["list"] = "list"
+    data: list[Entry]
+    first_id: str | None  # null: the page is empty
+    last_id: str | None
+    has_more: bool  # another page follows
 
 
 @dataclass(frozen=True)

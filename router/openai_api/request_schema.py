@@ -22,8 +22,8 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM: running usage in every chunk
+    include_usage: Annotated[bool | None, Meta(description="A last chunk tells the usage.")] = None
+    continuous_usage_stats: Annotated[bool | None, Meta(description="Running usage in every chunk.")] = None  # vLLM's
 
 
 class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,13 +61,15 @@ class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
 class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     """The fields that completion requests and chat requests share."""
 
-    model: str
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    best_of: Annotated[int, Meta(ge=1)] | None = None
+    model: Annotated[str, Meta(description="The base's name, or one of your adapters'.")]
+    n: Annotated[int, Meta(ge=1, le=128, description="Choices for each prompt; with beam search its beams.")] | None = (
+        None
+    )
+    best_of: Annotated[int, Meta(ge=1, description="So many are drawn, and the best `n` answered.")] | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # 0 and -1: off
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1, description="0 and -1: off.")] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.001, le=100)] | None = None  # logits are divided by it
@@ -76,22 +78,30 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_LOGIT_BIASES)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
-    ignore_eos: bool | None = None
+    ignore_eos: Annotated[bool | None, Meta(description="Go on behind an end-of-sequence token.")] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
-    add_special_tokens: bool | None = None
-    use_beam_search: bool | None = None  # vLLM: n is the number of beams
-    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
-    timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None  # seconds for the whole answer
-    user: Annotated[str, Meta(max_length=512)] | None = None  # for whom the client asks, in its own words
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None  # vLLM: sequences share KV only with equal salts
+    return_token_ids: Annotated[
+        bool | None, Meta(description="Tell the ids of the prompt's and the answer's tokens.")
+    ] = None
+    add_special_tokens: Annotated[bool | None, Meta(description="Begin prompts as the model's tokenizer does.")] = None
+    use_beam_search: Annotated[bool | None, Meta(description="Search for the likeliest, with `n` beams.")] = None
+    length_penalty: Annotated[float, Meta(ge=-10, le=10, description="Of beam search.")] | None = None
+    timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S, description="Seconds for the whole answer.")] | None = None
+    priority: Annotated[int, Meta(ge=-100, le=100, description="Among your own, the higher goes first.")] | None = None
+    service_tier: Annotated[str, Meta(max_length=64, description="`flex` yields to everybody.")] | None = None
+    user: Annotated[str, Meta(max_length=512, description="For whom you ask, in your own words.")] | None = None
+    cache_salt: Annotated[str, Meta(max_length=1024, description="KV is shared only with equal salts.")] | None = None
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
-    prompt: str | list[str | int | list[int]]
-    echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt: Annotated[
+        str | list[str | int | list[int]], Meta(description="A text, several, token ids, or several lists of them.")
+    ]
+    echo: Annotated[bool | None, Meta(description="Repeat the prompt; without `logprobs`.")] = None
+    logprobs: (
+        Annotated[int, Meta(ge=0, le=20, description="For each token, its own and so many of the likeliest.")] | None
+    ) = None
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -110,9 +120,9 @@ class ChatMessage(msgspec.Struct, frozen=True):
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprobs: Annotated[bool | None, Meta(description="For each token, its own.")] = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20, description="And so many of the likeliest.")] | None = None
     echo: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Annotated[bool | None, Meta(description="True unless told; of the chat template.")] = None
+    continue_final_message: Annotated[bool | None, Meta(description="The answer goes on where the last ends.")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="For the chat template, as it is.")] = None

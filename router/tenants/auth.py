@@ -1,43 +1,105 @@
-"""Authentication: whose the bearer key of a request is."""
+"""Authentication: whose the bearer key, or the bearer token, of a request is."""
 
 from __future__ import annotations
 
 import hmac
+import time
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Protocol
 
 from starlette.requests import Request
 
 from ...adapters.registry.registry_view import RegistryView
-from ...adapters.tenants.records import Scope
+from ...adapters.tenants.records import KeyRecord, Scope, TenantRecord
 from ..access.request_record import record_of
-from ..openai_api.errors import ApiError
+from ..openai_api.errors import ApiError, unavailable
 from .identity import Identity
 
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
+_MAX_KEY_CHARS = 1024
+
+
+class TokensUnavailable(Exception):  # noqa: N818
+    """Whether a token is good cannot be told now."""
+
+
+class Tokens(Protocol):
+    """Who verifies tokens of identity providers."""
+
+    def verify(self, token: str) -> tuple[KeyRecord, str] | None:
+        """What a token allows, and its subject; None: it is not accepted. It waits for nobody.
+
+        Raises TokensUnavailable.
+        """
 
 
 class Door:
     """Knows whose a request is, from what this router has of the registry: no request waits for Redis."""
 
-    def __init__(self, view: RegistryView, operator_key: str) -> None:
-        self._view, self._operator_key = view, operator_key
+    def __init__(
+        self,
+        view: RegistryView,
+        operator_key: str,
+        tokens: Tokens | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`tokens`: None: only keys are accepted."""
+        self._view, self._tokens, self._clock = view, tokens, clock
+        self._operator_hash = _digest(operator_key)
 
     def identify(self, request: Request, scope: Scope) -> Identity:
-        """Raises 401 for a missing or unknown key, 403 for one that lacks the scope."""
-        key = self._view.key(_key_of(request))
-        if key is None:
-            raise _unknown()
-        record_of(request.scope).tenant = key.tenant
+        """Raises 401 for a missing, unknown or expired key, 403 for a suspended tenant and for a missing scope."""
+        credential = _credential_of(request)
+        key, subject = self._view.key(credential) if len(credential) <= _MAX_KEY_CHARS else None, ""
+        if key is None and self._tokens is not None:
+            key, subject = self._of_token(self._tokens, credential)
+        if key is None or (key.expires_at is not None and key.expires_at <= self._clock()):
+            raise unknown_key()
+        tenant = self._view.tenant(key.tenant)
+        if tenant.is_ending:
+            raise unknown_key()
+        record_of(request.scope).tenant = tenant.name
+        if tenant.is_suspended:
+            raise ApiError(403, "This tenant is suspended: ask the operators of this server.", code="tenant_suspended")
         if scope not in key.scopes:
-            raise ApiError(403, f"This API key lacks the scope {scope}.", code="missing_scope")
-        return Identity(self._view.tenant(key.tenant), key)
+            what = "token" if subject else "API key"
+            raise ApiError(403, f"This {what} lacks the scope {scope}.", code="missing_scope")
+        return Identity(tenant, key, subject)
+
+    def _of_token(self, tokens: Tokens, token: str) -> tuple[KeyRecord | None, str]:
+        try:
+            key, subject = tokens.verify(token) or (None, "")
+        except TokensUnavailable as error:
+            raise unavailable("Tokens cannot be verified now, try again.", "issuer_unavailable") from error
+        if key is None or not self._view.keys.has_tenant(key.tenant):
+            return None, ""  # tenants are made by operators, not by who issues tokens
+        tenant = self._view.tenant(key.tenant)
+        if tenant.num_ended and key.created_at < tenant.created_at:
+            return None, ""  # made for the tenant that had the name before
+        return key, subject
+
+    def tenant(self, name: str) -> TenantRecord:
+        """What is known of a tenant, by the name that the operators give it."""
+        return self._view.tenant(name)
 
     def check_operator(self, request: Request) -> None:
         """Raises 401 unless the request has the operators' key. A tenant's key is none."""
-        if not hmac.compare_digest(_key_of(request).encode(), self._operator_key.encode()):
-            raise _unknown()
+        # Digests have one length, so that the time tells nothing of the key's.
+        if not hmac.compare_digest(_digest(_credential_of(request)), self._operator_hash):
+            raise unknown_key()
 
 
-def _key_of(request: Request) -> str:
+def unknown_key() -> ApiError:
+    """401: the same for keys that never were, that have ended, and whose tenant has."""
+    return ApiError(401, "Incorrect API key provided.", code="invalid_api_key", headers=_CHALLENGE)
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode()).digest()
+
+
+def _credential_of(request: Request) -> str:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     key = key.strip()
     if scheme.lower() != "bearer" or not key:
@@ -48,7 +110,3 @@ def _key_of(request: Request) -> str:
             headers=_CHALLENGE,
         )
     return key
-
-
-def _unknown() -> ApiError:
-    return ApiError(401, "Incorrect API key provided.", code="invalid_api_key", headers=_CHALLENGE)

@@ -4,15 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from starlette.requests import Request
+
+from ...adapters.tenants.audit_entry import Actor, AuditEntry
 from ...adapters.tenants.records import KeyRecord, TenantRecord
+from ..access.request_record import record_of
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
     tenant: TenantRecord
-    key: KeyRecord
+    key: KeyRecord  # of a token: what it allows
+    subject: str = ""  # whom the issuer of a token means; empty: it is a key
 
     @property
     def name(self) -> str:
         """The tenant's."""
         return self.tenant.name
+
+    def actor(self, request: Request) -> Actor:
+        """For the audit log."""
+        request_id = record_of(request.scope).request_id
+        if self.subject:
+            return Actor(kind="token", id=self.subject, tenant=self.name, request_id=request_id)
+        return Actor(kind="key", id=self.key.key_id, tenant=self.name, request_id=request_id)
+
+    def entry(self, request: Request, action: str, target: str) -> AuditEntry:
+        """A change of the tenant's own things, for the audit log."""
+        return AuditEntry(action=action, tenant=self.name, target=target, actor=self.actor(request))
+
+
+def operators(request: Request) -> Actor:
+    """The operators, for the audit log. The caller has seen their key."""
+    return Actor(kind="operator", request_id=record_of(request.scope).request_id)

@@ -7,14 +7,17 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
+import msgspec
+from msgspec import Meta
 from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
 from ...adapters.format.peft import CONFIG_FILE, TENSORS_FILE
+from ...adapters.versions.name_state import MAX_NOTE_CHARS
 from ..bodies.arrival import ArrivalPace
 from ..openai_api.errors import ApiError
 from .upload_spool import UploadRoom
@@ -23,17 +26,44 @@ if TYPE_CHECKING:  # the library has it for type checkers only
     from python_multipart.multipart import MultipartCallbacks
 
 NAME_FIELD: Final = "name"
+NOTE_FIELD: Final = "note"
+ACTIVATE_FIELD: Final = "activate"
 FIELDS: Final = (NAME_FIELD, CONFIG_FILE, TENSORS_FILE)
+OPTIONAL_FIELDS: Final = (NOTE_FIELD, ACTIVATE_FIELD)
 MAX_NAME_BYTES: Final = 1024
+MAX_NOTE_BYTES: Final = 4 * MAX_NOTE_CHARS
 MAX_CONFIG_BYTES: Final = 1 << 20
 MAX_FRAMING_BYTES: Final = 1 << 16  # boundaries and headers of the parts
 FLUSH_BYTES: Final = 1 << 20  # tensors in memory are written to disk when they reach this size
+
+
+_File = {"contentMediaType": "application/octet-stream"}
+
+
+class AdapterForm(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of an upload, as PEFT saves an adapter."""
+
+    name: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+            description="What requests call it in `model`; not the base's name.",
+        ),
+    ]
+    config: Annotated[
+        str, Meta(description=f"The file as PEFT writes it, at most {MAX_CONFIG_BYTES} bytes.", extra_json_schema=_File)
+    ] = msgspec.field(name=CONFIG_FILE)
+    tensors: Annotated[str, Meta(description="The file as PEFT writes it.", extra_json_schema=_File)] = msgspec.field(
+        name=TENSORS_FILE
+    )
 
 
 @dataclass(frozen=True)
 class UploadForm:
     name: str
     config: bytes  # adapter_config.json
+    note: str = ""  # of the uploader, on this version
+    activate: bool = True  # the name points to it from now on
 
 
 def declared_bytes(request: Request) -> int | None:
@@ -51,7 +81,7 @@ def check_form(request: Request, max_tensors_bytes: int) -> bytes:
     boundary = options.get(b"boundary")
     if content_type != b"multipart/form-data" or not boundary:
         raise _bad_form(f"The body must be multipart/form-data with the parts {', '.join(FIELDS)}.")
-    largest = max_tensors_bytes + MAX_CONFIG_BYTES + MAX_NAME_BYTES + MAX_FRAMING_BYTES
+    largest = max_tensors_bytes + MAX_CONFIG_BYTES + MAX_NAME_BYTES + MAX_NOTE_BYTES + MAX_FRAMING_BYTES
     if (declared_bytes(request) or 0) > largest:
         raise _too_large(TENSORS_FILE, max_tensors_bytes)
     return boundary
@@ -66,7 +96,14 @@ async def receive_upload(
     falls behind the pace, and OSError if the disk fails or has no room for what arrives.
     """
     boundary = check_form(request, max_tensors_bytes)
-    reader = _FormReader({NAME_FIELD: MAX_NAME_BYTES, CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: max_tensors_bytes})
+    limits = {
+        NAME_FIELD: MAX_NAME_BYTES,
+        NOTE_FIELD: MAX_NOTE_BYTES,
+        ACTIVATE_FIELD: len("false"),
+        CONFIG_FILE: MAX_CONFIG_BYTES,
+        TENSORS_FILE: max_tensors_bytes,
+    }
+    reader = _FormReader(limits)
     began_at, num_bytes = time.monotonic(), 0
     try:
         parser = MultipartParser(boundary, reader.callbacks())
@@ -106,7 +143,8 @@ class _FormReader:
     def __init__(self, limits: dict[str, int]) -> None:
         self.tensors = bytearray()  # bytes that have arrived and that `take_tensors` has not returned yet
         self._limits = limits
-        self._fields = {NAME_FIELD: bytearray(), CONFIG_FILE: bytearray(), TENSORS_FILE: self.tensors}
+        self._fields = {field: bytearray() for field in limits}
+        self._fields[TENSORS_FILE] = self.tensors
         self._num_bytes: dict[str, int] = {}  # by field whose part has begun
         self._part = ""
         self._header_name = bytearray()
@@ -147,7 +185,22 @@ class _FormReader:
             name = self._fields[NAME_FIELD].decode()
         except UnicodeDecodeError as error:
             raise _bad_form("The adapter's name is not UTF-8.", NAME_FIELD) from error
-        return UploadForm(name, bytes(self._fields[CONFIG_FILE]))
+        return UploadForm(name, bytes(self._fields[CONFIG_FILE]), self._note(), self._activate())
+
+    def _note(self) -> str:
+        try:
+            note = self._fields[NOTE_FIELD].decode()
+        except UnicodeDecodeError as error:
+            raise _bad_form("The note is not UTF-8.", NOTE_FIELD) from error
+        if len(note) > MAX_NOTE_CHARS:
+            raise _too_large(NOTE_FIELD, MAX_NOTE_BYTES)
+        return note
+
+    def _activate(self) -> bool:
+        told = bytes(self._fields[ACTIVATE_FIELD])
+        if told not in (b"", b"true", b"false"):
+            raise _bad_form(f"The part '{ACTIVATE_FIELD}' is true or false.", ACTIVATE_FIELD)
+        return told != b"false"
 
     def _begin_part(self) -> None:
         self._part = ""
@@ -163,7 +216,7 @@ class _FormReader:
 
     def _begin_data(self) -> None:
         if self._part not in self._limits:
-            raise _bad_form(f"Unknown part {self._part[:80]!r}. The parts are {', '.join(FIELDS)}.")
+            raise _bad_form(f"Unknown part {self._part[:80]!r}. The parts are {', '.join(FIELDS + OPTIONAL_FIELDS)}.")
         if self._part in self._num_bytes:
             raise _bad_form(f"The part '{self._part}' came twice.", self._part)
         self._num_bytes[self._part] = 0

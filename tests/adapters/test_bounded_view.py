@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.errors import RegistryUnavailable
-from motet.adapters.registry.events import AdapterDeleted, AdapterSet
+from motet.adapters.registry.events import AdapterSet
 from motet.adapters.registry.kept_adapters import MAX_LOOKS, MAX_USES, KeptAdapters, Name
 from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.registry_view import RegistryView
@@ -132,13 +132,14 @@ async def test_a_change_is_not_lost_to_a_lookup_that_read_before_it(
     await eventually(lambda: registry.looked_up)
     await asyncio.sleep(0.05)  # the command has read
     newer, new = await register(registry, "n1", "b"), await register(registry, "new")
-    await registry.delete("acme", "n2")
+    deleted = await registry.delete("acme", "n2")
+    assert deleted is not None
     if by_stream:
         await caught_up(view, registry)
     else:
         view.apply(AdapterSet(newer))
         view.apply(AdapterSet(new))
-        view.apply(AdapterDeleted("acme", "n2", 1))
+        view.apply(deleted)
     registry.gate.set()
     found = await asyncio.gather(*asked)
     assert found == [newer, None, new]
@@ -273,7 +274,7 @@ def test_room_is_made_in_a_bounded_time_however_much_all_are_used() -> None:
 def test_a_page_that_is_older_than_an_event_changes_nothing() -> None:
     kept = KeptAdapters(10, filling=True)
     kept.set(version(2, "set"))
-    kept.delete(("acme", "deleted"), 5)
+    kept.delete(("acme", "deleted"), (0, 5))
     assert kept.find(("acme", "else")) == (False, None)
     assert kept.add_page([version(1, "set"), version(5, "deleted"), version(1, "else")])
     kept.end_filling()
@@ -322,7 +323,7 @@ async def test_requests_are_served_while_it_fills_and_changes_meanwhile_are_kept
 def test_a_deletion_that_comes_late_does_not_hide_a_newer_version() -> None:
     kept = KeptAdapters(1)
     kept.keep(("acme", "x"), version(3))
-    kept.delete(("acme", "x"), 2)
+    kept.delete(("acme", "x"), (0, 2))
     kept.keep(("acme", "y"), version(1, "y"))  # x goes
     assert kept.find(("acme", "x")) == (False, None)
 
@@ -330,7 +331,7 @@ def test_a_deletion_that_comes_late_does_not_hide_a_newer_version() -> None:
 def test_names_that_nobody_has_do_not_end_the_filling() -> None:
     """Whoever asks for many of them while it fills would have each name looked up from then on."""
     kept = KeptAdapters(10, filling=True)
-    kept.delete(("acme", "gone"), 3)
+    kept.delete(("acme", "gone"), (0, 3))
     for number in range(100_000):
         kept.keep(("hostile", f"n{number}"), None)
     kept.check_integrity()
@@ -340,5 +341,5 @@ def test_names_that_nobody_has_do_not_end_the_filling() -> None:
     assert kept.whole
     assert kept.find(("hostile", "n1")) == (True, None)
     for number in range(100_000):
-        kept.delete(("hostile", f"n{number}"), 1)
+        kept.delete(("hostile", f"n{number}"), (0, 1))
     kept.check_integrity()

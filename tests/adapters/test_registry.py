@@ -35,7 +35,7 @@ async def test_register_get_list_delete(registry: Registry) -> None:
     assert await registry.get("acme", "pirate") == adapter
     assert await registry.list("acme") == [adapter]
     assert "a" * 64 in await registry.digests()
-    assert await registry.delete("acme", "pirate") == 1
+    assert await registry.delete("acme", "pirate") == AdapterDeleted("acme", "pirate", 1, revision=2)
     assert await registry.delete("acme", "pirate") is None
     assert await registry.get("acme", "pirate") is None
     assert await registry.list("acme") == []
@@ -250,7 +250,7 @@ async def test_changes_are_told_in_order_and_only_once(registry: Registry) -> No
     events = await registry.read_events(start.event_id, 0.01)
     assert [entry.event for entry in events] == [
         AdapterSet(adapter),
-        AdapterDeleted("acme", "x", 1),
+        AdapterDeleted("acme", "x", 1, 2),
         KeySet(hash_key("secret"), "acme"),
         KeySet(hash_key("secret"), None),
     ]

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.errors import RegistryUnavailable
-from motet.adapters.registry.events import AdapterDeleted, AdapterSet, KeySet
+from motet.adapters.registry.events import AdapterSet, KeySet
 from motet.adapters.registry.registry import NumberedEvent, Position, Registry, connect, hash_key
 from motet.adapters.registry.registry_scripts import PREFIX
 from motet.adapters.registry.registry_view import RegistryView
@@ -113,14 +113,14 @@ async def test_own_changes_are_seen_at_once_and_not_undone_by_the_stream(
     view.apply(AdapterSet(second))
     view.apply(AdapterSet(first))  # late
     assert await view.resolve("acme", "x") == second
-    version = await registry.delete("acme", "x")
-    assert version is not None
-    view.apply(AdapterDeleted("acme", "x", version))
+    deleted = await registry.delete("acme", "x")
+    assert deleted is not None
+    view.apply(deleted)
     view.apply(AdapterSet(second))  # late
     assert await view.resolve("acme", "x") is None
     third = await register(registry, digest="a")
     view.apply(AdapterSet(third))
-    view.apply(AdapterDeleted("acme", "x", version))  # late
+    view.apply(deleted)  # late
     assert await view.resolve("acme", "x") == third
     assert outdated == ["a" * 64, "b" * 64]
     view.apply(KeySet(hash_key("k"), "acme"))
@@ -208,12 +208,12 @@ async def test_events_with_ids_below_the_last_known_one_are_not_missed(
     """As of a server that has lost everything and whose clock is behind, or has not ticked since."""
     await redis_client.xadd(PREFIX + "events", {"number": 1, "kind": "key", "field": "ab", "value": "acme"}, "9" * 15)
     await redis_client.set(PREFIX + "event_number", 1)
-    await eventually(lambda: b"\xab" in view._key_tenants)
+    await eventually(lambda: view.keys.key(b"\xab") is not None)
     await redis_client.flushall()
     await register(registry, "new")
     await registry.set_key("acme", "k")
     await eventually(lambda: kept(view, "new") is not None and owner_of(view, "k") == "acme")
-    assert b"\xab" not in view._key_tenants
+    assert view.keys.key(b"\xab") is None
 
 
 @pytest.mark.parametrize("capacity", [2, 1000])
@@ -229,9 +229,9 @@ async def test_a_random_history_ends_in_the_same_state_and_versions_never_go_bac
         name = chooser.choice(names)
         match chooser.randrange(10):
             case 0:
-                version = await registry.delete("acme", name)
-                if version is not None and chooser.random() < 0.5:
-                    view.apply(AdapterDeleted("acme", name, version))
+                deleted = await registry.delete("acme", name)
+                if deleted is not None and chooser.random() < 0.5:
+                    view.apply(deleted)
             case 1:
                 await redis_client.xtrim(PREFIX + "events", maxlen=chooser.randrange(3), approximate=False)
             case 2:

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.errors import AdapterError, AdapterInvalid, RegistryUnavailable, UploadTooLarge
+from motet.adapters.errors import AdapterError, AdapterInvalid, QuotaExceeded, RegistryUnavailable, UploadTooLarge
 from motet.adapters.packing.packing import pack
 from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.store.store import AdapterStore
+from motet.adapters.tenants.storage_bounds import StorageBound
 from motet.adapters.upload import UploadLimits, UploadService
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, LoraFiles, lora_files, name_of
@@ -90,18 +91,21 @@ async def test_delete(parts: Parts) -> None:
 
 
 async def test_sweep_spares_what_is_referenced(parts: Parts) -> None:
-    _, _, old = await parts.upload("x", lora_files(seed=1))
-    _, _, kept = await parts.upload("x", lora_files(seed=2))
+    _, _, old = await parts.upload("gone", lora_files(seed=1))
+    _, _, before = await parts.upload("x", lora_files(seed=2))
+    _, _, kept = await parts.upload("x", lora_files(seed=3))
+    await parts.uploads.delete("acme", "gone")
     assert await parts.uploads.sweep(older_than_s=0) == 0  # marked
     assert await parts.uploads.sweep(older_than_s=0) == 1
-    assert parts.store.digests() == [kept]
-    assert old != kept
+    assert sorted(parts.store.digests()) == sorted([before, kept])
+    assert old not in (before, kept)
 
 
 async def test_one_router_sweeps_at_a_time_and_the_next_one_after_a_rest(parts: Parts) -> None:
     other = parts_of(parts.registry._client, parts.folder).uploads
-    _, _, old = await parts.upload("x", lora_files(seed=1))
+    _, _, old = await parts.upload("gone", lora_files(seed=1))
     await parts.upload("x", lora_files(seed=2))
+    await parts.uploads.delete("acme", "gone")
     first, second = await asyncio.gather(parts.uploads.sweep(), other.sweep())
     assert sorted([first is None, second is None]) == [False, True]
     assert await other.sweep(older_than_s=0, rest_s=60) == 1
@@ -200,11 +204,13 @@ async def test_an_upload_whose_answer_got_lost_can_be_repeated(parts: Parts, red
     """The script runs in Redis, but the connection ends before its answer arrives."""
 
     async def drop_the_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        num_scripts = 0
         to_redis_reader, to_redis = await asyncio.open_unix_connection(redis_url.removeprefix("unix://"))
         while data := await reader.read(1 << 16):
             to_redis.write(data)
             answer = await to_redis_reader.read(1 << 16)
-            if b"EVAL" in data and b"NOSCRIPT" not in answer:
+            num_scripts += b"EVAL" in data and b"NOSCRIPT" not in answer
+            if num_scripts == 2:  # the first one reads
                 break
             writer.write(answer)
         to_redis.close()
@@ -229,3 +235,17 @@ async def test_layouts_must_agree(parts: Parts) -> None:
     with pytest.raises(ValueError, match="layouts"):
         UploadService(parts.store, parts.registry, parts.view, [], LIMITS)
     assert LAYOUT.shape == SHAPE
+
+
+async def test_an_upload_over_the_quota_takes_no_disk(parts: Parts) -> None:
+    _, _, digest = await parts.upload("x", lora_files(seed=1))
+    full = (StorageBound("", 1, None), StorageBound("k1", None, 10))
+    files = lora_files(seed=2)
+    for name, bounds in (("y", full[:1]), ("x", full[1:])):
+        with pytest.raises(QuotaExceeded):
+            await parts.uploads.upload("acme", name, files.config_bytes, files.write(parts.folder), bounds=bounds)
+    assert parts.store.digests() == [digest]
+    files = lora_files(seed=1)
+    again = await parts.uploads.upload("acme", "x", files.config_bytes, files.write(parts.folder), bounds=full)
+    assert not again[1]
+    assert (await parts.uploads.stored("acme", ""))[0].adapters == 1

@@ -19,6 +19,8 @@ LIVE = [field.name for field in fields_of(Settings) if field.mark.change == "liv
 OTHERS = {
     "access_log": False,
     "tenant_queue_share": 0.25,
+    "scheduling": "fifo",
+    "tenant_scaling_share": 0.25,
     "max_body_bytes": 1 << 20,
     "tenant_running_share": 0.25,
     "max_model_len": 100,

@@ -191,6 +191,7 @@ def test_a_gang_is_told_without_what_its_model_tells() -> None:
         "  pages: 4,096",
         "  threads: 2",
         "  sequences at once, at most: 64",
+        "  fair order: no",
     ]
 
 

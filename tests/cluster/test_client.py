@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.cluster.commands.client import ChatPiece, ClientError, MotetClient, RequestRefused, ServerUnreachable
+from motet.cluster.client.client import ChatPiece, ClientError, MotetClient, RequestRefused, ServerUnreachable
 from motet.tests.rigs.fake_motet import BASE, KEY, FakeMotet, running_fake
 
 NUM_BYTES = 300_001

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from motet.cluster.config import MotetConfig
@@ -39,6 +40,24 @@ def test_the_parts_get_what_was_set(paths: dict[str, Any]) -> None:
     objectives_s = (("acme", 2.0),)
     assert MotetConfig(**paths, latency_objectives_s=objectives_s).admission.latency_objectives_s == objectives_s
     assert (patient.leader.max_waiting_sequences, patient.leader.max_waiting_tokens) == (5, 6)
+
+
+def test_what_is_told_of_settings_has_no_secret(paths: dict[str, Any]) -> None:
+    secrets: dict[str, Any] = {
+        "keys": (("acme", "hush-1"),),
+        "operator_key": "hush-2",
+        "redis_url": "redis://:hush-3@localhost",
+    }
+    told = MotetConfig(**paths, **secrets, latency_objectives_s=(("acme", 2.0),), max_queue_wait_s=3.0).told
+    assert "hush" not in str(told) and told["max-queue-wait"] == 3.0 and told["latency-objective"] == ["acme=2.0"]
+    assert msgspec.json.decode(msgspec.json.encode(told)) == told
+
+
+def test_tokens_need_an_audience(paths: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="--oidc-issuers needs --oidc-audience"):
+        MotetConfig(**paths, oidc_issuers="https://id.example")
+    both = MotetConfig(**paths, oidc_issuers="https://id.example", oidc_audience="motet")
+    assert (both.oidc.oidc_issuers, both.oidc.oidc_audience) == ("https://id.example", "motet")
 
 
 def test_the_number_of_gangs(paths: dict[str, Any]) -> None:

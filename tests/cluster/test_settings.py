@@ -111,6 +111,9 @@ def test_defaults_are_acceptable_and_shown_as_they_are_written(monkeypatch: pyte
 
 
 RESTART_ONLY = {
+    "ledger_days",
+    "ledger_spool_bytes",
+    "prices_path",
     "log_format",
     "log_level",
     "metrics_port",
@@ -118,6 +121,7 @@ RESTART_ONLY = {
     *("name", "device", "dtype", "data_dir", "cache_path", "block_size"),  # what adapters and KV are packed for
     "slow_kernels",
     *("address", "host", "port", "keys", "operator_key", "redis_url"),
+    *("oidc_issuers", "oidc_audience", "oidc_algorithms", "oidc_tenant_claim", "oidc_scopes_claim"),
     *("max_connections", "max_connections_per_source", "max_requests_per_key", "trusted_proxies"),
     *("num_routers", "tensor_parallel", "expert_sharding", "placement"),
     *("gang_num_cpus", "gang_num_gpus", "gang_resources", "gang_labels", "router_resources"),
@@ -154,6 +158,23 @@ def test_a_bad_value_is_named_with_what_is_accepted(name: str, value: Any, accep
     with pytest.raises(ConfigError) as refused:
         Settings(**{name: value})
     assert str(refused.value) == f"{OPTIONS[name]} = {value!r}: {accepted} is accepted"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("oidc_issuers", "http://id.example"),
+        ("oidc_issuers", "https://id.example,"),
+        ("oidc_issuers", "https://id.example?realm=x"),
+        ("oidc_algorithms", "RS256,none"),
+        ("oidc_algorithms", "HS256"),
+        ("oidc_algorithms", ""),
+        ("oidc_tenant_claim", ""),
+    ],
+)
+def test_tokens_that_anybody_could_make_cannot_be_asked_for(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError):
+        Settings(**{name: value})
 
 
 @pytest.mark.parametrize(

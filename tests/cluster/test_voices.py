@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from motet.cluster.commands.client import MotetClient
+from motet.cluster.client.client import MotetClient
 from motet.cluster.demo.demo_report import print_answers, print_next_steps, print_speeds
 from motet.cluster.demo.voices import Inquiry, Reply, Voice, ask_all, speed_of
 from motet.tests.rigs.fake_motet import BASE, KEY, FakeMotet, running_fake

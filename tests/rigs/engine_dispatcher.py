@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import count
 from typing import cast
 
@@ -15,9 +15,11 @@ from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.upload import UploadService
 from motet.router.config import CurrentConfig
 from motet.router.fleet.admission import TimeLimit
+from motet.router.fleet.known_gang import AdapterTier
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.router.rest_server import create_app
+from motet.router.usage.usage import Usage
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.part_configs import router_config
 from motet.tests.rigs.router_rig import BASE, HEADERS, OPERATOR_KEY, FakeUploads, FakeView, text_service
@@ -25,8 +27,10 @@ from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import GangInfo, SequenceRequest
 
 
-def client_of(dispatcher: EngineDispatcher, stock: Stock, *adapters: str) -> httpx.AsyncClient:
-    """The client of a router in front of this engine, for a tenant that has these adapters."""
+def client_of(
+    dispatcher: EngineDispatcher, stock: Stock, *adapters: str, usage: Usage | None = None
+) -> httpx.AsyncClient:
+    """The client of a router in front of this engine, for a tenant that has these adapters. `usage`: counts answers."""
     view = FakeView()
     for name in adapters:
         ref = stock.refs[name]
@@ -38,6 +42,8 @@ def client_of(dispatcher: EngineDispatcher, stock: Stock, *adapters: str) -> htt
         uploads=cast(UploadService, FakeUploads(view)),
         text=text_service(),
         operator_key=OPERATOR_KEY,
+        accountants=() if usage is None else (usage.metering,),
+        more_routes=(lambda door: ()) if usage is None else usage.routes,
     )
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://router", headers=HEADERS)
 
@@ -72,6 +78,12 @@ class EngineDispatcher:
 
     def gangs(self) -> list[tuple[GangInfo, EngineLoad]]:
         return [(self.gang(), self.load())]
+
+    def bring(self, request: SequenceRequest, num_gangs: int, wait_s: float) -> dict[str, OpenSequence]:
+        return {self.gang().gang_id: self.submit(request)} if num_gangs else {}
+
+    def residency(self, tenant: str, digest: str, known_gangs: Collection[str] = ()) -> Mapping[str, AdapterTier]:
+        return {}
 
     def load(self) -> EngineLoad:
         return self.rig.engine.load()

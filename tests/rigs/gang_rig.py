@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 
@@ -15,14 +15,19 @@ from motet.workers.worker import WorkerSettings, run_worker
 
 
 @contextmanager
-def gang(config: EngineConfig) -> Iterator[tuple[Engine, list[BaseProcess]]]:
-    """An engine with `config.tensor_parallel` worker processes, which have ended when the block ends."""
+def gang(
+    config: EngineConfig, run: Callable[[WorkerSettings], None] = run_worker
+) -> Iterator[tuple[Engine, list[BaseProcess]]]:
+    """An engine with `config.tensor_parallel` worker processes, each of which calls `run`.
+
+    They have ended when the block ends.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["motet.workers.worker"])  # torch is imported once, not by every worker
     processes: list[BaseProcess] = []
 
     def spawn(settings: WorkerSettings) -> None:
-        processes.append(context.Process(target=run_worker, args=(settings,), daemon=True))
+        processes.append(context.Process(target=run, args=(settings,), daemon=True))
         processes[-1].start()
 
     engine = None

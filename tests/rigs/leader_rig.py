@@ -12,6 +12,7 @@ import msgspec
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.stand_in_engine import StandInEngine
 from motet.workers.leader.frame_server import FrameServer
+from motet.workers.wire.fair_shares import ServedElsewhere
 from motet.workers.wire.messages import (
     AdapterRef,
     Cancel,
@@ -46,7 +47,7 @@ class Router:
             metadata=((TOKEN_KEY, token),)
         )
 
-    async def send(self, *messages: Submit | Cancel) -> None:
+    async def send(self, *messages: Submit | Cancel | ServedElsewhere) -> None:
         await self.call.write(msgspec.msgpack.encode(ToLeader(list(messages))))
 
     async def read(self) -> Hello | Frame:

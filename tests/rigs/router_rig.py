@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,17 +18,29 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from motet.adapters.adapter import AdapterVersion
+from motet.adapters.administration.administration import Administration
+from motet.adapters.registry.canary_counts import CanaryCounts
+from motet.adapters.registry.preloads import Preloads
 from motet.adapters.registry.registry import PAGE_SIZE
 from motet.adapters.registry.registry_view import RegistryView
-from motet.adapters.tenants.records import KeyRecord, TenantRecord
+from motet.adapters.tenants.records import KeyRecord, Quota, TenantRecord
+from motet.adapters.tenants.storage_bounds import StorageUse
 from motet.adapters.upload import UploadService
+from motet.router.accounts.account import Accountant
 from motet.router.config import CurrentConfig
 from motet.router.fleet.admission import TimeLimit
+from motet.router.fleet.known_gang import AdapterTier
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.openai_api.event_seal import EventSealer
+from motet.router.quotas.quotas import Quotas
+from motet.router.residency.pin_keeper import PinKeeper
 from motet.router.rest_server import create_app
+from motet.router.route import RouteSpec
+from motet.router.tenants.auth import Door
 from motet.router.text.text import TextService
+from motet.router.versions.canary_book import CanaryBook
 from motet.tests.rigs.engine_loads import engine_load
+from motet.tests.rigs.fake_stream import FakeStream
 from motet.tests.rigs.operators import with_operator_key_in_loop
 from motet.tests.rigs.part_configs import router_config
 from motet.tests.rigs.patience import PATIENCE_S, eventually
@@ -131,29 +142,6 @@ def decoded(text: TextService, token_ids: Sequence[int]) -> str:
 Script = Callable[[SequenceRequest], Sequence[SequenceUpdate]]
 
 
-class FakeStream:
-    """Yields its updates, one in each turn of the loop; without a last update it waits forever, like a hung gang."""
-
-    def __init__(self, updates: Sequence[SequenceUpdate], hangs: bool) -> None:
-        self._updates = updates
-        self._hangs = hangs
-        self.num_read = 0
-        self.cancelled = asyncio.Event()
-
-    async def __aiter__(self) -> AsyncIterator[SequenceUpdate]:
-        for update in self._updates:
-            await asyncio.sleep(0)
-            if self.cancelled.is_set():
-                return
-            self.num_read += 1
-            yield update
-        if self._hangs:
-            await self.cancelled.wait()
-
-    def cancel(self) -> None:
-        self.cancelled.set()
-
-
 @dataclass
 class FakeDispatcher:
     """Follows `script`; by default it returns `answer` token by token, at most `max_tokens`."""
@@ -167,6 +155,8 @@ class FakeDispatcher:
     num_gang_faults: Mapping[FaultKind, int] = field(default_factory=dict)
     num_gangs: int = 1
     context: int = CONTEXT  # tokens
+    resident: set[tuple[str, str]] = field(default_factory=set)  # tenants, and digests of adapters that they use
+    tiers: dict[str, AdapterTier] = field(default_factory=dict)  # of any adapter, by gang, where the gang is known
     submitted: list[SequenceRequest] = field(default_factory=list)
     limits: list[TimeLimit | None] = field(default_factory=list)  # of what was submitted
     resumed: list[bool] = field(default_factory=list)  # whether it was submitted as a resumed sequence
@@ -202,6 +192,14 @@ class FakeDispatcher:
     def gangs(self) -> list[tuple[GangInfo, EngineLoad]]:
         gang, load = self.gang(), self.load()
         return [] if gang is None or load is None else [(gang, load)] * self.num_gangs
+
+    def bring(self, request: SequenceRequest, num_gangs: int, wait_s: float) -> dict[str, FakeStream]:
+        num_connected = len(self.gangs())
+        return {f"gang-{1 + number}": self.submit(request) for number in range(min(num_gangs, num_connected))}
+
+    def residency(self, tenant: str, digest: str, known_gangs: Collection[str] = ()) -> Mapping[str, AdapterTier]:
+        own: dict[str, AdapterTier] = {"gang-1": "device"} if (tenant, digest) in self.resident else {}
+        return own | {gang: tier for gang, tier in self.tiers.items() if gang in known_gangs}
 
     def load(self) -> EngineLoad | None:
         return engine_load(num_running=3, num_generated_tokens=17) if self.is_connected else None
@@ -245,6 +243,7 @@ class FakeRegistry:
         self.error: Exception | None = None
         self.uploaded: list[tuple[str, str, bytes, str]] = []  # tenant, name, config, digest of the tensors
         self.connected = True
+        self.quotas: dict[str, Quota] = {}  # by tenant
 
     def add(self, tenant: str, name: str, digest: str = "d" * 64) -> AdapterVersion:
         version = self.adapters[tenant, name].version + 1 if (tenant, name) in self.adapters else 1
@@ -257,7 +256,7 @@ class FakeRegistry:
         return None if tenant is None else KeyRecord(key_id=f"id of {key}", tenant=tenant)
 
     def tenant(self, name: str) -> TenantRecord:
-        return TenantRecord(name=name)
+        return TenantRecord(name=name, quota=self.quotas.get(name, Quota()))
 
     def held(self, tenant: str, name: str) -> AdapterVersion | None:
         return self.adapters.get((tenant, name))
@@ -286,7 +285,9 @@ class FakeUploads:
     def __init__(self, registry: FakeRegistry) -> None:
         self._registry = registry
 
-    async def upload(self, tenant: str, name: str, config: bytes, tensors: Path) -> tuple[AdapterVersion, bool]:
+    async def upload(
+        self, tenant: str, name: str, config: bytes, tensors: Path, *, activate: bool = True, **given: object
+    ) -> tuple[AdapterVersion, bool]:
         self._answer()
         hasher = hashlib.sha256()
         with tensors.open("rb") as file:
@@ -299,7 +300,12 @@ class FakeUploads:
             return held, False
         return self._registry.add(tenant, name, digest), True
 
-    async def delete(self, tenant: str, name: str) -> bool:
+    async def stored(self, tenant: str, key_id: str) -> tuple[StorageUse, StorageUse]:
+        self._answer()
+        mine = self._registry.of(tenant)
+        return StorageUse(len(mine), sum(adapter.num_bytes for adapter in mine)), StorageUse()
+
+    async def delete(self, tenant: str, name: str, entry: object = None) -> bool:
         self._answer()
         return self._registry.adapters.pop((tenant, name), None) is not None
 
@@ -319,7 +325,21 @@ class FakeUploads:
 class RouterRig:
     """The app and its stand-ins."""
 
-    def __init__(self, spool_path: Path, text: TextService, **config: Any) -> None:
+    def __init__(
+        self,
+        spool_path: Path,
+        text: TextService,
+        quotas: Quotas | None = None,
+        *,
+        accountants: Sequence[Accountant] = (),
+        more_routes: Callable[[Door], Sequence[RouteSpec]] = lambda door: (),
+        administration: Administration | None = None,
+        counts: CanaryCounts | None = None,
+        preloads: Preloads | None = None,
+        pins: PinKeeper | None = None,
+        **config: Any,
+    ) -> None:
+        """`counts`: of canaries; None: no version can be put on trial."""
         self.text = text
         self.dispatcher = FakeDispatcher()
         self.registry = FakeView()
@@ -332,6 +352,13 @@ class RouterRig:
             uploads=cast(UploadService, FakeUploads(self.registry)),
             text=text,
             operator_key=OPERATOR_KEY,
+            quotas=quotas,
+            accountants=accountants,
+            more_routes=more_routes,
+            administration=administration,
+            canaries=None if counts is None else CanaryBook(cast(RegistryView, self.registry), counts),
+            preloads=preloads,
+            pins=pins,
         )
 
     def ids(self, text: str) -> list[int]:

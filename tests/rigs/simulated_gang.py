@@ -6,6 +6,7 @@ A token follows from its sequence's seed and its index, so everybody knows what 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from hashlib import blake2b
 
 import msgspec
@@ -19,6 +20,7 @@ from motet.workers.plan import SampledToken, StepPlan, StepResult
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.step_times import StepTimes
+from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
 from motet.workers.wire.messages import SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
 
 TOKEN = "a secret"
@@ -89,6 +91,15 @@ class SimulatedEngine:
 
     def outdate(self, digest: str) -> None:
         """Nothing: its sequences have no adapters."""
+
+    def pin(self, changes: Mapping[str, bool]) -> None:
+        """Nothing: it has no adapters."""
+
+    def charge_elsewhere(self, served: ServedElsewhere) -> None:
+        self.scheduler.charge_elsewhere(served.totals)
+
+    def take_shares(self) -> list[TenantShare]:
+        return self.scheduler.take_shares(512)
 
     def stop(self) -> None:
         self.alive = False

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from motet.tests.rigs.engine_loads import engine_load
 from motet.workers.wire.engine_load import EngineLoad
+from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
 from motet.workers.wire.messages import (
     AdapterRef,
     GangInfo,
@@ -21,6 +22,7 @@ from motet.workers.wire.messages import (
     TokenLogprobs,
 )
 from motet.workers.wire.page_keys import first_link, next_keys, short_key
+from motet.workers.wire.short_digest import short_digest
 
 OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
 
@@ -64,6 +66,9 @@ class StandInEngine:
         self.submitted: list[SequenceRequest] = []
         self.cancelled: list[int] = []
         self.outdated: list[str] = []
+        self.pinned: set[str] = set()
+        self.served_elsewhere: list[ServedElsewhere] = []
+        self.shares: list[TenantShare] = []  # to be told with the next step
         self.paused = False
         self.fails = self.cannot_read = False
         self.num_turns = 0  # of its loop, in which it may have had nothing to do
@@ -97,6 +102,12 @@ class StandInEngine:
         with self._lock:
             self._residency.went.append(digest)
 
+    def host(self, digest: str, is_here: bool = True) -> None:
+        """Reports with the next step that the adapter came into host memory, or went."""
+        with self._lock:
+            moved = self._residency.hosted_came if is_here else self._residency.hosted_went
+            moved.append(short_digest(digest))
+
     def forget_pages(self) -> None:
         """Reports with the next step that all full pages were evicted."""
         with self._lock:
@@ -116,6 +127,16 @@ class StandInEngine:
 
     def outdate(self, digest: str) -> None:
         self.outdated.append(digest)
+
+    def pin(self, changes: Mapping[str, bool]) -> None:
+        self.pinned = {digest for digest in {*self.pinned, *changes} if changes.get(digest, True)}
+
+    def charge_elsewhere(self, served: ServedElsewhere) -> None:
+        self.served_elsewhere.append(served)
+
+    def take_shares(self) -> list[TenantShare]:
+        shares, self.shares = self.shares, []
+        return shares
 
     def stop(self) -> None:
         self._stopping.set()

@@ -1,21 +1,36 @@
-"""docs/api.md and docs/adapters.md name every field of a request and every error."""
+"""docs/api.md is up to date, and it, with docs/adapters.md, names every field of a request and every error."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 from motet.router.openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields, UnsupportedFields
+from motet.router.openapi.api_page import with_tables
+from motet.router.openapi.error_codes import ERRORS
+from motet.tests.rigs.made_api_page import made_page
 
 ROOT = Path(__file__).resolve().parents[2]
-API, ADAPTERS = (ROOT / "docs" / name for name in ("api.md", "adapters.md"))
+API = ROOT / "docs" / "api.md"
 CODE = re.compile(r"""code="(\w+)"|(?:unavailable|_registry_away)\([^)]*"(\w+)"\)""")
-OF_NO_CLIENT = {"not_ready"}  # of /ready
+OF_THE_EDGE = {
+    "invalid_header",
+    "bad_http",
+    "request_timeout",
+    "too_many_requests",
+    "headers_too_large",
+    "router_lost",
+    "no_router",
+    "router_timeout",
+}
 
 
-def section(heading: str) -> str:
-    """Of the page of requests, up to the next heading."""
-    return API.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+def rows(table: str) -> list[list[str]]:
+    """Of a table that is made, without its head: the cells of each row."""
+    made = API.read_text().split(f"<!-- made: {table} -->")[1].split("<!-- end -->")[0]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in made.strip().splitlines()[2:]]
 
 
 def names(text: str) -> set[str]:
@@ -26,20 +41,47 @@ def own_fields(schema: type[GenerationFields]) -> set[str]:
     return set(schema.__struct_fields__) - set(GenerationFields.__struct_fields__)
 
 
+def test_its_tables_are_up_to_date(tmp_path: Path) -> None:
+    page = API.read_text()
+    assert made_page(page, tmp_path) == page, "run .venv/bin/python -m motet.tests.rigs.made_api_page docs/api.md"
+
+
+def test_a_table_that_is_missing_is_told() -> None:
+    with pytest.raises(ValueError, match="'types'"):
+        with_tables("<!-- made: errors -->\n<!-- end -->", {})
+
+
 def test_every_field_that_is_obeyed_is_in_the_table() -> None:
-    table = {row.split("|")[1].strip(): names(row) for row in section("Obeyed").splitlines() if row.startswith("| ")}
+    table: dict[str, set[str]] = {}
+    for field, where, *_ in rows("fields"):
+        table.setdefault(where, set()).update(names(field))
     common = set(GenerationFields.__struct_fields__) - set(UnsupportedFields.__struct_fields__)
-    assert table["both"] | {"best_of"} == common
-    assert table["completions"] == {*own_fields(CompletionRequest), "best_of"}
+    assert table["both"] == common
+    assert table["completions"] == own_fields(CompletionRequest)
     assert table["chat"] == own_fields(ChatRequest) - {"echo"}  # which is refused
 
 
+def test_bounds_and_meanings_come_with_the_fields() -> None:
+    told = {(where, field): [accepted, meaning] for field, where, accepted, meaning in rows("fields")}
+    assert told["both", "`timeout`"] == ["number over 0, at most 86,400", "Seconds for the whole answer."]
+    assert told["both", "`seed`"][0] == "whole number, -2^63 to 2^63-1"
+    assert told["completions", "`logprobs`"][0] == "whole number, 0 to 20"
+    stop = "text of 1 to 1,024 characters or list of at most 16 of text of 1 to 1,024 characters"
+    assert told["both", "`stop`"][0] == stop
+
+
 def test_every_field_that_is_refused_is_named() -> None:
-    assert names(section("Refused")) == {*UnsupportedFields.__struct_fields__, "echo"}
+    assert {name for field, _ in rows("refused") for name in names(field)} == {
+        *UnsupportedFields.__struct_fields__,
+        "echo",
+    }
 
 
-def test_every_error_is_explained() -> None:
+def test_every_error_is_explained_and_every_explained_one_is_given() -> None:
     source = "\n".join(path.read_text() for path in sorted((ROOT / "router").rglob("*.py")))
-    codes = {first or second for first, second in CODE.findall(source)} - OF_NO_CLIENT
+    codes = {first or second for first, second in CODE.findall(source)} | {"not_found", "method_not_allowed"}
     assert {"overloaded", "gang_lost", "registry_unavailable"} <= codes
-    assert codes - names(API.read_text()) - names(ADAPTERS.read_text()) == set()
+    assert codes | OF_THE_EDGE == set(ERRORS)
+    shown = {(int(status), *names(code)): where for status, code, _, where in rows("errors")}
+    assert {*shown} == {(status, code) for code, (status, _) in ERRORS.items()}
+    assert all(shown.values()), "an error that no route gives"

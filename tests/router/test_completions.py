@@ -56,7 +56,7 @@ async def test_a_whole_completion(rig: RouterRig) -> None:
 async def test_the_cache_salt_reaches_the_engine(rig: RouterRig) -> None:
     await post(rig, cache_salt="mine")
     await post(rig)
-    assert [submitted.cache_salt for submitted in rig.dispatcher.submitted] == ["mine", ""]
+    assert [submitted.cache_salt for submitted in rig.dispatcher.submitted] == ["0:mine", "0:"]
     assert (await post(rig, cache_salt="x" * 1025)).status_code == 400
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
+import msgspec
 import pytest
 
 from motet.router.fleet.admission import TimeLimit
@@ -32,7 +33,8 @@ class Gangs:
 
     async def add(self, key: str) -> None:
         self.engines[key] = StandInEngine()
-        self.servers[key] = FrameServer(self.engines[key], INFO, TOKEN, leader_config())
+        info = msgspec.structs.replace(INFO, gang_id=f"gang {key}")
+        self.servers[key] = FrameServer(self.engines[key], info, TOKEN, leader_config())
         self.addresses[key] = await self.servers[key].start("127.0.0.1")
 
     async def add_router(self, keys: str = "abc") -> FleetDispatcher:
@@ -264,3 +266,61 @@ async def test_all_gangs_hear_which_adapters_no_name_points_to_any_more(gangs: G
     router = await gangs.add_router()
     router.outdate("digest-7")
     await eventually(lambda: all(engine.outdated == ["digest-7"] for engine in gangs.engines.values()))
+
+
+async def test_what_was_brought_to_a_gang_ends_with_it(gangs: Gangs) -> None:
+    router = await gangs.add_router()
+    request = SequenceRequest(prompt_token_ids=[0], sampling=SamplingParams(max_tokens=None), tenant="acme")
+    ((gang, stream),) = router.bring(request, 1, wait_s=PATIENCE_S).items()
+    await eventually(lambda: gangs.num_submitted() == 1)
+    await gangs.servers[gang.removeprefix("gang ")].stop()
+    router.update({key: at for key, at in gangs.addresses.items() if f"gang {key}" != gang})
+    async with asyncio.timeout(PATIENCE_S):
+        async for update in stream:
+            assert gangs.num_submitted() == 1
+            last = update
+    assert last.error is not None
+    assert last.error.kind == "gang_lost"
+
+
+async def test_what_is_brought_goes_to_different_gangs_and_their_tiers_are_told(gangs: Gangs) -> None:
+    routers = [await gangs.add_router() for _ in range(2)]
+    ref = ADAPTERS[0]
+    request = SequenceRequest(
+        prompt_token_ids=[0], sampling=SamplingParams(max_tokens=1), tenant="acme", adapter=ref, is_background=True
+    )
+    brought = routers[0].bring(request, 2, wait_s=PATIENCE_S)
+    assert len(brought) == 2
+    for stream in brought.values():
+        assert [update.finish_reason async for update in stream] == ["length"]
+    holders = gangs.where(ref)
+    assert len({*holders}) == 2
+    assert all(engine.submitted[0].wait_s == PATIENCE_S for engine in gangs.engines.values() if engine.submitted)
+    brought = routers[0].bring(request, 9, wait_s=1.0)
+    assert len(brought) == 3  # all that there are
+    for stream in brought.values():
+        await finish(stream)
+
+    def tiers(tenant: str, router: FleetDispatcher, *known: str) -> list[str]:
+        return [*router.residency(tenant, ref.digest, known).values()]
+
+    async def told(tiers: Callable[[], list[str]], expected: list[str]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while tiers() != expected:
+                for stream in routers[0].bring(msgspec.structs.replace(request, adapter=None), 3, 1.0).values():
+                    await finish(stream)  # a gang tells with its steps
+
+    assert tiers("acme", routers[0]) == ["device"] * 3
+    assert tiers("zenith", routers[0]) == tiers("acme", routers[1]) == []
+    await told(lambda: tiers("acme", routers[1], "gang a"), ["device"])
+    for engine in gangs.engines.values():
+        engine.host(ref.digest)
+        engine.evict(ref.digest)
+    await told(lambda: tiers("acme", routers[0]), ["host"] * 3)
+    await told(lambda: tiers("acme", routers[1], "gang a", "gang b"), ["host"] * 2)
+    assert tiers("zenith", routers[0]) == []
+    assert tiers("acme", await gangs.add_router(), "gang a") == ["host"]  # the greeting tells
+    for engine in gangs.engines.values():
+        engine.host(ref.digest, is_here=False)
+    await told(lambda: tiers("acme", routers[0]), [])
+    assert [len(connection.known._uses) for connection in routers[0]._fleet.connected] == [0] * 3

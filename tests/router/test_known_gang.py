@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from motet.router.fleet.affinity import RoutingConfig, RoutingRequest
 from motet.router.fleet.known_gang import KnownGang
+from motet.router.residency.adapter_uses import LATELY_S, AdapterUses
 from motet.tests.rigs.engine_loads import engine_load
 from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import Frame, OrphanChange, ResidencyChange
@@ -40,6 +41,43 @@ def test_what_the_gang_holds_outlives_the_sequences() -> None:
     known.receive(frame(came=("a",)))
     known.ended("a")
     assert known.has("a")
+
+
+def test_a_tenant_sees_an_adapter_only_where_it_has_used_it_itself() -> None:
+    """Two tenants have the same bytes. What one sees is as if the other were not there."""
+    known = KnownGang(CONFIG, ["a"])
+    known.sent(RoutingRequest("a", 10, 1, tenant="acme"))
+    assert known.has("a")
+    assert known.tier_for("acme", "a")
+    assert known.tier_for("zenith", "a") is known.tier_for("zenith", "of nobody") is None
+    known.ended("a", "", "acme")
+    assert known.tier_for("acme", "a")  # it is still in the pool
+    known.sent(RoutingRequest("a", 10, 1, tenant="zenith"))
+    assert known.tier_for("zenith", "a")
+    known.ended("a", "", "zenith")
+    known.receive(frame(went=("a",)))
+    known.receive(frame(came=("a",)))  # for whom, this router cannot know
+    assert known.has("a")
+    assert not known.tier_for("acme", "a") and not known.tier_for("zenith", "a")
+
+
+def test_uses_are_forgotten_in_time_and_with_the_adapter() -> None:
+    now = [0.0]
+    uses = AdapterUses(lambda: now[0])
+    uses.begun("a", "acme")
+    now[0] += 2 * LATELY_S
+    assert uses.is_lately_by("a", "acme")  # a long answer
+    uses.ended("a", "acme")
+    assert uses.is_lately_by("a", "acme")
+    now[0] += LATELY_S
+    assert not uses.is_lately_by("a", "acme")
+    known = KnownGang(CONFIG)
+    for number in range(100):
+        known.sent(RoutingRequest(f"{number}", 10, 1, tenant="acme"))
+        known.receive(frame(came=(f"{number}",) if number % 2 else ()))
+        known.ended(f"{number}", "", "acme")
+        known.receive(frame(went=(f"{number}",)))
+    assert len(known._uses) == 0
 
 
 def test_what_was_sent_since_the_last_frame_counts_as_queued() -> None:

@@ -13,6 +13,7 @@ from motet.router.fleet.relocation import (
     GangQueue,
     Relocation,
     RelocationConfig,
+    TokensBefore,
     WaitingSequence,
     relocations,
 )
@@ -27,6 +28,11 @@ def sequence(
     return WaitingSequence(digest, num_pages, num_tokens, num_cached, num_moves)
 
 
+def before_all(num_queued_tokens: int) -> TokensBefore:
+    """Of a gang with one tenant."""
+    return lambda tenant, weight, num_more, num_more_of_all: num_queued_tokens + num_more_of_all
+
+
 def queue(
     key: str,
     newest: list[WaitingSequence],
@@ -37,17 +43,19 @@ def queue(
     adapters: frozenset[str] = frozenset(),
     oldest_s: float = 0.0,
     takes: bool = True,
+    before: TokensBefore | None = None,
 ) -> GangQueue:
-    total = sum(one.num_tokens for one in newest)
+    total = sum(one.num_tokens for one in newest) if num_tokens is None else num_tokens
     return GangQueue(
         key,
-        total if num_tokens is None else num_tokens,
+        total,
         len(newest) if num_waiting is None else num_waiting,
         oldest_s,
         costs,
         len(newest),
         newest,
         adapters.__contains__,
+        before_all(total) if before is None else before,
         takes,
     )
 
@@ -168,15 +176,19 @@ def test_nothing_moves_back(queues: list[GangQueue], num_told: int) -> None:
     target = next(one for one in queues if one.key == moves[0].target)
     moved = [source.newest[move.place] for move in moves]
     came = [replace(one, num_tokens=one.num_tokens + one.num_cached_tokens, num_cached_tokens=0) for one in moved]
+    num_left = source.num_queued_tokens - sum(one.num_tokens for one in moved)
+    num_longer = target.num_queued_tokens + sum(one.num_tokens for one in came)
     left = replace(
         source,
-        num_queued_tokens=source.num_queued_tokens - sum(one.num_tokens for one in moved),
+        num_queued_tokens=num_left,
+        num_before=before_all(num_left),
         num_waiting=source.num_waiting - len(moves),
         takes=True,
     )
     longer = replace(
         target,
-        num_queued_tokens=target.num_queued_tokens + sum(one.num_tokens for one in came),
+        num_queued_tokens=num_longer,
+        num_before=before_all(num_longer),
         num_waiting=target.num_waiting + len(moves),
         num_own=len(came),
         newest=came[::-1],
@@ -196,5 +208,9 @@ def test_its_cost_follows_what_is_examined() -> None:
 
     own = [sequence(digest="x", num_pages=10**9)] * 32
     queues = [replace(queue(f"{n}", own), has_adapter=has) for n in range(16)]
-    relocations([replace(one, num_queued_tokens=100 * n) for n, one in enumerate(queues)], CONFIG)
+    lengths = [100 * n for n in range(16)]
+    relocations(
+        [replace(q, num_queued_tokens=n, num_before=before_all(n)) for q, n in zip(queues, lengths, strict=True)],
+        CONFIG,
+    )
     assert 0 < num_asked <= 16 * 32 * CONFIG.max_targets

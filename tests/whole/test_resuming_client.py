@@ -53,7 +53,7 @@ class Server:
             f"id: cmpl-x:{n}\ndata: {json.dumps({'n': n, 'text': TEXT}, ensure_ascii=False)}\n\n"
             for n in range(start, self._num_events)
         ]
-        return self._ends(request, "".join([*events, "data: [DONE]\n\n"]).encode())
+        return self._ends(request, ": waiting\n\n".join([*events, "data: [DONE]\n\n"]).encode())
 
     @property
     def client(self) -> httpx.Client:

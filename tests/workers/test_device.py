@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def flash_stand_in(
     fa_version: int,
 ) -> torch.Tensor:
     """The interface of vllm-flash-attn, computed as it is documented: int32 lengths and tables, strided pages."""
-    assert causal and fa_version == 3
+    assert causal and fa_version == (3 if q.shape[2] in (64, 96, 128, 192, 256) else 2)
     assert {x.dtype for x in (cu_seqlens_q, seqused_k, block_table)} == {torch.int32}
     assert k.shape[1] % 16 == 0 and k.stride(-1) == 1 and q.is_contiguous()
     assert max_seqlen_k >= int(seqused_k.max()) and max_seqlen_q == int(cu_seqlens_q.diff().max())
@@ -154,7 +155,7 @@ def test_flash_attention_is_asked_in_its_own_terms(
     counts: list[tuple[int, int]], window: int | None, softcap: float | None
 ) -> None:
     q, kv, batch = attention_case(counts, torch.bfloat16)
-    flash = FlashAttention(FlashPackage("stand-in", flash_stand_in, 3), _refuse)
+    flash = FlashAttention(FlashPackage("stand-in", flash_stand_in, (3, 2)), _refuse)
     for _ in range(2):  # the second time with what the first one worked out
         actual = flash.paged_attention(q, kv, batch, 0.2, window, softcap)
         expected = paged_attention(q.float(), kv.float(), batch, 0.2, window, softcap)
@@ -163,18 +164,56 @@ def test_flash_attention_is_asked_in_its_own_terms(
 
 def test_what_flash_attention_cannot_do_goes_elsewhere() -> None:
     q, kv, batch = attention_case([(3, 1)], torch.float32)
-    flash = FlashAttention(FlashPackage("stand-in", _refuse, 2), paged_attention)
+    flash = FlashAttention(FlashPackage("stand-in", _refuse, (2,)), paged_attention)
     torch.testing.assert_close(flash.paged_attention(q, kv, batch, 0.2, None), paged_attention(q, kv, batch, 0.2, None))
 
 
-def test_flash_attention_is_found_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "hopper", "ampere"),
+    [(64, 3, 2), (80, 2, 2), (96, 3, 2), (112, 2, 2), (128, 3, 2), (256, 3, 2), (100, None, None), (288, None, None)],
+)
+def test_each_size_of_heads_gets_a_version_that_is_built_for_it(
+    head_dim: int, hopper: int | None, ampere: int | None
+) -> None:
+    assert FlashPackage("stand-in", _refuse, (3, 2)).version_for(head_dim) == hopper
+    assert FlashPackage("stand-in", _refuse, (2,)).version_for(head_dim) == ampere
+
+
+INTERFACE = (
+    "def flash_attn_varlen_func(): ...\ndef is_fa_version_supported(version, device=None): return version in {}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("module", "hopper", "ampere", "warning"),
+    [
+        (INTERFACE.format("(2, 3)"), (3, 2), (2,), ""),
+        (INTERFACE.format("(2,)"), (2,), (2,), ""),
+        (INTERFACE.format("(3,)"), (3,), None, "no FlashAttention for compute capability 8.0"),
+        ("raise RuntimeError('its library is built for another driver')", None, None, "built for another driver"),
+        ("import motet_missing_library", None, None, "No module named 'motet_missing_library'"),
+        ("def flash_attn_varlen_func(): ...", None, None, "is_fa_version_supported"),
+    ],
+)
+def test_flash_attention_is_used_where_it_says_that_it_runs(
+    module: str,
+    hopper: tuple[int, ...] | None,
+    ampere: tuple[int, ...] | None,
+    warning: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     monkeypatch.setattr(flash_attention, "PACKAGES", ("motet_no_such_package", "motet_flash_stand_in"))
-    assert find_flash_attention((9, 0)) is None
-    (tmp_path / "motet_flash_stand_in.py").write_text("def flash_attn_varlen_func(): ...\n")
+    monkeypatch.delitem(sys.modules, "motet_flash_stand_in", raising=False)
+    assert find_flash_attention((9, 0)) is None and not caplog.records, "what is not installed is no news"
+    (tmp_path / "motet_flash_stand_in.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
-    hopper, ampere = find_flash_attention((9, 0)), find_flash_attention((8, 0))
-    assert hopper is not None and (hopper.name, hopper.version) == ("motet_flash_stand_in (FA3)", 3)
-    assert ampere is not None and ampere.version == 2
+    found = [find_flash_attention(capability) for capability in ((9, 0), (8, 0))]
+    assert [package and package.versions for package in found] == [hopper, ampere]
+    if hopper == (3, 2):
+        assert found[0] is not None and found[0].name == "motet_flash_stand_in (FA3, FA2)"
+    assert warning in caplog.text and bool(warning) == bool(caplog.records)
 
 
 def _refuse(*_: object, **__: object) -> torch.Tensor:

@@ -16,6 +16,7 @@ from motet.workers import step_deadline
 from motet.workers.loop import EngineLoop
 from motet.workers.step_deadline import StepDeadline
 from motet.workers.wire.engine_load import EngineLoad
+from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
 from motet.workers.wire.messages import (
     ResidencyChange,
     SamplingParams,
@@ -33,10 +34,12 @@ class CountingEngine:
         self.given_up: list[tuple[int, SequenceError]] = []
         self.info = SimpleNamespace(device="cpu")
         self.token_intervals_s: list[float] = []
+        self.elsewhere: list[tuple[str, float]] = []
         self.waits = False
         self.fails = False
         self.hangs_until: threading.Event | None = None
         self.num_steps = 0
+        self.meanwhile: Callable[[], None] = lambda: None  # while the next plan can wait
         self.wake: Callable[[], None] = lambda: None
         self.stepped = threading.Event()
 
@@ -52,12 +55,23 @@ class CountingEngine:
     def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
         self.given_up.append((sequence_id, error))
 
+    def charge_elsewhere(self, totals: list[tuple[str, float]]) -> None:
+        self.elsewhere += totals
+        self.stepped.set()
+
+    def take_shares(self, most: int) -> list[TenantShare]:
+        return [TenantShare("acme", 1.0, 1, 0, 0)][:most]
+
     def change_token_interval(self, token_interval_s: float) -> None:
         self.token_intervals_s.append(token_interval_s)
         self.stepped.set()
 
     def has_work(self) -> bool:
         return bool(self.left)
+
+    def spare_s(self) -> float:
+        self.meanwhile()
+        return 0.001
 
     def load(self) -> EngineLoad:
         return engine_load(num_steps=self.num_steps)
@@ -132,6 +146,17 @@ def test_sequences_are_answered_and_an_idle_loop_sleeps() -> None:
     assert loop.alive
     loop.stop()
     assert not loop.alive
+
+
+def test_who_comes_while_the_next_plan_can_wait_is_in_it() -> None:
+    engine, loop, listener = started()
+    late = [request(2)]
+    engine.meanwhile = lambda: loop.submit(late.pop()) if late else None
+    loop.submit(request(1))
+    listener.wait_for(1)
+    listener.wait_for(2)
+    assert engine.num_steps == 3  # each has a token in each of them
+    loop.stop()
 
 
 def test_a_waiting_engine_is_stepped_when_a_load_ends() -> None:
@@ -209,6 +234,15 @@ def test_a_deadline_is_above_what_steps_took(steps_s: list[float]) -> None:
         deadline.observe(step_s)
         assert step_deadline.LEAST_S <= deadline.seconds <= 120.0
     assert deadline.seconds == 120.0 or deadline.seconds >= step_deadline.FACTOR * max(steps_s)
+
+
+def test_shares_are_told_a_few_times_a_second_and_what_others_served_reaches_the_engine() -> None:
+    engine, loop, _ = started()
+    loop.charge_elsewhere(ServedElsewhere([("acme", 3.0)]))
+    eventually(lambda: engine.elsewhere == [("acme", 3.0)])
+    eventually(lambda: loop.take_shares() == [TenantShare("acme", 1.0, 1, 0, 0)])
+    assert loop.take_shares() == []
+    loop.stop()
 
 
 def test_another_token_interval_reaches_the_engine_in_its_thread() -> None:

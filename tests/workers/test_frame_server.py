@@ -15,6 +15,7 @@ from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
 from motet.workers.leader.frame_server import FrameServer
+from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
 from motet.workers.wire.messages import Cancel, Frame, FromLeader, Hello
 
 
@@ -86,6 +87,24 @@ async def test_two_routers_use_the_same_ids(leader: Leader) -> None:
         assert tokens == [100 * number + step for step in (1, 2, 3)]
         await router.channel.close()
     assert len({request.sequence_id for request in leader.engine.submitted}) == 2
+
+
+async def test_shares_reach_every_router_and_what_others_served_reaches_the_engine(leader: Leader) -> None:
+    first, later = Router(leader.address), Router(leader.address)
+    share = TenantShare("acme", 12.5, 1, 2, 30, 4, 2.0, 10.0)
+    await first.read()
+    leader.engine.shares = [share]
+    served = ServedElsewhere([("acme", 7.0)])
+    await first.send(served, submit(1, 0, 3))
+    for router in (first, later):  # the later one connects when all was told
+        while True:
+            message = await router.read()
+            if isinstance(message, Frame) and message.shares:
+                assert message.shares == [share]
+                break
+    assert leader.engine.served_elsewhere == [served]
+    for router in (first, later):
+        await router.channel.close()
 
 
 async def test_cancel_reaches_the_engine_and_silences_the_sequence(leader: Leader) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -40,6 +42,25 @@ async def end_of(router: Router, sequence_id: int) -> tuple[list[int], SequenceU
     raise AssertionError("the stream ended")
 
 
+async def test_a_full_queue_of_one_tenant_has_room_for_another(narrow_leader: Leader) -> None:
+    router = Router(narrow_leader.address)
+    await router.read()
+    narrow_leader.engine.paused = True
+    await router.send(submit(1, 0, 3), submit(2, 0, 3), with_time(submit(3, 70, 1), tenant="quiet"))
+    await eventually(lambda: len(narrow_leader.engine.submitted) == 3)
+    narrow_leader.engine.paused = False
+    ends: dict[int, SequenceUpdate] = {}
+    async for update in router.updates():
+        if update.finish_reason is not None or update.error is not None:
+            ends[update.sequence_id] = update
+            if len(ends) == 3:
+                break
+    assert (ends[1].finish_reason, ends[3].finish_reason) == ("length", "length")
+    assert ends[2].error is not None
+    assert (ends[2].error.kind, ends[2].error.reason) == ("overloaded", "tenant_full")
+    await router.channel.close()
+
+
 async def test_a_full_queue_refuses_all_but_what_has_begun(narrow_leader: Leader) -> None:
     narrow_leader.engine.paused = True
     router = Router(narrow_leader.address)
@@ -48,7 +69,7 @@ async def test_a_full_queue_refuses_all_but_what_has_begun(narrow_leader: Leader
     _, refused = await end_of(router, 3)
     assert refused.error is not None
     assert (refused.error.kind, refused.error.reason) == ("overloaded", "full")
-    assert refused.error.message.startswith("the gang's queue is full: 2 sequences wait for their first token")
+    assert refused.error.message.startswith("the gang's queue is full: as many sequences wait")
     assert refused.error.retry_after_s is not None
     begun = [with_time(submit(number, 0, 1, key=str(number)), has_begun=True) for number in (7, 8, 9)]
     await router.send(*begun)  # for what clients come back for there is as much room again
@@ -87,6 +108,25 @@ async def test_who_still_waits_after_its_time_is_given_up_and_who_runs_is_not(na
     assert given_up.error is not None
     assert (given_up.error.kind, given_up.error.reason) == ("overloaded", "waited")
     assert oldest_s > 0
+    await router.channel.close()
+
+
+async def test_who_has_waited_too_long_is_told_of_its_own_wait_only(narrow_leader: Leader) -> None:
+    router = Router(narrow_leader.address)
+    await router.read()
+    narrow_leader.engine.paused = True
+    await router.send(with_time(submit(1, 0, 1), tenant="other"))
+    await eventually(lambda: len(narrow_leader.engine.submitted) == 1)
+    await asyncio.sleep(1.0)  # the other one has waited for longer
+    began = time.monotonic()
+    await router.send(with_time(submit(2, 0, 1), wait_s=0.3))
+    await eventually(lambda: narrow_leader.engine.num_running == 1 and len(narrow_leader.engine.submitted) == 2)
+    waited_s = time.monotonic() - began
+    narrow_leader.engine.paused = False
+    _, given_up = await end_of(router, 2)
+    assert given_up.error is not None and given_up.error.reason == "waited"
+    assert given_up.error.retry_after_s is not None
+    assert 0.2 < given_up.error.retry_after_s <= waited_s
     await router.channel.close()
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from motet.tests.rigs.scheduler_rig import Worker, limits, request, scheduler
-from motet.workers.plan import PageCopy
+from motet.tests.rigs.scheduler_rig import Worker, WorkerExecutor, limits, request, scheduler
+from motet.tests.rigs.stand_in_engine import INFO
+from motet.workers.engine import Engine
+from motet.workers.plan import PageCopy, StepResult
 from motet.workers.plan_ahead import PlanAhead
 
 
@@ -82,3 +84,48 @@ def test_a_plan_with_copies_is_never_dropped() -> None:
         s.drop(plan)
     s.drop(msgspec.structs.replace(plan, copies=()))
     assert not s._uncommitted
+
+
+class TimedExecutor(WorkerExecutor):
+    """A step ends so long after it began, or as soon as somebody asks, if that is later."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker)
+        self.now = self.began_at = 0.0
+        self.step_s = 1.0
+
+    def finish(self) -> StepResult:
+        self.now = max(self.now, self.began_at + self.step_s)
+        self.began_at = self.now  # the plan that was made ahead begins at once
+        return super().finish()
+
+
+def test_it_is_made_as_late_as_it_can_be() -> None:
+    """Who comes while it can still wait is in it. Where steps become shorter, it is made sooner."""
+    s = scheduler(limits(200))
+    executor = TimedExecutor(Worker(limits(200)))
+    engine = Engine(s, executor, INFO, clock=lambda: executor.now)
+    assert engine.spare_s() == 0  # nothing is executed
+    s.add(request(1, num_prompt=3, max_tokens=60), 0)
+    engine.step()
+    assert engine.spare_s() == 0  # nobody has come who is behind others
+    s.pressure._step = 0
+
+    def step() -> float:
+        """How long the device had nothing to do."""
+        executor.now += engine.spare_s()
+        idle_s = max(0.0, executor.now - executor.began_at - executor.step_s)
+        engine.step()
+        return idle_s
+
+    for _ in range(30):
+        assert step() == 0
+    early = engine.spare_s()
+    for _ in range(10):
+        assert step() == 0
+    assert 0.2 < early < engine.spare_s() < 0.9
+    executor.step_s = 0.1
+    idle_s = [step() for _ in range(10)]
+    assert sum(idle_s) < 1
+    assert idle_s[-1] == 0
+    assert engine.spare_s() < 0.1

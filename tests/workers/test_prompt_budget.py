@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.tests.rigs.scheduler_rig import asking, quick_result
+from motet.workers.fairness.prompt_budget import share_prompt_tokens, tokens_in_time
 from motet.workers.scheduling.measured_costs import StepCosts
-from motet.workers.scheduling.prompt_budget import share_prompt_tokens, tokens_in_time
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from motet.tests.rigs.scheduler_rig import Worker, WorkerExecutor, asking, limits, request, run, scheduler
 from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
+from motet.workers.fairness.preemption import choose_victim
 from motet.workers.plan import INT32_BYTES
-from motet.workers.scheduling.preemption import choose_victim
 from motet.workers.scheduling.request_limits import GangLimits, refusal
 from motet.workers.scheduling.running_sequences import RunningSequences
 from motet.workers.scheduling.sequence import Sequence
@@ -311,6 +311,8 @@ def test_a_failed_load_fails_its_sequences_and_nobody_else() -> None:
         (request(0, num_prompt=40, max_tokens=10), "needs 13 pages"),
         (request(0, num_prompt=10, max_tokens=10, adapter="a9"), "9 of them for its adapter"),
         (request(0, max_tokens=0), "at least 1"),
+        (msgspec.structs.replace(request(0), weight=0.0), "weight = 0: a positive number"),
+        (msgspec.structs.replace(request(0), weight=float("nan")), "weight = nan"),
         (
             SequenceRequest(sequence_id=0, prompt_token_ids=[100], sampling=SamplingParams(), tenant="t"),
             "outside 0..99",
@@ -361,6 +363,6 @@ def test_nobody_older_ever_gives_way(arrivals: list[int], needy_arrival: int) ->
     for number, arrival in enumerate(arrivals):
         running.add(Sequence(request(number), arrival, 0, [1] * (1 + arrival % 2)))  # every other one is a prompt
     running.check_integrity()
-    victim = choose_victim(running.newest, made(needy_arrival))
+    victim = choose_victim(running.last, made(needy_arrival))
     newer = [arrival for arrival in arrivals if arrival > needy_arrival]
     assert (None if victim is None else victim.arrival) == max(newer, default=None)

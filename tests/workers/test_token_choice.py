@@ -14,9 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from motet.kernels.plain.sampling import PlainSampling, draw_alone, draw_together
+from motet.kernels import joint_sampling
+from motet.kernels.joint_sampling import RowChoice, choose_together
+from motet.kernels.plain.sampling import PlainSampling, draw_alone
 from motet.kernels.sampling import Draw, Penalty
 from motet.tests.rigs.native_builds import HERE, load_build
+from motet.tests.rigs.stand_in_gpu.stand_in_gpu import stand_in_gpu
 from motet.workers.decoding.token_choice import sample as sample_with
 from motet.workers.decoding.token_choice import uniform
 from motet.workers.decoding.token_counts import TokenCounts
@@ -28,9 +31,11 @@ VOCAB = 3000
 Sample = Callable[[torch.Tensor, Sequence[SamplePlan]], list[Any]]
 
 
-@pytest.fixture(scope="module", params=["torch", "native"])
+@pytest.fixture(scope="module", params=["torch", "native", "gpu"])
 def sample(request: pytest.FixtureRequest) -> Sample:
-    """By each backend that there is for a CPU."""
+    """By each backend that there is for a CPU, and as on a GPU."""
+    if request.param == "gpu":
+        return sample_on_a_gpu
     kernels = PlainSampling() if request.param == "torch" else load_build((torch.float32, 1, HERE)).sampling
 
     def sample(logits: torch.Tensor, plans: Sequence[SamplePlan]) -> list[Any]:
@@ -38,6 +43,20 @@ def sample(request: pytest.FixtureRequest) -> Sample:
         return sample_with(logits.clone(), plans, kernels, counts)
 
     return sample
+
+
+def sample_on_a_gpu(logits: torch.Tensor, plans: Sequence[SamplePlan]) -> list[Any]:
+    """The host waits for the device once, and once more if a row's filters keep many tokens."""
+    counts = [TokenCounts(plan.seen) if plan.seen is not None else None for plan in plans]
+    with stand_in_gpu() as gpu:
+        rows = logits.to(torch.device("cuda", 0))
+        gpu.tally.clear()
+        sampled = sample_with(rows, plans, PlainSampling(), counts)
+        assert {wait.why for wait in gpu.tally.waits} == {"a copy to the host"}
+        assert len(gpu.tally.waits) in (1, 2)
+        kinds = Counter(copy.kind for copy in gpu.tally.copies)
+        assert kinds["to host"] == len(gpu.tally.waits) >= kinds["to device"], "one copy to the device and one back"
+    return sampled
 
 
 def plan(
@@ -102,14 +121,16 @@ def test_a_draw_depends_on_seed_and_index_alone(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("vocab", [50, VOCAB])
-def test_rows_drawn_together_are_those_drawn_alone(vocab: int) -> None:
-    """On a GPU all rows of a batch are drawn at once, whatever each asks for."""
+def test_rows_drawn_together_are_those_drawn_alone(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU all rows of a batch are drawn at once, whatever each asks for, some rows at a time in float64."""
     choices = product((0.3, 1.0, 2.0), (0, 1, 5, 1500), (1.0, 0.9, 0.5), (0.0, 0.05))
     wanted = [Draw(*each, uniform(i * i, i)) for i, each in enumerate(choices)]
     rows = torch.randn(len(wanted), vocab, generator=torch.Generator().manual_seed(1)) * 2
     alone = [draw_alone(row, draw) for row, draw in zip(rows, wanted, strict=True)]
-    assert draw_together(rows, wanted).tolist() == alone
-    assert [int(draw_together(rows[i : i + 1], [draw])) for i, draw in enumerate(wanted)] == alone
+    for most_rows in (1, 7, 1000):
+        monkeypatch.setattr(joint_sampling, "_MOST_BYTES", most_rows * vocab * 8)
+        together = choose_together(rows.clone(), [RowChoice(draw, None, {}, None) for draw in wanted])
+        assert [chosen and chosen.token_id for chosen in together] == alone
 
 
 @given(st.integers(-(2**63), 2**64), st.integers(0, 2**20))

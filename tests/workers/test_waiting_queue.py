@@ -52,7 +52,7 @@ def test_who_can_start_is_known_whatever_comes_and_goes(seed: int) -> None:
         sequence = Sequence(request(arrival, adapter=rng.choice([None, "a1", "b2", "c3"])), arrival, 0, [1, 2, 3])
         digest = sequence.adapter_digest
         line.add(sequence, digest is None or digest in here)
-        ready = [each for each in line.equipped if not each.awaits_page]
+        ready = [each for each in line.equipped_in_turn() if not each.awaits_page]
         match rng.randrange(6):
             case 0 if (digest := rng.choice(["a1", "b2", "c3"])) in here:
                 here.remove(digest)
@@ -74,7 +74,7 @@ def test_who_can_start_is_known_whatever_comes_and_goes(seed: int) -> None:
                 line.tell_found(rng.choice([*line]), rng.randrange(3))
         line.check_integrity(here.__contains__)
         equipped = [each for each in line if each.adapter_digest is None or each.adapter_digest in here]
-        assert line.equipped == equipped
+        assert [*line.equipped_in_turn()] == equipped
         assert {each for each in line if each.awaits_page} == awaits.keys()
         assert line.num_ready == len(equipped) - len(awaits)
         lacking = [each for each in line if each not in equipped]

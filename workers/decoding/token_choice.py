@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ...kernels.joint_sampling import Chosen, RowChoice, choose_together
 from ...kernels.sampling import NOT_FINITE, Draw, Penalty, SamplingKernels
 from ..plan import SampledToken, SamplePlan
 from ..wire.messages import TokenLogprobs
@@ -27,11 +28,13 @@ def sample(
     """One token for each row of `[num_rows, vocab]` float32 logits, with log-probabilities where asked for.
 
     None for a row whose largest number is NaN or infinite: no token can be chosen from it. Everything is computed where
-    the logits are. The host waits for the device once, and once more if a row keeps only some candidates.
+    the logits are, on a GPU by `choose_together`, on the CPU by `kernels`.
 
     `counts`: for each row what its sequence has, if it has penalties; empty: no row has any. Logits are changed in
     place: rows with penalties or biases are shaped, and are of no use afterwards.
     """
+    if logits.device.type != "cpu":
+        return _sample_together(logits, plans, counts)
     penalised = [row for row, each in enumerate(counts) if each is not None]
     biased = [row for row, plan in enumerate(plans) if plan.params.logit_bias]
     # Log-probabilities are those before any shaping, and which token's are wanted is known only afterwards.
@@ -40,19 +43,39 @@ def sample(
         kernels.penalise(logits, penalised, [_penalty_of(plans[row], counts[row]) for row in penalised])
     for row in biased:
         _add_bias(logits[row], plans[row].params.logit_bias)
-    chosen = kernels.highest(logits)
-    drawn = [i for i, plan in enumerate(plans) if plan.params.temperature > 0]
-    if drawn and logits.device.type == "cpu":  # reading the result costs nothing on the CPU
-        highest = chosen.tolist()
-        drawn = [i for i in drawn if highest[i] != NOT_FINITE]
+    listed = kernels.highest(logits).tolist()
+    drawn = [i for i, plan in enumerate(plans) if plan.params.temperature > 0 and listed[i] != NOT_FINITE]
     if drawn:
         tokens = kernels.draw(logits, drawn, [_draw_of(plans[i]) for i in drawn])
-        chosen[drawn] = torch.where(chosen[drawn] == NOT_FINITE, NOT_FINITE, tokens)
-    listed = chosen.tolist()
+        for row, token in zip(drawn, tokens.tolist(), strict=True):
+            listed[row] = token
     for row, raw in kept.items():
         logits[row] = raw
     logprobs = _logprobs(logits, listed, plans)
     return [None if token == NOT_FINITE else SampledToken(token, logprobs.get(i)) for i, token in enumerate(listed)]
+
+
+def _sample_together(
+    logits: torch.Tensor, plans: Sequence[SamplePlan], counts: Sequence[TokenCounts | None]
+) -> list[SampledToken | None]:
+    choices = [
+        RowChoice(
+            _draw_of(plan) if plan.params.temperature > 0 else None,
+            _penalty_of(plan, seen) if seen is not None else None,
+            plan.params.logit_bias,
+            plan.params.num_logprobs,
+        )
+        for plan, seen in zip(plans, counts or [None] * len(plans), strict=True)
+    ]
+    return [_sampled(chosen) for chosen in choose_together(logits, choices)]
+
+
+def _sampled(chosen: Chosen | None) -> SampledToken | None:
+    if chosen is None:
+        return None
+    if chosen.logprob is None:
+        return SampledToken(chosen.token_id, None)
+    return SampledToken(chosen.token_id, TokenLogprobs(chosen.logprob, chosen.top_ids, chosen.top_logprobs))
 
 
 def _draw_of(plan: SamplePlan) -> Draw:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -14,6 +14,7 @@ from ...adapters.errors import AdapterError, StoreUnavailable
 from ...kernels.backend import Kernels
 from ..memory.host_adapter_cache import HostAdapterCache
 from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats
+from .pin_reader import PinReader
 from .side_stream import Mark, SideStream
 from .store_readers import StoreReaders
 
@@ -35,6 +36,7 @@ class AdapterLoader:
         self._beside = SideStream(pool.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-loader")
         self._readers: StoreReaders[torch.Tensor] = StoreReaders(cache.get, store_deadline_s)
+        self._pin_reader = PinReader(cache, self._readers, lambda: self.on_end())
         self._ended: SimpleQueue[str | AdapterFailure] = SimpleQueue()
         self.on_end: Callable[[], None] = lambda: None  # called from a thread of the loader's after each load
 
@@ -50,6 +52,11 @@ class AdapterLoader:
         """Host memory need not keep the adapter any more."""
         self._cache.forget(digest)
 
+    def pin(self, changes: Mapping[str, bool]) -> None:
+        """Adapters that host memory must keep from now on (True), and those that it need not keep any more."""
+        self._cache.pin(changes)
+        self._pin_reader.look()
+
     def take_ended(self) -> tuple[tuple[str, ...], tuple[AdapterFailure, ...]]:
         """Digests of the loads that succeeded since the last call, and the loads that failed."""
         ended: list[str | AdapterFailure] = []
@@ -64,9 +71,11 @@ class AdapterLoader:
         )
 
     def host_adapter_stats(self) -> HostAdapterStats:
-        """What the cache in host memory holds at this moment, and how its reads of the store went."""
-        readers = self._readers
-        return HostAdapterStats(self._cache.num_bytes, self._cache.num_reads, readers.num_failed, readers.num_hung)
+        """What the cache in host memory holds now, what came and went since the last call, and how its reads went."""
+        cache, readers = self._cache, self._readers
+        came, went = cache.take_changes()
+        failed, hung = readers.num_failed, readers.num_hung
+        return HostAdapterStats(cache.num_bytes, cache.num_reads, failed, hung, came, went, cache.take_pin_news())
 
     def close(self) -> None:
         self._readers.close()

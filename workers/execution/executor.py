@@ -85,6 +85,8 @@ class LocalExecutor:
         """Begins the plan's copies of adapters into the pool, and of KV between the tiers."""
         for digest in plan.outdated:
             self.loader.forget(digest)
+        if plan.pins:
+            self.loader.pin(plan.pins)
         for move in plan.moves:
             self.mover.begin(move)
         for load in plan.loads:

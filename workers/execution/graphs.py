@@ -47,6 +47,7 @@ class DecodeGraphs:
         num_pages: int,
         max_rows: int,
         max_pages: int,
+        vocab_size: int,
         device: torch.device,
         record: Record,
     ) -> None:
@@ -61,6 +62,8 @@ class DecodeGraphs:
         self._row_pages, self._row_slots, self._page_starts = ints(max_rows), ints(max_rows), ints(max_rows)
         self._pages = torch.zeros(max_rows * max_pages, dtype=torch.int32, device=device)
         self._max_pages = max_pages
+        # Of all recordings, of which each would keep its own: they never run at the same time.
+        self._logits = torch.zeros((max_rows, vocab_size), dtype=torch.float32, device=device)
         # The largest first: the smaller ones then fit into its memory.
         sizes = sorted(bucket_sizes(max_rows), reverse=True)
         self._buckets = {
@@ -108,7 +111,7 @@ class DecodeGraphs:
                 row_pages=self._row_pages[:size],
                 row_slots=self._row_slots[:size],
             )
-            return self._forward(self._token_ids[:size], batch, lora)
+            return self._logits[:size].copy_(self._forward(self._token_ids[:size], batch, lora))
 
         return _Bucket(size, lora, self._record(compute))
 

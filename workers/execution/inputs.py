@@ -11,6 +11,7 @@ import torch
 
 from ...kernels.attention import AttentionBatch
 from ...kernels.lora import LoraSegment, PagedAdapter
+from ...kernels.staging import staged
 from ..plan import INT32_BYTES, SamplePlan, SequencePlan, StepPlan
 
 
@@ -30,7 +31,7 @@ def make_inputs(plan: StepPlan, adapters: dict[str, PagedAdapter], block_size: i
     query_starts = tuple(accumulate((len(s.token_ids) for s in sequences), initial=0))
     sampled = [(row_end - 1, s) for s, row_end in zip(sequences, query_starts[1:], strict=True) if s.sample is not None]
     most_pages = max(len(s.pages) for s in sequences) // INT32_BYTES
-    token_ids, sample_rows, page_starts, positions, row_pages, row_slots, pages = _moved(
+    token_ids, sample_rows, page_starts, positions, row_pages, row_slots, pages = staged(
         device,
         _ints(chain.from_iterable(s.token_ids for s in sequences)),
         torch.tensor([row for row, _ in sampled], dtype=torch.int64),
@@ -45,17 +46,6 @@ def make_inputs(plan: StepPlan, adapters: dict[str, PagedAdapter], block_size: i
         tuple(s.sequence_id for _, s in sampled),
         tuple(s.sample for _, s in sampled if s.sample is not None),
     )
-
-
-def _moved(device: torch.device, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors on the device, in one copy that the host does not wait for. Those of wider numbers come first."""
-    if device.type == "cpu":
-        return tensors
-    staged = torch.cat([x.view(torch.uint8) for x in tensors])
-    if device.type == "cuda":
-        staged = staged.pin_memory()
-    pieces = torch.split(staged.to(device, non_blocking=True), [x.nbytes for x in tensors])
-    return tuple(piece.view(x.dtype) for piece, x in zip(pieces, tensors, strict=True))
 
 
 def _ints(numbers: Iterable[int]) -> torch.Tensor:

@@ -10,12 +10,11 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from ..memory.page_arrays import PageArray
+from ..memory.page_arrays import MOST_AT_ONCE, PageArray
 from ..plan import MoveEnd, PageMove, Tier
 from .side_stream import Mark, SideStream
 
 _log = logging.getLogger(__name__)
-_MOST_AT_ONCE = 32  # pages: what a disk gives goes through memory of its own
 
 
 class _CopyThread:
@@ -27,7 +26,7 @@ def _runs(pages: Sequence[int]) -> Iterator[slice]:
     """The pages in pieces that lie side by side, which no array has to gather first."""
     start = 0
     for end in range(1, len(pages) + 1):
-        if end == len(pages) or pages[end] != pages[end - 1] + 1 or end - start == _MOST_AT_ONCE:
+        if end == len(pages) or pages[end] != pages[end - 1] + 1 or end - start == MOST_AT_ONCE:
             yield slice(start, end)
             start = end
 
@@ -70,6 +69,8 @@ class PageMover:
                 for piece in _runs(move.source_pages):
                     content = self._arrays[move.source].read(move.source_pages[piece])
                     self._arrays[move.target].write(move.target_pages[piece], content)
+                    if move.source == "disk":
+                        beside.finish()  # the next piece comes into the same memory
         except Exception as error:  # the pages are computed again; other sequences do not notice
             problem = f"{len(move.source_pages)} pages from {move.source} to {move.target}: {error}"
             _log.warning("a copy between tiers failed: %s", problem)

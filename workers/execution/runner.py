@@ -68,22 +68,28 @@ class Runner:
             self._geometry.num_pages,
             max_rows,
             -(-max_model_len // self._geometry.block_size),
+            self._decoder.vocab_size,
             self._pool.device,
             record,
         )
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self, most_tokens: int) -> None:
         """Computes prompt chunks of a few lengths and throws them away, so that no request waits for a compiler.
 
+        The last step has `most_tokens`, as large as one can be, so that what it takes is measured before requests come.
         May be called only before the first plan: the pages that it writes to are free then.
         """
         block_size = self._geometry.block_size
-        for num_tokens in (2, 16, 128):  # lengths for which kernels choose different tiles
-            pages = tuple(range(-(-num_tokens // block_size)))
-            if len(pages) <= self._geometry.num_pages:
-                chunk = SequencePlan(0, (0,) * num_tokens, 0, packed(pages), None, None)
-                self._logits(self._inputs(StepPlan(0, (chunk,), (), ())))
+        longest = min(len(self._rotary[0]), self._geometry.num_pages * block_size)  # tokens of a sequence
+        few = [[num_tokens] for num_tokens in (2, 16, 128) if num_tokens <= min(longest, most_tokens)]
+        full, rest = divmod(most_tokens, longest)
+        for lengths in (*few, [longest] * full + [rest] * (rest > 0)):  # kernels choose their tiles by length
+            chunks = tuple(
+                SequencePlan(index, (0,) * length, 0, packed(range(-(-length // block_size))), None, None)
+                for index, length in enumerate(lengths)
+            )
+            self._logits(self._inputs(StepPlan(0, chunks, (), ())))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> dict[int, SampledToken | None]:

@@ -34,5 +34,12 @@ class SideStream:
             return
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(mark)
-            yield
-        self._stream.synchronize()
+            try:
+                yield
+            finally:  # a copy that has begun goes on, whatever was raised
+                self._stream.synchronize()
+
+    def finish(self) -> None:
+        """Waits for all that was launched here."""
+        if self._stream is not None:
+            self._stream.synchronize()

@@ -29,6 +29,7 @@ class _Read(Generic[Content]):
     deadline: float
     on_end: Callable[[Content | Exception], None]
     due_at: float
+    yields: bool = False
     num_tries: int = 0
     is_over: bool = False  # its end was told, or it was given up
 
@@ -51,16 +52,24 @@ class StoreReaders(Generic[Content]):
         self.num_failed = 0  # tries, since the start
         self.num_hung = 0  # reads that were given up, and have not come back yet
 
-    def begin(self, digest: str, on_end: Callable[[Content | Exception], None]) -> None:
+    def begin(
+        self,
+        digest: str,
+        on_end: Callable[[Content | Exception], None],
+        *,
+        after_s: float = 0.0,
+        yields: bool = False,
+    ) -> None:
         """Reads in another thread. `on_end` gets what was read, or StoreUnavailable, or what else `read` raised.
 
-        It is called once, from one of these threads or this one.
+        It is called once, from one of these threads or this one. `after_s`: not before so long. `yields`: others that
+        wait go first.
         """
-        now = time.monotonic()
+        now = time.monotonic() + after_s
         with self._changed:
             has_reader = self._add_reader()
             if has_reader:
-                self._waiting.append(_Read(digest, now + self._deadline_s, on_end, now))
+                self._waiting.append(_Read(digest, now + self._deadline_s, on_end, now, yields))
                 self._changed.notify_all()
         if not has_reader:
             on_end(StoreUnavailable(f"the store of adapters hangs in {self.num_hung} reads; try again later"))
@@ -109,7 +118,7 @@ class StoreReaders(Generic[Content]):
         with self._changed:
             while not self._closed:
                 now = time.monotonic()
-                read = min(self._waiting, key=lambda each: each.due_at, default=None)
+                read = min(self._waiting, key=lambda each: (each.due_at > now, each.yields, each.due_at), default=None)
                 if read is not None and read.due_at <= now:
                     self._waiting.remove(read)
                     self._reading.add(read)

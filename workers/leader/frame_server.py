@@ -15,19 +15,22 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 import grpc
 import msgspec
 
+from ..memory.pinned_adapters import PinnedAdapters
 from ..wire.engine_load import EngineGauges, EngineLoad
+from ..wire.fair_shares import ServedElsewhere, TenantShare
 from ..wire.messages import (
     Cancel,
     Disown,
     GangInfo,
     Outdated,
+    Pinned,
     ResidencyChange,
     SequenceUpdate,
     Submit,
@@ -45,6 +48,7 @@ from ..wire.stream_options import (
     TOKEN_KEY,
 )
 from .asked_adapters import AskedAdapters
+from .known_shares import KnownShares
 from .leader_config import LeaderConfig
 from .residency import Residency
 from .routed_sequences import RoutedSequences
@@ -84,7 +88,7 @@ class FrameServer:
         self._num_streams_ever = 0
         self._sequences = RoutedSequences(engine, config, self._tell_orphans)
         self._leaving = False
-        self._residency = Residency()
+        self._residency, self._shares, self._pinned = Residency(), KnownShares(), PinnedAdapters()
         self._load = EngineLoad(EngineGauges(num_pages=info.num_pages, num_free_pages=info.num_pages))
         self._beat: asyncio.Task[None] | None = None
         self._encoder = msgspec.msgpack.Encoder()
@@ -126,6 +130,11 @@ class FrameServer:
     def load(self) -> EngineLoad:
         """The engine's, as of its last step."""
         return self._load
+
+    @property
+    def shares(self) -> Iterable[TenantShare]:
+        """Of the tenants that the engine has told of, as it told last."""
+        return iter(self._shares)
 
     @property
     def healthy(self) -> bool:
@@ -192,8 +201,11 @@ class FrameServer:
         self._load = EngineLoad(gauges, load.counters)
         self._on_load(self._load)
         self._residency.apply(residency)
+        told = self._engine.take_shares()
+        self._shares.apply(told)
         for stream in self._streams.values():
             stream.tell_moved(residency)
+            stream.tell_shares(told)
             if stream.unsent.is_overfull:
                 self._sequences.give_back(stream)
 
@@ -208,6 +220,7 @@ class FrameServer:
         while True:
             await asyncio.sleep(_BEAT_S)
             self._sequences.expire()
+            self._pin(self._pinned.expire())
             alive = self._engine.alive
             for stream in self._streams.values():
                 if not alive:
@@ -233,11 +246,13 @@ class FrameServer:
         try:
             hello = stream.greeting(self._info, self._residency, self._sequences.orphans)
             await context.write(self._encoder.encode(hello))
+            stream.moved_shares.update(self._shares.tenants)
             stream.refresh()  # a new router learns the load at once
             await self._write(context, stream)
         finally:
             reader.cancel()
-            self._streams.pop(stream.number, None)  # it is not there if a later stream took its place
+            if self._streams.pop(stream.number, None) is not None:  # else a later stream took its place
+                self._pinned.leave(stream.router or str(stream.number))
             self._sequences.close(stream)
         if stream.failure is not None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, stream.failure)
@@ -265,7 +280,7 @@ class FrameServer:
             stream.wake.clear()
             if not stream.has_news:
                 continue
-            frame = stream.take_frame(self._load, self._residency, lambda: self._sequences.orphans)
+            frame = stream.take_frame(self._load, self._residency, lambda: self._sequences.orphans, self._shares)
             data = self._encoder.encode(frame)
             self.largest_frame_bytes = max(self.largest_frame_bytes, len(data))
             await context.write(data)
@@ -286,8 +301,12 @@ class FrameServer:
                         self._sequences.disown(stream, message.names)
                     elif isinstance(message, Outdated):
                         self._engine.outdate(message.digest)
+                    elif isinstance(message, Pinned):
+                        self._pin(self._pinned.hear(stream.router or str(stream.number), message))
                     elif isinstance(message, Submit):
                         self._sequences.submit(stream, message.request)
+                    elif isinstance(message, ServedElsewhere):
+                        self._engine.charge_elsewhere(message)
                     else:
                         self._take_part(stream, message)
         except (msgspec.DecodeError, ValueError) as error:
@@ -295,6 +314,10 @@ class FrameServer:
             _log.error("%s", failure)
         finally:
             stream.fail(failure)
+
+    def _pin(self, changes: Mapping[str, bool]) -> None:
+        if changes:
+            self._engine.pin(changes)
 
     def _take_part(self, stream: RouterStream, part: SubmitPart) -> None:
         """Submits the request once all of it is here. Raises ValueError if it grows too long."""

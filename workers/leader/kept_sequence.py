@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ..wire.kept_logprobs import KeptLogprobs
 from ..wire.messages import FinishReason, SequenceError, SequenceRequest, SequenceUpdate
+from ..wire.page_seconds import PageSeconds
 from ..wire.unread_update import UnreadUpdate
 
 
@@ -21,6 +22,7 @@ class KeptSequence:
     finish_reason: FinishReason | None = None
     error: SequenceError | None = None
     num_cached_tokens: int | None = None
+    page_seconds: PageSeconds | None = None
     expires_at: float | None = None  # None: it has an owner and goes on
     left_by: str = ""  # the router's connection whose stream it was an orphan of last
 
@@ -54,7 +56,15 @@ class KeptSequence:
     def rest_for(self, request: SequenceRequest) -> UnreadUpdate:
         """What the sequence has beyond the tokens that come with the request, under the request's id."""
         num_had = len(request.generated_token_ids)
-        told = SequenceUpdate(request.sequence_id, [], None, self.finish_reason, self.error, self.num_cached_tokens)
+        told = SequenceUpdate(
+            request.sequence_id,
+            [],
+            None,
+            self.finish_reason,
+            self.error,
+            self.num_cached_tokens,
+            page_seconds=self.page_seconds,
+        )
         logprobs = None
         if self.request.sampling.num_logprobs is not None:
             logprobs = self.logprobs.copy_from(num_had - self.num_without_logprobs)

@@ -1,14 +1,19 @@
 """A bound on the sequences of a gang that have no token yet, and for how long they have waited.
 
 A leader that took all that comes would hold it in memory, and serve it when its clients have long gone. If one tenant
-could fill the queue, everybody else would be refused, so each may have a share of it.
+could fill the queue, everybody else would be refused, so each may have a share of it. And where several fill it
+together, whoever has most there gives up its newest for one who has less: longest queue drop (Suter et al., INFOCOM
+1998). So nobody is refused for the queues of others who have more of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from heapq import heappush, heapreplace
 from typing import NamedTuple
 
+from ..fairness.fullest_first import FullestFirst
 from ..wire.messages import RefusalReason, SequenceError
 from .leader_config import LeaderConfig
 
@@ -19,10 +24,16 @@ class _Waiting(NamedTuple):
     arrived_at: float
 
 
+_MAX_GIVEN_UP = 64  # sequences, for one that comes
+
+
 @dataclass(slots=True)
 class _Count:
     num_sequences: int = 0
     num_tokens: int = 0
+    weight: float = 1.0
+    waiting: dict[int, None] = field(default_factory=dict)  # ids, the oldest first
+    may_go: dict[int, None] = field(default_factory=dict)  # ids of those that may be given up, the newest last
 
 
 class QueueLimit:
@@ -39,6 +50,9 @@ class QueueLimit:
         self._config, share = config, config.tenant_queue_share
         self._tenant_sequences = max(1, int(share * config.max_waiting_sequences))
         self._tenant_tokens = int(share * config.max_waiting_tokens)
+        self._fullest = FullestFirst(self._filled_of)  # by how much of the queue they have, by weight
+        for tenant in self._tenants:
+            self._fullest.rose(tenant)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -51,47 +65,89 @@ class QueueLimit:
         """For how long the oldest sequence has waited; 0: none waits."""
         return now - next(iter(self._waiting.values())).arrived_at if self._waiting else 0.0
 
+    def waited_s(self, engine_id: int, now: float) -> float:
+        """For how long this sequence has waited; 0: it does not wait."""
+        waiting = self._waiting.get(engine_id)
+        return 0.0 if waiting is None else now - waiting.arrived_at
+
     def refusal(self, tenant: str, num_tokens: int, now: float, times: int = 1) -> SequenceError | None:
         """Why a tenant's sequence of so many tokens may not wait here; None: it may.
 
-        `times`: the bounds are so many times as high. The error says to come back after as long as the oldest sequence
-        has waited so far: as long as this one would.
+        `times`: the bounds are so many times as high. The error says to come back after as long as the tenant's own
+        oldest sequence has waited so far, 0 if none does: how long those of others have is their affair.
         """
         config, num_waiting, own = self._config, len(self._waiting), self._tenants.get(tenant, _Count())
         reason: RefusalReason = "full"
         if num_waiting >= times * config.max_waiting_sequences:
-            problem = f"{num_waiting} sequences wait for their first token, and no more may"
+            problem = "as many sequences wait for their first token as may"  # how many is the others' affair
         elif num_waiting and self._num_tokens + num_tokens > times * config.max_waiting_tokens:
-            problem = (
-                f"sequences of {self._num_tokens} tokens wait for their first token: {num_tokens} more would be over "
-                f"{times * config.max_waiting_tokens}"
-            )
-        elif own.num_sequences >= times * self._tenant_sequences:
-            reason = "tenant_full"
-            problem = f"{own.num_sequences} sequences of this tenant wait for their first token, and no more may"
-        elif own.num_sequences and own.num_tokens + num_tokens > times * self._tenant_tokens:
-            reason = "tenant_full"
-            problem = (
-                f"sequences of {own.num_tokens} tokens of this tenant wait for their first token: {num_tokens} more "
-                f"would be over {times * self._tenant_tokens}"
-            )
+            problem = f"with {num_tokens} tokens more, more would wait for their first token than may"
+        elif (tenant_problem := self._tenant_problem(own, num_tokens, times)) is not None:
+            reason, problem = "tenant_full", tenant_problem
         else:
             return None
         whose = "the gang's queue" if reason == "full" else "the tenant's share of the gang's queue"
         return SequenceError(
             "overloaded",
             f"{whose} is full: {problem}; try again later",
-            retry_after_s=self.oldest_s(now),
+            retry_after_s=self.waited_s(next(iter(own.waiting)), now) if own.waiting else 0.0,
             reason=reason,
         )
 
-    def enter(self, engine_id: int, tenant: str, num_tokens: int, now: float) -> None:
+    def make_room(self, tenant: str, num_tokens: int, weight: float) -> list[int]:
+        """Sequences of others to give up, so that a tenant's sequence of so many tokens may wait here.
+
+        They are the newest of whoever has most waiting by its weight, as long as that is more than this tenant will
+        have. They are not counted here any more. Empty, and nothing changed, if nobody has more and that is not enough.
+
+        No more than a few are given up at once. If others still have more, this sequence may wait all the same, above
+        the bound: by then fewer sequences wait for each that comes, so there are only so many above it.
+        """
+        own, config = self._tenants.get(tenant, _Count()), self._config
+        if self._tenant_problem(own, num_tokens, 1) is not None:
+            return []
+        filled = self.filled(own.num_sequences + 1, own.num_tokens + num_tokens, weight)
+        queues: list[_Queue] = []  # of those that were fullest
+        looked_at: list[str] = []
+        given_up: list[int] = []
+        left_sequences, left_tokens = len(self._waiting), self._num_tokens
+        while left_sequences >= config.max_waiting_sequences or (
+            left_sequences and left_tokens + num_tokens > config.max_waiting_tokens
+        ):
+            while self._fullest.most() > max(filled, queues[0].filled if queues else 0.0):
+                looked_at.append(self._fullest.pop())
+                if looked_at[-1] != tenant:
+                    heappush(queues, _Queue(self, self._tenants[looked_at[-1]]))
+            if not queues or queues[0].filled <= filled:
+                given_up = []
+                break
+            if len(given_up) == _MAX_GIVEN_UP:
+                break
+            newest = queues[0].take(self._waiting)
+            given_up.append(newest)
+            left_sequences, left_tokens = left_sequences - 1, left_tokens - self._waiting[newest].num_tokens
+            heapreplace(queues, queues[0])
+        for whose in looked_at:
+            self._fullest.rose(whose)
+        for engine_id in given_up:
+            self.leave(engine_id)
+        return given_up
+
+    def enter(
+        self, engine_id: int, tenant: str, num_tokens: int, now: float, weight: float = 1.0, may_go: bool = True
+    ) -> None:
+        """`may_go`: it may be given up for another tenant's, since nobody has been promised more of it."""
         assert engine_id not in self._waiting
         self._waiting[engine_id] = _Waiting(tenant, num_tokens, now)
         self._num_tokens += num_tokens
         own = self._tenants.setdefault(tenant, _Count())
         own.num_sequences += 1
         own.num_tokens += num_tokens
+        own.weight = weight
+        own.waiting[engine_id] = None
+        if may_go:
+            own.may_go[engine_id] = None
+        self._fullest.rose(tenant)
 
     def leave(self, engine_id: int) -> None:
         """The sequence has a token, has ended or was cancelled. Ids that are not here are ignored."""
@@ -102,15 +158,66 @@ class QueueLimit:
         own = self._tenants[left.tenant]
         own.num_sequences -= 1
         own.num_tokens -= left.num_tokens
+        own.may_go.pop(engine_id, None)
+        del own.waiting[engine_id]
         if not own.num_sequences:
             del self._tenants[left.tenant]
+            self._fullest.forget(left.tenant)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if sequences or tokens are miscounted."""
-        counted: dict[str, _Count] = {}
+        counted: dict[str, list[_Waiting]] = {}
         for waiting in self._waiting.values():
-            own = counted.setdefault(waiting.tenant, _Count())
-            own.num_sequences += 1
-            own.num_tokens += waiting.num_tokens
-        assert counted == self._tenants
-        assert self._num_tokens == sum(own.num_tokens for own in counted.values())
+            counted.setdefault(waiting.tenant, []).append(waiting)
+        assert counted.keys() == self._tenants.keys()
+        for tenant, own in self._tenants.items():
+            assert own.num_sequences == len(counted[tenant])
+            assert own.num_tokens == sum(waiting.num_tokens for waiting in counted[tenant])
+            assert [*own.waiting] == [each for each, waiting in self._waiting.items() if waiting.tenant == tenant]
+            assert all(self._waiting[engine_id].tenant == tenant for engine_id in own.may_go)
+        assert self._num_tokens == sum(own.num_tokens for own in self._tenants.values())
+
+    def filled(self, num_sequences: int, num_tokens: int, weight: float) -> float:
+        """How much of the queue this is, by the bound that it is nearest to, for a tenant of this weight."""
+        config = self._config
+        return max(num_sequences / config.max_waiting_sequences, num_tokens / config.max_waiting_tokens) / weight
+
+    def _filled_of(self, tenant: str) -> float:
+        """How much of the queue it has, if it can give up any of it."""
+        own = self._tenants.get(tenant)
+        return self.filled(own.num_sequences, own.num_tokens, own.weight) if own is not None and own.may_go else 0.0
+
+    def _tenant_problem(self, own: _Count, num_tokens: int, times: int) -> str | None:
+        if own.num_sequences >= times * self._tenant_sequences:
+            return f"{own.num_sequences} sequences of this tenant wait for their first token, and no more may"
+        if own.num_sequences and own.num_tokens + num_tokens > times * self._tenant_tokens:
+            return (
+                f"sequences of {own.num_tokens} tokens of this tenant wait for their first token: {num_tokens} more "
+                f"would be over {times * self._tenant_tokens}"
+            )
+        return None
+
+
+class _Queue:
+    """What would be left of a tenant's waiting sequences; the fullest comes first."""
+
+    def __init__(self, limit: QueueLimit, count: _Count) -> None:
+        self._limit, self._weight = limit, count.weight
+        self._num_sequences, self._num_tokens = count.num_sequences, count.num_tokens
+        self._newest = reversed(count.may_go)
+        self.filled = limit.filled(self._num_sequences, self._num_tokens, self._weight)
+        self._next: int | None = next(self._newest)
+
+    def __lt__(self, other: _Queue) -> bool:
+        return self.filled > other.filled
+
+    def take(self, waiting: Mapping[int, _Waiting]) -> int:
+        """The newest that is left, without which it is less full. With none left to take it counts as empty."""
+        taken = self._next
+        assert taken is not None
+        self._num_sequences, self._num_tokens = self._num_sequences - 1, self._num_tokens - waiting[taken].num_tokens
+        self._next = next(self._newest, None)
+        self.filled = (
+            self._limit.filled(self._num_sequences, self._num_tokens, self._weight) if self._next is not None else 0.0
+        )
+        return taken

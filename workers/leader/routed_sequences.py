@@ -31,6 +31,11 @@ _HANDED_OVER = SequenceError("handed_over", "the gang leaves")
 _GIVEN_BACK = SequenceError("given_back", "it brings more than its router reads")
 _TIMEOUT = SequenceError("timeout", "its timeout passed before it was complete")
 _WITHDRAWN = SequenceError("withdrawn", "its router sends it to another gang")
+_GAVE_WAY = SequenceError(
+    "overloaded",
+    "the gang's queue is full, its tenant has most there, and others with less have come; try again later",
+    reason="tenant_full",
+)
 _TAKEN_OVER = SequenceError("taken_over", "the stream was taken up on another connection")
 
 
@@ -109,7 +114,7 @@ class RoutedSequences:
         if not is_proved and (request.key or not request.has_begun):
             times = 2 if request.has_begun else 1
             refusal = self._queue_limit.refusal(request.tenant, len(request.prompt_token_ids), _now(), times)
-            if refusal is not None:
+            if refusal is not None and not self._make_room(request):
                 stream.tell(SequenceUpdate(sequence_id, error=refusal))
                 return
         self._last_engine_id += 1
@@ -265,14 +270,22 @@ class RoutedSequences:
                 update.error,
                 update.num_cached_tokens,
                 update.computing_s,
+                update.page_seconds,
             )
         )
         stream.wake.set()
 
+    def _make_room(self, request: SequenceRequest) -> bool:
+        """Gives up waiting sequences of tenants who have more of the full queue. False: there is no room."""
+        given_up = self._queue_limit.make_room(request.tenant, len(request.prompt_token_ids), request.weight)
+        for engine_id in given_up:
+            self._give_up(engine_id, _GAVE_WAY)
+        return bool(given_up)
+
     def _give_up_waiting(self, engine_id: int) -> None:
         """A sequence has waited as long as it may: the engine gives it up, unless it is computing its prompt."""
         message = "it waited longer than was expected when it came, and longer than it may; try again later"
-        error = SequenceError("overloaded", message, self.oldest_waiting_s, "waited")
+        error = SequenceError("overloaded", message, self._queue_limit.waited_s(engine_id, _now()), "waited")
         self._give_up(engine_id, error)
 
     def _give_up(self, engine_id: int, error: SequenceError) -> None:

@@ -78,7 +78,7 @@ class SequenceJournal:
             if old.owner is None and not old.is_finished:
                 unreachable.append(old.engine_id)
         token_ids = [*request.generated_token_ids]
-        entry = KeptSequence(engine_id, request, owner, token_ids, len(token_ids))
+        entry = KeptSequence(engine_id, request, owner, token_ids, len(token_ids), page_seconds=request.page_seconds)
         self._entries[engine_id] = self._by_name[entry.name] = entry
         return unreachable
 
@@ -115,6 +115,8 @@ class SequenceJournal:
                 self._drop_logprobs()
         if update.num_cached_tokens is not None:
             entry.num_cached_tokens = update.num_cached_tokens
+        if update.page_seconds is not None:
+            entry.page_seconds = update.page_seconds
         if update.finish_reason is None and update.error is None:
             return
         entry.finish_reason, entry.error = update.finish_reason, update.error

@@ -34,7 +34,9 @@ class SequenceTimers:
 
     def start(self, engine_id: int, request: SequenceRequest) -> None:
         loop = asyncio.get_running_loop()
-        self._queue_limit.enter(engine_id, request.tenant, len(request.prompt_token_ids), loop.time())
+        may_go = not (request.has_begun or request.was_admitted or request.generated_token_ids)
+        num_tokens = len(request.prompt_token_ids)
+        self._queue_limit.enter(engine_id, request.tenant, num_tokens, loop.time(), request.weight, may_go)
         if request.wait_s is not None or request.timeout_s is not None:
             self._timers[engine_id] = _Timers(
                 None if request.wait_s is None else loop.call_later(request.wait_s, self._on_wait_end, engine_id),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from ..wire.engine_load import EngineLoad
+from ..wire.fair_shares import ServedElsewhere, TenantShare
 from ..wire.messages import ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 
 OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
@@ -31,5 +32,14 @@ class ServedEngine(Protocol):
 
     def outdate(self, digest: str) -> None:
         """No name points to the adapter any more, so it need not be kept."""
+
+    def pin(self, changes: Mapping[str, bool]) -> None:
+        """Adapters that host memory must keep from now on (True), and those that it need not keep any more."""
+
+    def charge_elsewhere(self, served: ServedElsewhere) -> None:
+        """Tenants come later here for what they have had of all other gangs."""
+
+    def take_shares(self) -> list[TenantShare]:
+        """Shares that have changed since they were last taken: some of them, and a few times a second."""
 
     def stop(self) -> None: ...

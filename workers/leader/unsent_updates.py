@@ -16,7 +16,7 @@ from ..wire.unread_update import UnreadUpdate, update_bytes
 FRAME_BYTES: Final = 1 << 19  # of a frame's updates
 PIECE_BYTES: Final = FRAME_BYTES // 16  # of a sequence in a frame
 _LONG_BYTES: Final = FRAME_BYTES // 2  # of a frame, kept for pieces while there are any
-_MAX_PLAIN: Final = 4096  # updates of a token and nothing else: less than 64 bytes each
+_MAX_PLAIN: Final = 4096  # updates of a token and nothing that is long: less than 80 bytes each
 MAX_UNREAD_VALUES: Final = 4 << 20  # tokens and log-probabilities that came while earlier ones were not yet sent
 _MAX_LEFT_VALUES: Final = 2 * MAX_UNREAD_VALUES  # the same of sequences of which no more comes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -11,16 +12,27 @@ import torch
 from ...adapters.format.tensor_file import Tensor
 from ...adapters.packing.layout import AdapterLayout
 from ...adapters.store.store import AdapterStore
+from ...kernels.pages import write_pages
+from .host_pins import HostPins
+from .pinned_memory import PinnedArena
 
 
 class HostAdapterCache:
-    """Keeps at most `max_bytes` of them; the least recently used one goes first. For several threads."""
+    """Keeps at most `max_bytes` of them; the least recently used one goes first. For several threads.
 
-    def __init__(self, store: AdapterStore, layout: AdapterLayout, max_bytes: int, pinned: bool) -> None:
-        """`pinned`: in page-locked memory, from which a GPU copies faster."""
-        self._store, self._layout, self._max_bytes, self._pinned = store, layout, max_bytes, pinned
+    Pinned ones never go, but at most half of it is theirs.
+    """
+
+    def __init__(
+        self, store: AdapterStore, layout: AdapterLayout, max_bytes: int, arena: PinnedArena | None = None
+    ) -> None:
+        """`arena`: pinned memory of this size, from which a GPU copies beside the steps; None: any memory serves."""
+        self._store, self._layout, self._max_bytes, self._arena = store, layout, max_bytes, arena
         self._packed: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._pins = HostPins(max_bytes // 2)
+        self._read_for_pin: str | None = None
         self._lock = threading.Lock()
+        self._moved: dict[str, None] = {}  # digests that came or went since the last take_changes()
         self.num_bytes = 0
         self.num_reads = 0  # from the store
 
@@ -28,8 +40,9 @@ class HostAdapterCache:
         """The adapter as pages, `[num_pages, num_layers, slab]`; None: it is not in host memory."""
         with self._lock:
             packed = self._packed.get(digest)
-            if packed is not None:
-                self._packed.move_to_end(digest)
+            if packed is None:
+                return self._pins.find(digest)
+            self._packed.move_to_end(digest)
             return packed
 
     def get(self, digest: str) -> torch.Tensor:
@@ -37,28 +50,114 @@ class HostAdapterCache:
         packed = self.find(digest)
         if packed is None:
             packed = as_torch(self._store.load_packed(digest, self._layout))
-            if self._pinned:
-                packed = packed.pin_memory()
+            room = None if self._arena is None else self._room(self._arena, digest, packed)
+            if room is not None:
+                write_pages(room, range(len(packed)), packed)
+                packed = room
             with self._lock:
                 self.num_reads += 1
-                self._keep(digest, packed)
+                if self._arena is None or room is not None or digest in self._pins:  # pins stay, in any memory
+                    self._keep(digest, packed)
         return packed
 
     def forget(self, digest: str) -> None:
-        """Drops the adapter, if it is here."""
+        """Drops the adapter, if it is here and not pinned."""
         with self._lock:
             dropped = self._packed.pop(digest, None)
             if dropped is not None:
                 self.num_bytes -= dropped.nbytes
+                self._moved[digest] = None
+
+    def pin(self, changes: Mapping[str, bool]) -> None:
+        """Adapters that are pinned from now on (True), and those that are no more."""
+        with self._lock:
+            for digest, is_pinned in changes.items():
+                if is_pinned:
+                    self._pins.add(digest)
+                    self._pin_if_here(digest)
+                elif (packed := self._pins.remove(digest)) is not None:
+                    self._packed[digest] = packed
+
+    def next_to_pin(self) -> str | None:
+        """A pinned adapter that is to be read, as what was to be read before has been; None: there is none."""
+        with self._lock:
+            self._read_for_pin = self._pins.take_lacking()
+            while self._read_for_pin is not None and self._pin_if_here(self._read_for_pin):
+                self._read_for_pin = self._pins.take_lacking()
+            return self._read_for_pin
+
+    def fail_pin(self, digest: str, reason: str, *, again: bool) -> None:
+        """A pinned adapter cannot be read. `again`: it is to be read after all others that are to be."""
+        with self._lock:
+            self._pins.fail(digest, reason, again=again)
+
+    @property
+    def num_pinned_bytes(self) -> int:
+        """Of `num_bytes`, those of pinned adapters."""
+        return self._pins.num_bytes
+
+    def take_pin_news(self) -> dict[str, str]:
+        """Pins that have failed since the last call, and why; those that are well again, with an empty reason."""
+        if not self._pins.has_news:
+            return {}
+        with self._lock:
+            return self._pins.take_news()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if an invariant is broken."""
+        with self._lock:
+            self._pins.check_integrity()
+            assert self.num_bytes == sum(one.nbytes for one in self._packed.values()) + self._pins.num_bytes
+            assert self.num_bytes <= self._max_bytes
+            assert not any(self._pins.find(digest) is not None for digest in self._packed)
+
+    def take_changes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Digests that came and that went since the last call."""
+        if not self._moved:  # as after nearly every step
+            return (), ()
+        with self._lock:
+            moved, self._moved = self._moved, {}
+            here = {d for d in moved if d in self._packed or self._pins.find(d) is not None}
+            return tuple(d for d in moved if d in here), tuple(d for d in moved if d not in here)
+
+    def _pin_if_here(self, digest: str) -> bool:
+        """Moves a pinned adapter to the pins if it is here; whether it is, with room there or without."""
+        packed = self._packed.get(digest)
+        if packed is not None and self._pins.keep(digest, packed):
+            del self._packed[digest]
+        return packed is not None
+
+    def _room(self, arena: PinnedArena, digest: str, packed: torch.Tensor) -> torch.Tensor | None:
+        """As many pages of the arena; None: there is no such run, though all that may go has made room.
+
+        That is so for an adapter larger than all, and while others are still being copied. It is then copied from plain
+        memory, for which only the loader's thread waits, and not kept.
+        """
+        while packed.nbytes <= self._max_bytes:
+            room = arena.take(len(packed))
+            with self._lock:
+                fits_pins = self._pins.num_bytes + packed.nbytes <= self._max_bytes // 2
+                if room is not None or not self._packed or (digest == self._read_for_pin and not fits_pins):
+                    return room
+                self._drop_oldest()
+        return None
 
     def _keep(self, digest: str, packed: torch.Tensor) -> None:
-        if packed.nbytes > self._max_bytes or digest in self._packed:  # another thread may have read it meanwhile
+        if digest in self._packed or self._pins.find(digest) is not None:  # another thread may have read it meanwhile
             return
-        self._packed[digest] = packed
+        if not (digest in self._pins and self._pins.keep(digest, packed)):
+            if packed.nbytes > self._max_bytes - self._pins.num_bytes or digest == self._read_for_pin:
+                return  # nobody uses now what was read to be pinned: it must push out nothing
+            self._packed[digest] = packed
         self.num_bytes += packed.nbytes
+        self._moved[digest] = None
         while self.num_bytes > self._max_bytes:
-            _, dropped = self._packed.popitem(last=False)
-            self.num_bytes -= dropped.nbytes
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        gone, dropped = self._packed.popitem(last=False)
+        self.num_bytes -= dropped.nbytes
+        self._moved[gone] = None
 
 
 def as_torch(tensor: Tensor) -> torch.Tensor:

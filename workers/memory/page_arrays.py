@@ -13,7 +13,10 @@ from typing import Protocol
 import torch
 
 from ...kernels.pages import copy_runs, read_pages, write_pages
+from .pinned_memory import pinned_pages
 from .pool import PoolGeometry
+
+MOST_AT_ONCE = 32  # pages that a disk reads or writes at once: what it gives goes through memory of its own
 
 
 class PageLostError(Exception):
@@ -63,8 +66,9 @@ class HostPages:
     """
 
     def __init__(self, num_pages: int, geometry: PoolGeometry, pinned: bool) -> None:
+        """`pinned`: all of it is taken at once, and a GPU copies from and to it beside the steps. Raises ValueError."""
         shape = (num_pages, geometry.num_layers, geometry.slab)
-        self._pages = torch.empty(shape, dtype=geometry.dtype, pin_memory=pinned)
+        self._pages = pinned_pages(num_pages, geometry) if pinned else torch.empty(shape, dtype=geometry.dtype)
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
         return self._pages[pages[0] : pages[-1] + 1] if is_run(pages) else read_pages(self._pages, pages)
@@ -77,17 +81,23 @@ class HostPages:
 class DiskPages:
     """Pages in a file without a name, which ends with its process: no other process can take its pages for its own."""
 
-    def __init__(self, folder: Path, geometry: PoolGeometry) -> None:
-        """Raises OSError if the folder cannot be written to."""
+    def __init__(self, folder: Path, geometry: PoolGeometry, pinned: bool = False) -> None:
+        """`pinned`: what is read and written goes through pinned memory, for a GPU.
+
+        Raises OSError if the folder cannot be written to, ValueError.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self._geometry = geometry
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # lives as long as this object
         weakref.finalize(self, self._file.close)
         self._checksums: dict[int, int] = {}
+        self._staging = pinned_pages(MOST_AT_ONCE, geometry) if pinned else None
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
+        """See `PageArray.read`. At most MOST_AT_ONCE pages; with pinned memory they are there until the next call."""
         geometry = self._geometry
-        content = torch.empty((len(pages), geometry.num_layers, geometry.slab), dtype=geometry.dtype)
+        shape = (len(pages), geometry.num_layers, geometry.slab)
+        content = torch.empty(shape, dtype=geometry.dtype) if self._staging is None else self._staging[: len(pages)]
         for page, row in zip(pages, content, strict=True):
             data = memoryview(row.view(torch.uint8).numpy()).cast("B")
             num_bytes = os.preadv(self._file.fileno(), [data], page * geometry.page_bytes)
@@ -97,7 +107,10 @@ class DiskPages:
 
     def write(self, pages: Sequence[int], content: torch.Tensor) -> None:
         page_bytes = self._geometry.page_bytes
-        for page, row in zip(pages, content.to("cpu"), strict=True):
+        if content.device.type != "cpu":
+            assert self._staging is not None, "the pages of a GPU need pinned memory"
+            content = self._staging[: len(pages)].copy_(content)
+        for page, row in zip(pages, content, strict=True):
             data = memoryview(row.contiguous().view(torch.uint8).numpy()).cast("B")
             self._checksums.pop(page, None)
             if os.pwrite(self._file.fileno(), data, page * page_bytes) != page_bytes:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from ..plan import AdapterLoad
 from ..wire.messages import AdapterRef, ResidencyChange
 from ..wire.page_keys import PageKey, short_key
+from ..wire.short_digest import short_digest
 from .adapter_cache import AdapterCache
 from .idle_order import IdleOrder, Item
 from .page_allocator import PageAllocator
@@ -34,6 +35,8 @@ class PagedMemory:
         self.adapters = AdapterCache(self.allocator, self._idle, adapter_page_s)
         self.prefixes = PrefixCache(self.allocator, self._idle, prefix_page_s)
         self._adapter_went = adapter_went
+        self._hosted: dict[str, bool] = {}  # digests that came into host memory, or went, since they were last told
+        self._pin_news: dict[str, str] = {}  # by digest, since they were last told
 
     @property
     def num_pages_to_take(self) -> int:
@@ -88,10 +91,25 @@ class PagedMemory:
         return self._idle.num_pages - self.adapters.num_idle_pages
 
     def take_residency_changes(self) -> ResidencyChange:
-        """Adapters and pages of KV that came into the pool or began to, and those that went, since the last call."""
+        """What came into the pool or began to, and what went, since the last call; the same of host memory."""
         came, went = self.adapters.take_changes()
         pages_came, pages_went = self.prefixes.take_changes()
-        return ResidencyChange(came, went, [*map(short_key, pages_came)], [*map(short_key, pages_went)])
+        hosted, self._hosted = self._hosted, {}
+        pin_news, self._pin_news = self._pin_news, {}
+        return ResidencyChange(
+            came,
+            went,
+            [*map(short_key, pages_came)],
+            [*map(short_key, pages_went)],
+            [short_digest(digest) for digest, is_here in hosted.items() if is_here],
+            [short_digest(digest) for digest, is_here in hosted.items() if not is_here],
+            {short_digest(digest): reason for digest, reason in pin_news.items()},
+        )
+
+    def note_hosted(self, came: Iterable[str], went: Iterable[str], pin_news: Mapping[str, str]) -> None:
+        """The workers have told which adapters came into their host memory, which went, and which pins failed."""
+        self._pin_news |= pin_news
+        self._hosted |= {**dict.fromkeys(came, True), **dict.fromkeys(went, False)}
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError if a page leaked or its holders are miscounted. `held`: the pages of each sequence."""

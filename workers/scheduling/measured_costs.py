@@ -66,6 +66,11 @@ class StepCosts:
         """Of a prompt's token after so many."""
         return self._tokens.at(context)
 
+    def step_s(self, num_decodes: int, chunks: Sequence[tuple[int, int]]) -> float:
+        """Of a whole step; `chunks` as in `observe`."""
+        decode_s = self.decode_s(num_decodes) if num_decodes else 0.0
+        return decode_s + sum(number * self.prompt_token_s(start + number // 2) for start, number in chunks)
+
     def observe(self, num_decodes: int, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
         """A step took so long. `chunks`: first position and number of tokens of each chunk of a prompt."""
         num_tokens = sum(number for _, number in chunks)

@@ -28,6 +28,10 @@ class PlannedStep:
         self.decodes, self.chunks = decodes, chunks
         self.gone: set[Sequence] = set()  # preempted or cancelled since: the plan's result means nothing to them
 
+    def prompts(self) -> list[tuple[int, int]]:
+        """First position and number of tokens of each chunk."""
+        return [(chunk.part.start, len(chunk.part.token_ids)) for chunk in self.chunks]
+
     def parts(self, chosen: Mapping[int, SampledToken | None]) -> tuple[SequencePlan, ...]:
         """The parts of all sequences in the plan, of which those that are gone or end drop out.
 

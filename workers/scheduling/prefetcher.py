@@ -24,7 +24,10 @@ class Prefetcher:
         prefixes: PrefixReuse,
         pages_of_adapter: Callable[[AdapterRef], int],
         block_size: int,
+        on_load: Callable[[Sequence, int], None] = lambda sequence, num_pages: None,
     ) -> None:
+        """`on_load`: an adapter of so many pages begins to come for a sequence."""
+        self._on_load = on_load
         self._memory, self._prefixes = memory, prefixes
         self._pages_of_adapter, self._block_size = pages_of_adapter, block_size
 
@@ -57,6 +60,7 @@ class Prefetcher:
                 assert ref is not None
                 load = self._memory.begin_load(ref, self._pages_of_adapter(ref), wanted)
                 assert load is not None, "the room that older sequences leave was miscounted"
+                self._on_load(sequence, self._pages_of_adapter(ref))
                 yield load
             if pages_may_come:
                 self._prefixes.find(sequence, wanted)

@@ -29,6 +29,8 @@ def refusal(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits
     num_generated = len(request.generated_token_ids)
     if num_prompt == 0:
         return _invalid("the prompt is empty: at least one token is needed")
+    if not 0 < request.weight < float("inf"):
+        return _invalid(f"weight = {request.weight:g}: a positive number is needed")
     token_ids = (*request.prompt_token_ids, *request.generated_token_ids)
     if not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
         return _invalid(f"the prompt has a token id outside 0..{limits.vocab_size - 1}")

@@ -1,32 +1,35 @@
-"""The sequences that run, by arrival: those that decode, and those with more of their prompt to compute."""
+"""The sequences that run, by arrival: those that decode, those with more of their prompt to compute, and whose."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from operator import attrgetter
 
+from ..fairness.standing import Standing
 from .sequence import Sequence
 
-_arrival = attrgetter("arrival")
+_arrival, _rank = attrgetter("arrival"), attrgetter("rank")
 
 
 class RunningSequences:
-    """Both lists are kept in order, so that a step sorts nothing."""
+    """All lists are kept in order, so that a step sorts nothing."""
 
     def __init__(self) -> None:
         self.by_id: dict[int, Sequence] = {}
         self.decoding: list[Sequence] = []  # the next plan can compute one token of each; oldest first
         self.prompts: list[Sequence] = []  # the next plan can compute more than one; oldest first
+        self.by_standing: dict[Standing, list[Sequence]] = {}  # whose they are; oldest first
         self.penalised: dict[int, None] = {}  # ids of those with penalties
+        self.num_background = 0  # sequences
         self.num_uncomputed = 0  # tokens of all; whoever commits tokens counts them here
 
     def __len__(self) -> int:
         return len(self.by_id)
 
     @property
-    def newest(self) -> Sequence | None:
-        """The one that arrived last; None: none runs."""
-        return max((*self.decoding[-1:], *self.prompts[-1:]), key=_arrival, default=None)
+    def last(self) -> Sequence | None:
+        """The first to be preempted: the newest of whoever is furthest ahead; None: none runs."""
+        return max([sequences[-1] for sequences in self.by_standing.values()], key=_rank, default=None)
 
     def add(self, sequence: Sequence) -> None:
         """A sequence that nothing is planned for yet."""
@@ -35,6 +38,8 @@ class RunningSequences:
         if sequence.has_penalty:
             self.penalised[sequence.sequence_id] = None
         self.num_uncomputed += sequence.num_uncomputed
+        self.num_background += sequence.standing.is_background
+        insort(self.by_standing.setdefault(sequence.standing, []), sequence, key=_arrival)
         insort(self.prompts if sequence.num_unplanned > 1 else self.decoding, sequence, key=_arrival)
 
     def remove(self, sequence: Sequence) -> None:
@@ -42,6 +47,11 @@ class RunningSequences:
         del self.by_id[sequence.sequence_id]
         self.penalised.pop(sequence.sequence_id, None)
         self.num_uncomputed -= sequence.num_uncomputed
+        self.num_background -= sequence.standing.is_background
+        own = self.by_standing[sequence.standing]
+        _take_out(own, sequence)
+        if not own:
+            del self.by_standing[sequence.standing]
         _take_out(self.prompts if sequence.num_unplanned > 1 else self.decoding, sequence)
 
     def end_prompts(self) -> None:
@@ -52,12 +62,15 @@ class RunningSequences:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a sequence is in the wrong list, or a list out of order."""
-        for sequences in (self.decoding, self.prompts):
+        for sequences in (self.decoding, self.prompts, *self.by_standing.values()):
             arrivals = [sequence.arrival for sequence in sequences]
             assert arrivals == sorted(set(arrivals)), "running sequences are out of order"
         assert {s.sequence_id: s for s in (*self.decoding, *self.prompts)} == self.by_id, "ids and lists differ"
-        assert self.newest is max(self.by_id.values(), key=_arrival, default=None)
+        assert self.last is max(self.by_id.values(), key=_rank, default=None)
+        assert all(each.standing is of for of, sequences in self.by_standing.items() for each in sequences)
+        assert sum(map(len, self.by_standing.values())) == len(self.by_id) and all(self.by_standing.values())
         assert self.penalised.keys() == {i for i, s in self.by_id.items() if s.has_penalty}
+        assert self.num_background == sum(s.standing.is_background for s in self.by_id.values())
         assert self.num_uncomputed == sum(s.num_uncomputed for s in self.by_id.values()), "tokens are miscounted"
         assert all(s.num_unplanned == 1 for s in self.decoding), "a sequence decodes, and has other tokens to compute"
         assert all(s.num_unplanned > 1 for s in self.prompts), "a prompt has no tokens left"

@@ -10,34 +10,40 @@ are kept as they change, and who waits is woken.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
+from ..fairness.prices import load_price
+from ..fairness.prompt_budget import tokens_in_time
+from ..fairness.standings import Scheduling, Standings
 from ..memory.adapter_cache import AdapterState
+from ..memory.host_news import HostNews
+from ..memory.page_times import PageTimes
 from ..memory.paged_memory import PagedMemory
 from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats, SampledToken, StepPlan, StepResult
-from ..wire.engine_load import EngineCounters, EngineGauges, EngineLoad
+from ..wire.engine_load import EngineLoad
+from ..wire.fair_shares import TenantShare
 from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 from ..wire.page_keys import PageKey
-from .admission import Admission, OlderSequences
+from .admission import Admission, Pressure
+from .decodes import Decodes
+from .gang_load import StepCounts, gang_load, tenant_share
 from .measured_costs import MeasuredCosts, StepCosts
 from .planned_step import PlannedChunk, PlannedStep
-from .preemption import choose_victim
 from .prefetcher import Prefetcher
 from .prefix_reuse import PrefixReuse
-from .prompt_budget import tokens_in_time
 from .request_limits import GangLimits, pages_for, refusal
 from .running_sequences import RunningSequences
 from .sequence import Sequence
-from .stopping import finish_reason, max_length, stop_ids
+from .stopping import finish_reason, max_length, not_finite, stop_ids
 from .tier_traffic import TierSizes, TierTraffic
 from .waiting_queue import WaitingQueue
 
 _MAX_LOOK_AHEAD = 256  # waiting sequences that are looked at for what should come while they wait
 _HEAD_START = 1 << 62  # a sequence that another gang began is older than all that began here
-
-_MAX_OUTDATED = 1024  # digests that wait for a step to tell the workers; of more the oldest are forgotten
+_PRIORITY = 1 << 63  # a higher priority goes before even those
+_TOLD_PAGES = 8  # after each so many that a sequence has filled its router hears what it has taken
 
 
 class Scheduler:
@@ -52,15 +58,18 @@ class Scheduler:
         tiers: TierSizes | None = None,
         clock: Callable[[], float] = time.perf_counter,
         token_interval_s: float = 0.0,
+        scheduling: Scheduling = "fair",
     ) -> None:
         """`prefix_cache`: sequences of a tenant that begin alike share their pages. `tiers` keep more of these.
 
         `clock`: seconds, only to tell for how long a sequence's first token was computed; nothing is decided by it.
         `token_interval_s`: steps in which sequences decode should take no longer; 0: as long as they take.
+        `scheduling`: "fifo" serves all as they come, whosever they are.
         """
         self._limits, self._eos_token_ids, self._pages_of_adapter = limits, eos_token_ids, pages_of_adapter
         self._clock, self.token_interval_s = clock, token_interval_s
         self._costs, self._step_costs = MeasuredCosts(limits.block_size), StepCosts()
+        self._times = PageTimes(clock)
         self._waiting, self._running = WaitingQueue(), RunningSequences()
         self._memory = PagedMemory(
             limits.num_pages,
@@ -71,7 +80,12 @@ class Scheduler:
         self._adapters = self._memory.adapters
         self._tiers = TierTraffic(self._memory, tiers or TierSizes(), self._costs)
         self._prefixes = PrefixReuse(self._memory.prefixes, self._tiers, self._waiting, limits.block_size, prefix_cache)
-        self._prefetcher = Prefetcher(self._memory, self._prefixes, pages_of_adapter, limits.block_size)
+        self._counts, self._arrivals = StepCounts(), 0
+        self.pressure = Pressure(self._counts, self._running)
+        self._standings = Standings(limits.max_tokens_per_step, scheduling)
+        self._prefetcher = Prefetcher(
+            self._memory, self._prefixes, pages_of_adapter, limits.block_size, self._charge_load
+        )
         self._admission = Admission(
             self._memory,
             self._prefixes,
@@ -79,13 +93,25 @@ class Scheduler:
             self._waiting,
             self._running,
             limits,
+            self._standings,
+            self.pressure,
             pages_of_adapter,
+            self._times,
             clock,
+        )
+        self._decodes = Decodes(
+            self._memory,
+            self._waiting,
+            self._running,
+            limits,
+            self._standings,
+            self._preempt,
+            self._counts,
+            self._times,
         )
         self._uncommitted: dict[int, PlannedStep] = {}  # by step
         self._host_adapter_stats = HostAdapterStats()
-        self._outdated: list[str] = []  # digests that the workers have not heard of
-        self._step = self._arrivals = self._num_computed = self._num_generated = self._num_preemptions = 0
+        self.host_news = HostNews()
 
     def add(self, request: SequenceRequest, seed: int) -> SequenceError | None:
         """Queues a sequence, or returns why it can never be served."""
@@ -94,9 +120,12 @@ class Scheduler:
         if error is None:
             self._arrivals += 1
             arrival = self._arrivals - (_HEAD_START if request.generated_token_ids else 0)
+            arrival -= _PRIORITY * request.priority if self._standings.is_fair else 0
             token_ids = [*request.prompt_token_ids, *request.generated_token_ids]
             longest = max_length(request, num_adapter_pages, self._limits)
             sequence = Sequence(request, arrival, seed, token_ids, stop_ids(request, self._eos_token_ids), longest)
+            sequence.standing = self._standings.join(request.tenant, request.weight, request.is_background)
+            self.pressure.observe(sequence)
             self._prefixes.prepare(sequence)
             self._wait(sequence)
         return error
@@ -104,7 +133,7 @@ class Scheduler:
     def cancel(self, sequence_id: int) -> None:
         """Forgets a sequence and frees its pages. Unknown ids are ignored."""
         if (sequence := self._running.by_id.get(sequence_id)) is not None:
-            self._leave(sequence)
+            self._end(sequence)
         else:
             self.forget_waiting(sequence_id)
 
@@ -112,37 +141,48 @@ class Scheduler:
         """Forgets a sequence that waits. False, and nothing changed, if it runs or is unknown."""
         if (sequence := self._waiting.get(sequence_id)) is None:
             return False
-        self._waiting.remove(sequence)
+        self._end_waiting(sequence)
         return True
+
+    def charge_elsewhere(self, totals: Iterable[tuple[str, float]]) -> None:
+        """What tenants have had of all other gangs, as `ServedElsewhere` has it."""
+        self._standings.charge_elsewhere(totals)
+
+    def take_shares(self, most: int) -> list[TenantShare]:
+        """Of at most so many tenants whose share has changed since it was last taken."""
+        changed = self._standings.take_changed(most)
+        return [tenant_share(standing, self._waiting, self._running) for standing in changed]
 
     def outdate(self, digest: str) -> None:
         """No name points to the adapter any more: what there is of it goes first. Sequences that need it go on."""
         self._memory.outdate(digest)
-        self._outdated = [*self._outdated[-_MAX_OUTDATED:], digest]
+        self.host_news.outdate(digest)
 
     def has_work(self) -> bool:
         return bool(self._running or self._waiting or self._adapters.num_loading or self._tiers.has_work())
 
     def schedule(self) -> StepPlan:
         """The next step's plan. Takes the pages that the plan needs; preempts and evicts where they run out."""
-        self._step += 1
+        self._counts.num_steps += 1
+        step = self._counts.num_steps
         digests = (sequence.adapter_digest for sequence in self._next_batch())
         self._memory.want_soon(dict.fromkeys(digest for digest in digests if digest is not None))
-        num_preemptions = self._num_preemptions
-        decodes = self._plan_decodes()
-        may_admit = self._num_preemptions == num_preemptions  # who gave way must not get back the pages that it freed
+        self._counts.num_fair_preemptions += self._admission.make_way(self._preempt)
+        num_preemptions = self._counts.num_preemptions
+        decodes = self._decodes.plan()
+        # Who gave way must not get back the pages that it freed.
+        may_admit = self._counts.num_preemptions == num_preemptions
         loads = tuple(self._begin_loads()) if may_admit else ()
         chunks = self._admission.plan_prompts(self._prompt_budget(len(decodes)), may_admit)
         planned = PlannedStep(decodes, chunks)
         parts = () if self._uncommitted else planned.parts({})  # else when it is settled, since tokens are lacking
-        self._uncommitted[self._step] = planned
+        self._uncommitted[step] = planned
         used = dict.fromkeys([sequence.adapter_digest for sequence in decodes])
         used |= dict.fromkeys([chunk.part.adapter for chunk in chunks])
         residences = tuple([self._adapters.residence(digest) for digest in used if digest is not None])
         moves, copies = self._tiers.plan_moves(), self._prefixes.take_copies()
-        outdated, self._outdated = (tuple(self._outdated), []) if decodes or chunks else ((), self._outdated)
-        penalised = tuple(self._running.penalised)
-        return StepPlan(self._step, parts, residences, loads, moves, copies, outdated, penalised)
+        outdated, pins = self.host_news.take(computes=bool(decodes or chunks))
+        return StepPlan(step, parts, residences, loads, moves, copies, outdated, tuple(self._running.penalised), pins)
 
     def settle(self, plan: StepPlan, result: StepResult) -> StepPlan:
         """Completes a plan that was made while the plan before it ran. `result`: of that one; it is committed later.
@@ -155,7 +195,7 @@ class Scheduler:
     def drop(self, plan: StepPlan) -> None:
         """Forgets a plan that is not executed, since nothing is left in it."""
         assert not (plan.sequences or plan.loads or plan.moves or plan.copies)
-        self._outdated = [*plan.outdated, *self._outdated]
+        self.host_news.put_back(plan)
         del self._uncommitted[plan.step]
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
@@ -163,7 +203,9 @@ class Scheduler:
         updates: list[SequenceUpdate] = []
         self._prefixes.stop_awaiting(self._tiers.finish(result.moved))
         self._prefixes.end_copies(plan.copies)
-        self._host_adapter_stats = result.host_adapter_stats
+        self._host_adapter_stats = stats = result.host_adapter_stats
+        if stats.came or stats.went or stats.pin_news:
+            self._memory.note_hosted(stats.came, stats.went, stats.pin_news)
         for digest in result.loaded:
             self._adapters.finish_load(digest)
             self._waiting.adapter_came(digest)
@@ -171,7 +213,7 @@ class Scheduler:
             self._adapters.fail_load(failure.digest)
             updates.extend(self._fail_waiting(failure))
         planned = self._uncommitted.pop(plan.step)
-        self._num_computed += sum([len(part.token_ids) for part in plan.sequences])
+        self._counts.num_computed_tokens += sum([len(part.token_ids) for part in plan.sequences])
         self._commit_decodes(planned, result, updates)
         for chunk in planned.chunks:
             if chunk.sequence not in planned.gone:
@@ -181,48 +223,28 @@ class Scheduler:
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learns what computing costs from how long a plan took to execute. It must come before the plan's commit."""
         if (planned := self._uncommitted.get(plan.step)) is not None:
-            chunks = [(chunk.part.start, len(chunk.part.token_ids)) for chunk in planned.chunks]
+            chunks = planned.prompts()
             num_decodes, num_chunk_tokens = len(planned.decodes), sum([number for _, number in chunks])
             self._costs.observe_step(num_decodes + len(chunks), num_decodes + num_chunk_tokens, seconds)
             self._step_costs.observe(num_decodes, chunks, seconds)
 
+    def expected_s(self, plan: StepPlan) -> float:
+        """What computing a plan should take, as such plans took; 0: it computes nothing."""
+        planned = self._uncommitted[plan.step]
+        return self._step_costs.step_s(len(planned.decodes), planned.prompts())
+
     def load(self) -> EngineLoad:
         """Counts of this moment and since the start."""
-        gauges = EngineGauges(
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            num_waiting_for_adapters=self._waiting.num_lacking,
-            num_queued_tokens=self._running.num_uncomputed + self._waiting.num_tokens,
-            num_pages=self._limits.num_pages,
-            num_free_pages=self._memory.allocator.num_free,
-            num_adapter_pages=self._adapters.num_pages,
-            num_idle_adapter_pages=self._adapters.num_idle_pages,
-            num_prefix_pages=self._memory.prefixes.num_pages,
-            num_idle_prefix_pages=self._memory.num_idle_prefix_pages,
-            num_host_pages=self._tiers.num_held("host"),
-            num_disk_pages=self._tiers.num_held("disk"),
-            host_adapter_bytes=self._host_adapter_stats.num_bytes,
-            num_resident_adapters=self._adapters.num_resident,
-            num_coming_adapters=self._adapters.num_loading,
-            num_hung_reads=self._host_adapter_stats.num_hung_reads,
+        return gang_load(
+            self._counts,
+            self._waiting,
+            self._running,
+            self._memory,
+            self._tiers,
+            self._prefixes,
+            self._host_adapter_stats,
+            self._limits.num_pages,
         )
-        counters = EngineCounters(
-            num_steps=self._step,
-            num_computed_tokens=self._num_computed,
-            num_generated_tokens=self._num_generated,
-            num_preemptions=self._num_preemptions,
-            num_adapter_loads=self._adapters.num_loads,
-            num_adapter_evictions=self._adapters.num_evictions,
-            num_cached_tokens=self._prefixes.num_cached_tokens,
-            num_prefix_evictions=self._memory.prefixes.num_evictions,
-            num_pages_out=self._tiers.num_pages_out,
-            num_pages_in=self._tiers.num_pages_in,
-            num_move_failures=self._tiers.num_failures,
-            num_adapter_reads=self._host_adapter_stats.num_reads,
-            num_loaded_pages=self._adapters.num_loaded_pages,
-            num_failed_reads=self._host_adapter_stats.num_failed_reads,
-        )
-        return EngineLoad(gauges, counters)
 
     def take_residency_changes(self) -> ResidencyChange:
         """Adapters and full pages that came into the pool, or began to, and those that went since the last call."""
@@ -237,6 +259,7 @@ class Scheduler:
         self._waiting.check_integrity(lambda digest: self._adapters.state(digest) is AdapterState.RESIDENT)
         self._running.check_integrity()
         self._prefixes.check_integrity(running)
+        self._standings.check_integrity([sequence.standing for sequence in (*running, *self._waiting)])
         assert all(not s.pages and s.num_computed == 0 for s in self._waiting), "a waiting sequence holds pages"
         users: dict[str, int] = {}
         for sequence in running:
@@ -244,32 +267,11 @@ class Scheduler:
             assert len(sequence.pages) >= pages_for(num_tokens, self._limits.block_size)
             if sequence.adapter_digest is not None:
                 users[sequence.adapter_digest] = users.get(sequence.adapter_digest, 0) + 1
-        assert users == self._adapters.users(), "an adapter's running sequences are miscounted"
+            assert sequence.held.num_pages == len(sequence.pages), "pages are held for which no time counts"
+        assert users == self._adapters.users() == self._times.users(), "an adapter's running sequences are miscounted"
 
-    def _plan_decodes(self) -> list[Sequence]:
-        """Plans the next token of sequences that decode, oldest first; newer ones give way where pages run out."""
-        planned: list[Sequence] = []
-        budget, block_size = self._limits.max_tokens_per_step, self._limits.block_size
-        older: OlderSequences | None = None
-        num_preemptions = self._num_preemptions
-        for sequence in self._running.decoding[:]:
-            position = sequence.num_computed + sequence.num_planned  # of its newest token, which may be coming
-            if position + 1 >= sequence.max_length:
-                continue  # it ends with that token, whatever it is
-            if self._num_preemptions > num_preemptions and sequence.sequence_id not in self._running.by_id:
-                continue  # it was preempted just now
-            if position % block_size == 0 and position == len(sequence.pages) * block_size:
-                older = older or OlderSequences(self._waiting)
-                if not self._grow(sequence, older):
-                    continue
-            sequence.num_planned += 1
-            sequence.num_coming += 1
-            planned.append(sequence)
-            if len(planned) == budget:
-                break
-        if self._num_preemptions > num_preemptions:
-            planned = [sequence for sequence in planned if sequence.sequence_id in self._running.by_id]
-        return planned
+    def _charge_load(self, sequence: Sequence, num_pages: int) -> None:
+        self._standings.charge(sequence.standing, load_price(num_pages, self._limits.block_size))
 
     def _prompt_budget(self, num_decodes: int) -> int:
         """Tokens of prompts that the plan may compute beside so many decodes."""
@@ -281,28 +283,11 @@ class Scheduler:
         decode_s, token_s = self._step_costs.decode_s(num_decodes), self._step_costs.prompt_token_s(context)
         return min(most, tokens_in_time(self.token_interval_s, decode_s, token_s, self._limits.block_size))
 
-    def _grow(self, sequence: Sequence, older: OlderSequences) -> bool:
-        """Gets a running sequence another page, if need be by preempting newer sequences.
-
-        `older`: waiting sequences; of those that are older than this one nothing is taken. False, if there is no page.
-        """
-        if not self._memory.allocator.num_free:
-            older.reach(sequence.arrival)
-        while not self._memory.make_room(1, older.wanted):
-            victim = choose_victim(self._running.newest, sequence)
-            if victim is not None:
-                self._preempt(victim)
-            elif self._memory.make_room(1, keep=frozenset()):
-                break  # an older sequence's adapter went; else the two sequences would wait for each other
-            else:
-                return False
-        sequence.grow(self._memory.allocator.allocate(1) or ())
-        return True
-
     def _preempt(self, victim: Sequence) -> None:
         """Puts a running sequence back into the queue. Later it is computed again, as far as its pages are gone."""
         self._leave(victim)
-        self._num_preemptions += 1
+        victim.num_charged = len(victim.token_ids)
+        self._counts.num_preemptions += 1
         self._wait(victim)
 
     def _wait(self, sequence: Sequence) -> None:
@@ -310,11 +295,23 @@ class Scheduler:
         self._waiting.add(sequence, digest is None or self._adapters.state(digest) is AdapterState.RESIDENT)
 
     def _next_batch(self) -> list[Sequence]:
-        """Waiting sequences that could run next, oldest first. Their adapters and pages of KV come while they wait."""
+        """Waiting sequences that could run next, in fair order. Their adapters and pages of KV come while they wait."""
         return self._waiting.first(min(self._limits.max_num_sequences, _MAX_LOOK_AHEAD))
 
     def _begin_loads(self) -> Iterator[AdapterLoad]:
+        if not (self._waiting.num_lacking or self._prefixes.can_come_ahead):
+            return iter(())
         return self._prefetcher.begin(self._next_batch(), self._waiting.num_lacking, len(self._running))
+
+    def _end(self, sequence: Sequence) -> None:
+        """A sequence that runs ends."""
+        self._leave(sequence)
+        self._standings.leave(sequence.standing)
+
+    def _end_waiting(self, sequence: Sequence) -> None:
+        """A sequence that waits ends."""
+        self._waiting.remove(sequence)
+        self._standings.leave(sequence.standing)
 
     def _leave(self, sequence: Sequence) -> None:
         """Ends the run of a sequence: releases its pages and its adapter."""
@@ -322,6 +319,7 @@ class Scheduler:
         for planned in self._uncommitted.values():
             planned.gone.add(sequence)
         sequence.num_planned = sequence.num_coming = 0
+        self._times.stop(sequence.held)
         self._prefixes.leave(sequence)
         if sequence.adapter_digest is not None:
             self._adapters.release(sequence.adapter_digest)
@@ -329,6 +327,7 @@ class Scheduler:
     def _commit_decodes(self, planned: PlannedStep, result: StepResult, updates: list[SequenceUpdate]) -> None:
         """Takes in the tokens of sequences that decode: little is done for each, since thousands may."""
         block_size, chosen, gone = self._limits.block_size, result.tokens, planned.gone
+        told_tokens = _TOLD_PAGES * block_size
         for sequence in planned.decodes:
             if gone and sequence in gone:
                 continue
@@ -336,6 +335,9 @@ class Scheduler:
             sequence.num_planned -= 1
             if num_computed % block_size == 0:
                 self._prefixes.keep_filled(sequence)
+                if num_computed % told_tokens == 0:
+                    updates.append(self._append(sequence, chosen[sequence.sequence_id]))
+                    continue
             token = chosen[sequence.sequence_id]
             ends = token is None or token.token_id in sequence.stop_ids or num_computed + 1 >= sequence.max_length
             if token is None or ends or num_computed == sequence.num_given_tokens:
@@ -343,7 +345,7 @@ class Scheduler:
                 continue
             sequence.num_coming -= 1
             sequence.token_ids.append(token.token_id)
-            self._num_generated += 1
+            self._counts.num_generated_tokens += 1
             logprobs = None if token.logprobs is None else [token.logprobs]
             updates.append(SequenceUpdate(sequence.sequence_id, [token.token_id], logprobs))
 
@@ -358,7 +360,7 @@ class Scheduler:
             updates.append(self._append(sequence, result.tokens[sequence.sequence_id]))
 
     def _append(self, sequence: Sequence, token: SampledToken | None) -> SequenceUpdate:
-        """Adds a token that was chosen, whether it is the first or the last one or neither.
+        """Adds a token that was chosen, whether it is the first or the last one or neither; tells what was taken.
 
         None: its logits were not finite, and the sequence ends with an error.
         """
@@ -366,35 +368,30 @@ class Scheduler:
         if token is None:
             self._running.num_uncomputed -= 1
             self._prefixes.disown(sequence)
-            self._leave(sequence)
-            return SequenceUpdate(sequence.sequence_id, error=_not_finite(sequence))
+            self._end(sequence)
+            error, taken = not_finite(sequence), self._times.taken(sequence.held)
+            return SequenceUpdate(sequence.sequence_id, error=error, page_seconds=taken)
         sequence.token_ids.append(token.token_id)
-        self._num_generated += 1
+        self._counts.num_generated_tokens += 1
         reason = finish_reason(sequence)
         if reason is not None:
-            self._leave(sequence)
+            self._end(sequence)
         logprobs = None if token.logprobs is None else [token.logprobs]
-        update = SequenceUpdate(sequence.sequence_id, [token.token_id], logprobs, reason)
-        if len(sequence.token_ids) > sequence.num_given_tokens + 1:
-            return update
-        assert sequence.began_at is not None
-        return msgspec.structs.replace(
-            update, num_cached_tokens=sequence.num_cached_tokens, computing_s=self._clock() - sequence.began_at
+        num_cached = computing_s = None
+        if len(sequence.token_ids) == sequence.num_given_tokens + 1:
+            assert sequence.began_at is not None
+            num_cached, computing_s = sequence.num_cached_tokens, self._clock() - sequence.began_at
+        taken = self._times.taken(sequence.held)
+        return SequenceUpdate(
+            sequence.sequence_id, [token.token_id], logprobs, reason, None, num_cached, computing_s, taken
         )
 
     def _fail_waiting(self, failure: AdapterFailure) -> Iterator[SequenceUpdate]:
         error = SequenceError("store_unavailable" if failure.is_unavailable else "adapter_failed", failure.message)
         for sequence in self._waiting.of_adapter(failure.digest):
-            self._waiting.remove(sequence)
+            self._end_waiting(sequence)
             yield SequenceUpdate(sequence.sequence_id, error=error)
 
     def _prefix_page_s(self, key: PageKey) -> float:
         costs = self._costs.costs("host")
         return min(costs.copy_s, costs.compute_s) if self._tiers.holds(key) else costs.compute_s
-
-
-def _not_finite(sequence: Sequence) -> SequenceError:
-    if sequence.adapter_digest is None:
-        return SequenceError("internal", "the model gave no finite number for the next token")
-    message = f"adapter {sequence.adapter_digest} gave no finite number for the next token: its weights are too large"
-    return SequenceError("adapter_failed", message)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
+from ..fairness.preemption import Rank
+from ..fairness.standing import Standing
+from ..memory.page_times import HeldPages
 from ..plan import Int32s, SamplePlan, SeenTokens, packed
 from ..wire.messages import SamplingParams, SequenceRequest
 from ..wire.page_keys import PageKey
@@ -15,7 +18,7 @@ class Sequence:
     """What follows from the request is kept beside it: thousands of sequences are looked at in every step."""
 
     request: SequenceRequest
-    arrival: int  # order of arrival; smaller is older
+    arrival: int  # its place in its tenant's order, by priority and age; smaller is older
     seed: int
     token_ids: list[int]  # prompt, then generated, here or before
     stop_ids: frozenset[int] = frozenset()  # tokens that end it
@@ -31,7 +34,11 @@ class Sequence:
     num_prompt_tokens: int = field(init=False)
     num_given_tokens: int = field(init=False)  # tokens that it came with
     has_penalty: bool = field(init=False)
+    standing: Standing = field(default_factory=Standing)  # its tenant's
+    held: HeldPages = field(init=False)  # for how long it held pages
     # What is above is needed in every step, and lies side by side in memory.
+    turn: tuple[bool, float, int] = (False, 0.0, 0)  # while it waits, as it was last looked at: the least goes first
+    num_charged: int = 0  # its first tokens, which are not charged again when they are computed again
     is_told: bool = False  # workers were told the tokens of its run, if it has penalties
     page_keys: list[PageKey] = field(default_factory=list)  # of its first full pages, as far as keys were needed
     num_kept_pages: int = 0  # its first pages that the prefix cache has been told of
@@ -52,6 +59,18 @@ class Sequence:
         self.num_given_tokens = len(self.token_ids)
         self.sampling = params = self.request.sampling
         self.has_penalty = params.has_penalty
+        self.held = HeldPages(self.request.page_seconds)
+
+    @property
+    def rank(self) -> Rank:
+        """Of all that run, the least is the last to be preempted."""
+        return (self.standing.is_background, self.standing.band, self.arrival)
+
+    @property
+    def turn_rank(self) -> Rank:
+        """The rank that it would have now if it ran, after those of its tenant that come before it."""
+        is_background, counter, arrival = self.turn
+        return (is_background, int(counter // self.standing.slack), arrival)
 
     @property
     def num_uncomputed(self) -> int:

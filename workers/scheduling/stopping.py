@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 
-from ..wire.messages import FinishReason, SequenceRequest
+from ..wire.messages import FinishReason, SequenceError, SequenceRequest
 from .request_limits import GangLimits
 from .sequence import Sequence
 
@@ -29,3 +29,11 @@ def finish_reason(sequence: Sequence) -> FinishReason | None:
     if sequence.token_ids[-1] in sequence.stop_ids:
         return "stop"
     return "length" if len(sequence.token_ids) >= sequence.max_length else None
+
+
+def not_finite(sequence: Sequence) -> SequenceError:
+    """Why a sequence ends whose logits are not finite."""
+    if sequence.adapter_digest is None:
+        return SequenceError("internal", "the model gave no finite number for the next token")
+    message = f"adapter {sequence.adapter_digest} gave no finite number for the next token: its weights are too large"
+    return SequenceError("adapter_failed", message)

@@ -27,6 +27,12 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(description="Tokens still to compute of all running and waiting sequences, as far as they have grown."),
     ] = 0
+    num_running_background: Annotated[
+        int, Meta(description="Of the sequences that run, those of background work, which yields to all other.")
+    ] = 0
+    num_queued_background_tokens: Annotated[
+        int, Meta(description="Of the tokens still to compute, those of background sequences that wait.")
+    ] = 0
     num_pages: Annotated[int, Meta(description="Pages of the pool.")] = 0
     num_free_pages: Annotated[int, Meta(description="Pages of the pool that are free.")] = 0
     num_adapter_pages: Annotated[int, Meta(description="Pages of the pool that adapters take.")] = 0
@@ -59,6 +65,10 @@ class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
     num_generated_tokens: Annotated[int, Meta(description="Tokens that the gangs generated.")] = 0
     num_preemptions: Annotated[
         int, Meta(description="Sequences that gave their pages to others and are computed again.")
+    ] = 0
+    num_fair_preemptions: Annotated[
+        int,
+        Meta(description="Of the preempted sequences, those that gave way to waiting ones of tenants who had less."),
     ] = 0
     num_adapter_loads: Annotated[int, Meta(description="Adapters that were loaded into the pool.")] = 0
     num_adapter_evictions: Annotated[int, Meta(description="Adapters that were evicted from the pool.")] = 0

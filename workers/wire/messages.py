@@ -11,6 +11,8 @@ from typing import Literal
 import msgspec
 
 from .engine_load import EngineLoad
+from .fair_shares import ServedElsewhere, TenantShare
+from .page_seconds import PageSeconds
 
 FinishReason = Literal["stop", "length"]
 # A leader says "gang_lost" of a sequence when its engine has failed, and "handed_over" when it leaves before the
@@ -92,6 +94,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: AdapterRef | None = None  # None: the base
     adapter_name: str = ""  # as its tenant calls it, only to be shown; nothing is decided by it
     generated_token_ids: list[int] = []
+    page_seconds: PageSeconds | None = None  # what it took there, as far as was told; it is counted on from there
     cache_salt: str = ""  # sequences of one tenant share KV only if this is the same
     request_id: str = ""  # of the request that it belongs to: for the gang's log
     key: str = ""  # names it among its tenant's sequences, on all gangs; empty: it cannot be asked for again
@@ -148,7 +151,19 @@ class Outdated(msgspec.Struct, frozen=True, tag="outdated"):
     digest: str
 
 
-ToLeaderMessage = Submit | Cancel | Withdraw | Disown | Outdated
+class Pinned(msgspec.Struct, frozen=True, tag="pinned"):
+    """Digests of adapters that the gang is to keep in its host memory, by what this router knows.
+
+    `is_whole`: those that came are all; else they come to what was told before.
+    """
+
+    came: list[str] = []
+    went: list[str] = []
+    is_whole: bool = False
+
+
+News = Outdated | ServedElsewhere | Pinned  # that concern no sequence of the router's own
+ToLeaderMessage = Submit | Cancel | Withdraw | Disown | News
 
 
 class ToLeader(msgspec.Struct, frozen=True):
@@ -186,19 +201,25 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: SequenceError | None = None
     num_cached_tokens: int | None = None  # tokens of its prompt that were not computed; with its first token, else None
     computing_s: float | None = None  # since a step was first planned for it, to its first token; with that, else None
+    # All that it has taken by now: with its first and its last token, and now and then between; else None.
+    page_seconds: PageSeconds | None = None
 
 
-class ResidencyChange(msgspec.Struct, frozen=True):
+class ResidencyChange(msgspec.Struct, frozen=True, omit_defaults=True):
     """Adapters, by digest, that came into a gang's pool or began to, and those that went, since the last change.
 
     One that came and went in between is told as gone, so a digest that is told as gone need not be known. The same for
-    full pages of KV, by `short_key` of `page_keys.py`.
+    full pages of KV, by `short_key` of `page_keys.py`, and for adapters in the host memory of the gang's workers, by
+    `short_digest`. `pin_news`: by `short_digest`, why a pinned adapter cannot be kept there; empty: it can again.
     """
 
     came: list[str] = []
     went: list[str] = []
     pages_came: list[int] = []
     pages_went: list[int] = []
+    hosted_came: list[int] = []
+    hosted_went: list[int] = []
+    pin_news: dict[int, str] = {}
 
 
 class OrphanChange(msgspec.Struct, frozen=True):
@@ -224,6 +245,7 @@ class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     max_num_sequences: int = 0  # that can run at once: no more than a step has tokens for
+    is_fair: bool = False  # whoever was served least goes first, and it tells what each tenant was served
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -231,6 +253,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     resident: list[str] = []  # digests of adapters that are in the pool or on their way into it
     resident_pages: list[int] = []  # short keys of the full pages of KV that are kept
     orphans: list[str] = []  # keys of sequences that it keeps for any router that asks
+    hosted: list[int] = []  # short digests of adapters that are in host memory
 
 
 class Frame(msgspec.Struct, frozen=True, tag="frame"):
@@ -239,6 +262,7 @@ class Frame(msgspec.Struct, frozen=True, tag="frame"):
     residency: ResidencyChange = ResidencyChange()  # since the last frame on this stream
     orphans: OrphanChange | None = None  # since the last frame on this stream
     last_submitted: int = 0  # id of this router's newest sequence that has reached the leader; 0: none has
+    shares: list[TenantShare] = []  # of tenants whose share has changed; not all of them each time
 
 
 FromLeader = Hello | Frame

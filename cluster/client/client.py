@@ -113,11 +113,17 @@ class MotetClient:
         return [AdapterInfo.from_json(fields) for fields in self._entries("/v1/adapters")]
 
     def upload_adapter(
-        self, name: str, folder: Path, on_progress: Callable[[int, int], None] | None = None
+        self,
+        name: str,
+        folder: Path,
+        on_progress: Callable[[int, int], None] | None = None,
+        *,
+        activate: bool = True,
+        note: str = "",
     ) -> tuple[AdapterInfo, bool]:
         """The registered version, and whether it is new. `on_progress(sent, total)` counts the tensors' bytes.
 
-        The tensors are streamed from disk.
+        The tensors are streamed from disk. Without `activate` the version that was current stays so.
         """
         _check_name(name)
         config_path, tensors_path = (folder / file for file in ADAPTER_FILES)
@@ -133,7 +139,7 @@ class MotetClient:
             response = self._request(
                 "POST",
                 "/v1/adapters",
-                data={"name": name},
+                data={"name": name, **({} if activate else {"activate": "false"}), **({"note": note} if note else {})},
                 files={
                     "adapter_config.json": (config_path.name, config_path.read_bytes(), "application/json"),
                     "adapter_model.safetensors": (tensors_path.name, tensors, "application/octet-stream"),
@@ -152,6 +158,23 @@ class MotetClient:
     def status(self) -> dict[str, Any]:
         """Model, gangs and load, as the server tells them."""
         return dict(self._json("GET", "/status"))
+
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What the server answers to a request whose body is JSON."""
+        return dict(self._json(method, path, **({} if body is None else {"json": dict(body)})))
+
+    def listed(self, path: str) -> list[dict[str, Any]]:
+        """All entries of a list of the server's."""
+        return self._entries(path)
+
+    def limits(self) -> dict[str, Any]:
+        """The tenant's and its key's quotas, and what is left of them."""
+        return dict(self._json("GET", "/v1/limits"))
+
+    def usage(self, query: Mapping[str, str], *, of_all: bool) -> str:
+        """The answer to /v1/usage, as JSON or CSV. `of_all`: of all tenants, for the operators."""
+        path = "/v1/admin/usage" if of_all else "/v1/usage"
+        return self._request("GET", path, params=dict(query)).text
 
     def chat(
         self,
@@ -192,8 +215,8 @@ class MotetClient:
             entries += page["data"]
         return entries
 
-    def _json(self, method: str, path: str) -> Any:
-        response = self._request(method, path)
+    def _json(self, method: str, path: str, **options: Any) -> Any:
+        response = self._request(method, path, **options)
         try:
             return response.json()
         except ValueError as error:

@@ -1,0 +1,91 @@
+"""The audit log as it is read, the newest entries first; and what no other change writes into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+from redis.asyncio import Redis
+
+from ..registry.redis_deadline import answered_within
+from ..registry.registry_scripts import AUDIT, AUDIT_ORDER, SETTINGS, TENANTS_AUDIT
+from ..tenants.audit_entry import Actor, AuditEntry, WrittenEntry, decode_entry, encode_entry, log_entry
+from .change_scripts import READ_AUDIT_SCRIPT, READ_OPERATORS_SCRIPT, SETTINGS_KEYS, SETTINGS_SCRIPT
+
+_PAGE_SIZE: Final = 1000  # entries that Redis looks at in one go
+
+
+class AuditLog:
+    """It holds the last 100,000 entries of operators and the last 1,000 of each tenant's own.
+
+    Raises RegistryUnavailable as `Registry` does.
+    """
+
+    def __init__(self, client: Redis, timeout_s: float = 3.0) -> None:
+        self._client: Any = client
+        self._timeout_s = timeout_s
+        self._settings_script = client.register_script(SETTINGS_SCRIPT)
+        self._read_script = client.register_script(READ_AUDIT_SCRIPT)
+        self._operators_script = client.register_script(READ_OPERATORS_SCRIPT)
+
+    async def read(self, before: str, limit: int, tenant: str = "") -> Sequence[WrittenEntry]:
+        """At most `limit` entries that are older than the one with the id `before`, if one is named.
+
+        `tenant`: only those about it. Reads pages.
+        """
+        end = f"({before}" if before else "+"
+        if not tenant:
+            return await self._pages(self._read_script, AUDIT_ORDER, end, limit)
+        async with answered_within(self._timeout_s):
+            found = await self._client.xrevrange(TENANTS_AUDIT + tenant, end, "-", count=limit)
+        own = [decode_entry(one, fields["entry"], fields["result"]) for one, fields in found]
+        by_operators = await self._pages(self._operators_script, AUDIT, end, limit, tenant)
+        return sorted([*own, *by_operators], key=_place, reverse=True)[:limit]
+
+    async def _pages(self, script: Any, log: str, end: str, limit: int, *more: str) -> Sequence[WrittenEntry]:
+        entries: list[WrittenEntry] = []
+        while len(entries) < limit:
+            async with answered_within(self._timeout_s):
+                last, *found = await script(keys=[log], args=[end, _PAGE_SIZE, *more])
+            entries += map(decode_entry, found[::3], found[1::3], found[2::3])
+            if not last:
+                break
+            end = f"({last}"
+        return entries[:limit]
+
+    async def note_settings(self, settings: Mapping[str, object]) -> bool:
+        """Whether these settings are others than those that were noted last; then an entry says which have changed.
+
+        Every router calls it with what it serves by, and one of them writes. Secrets must not be among them.
+        """
+        text = msgspec.json.encode(settings, order="sorted").decode()
+        while True:
+            async with answered_within(self._timeout_s):
+                before: str = await self._client.get(SETTINGS) or ""
+            if before == text:
+                return False
+            told = msgspec.json.decode(before or "{}", type=dict[str, object])
+            given = msgspec.json.decode(text, type=dict[str, object])
+            changed: dict[str, object] = {}
+            if before:  # the first settings of all are no change of any
+                for name in sorted(told.keys() | given.keys()):  # a release may take one away
+                    if told.get(name) != given.get(name):
+                        changed[name] = {"from": told.get(name), "to": given.get(name)}
+            entry = AuditEntry(
+                action="settings.change" if before else "settings.first",
+                tenant="",
+                changed=changed,
+                actor=Actor(kind="configuration"),
+            )
+            async with answered_within(self._timeout_s):
+                is_noted = await self._settings_script(keys=SETTINGS_KEYS, args=[before, text, encode_entry(entry)])
+            if is_noted:
+                log_entry(entry)
+                return True
+
+
+def _place(written: WrittenEntry) -> tuple[int, int]:
+    """In the order of all entries: no two have the same id."""
+    milliseconds, _, number = written.id.partition("-")
+    return int(milliseconds), int(number)

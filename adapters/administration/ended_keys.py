@@ -1,0 +1,60 @@
+"""Keys that ended long ago leave the registry, a few at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import Final
+
+from redis.asyncio import Redis
+
+from ..errors import RegistryUnavailable
+from ..registry.redis_deadline import answered_within
+from .change_scripts import FORGET_KEYS_KEYS, FORGET_KEYS_SCRIPT
+
+KEPT_S: Final = 7 * 86_400  # after a key's end, in which its tenant sees in the list why it is refused
+PAGE_SIZE: Final = 100  # keys in one script: a millisecond of Redis' time
+REST_S: Final = 300.0
+_BETWEEN_PAGES_S: Final = 0.1  # routers follow each deletion by an event
+_log = logging.getLogger(__name__)
+
+
+class EndedKeys:
+    """Any number of routers may do this at once: what one has deleted, the others do not find. Keeps nothing."""
+
+    def __init__(self, client: Redis, timeout_s: float = 3.0) -> None:
+        self._timeout_s = timeout_s
+        self._script = client.register_script(FORGET_KEYS_SCRIPT)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._forget_forever(), name="ended keys")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def forget(self) -> bool:
+        """Deletes at most PAGE_SIZE of the keys that ended longest ago; whether there may be more.
+
+        Raises RegistryUnavailable.
+        """
+        async with answered_within(self._timeout_s):
+            return bool(await self._script(keys=FORGET_KEYS_KEYS, args=[KEPT_S, PAGE_SIZE]) == PAGE_SIZE)
+
+    async def _forget_forever(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        while not task.cancelling():  # asked here, because the Redis client may swallow the exception of `stop`
+            rest_s = REST_S
+            try:
+                if await self.forget():
+                    rest_s = _BETWEEN_PAGES_S
+            except RegistryUnavailable:
+                pass  # the view says so in the log
+            except Exception:
+                _log.exception("keys that have ended cannot be deleted")
+            await asyncio.sleep(rest_s)

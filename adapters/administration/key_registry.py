@@ -1,0 +1,122 @@
+"""API keys in the registry: made, changed, rotated, deleted. A key is told once, to who makes it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from msgspec import structs
+from redis.asyncio import Redis
+
+from ..errors import NoSuchKey, TenantEnding
+from ..names import check_tenant
+from ..registry.events import key_id_of
+from ..registry.registry import hash_key
+from ..tenants.audit_entry import Actor, AuditEntry
+from ..tenants.records import KeyRecord, TenantRecord
+from .record_changes import Found, RecordChanges, Wanted
+
+KEY_PREFIX: Final = "motet-"  # by which scanners for secrets find a key in a text
+_NUM_RANDOM_BYTES: Final = 32
+
+
+class KeyRegistry:
+    """Keys are found by their hash, which a router's view knows. Raises RegistryUnavailable as `Registry` does."""
+
+    def __init__(self, client: Redis, timeout_s: float = 3.0, clock: Callable[[], float] = time.time) -> None:
+        self._changes = RecordChanges(client, timeout_s)
+        self._clock = clock
+
+    async def create(self, wanted: KeyRecord, actor: Actor) -> tuple[KeyRecord, str]:
+        """A new key as `wanted` says, whose id and time are made here; its record, and the key itself.
+
+        Raises TenantEnding if its tenant is being deleted, and TooManyKeys.
+        """
+        check_tenant(wanted.tenant)
+        key, key_hash = _new_key()
+        made = structs.replace(wanted, key_id=key_id_of(key_hash), created_at=self._clock())
+        entry = _entry("key.create", made, actor, {"scopes": sorted(made.scopes), "expires_at": made.expires_at})
+
+        def make(found: Found) -> Wanted:
+            _check_not_ending(found.tenant)
+            return Wanted(entry=entry, keys={key_hash: made})
+
+        await self._changes.change(made.tenant, (key_hash,), make)
+        return made, key
+
+    async def change(self, key_hash: str, key: KeyRecord, fields: Mapping[str, Any], actor: Actor) -> KeyRecord:
+        """The key with `fields` in place of what it had; `quota` is a mapping of those of its fields that change.
+
+        `key`: what is known of it. Raises NoSuchKey.
+        """
+        shown = {name: sorted(value) if name == "scopes" else value for name, value in fields.items()}
+        shown.pop("label", None)  # which may say anything
+
+        def make(found: Found) -> Wanted:
+            before, given = _held(found, key_hash), dict(fields)
+            if "quota" in given:
+                given["quota"] = structs.replace(before.quota, **given["quota"])
+            changed = structs.replace(before, **given)
+            return Wanted(entry=_entry("key.change", before, actor, shown), keys={key_hash: changed})
+
+        return _key_of(await self._changes.change(key.tenant, (key_hash,), make), key_hash)
+
+    async def rotate(
+        self, key_hash: str, key: KeyRecord, overlap_s: float, actor: Actor
+    ) -> tuple[KeyRecord, str, KeyRecord]:
+        """A new key that may do the same, its record and itself, and the old one's, which ends after `overlap_s`.
+
+        Raises NoSuchKey, also for a key that has expired, TenantEnding, and TooManyKeys.
+        """
+        new_key, new_hash = _new_key()
+
+        def make(found: Found) -> Wanted:
+            _check_not_ending(found.tenant)
+            before, now = _held(found, key_hash), self._clock()
+            if before.expires_at is not None and before.expires_at <= now:
+                raise NoSuchKey(f"the key {key.key_id} has expired: make another one")
+            ends_at = now + overlap_s if before.expires_at is None else min(before.expires_at, now + overlap_s)
+            made = structs.replace(before, key_id=key_id_of(new_hash), created_at=now)
+            entry = _entry("key.rotate", before, actor, {"new_key": made.key_id, "expires_at": ends_at})
+            return Wanted(entry=entry, keys={key_hash: structs.replace(before, expires_at=ends_at), new_hash: made})
+
+        done = await self._changes.change(key.tenant, (key_hash,), make)
+        return _key_of(done, new_hash), new_key, _key_of(done, key_hash)
+
+    async def delete(self, key_hash: str, key: KeyRecord, actor: Actor) -> None:
+        """The key is nobody's any more. Raises NoSuchKey."""
+
+        def make(found: Found) -> Wanted:
+            return Wanted(entry=_entry("key.delete", _held(found, key_hash), actor, {}), keys={key_hash: None})
+
+        await self._changes.change(key.tenant, (key_hash,), make)
+
+
+def _new_key() -> tuple[str, str]:
+    """A key and its hash."""
+    key = KEY_PREFIX + secrets.token_urlsafe(_NUM_RANDOM_BYTES)
+    return key, hash_key(key)
+
+
+def _entry(action: str, key: KeyRecord, actor: Actor, changed: dict[str, object]) -> AuditEntry:
+    return AuditEntry(action=action, tenant=key.tenant, target=key.key_id, changed=changed, actor=actor)
+
+
+def _held(found: Found, key_hash: str) -> KeyRecord:
+    held = found.keys[key_hash]
+    if held is None:
+        raise NoSuchKey("there is no such key any more")
+    return held
+
+
+def _key_of(wanted: Wanted, key_hash: str) -> KeyRecord:
+    record = wanted.keys[key_hash]
+    assert record is not None
+    return record
+
+
+def _check_not_ending(tenant: TenantRecord | None) -> None:
+    if tenant is not None and tenant.is_ending:
+        raise TenantEnding(f"{tenant.name} is being deleted")

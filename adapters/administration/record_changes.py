@@ -1,0 +1,84 @@
+"""Changes of records of tenants and keys: read, made anew, and put in place of what was read if that is still there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+from redis.asyncio import Redis
+
+from ..errors import RegistryUnavailable, TooManyKeys
+from ..registry.events import decode_key, decode_tenant
+from ..registry.redis_deadline import answered_within
+from ..registry.registry_scripts import API_KEYS, TENANTS
+from ..tenants.audit_entry import AuditEntry, encode_entry, log_entry
+from ..tenants.records import KeyRecord, TenantRecord
+from .change_scripts import CHANGE_SCRIPT, CHANGED
+
+MAX_KEYS: Final = 1000  # of a tenant, beside those of a configuration
+_NUM_TRIES: Final = 32  # each but the last means that somebody else has changed the same record in between
+
+_TOO_MANY_KEYS: Final = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What the registry says."""
+
+    tenant: TenantRecord | None
+    keys: Mapping[str, KeyRecord | None]  # by hash
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What it is to say."""
+
+    entry: AuditEntry
+    tenant: TenantRecord | None = None  # None: what it says
+    keys: Mapping[str, KeyRecord | None] = field(default_factory=dict)  # by hash; None: it is deleted
+
+
+class RecordChanges:
+    """Any number of processes change records at once, and no change is lost."""
+
+    def __init__(self, client: Redis, timeout_s: float) -> None:
+        self._client: Any = client
+        self._timeout_s = timeout_s
+        self._change_script = client.register_script(CHANGE_SCRIPT)
+
+    async def change(self, tenant: str, hashes: Sequence[str], make: Callable[[Found], Wanted]) -> Wanted:
+        """What was changed, in one script. `make` is called with what there is, as often as that changes meanwhile.
+
+        What it raises goes through, and nothing has changed. Raises RegistryUnavailable; after that the change may have
+        happened or not. Raises TooManyKeys if the tenant would have more than MAX_KEYS.
+        """
+        for _ in range(_NUM_TRIES):
+            async with answered_within(self._timeout_s):
+                pipeline = self._client.pipeline(transaction=False).hget(TENANTS, tenant)
+                if hashes:
+                    pipeline = pipeline.hmget(API_KEYS, list(hashes))
+                told, *others = await pipeline.execute()
+            held = dict(zip(hashes, others[0] if hashes else (), strict=True))
+            wanted = make(
+                Found(
+                    tenant=None if told is None else decode_tenant(told),
+                    keys={one: None if record is None else decode_key(one, record) for one, record in held.items()},
+                )
+            )
+            args = [encode_entry(wanted.entry), tenant, told or "", _encoded(wanted.tenant), MAX_KEYS]
+            for key_hash, record in wanted.keys.items():
+                args += [key_hash, held.get(key_hash) or "", _encoded(record)]
+            async with answered_within(self._timeout_s):
+                done = await self._change_script(keys=CHANGED, args=args)
+            if done == _TOO_MANY_KEYS:
+                raise TooManyKeys(f"{tenant} has {MAX_KEYS} keys already")
+            if done:
+                log_entry(wanted.entry)
+                return wanted
+        raise RegistryUnavailable("others change the same things all the time: try again")
+
+
+def _encoded(record: TenantRecord | KeyRecord | None) -> str:
+    return "" if record is None else msgspec.json.encode(record).decode()

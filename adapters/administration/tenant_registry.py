@@ -1,0 +1,154 @@
+"""Tenants in the registry: created, changed, suspended, deleted with all that is theirs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final
+
+from msgspec import structs
+from redis.asyncio import Redis
+
+from ..errors import NoSuchTenant, TenantEnding, TenantExists
+from ..names import check_tenant
+from ..registry.redis_deadline import answered_within
+from ..tenants.audit_entry import Actor, AuditEntry
+from ..tenants.life import life_of
+from ..tenants.records import TenantRecord
+from .change_scripts import CHANGED, END_ADAPTERS_KEYS, END_ADAPTERS_SCRIPT, END_KEYS_SCRIPT
+from .record_changes import Found, RecordChanges, Wanted
+
+_PAGE_SIZE: Final = 200  # of what is deleted at once: a few milliseconds of Redis's time
+# Deletes what somebody keeps of a tenant, whose life (`life_of`) it is told; may be called again.
+EndOfTenant = Callable[[str], Awaitable[None]]
+
+
+class TenantRegistry:
+    """Raises RegistryUnavailable as `Registry` does."""
+
+    def __init__(
+        self,
+        client: Redis,
+        ends: Sequence[EndOfTenant] = (),
+        timeout_s: float = 3.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`ends`: what else is done before a tenant is gone."""
+        self._changes = RecordChanges(client, timeout_s)
+        self._ends, self._timeout_s, self._clock = tuple(ends), timeout_s, clock
+        self._end_keys_script = client.register_script(END_KEYS_SCRIPT)
+        self._end_adapters_script = client.register_script(END_ADAPTERS_SCRIPT)
+
+    async def create(self, tenant: TenantRecord, actor: Actor) -> TenantRecord:
+        """The tenant as it was made. Raises AdapterInvalid for its name, TenantExists, TenantEnding.
+
+        One that had a key already, and of whom nothing else was said, is taken over with its keys.
+        """
+        check_tenant(tenant.name)
+        given = {"weight": tenant.weight, "is_background": tenant.is_background, "quota": structs.asdict(tenant.quota)}
+        entry = AuditEntry(action="tenant.create", tenant=tenant.name, changed=given, actor=actor)
+
+        def make(found: Found) -> Wanted:
+            before = found.tenant or TenantRecord(name=tenant.name, is_gone=True)
+            _check_not_ending(before)
+            if not before.is_gone:
+                raise TenantExists(f"there is a tenant {tenant.name} already")
+            made = structs.replace(tenant, created_at=self._clock(), num_ended=before.num_ended)
+            return Wanted(entry=entry, tenant=made)
+
+        return _tenant_of(await self._changes.change(tenant.name, (), make))
+
+    async def change(
+        self, name: str, fields: Mapping[str, Any], actor: Actor, action: str = "tenant.change"
+    ) -> TenantRecord:
+        """The tenant with `fields` in place of what it had; `quota` is a mapping of those of its fields that change.
+
+        The caller has made sure that there is this tenant. Raises TenantEnding.
+        """
+        check_tenant(name)
+        shown = {field: value for field, value in fields.items() if field != "label"}  # which may say anything
+        entry = AuditEntry(action=action, tenant=name, changed=shown, actor=actor)
+
+        def make(found: Found) -> Wanted:
+            before = found.tenant or TenantRecord(name=name)
+            _check_not_ending(before)
+            given = dict(fields)
+            if "quota" in given:
+                given["quota"] = structs.replace(before.quota, **given["quota"])
+            return Wanted(entry=entry, tenant=structs.replace(before, is_gone=False, **given))
+
+        return _tenant_of(await self._changes.change(name, (), make))
+
+    async def suspend(self, name: str, actor: Actor) -> TenantRecord:
+        """From now on the tenant's requests are refused. What runs goes on to its end."""
+        return await self.change(name, {"is_suspended": True}, actor, "tenant.suspend")
+
+    async def resume(self, name: str, actor: Actor) -> TenantRecord:
+        return await self.change(name, {"is_suspended": False}, actor, "tenant.resume")
+
+    async def delete(self, name: str, actor: Actor) -> int:
+        """Deletes a tenant with all that is its, and returns how many adapters this call has deleted.
+
+        The tenant is refused from the first moment on. The rest goes in pages; where that is cut off, the same call
+        goes on with it, and until it has ended nobody can have the tenant's name. The caller has made sure that there
+        is such a tenant. Raises NoSuchTenant if another call has ended it meanwhile.
+        """
+        check_tenant(name)
+        life = ""
+
+        def begun(found: Found) -> Wanted:
+            nonlocal life
+            wanted = self._begun(name, found, actor)
+            ending = wanted.tenant or found.tenant
+            assert ending is not None
+            life = life_of(ending)
+            return wanted
+
+        await self._changes.change(name, (), begun)
+        await self._delete_keys(name)
+        num_adapters = await self._delete_adapters(name, life)
+        for end in self._ends:
+            await end(life)
+        await self._changes.change(name, (), lambda found: self._ended(name, found, actor))
+        return num_adapters
+
+    def _begun(self, name: str, found: Found, actor: Actor) -> Wanted:
+        before = found.tenant or TenantRecord(name=name)
+        entry = AuditEntry(action="tenant.delete", tenant=name, actor=actor)
+        if before.is_ending:
+            return Wanted(entry=entry)
+        return Wanted(entry=entry, tenant=structs.replace(before, is_ending=True, num_ended=before.num_ended + 1))
+
+    def _ended(self, name: str, found: Found, actor: Actor) -> Wanted:
+        before = found.tenant
+        if before is None or not before.is_ending:
+            raise NoSuchTenant(f"the tenant {name} was deleted meanwhile")
+        remains = TenantRecord(name=name, is_gone=True, num_ended=before.num_ended)
+        return Wanted(entry=AuditEntry(action="tenant.deleted", tenant=name, actor=actor), tenant=remains)
+
+    async def _delete_keys(self, name: str) -> None:
+        cursor = "0"
+        while True:
+            async with answered_within(self._timeout_s):
+                cursor = await self._end_keys_script(keys=CHANGED, args=[name, cursor, _PAGE_SIZE])
+            if cursor == "0":
+                return
+
+    async def _delete_adapters(self, name: str, life: str) -> int:
+        num_deleted = 0
+        while True:
+            async with answered_within(self._timeout_s):
+                num = int(await self._end_adapters_script(keys=END_ADAPTERS_KEYS, args=[name, _PAGE_SIZE, life]))
+            num_deleted += num
+            if num < _PAGE_SIZE:
+                return num_deleted
+
+
+def _tenant_of(wanted: Wanted) -> TenantRecord:
+    assert wanted.tenant is not None
+    return wanted.tenant
+
+
+def _check_not_ending(tenant: TenantRecord) -> None:
+    if tenant.is_ending:
+        raise TenantEnding(f"the deletion of {tenant.name} has not ended: repeat it first")

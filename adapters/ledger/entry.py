@@ -1,0 +1,108 @@
+"""One answer as the ledger has it, and what several entries of one id say together.
+
+An id is counted once, however many entries of it there are, in whatever order they come: the entry that knows most of
+the end decides (`Stage`), and among such entries the largest of each number. So a router may write how far an answer
+has come, and die; another one may write the end; and an entry may be sent again if it is not known whether it arrived.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+import msgspec
+
+from ..tenants.life import life_name
+
+# What is counted of each entry, in the order in which Redis has it. A new one goes to the end.
+NUMBERS: Final = (
+    "requests",
+    "cut_off",  # of these, answers whose client did not hear the end
+    "prompt_tokens",
+    "cached_tokens",  # of the prompts', that were not computed
+    "output_tokens",
+    "kv_device_page_ms",  # pages of KV that sequences held, times milliseconds
+    "adapter_device_page_ms",  # the same, of their parts of the adapters that they ran with
+)
+_NUM_DIGEST_DIGITS: Final = 12  # of a digest in sums: versions of a name are told apart by their number anyway
+
+
+class Stage(IntEnum):
+    """How far the writer of an entry knew the answer."""
+
+    UNDER_WAY = 0
+    CUT_OFF = 1  # its client left, or was told of an error
+    COMPLETE = 2
+
+
+class Group(msgspec.Struct, frozen=True, order=True):
+    """What usage is summed by, beside the tenant and the time."""
+
+    key_id: str
+    adapter: str  # its name, or the base's
+    version: int  # 0: the base
+    digest: str  # its first digits; empty: the base
+
+    def __str__(self) -> str:
+        return f"{self.key_id}\t{self.adapter}\t{self.version}\t{self.digest}"
+
+
+# Where what is counted goes when a tenant has used more groups on a day than are kept apart.
+OTHERS: Final = Group("(other)", "(other)", 0, "")
+
+
+def parse_group(text: str) -> Group:
+    key_id, adapter, version, digest = text.split("\t")
+    return Group(key_id, adapter, int(version), digest)
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the writer knew of the id."""
+
+    id: str  # of the response
+    tenant: str
+    num_ended: int = 0  # tenants that had its name before (`life_of`)
+    began_at: int  # Unix time, seconds; the same in all entries of an id: it is counted in this hour and on this day
+    stage: Stage = Stage.UNDER_WAY
+    key_id: str = ""
+    adapter: str = ""
+    version: int = 0
+    digest: str = ""
+    error: str = ""  # the code that the client was told
+    requests: int = 0
+    cut_off: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    kv_device_page_ms: int = 0
+    adapter_device_page_ms: int = 0
+
+    @property
+    def life(self) -> str:
+        """Under which it is counted: not the tenant's name, which another tenant may have by now."""
+        return life_name(self.tenant, self.num_ended)
+
+    @property
+    def group(self) -> Group:
+        return Group(self.key_id, self.adapter, self.version, self.digest[:_NUM_DIGEST_DIGITS])
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple([getattr(self, name) for name in NUMBERS])
+
+
+def merged(one: Entry, other: Entry) -> Entry:
+    """What two entries of one id say together. Associative, commutative, and an entry twice says what it says once."""
+    assert (one.id, one.life) == (other.id, other.life)
+    # A stream can be resumed with another key of its tenant: then either would do, and all must choose the same.
+    first = min(one, other, key=_identity)
+    if one.stage != other.stage:
+        numbers_of = max(one, other, key=lambda entry: entry.stage)
+        numbers = {name: getattr(numbers_of, name) for name in NUMBERS}
+    else:
+        numbers = {name: max(getattr(one, name), getattr(other, name)) for name in NUMBERS}
+    return msgspec.structs.replace(first, stage=max(one.stage, other.stage), **numbers)
+
+
+def _identity(entry: Entry) -> tuple[bytes, int, str]:
+    return str(entry.group).encode(), entry.began_at, entry.error

@@ -1,0 +1,202 @@
+"""What all routers count of the answers of canaries and of the versions beside them, in Redis.
+
+Each answer counts once, by its id, however often it is told: a router tells again what Redis did not confirm. And of
+those who ask, each decides little: how much of one sticky key counts is bounded (`counts_still`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from redis.asyncio import Redis
+
+from ..versions.canary_policy import FIRST_TOKEN_EDGES_S, PER_TOKEN_EDGES_S, ArmCounts
+from .canary_scripts import COUNT_SCRIPT, FORGET_NEWS_SCRIPT, RATE_SCRIPT
+from .redis_deadline import answered_within
+from .registry_scripts import HOLD_SWEEP_SCRIPT, PREFIX
+
+Arm = Literal["stable", "canary", "shadow"]
+MAX_ANSWERS: Final = 100_000  # of a tenant, that are remembered; the oldest go first
+ANSWERS_KEPT_S: Final = 86_400  # how long feedback on one is taken
+COUNTS_KEPT_S: Final = 7 * 86_400  # after the last answer
+MAX_COMMENTS: Final = 100  # of a canary
+_FAILURE_KEPT_S: Final = 600
+
+_ARMS: Final[tuple[Arm, ...]] = ("stable", "canary", "shadow")
+_COUNTS: Final = PREFIX + "canary:"  # + id: hash of counts, by "arm what", and "of": tenant/name
+_STICKY: Final = PREFIX + "canary_sticky:"  # + id: hash: what counted, by "arm kind" and by "arm kind sticky key"
+NEWS: Final = PREFIX + "canary_news"  # hash: id -> how often something was counted since somebody looked
+_COMMENTS: Final = PREFIX + "canary_comments:"  # + id: list, the newest first
+_ANSWERS: Final = PREFIX + "answers:"  # + life: hash: response id -> "id arm sticky", with " rated" once somebody did
+_ORDER: Final = PREFIX + "answer_order:"  # + life: sorted set of response ids, by when they were counted
+_FAILED: Final = PREFIX + "failed:"  # + tenant/name@version: why a gang could not load it; expires
+_JUDGE: Final = PREFIX + "canary_judge"  # the router that judges, as a string that expires
+
+OF_A_LIFE: Final = (_ANSWERS, _ORDER)
+OF_A_TRIAL: Final = (_COUNTS, _COMMENTS, _STICKY)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An answer as it counts."""
+
+    life: str  # of the tenant: see `life_of`
+    of: str  # tenant/name
+    response_id: str
+    canary_id: str
+    arm: Arm
+    counted: tuple[str, ...]  # names of counts, as `ArmCounts` reads them
+    sticky: str = ""  # hash of the sticky key; empty: its answers have no bound, and bring no news
+
+
+@dataclass(frozen=True)
+class News:
+    """A trial that something was counted in since it was last looked at."""
+
+    canary_id: str
+    num: int  # answers and thumbs
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was counted in a trial."""
+
+    of: str  # tenant/name; empty: nothing was counted
+    arms: Mapping[Arm, ArmCounts]
+
+
+class CanaryCounts:
+    """Raises RegistryUnavailable when Redis does not answer; every call may be repeated."""
+
+    def __init__(self, client: Redis, timeout_s: float = 3.0, clock: Callable[[], float] = time.time) -> None:
+        self._client: Any = client
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._count_script = client.register_script(COUNT_SCRIPT)
+        self._rate_script = client.register_script(RATE_SCRIPT)
+        self._hold_script = client.register_script(HOLD_SWEEP_SCRIPT)
+        self._forget_news_script = client.register_script(FORGET_NEWS_SCRIPT)
+
+    async def add(self, outcomes: Sequence[Outcome]) -> None:
+        """Counts answers, each of them unless it was told before, as far as their sticky keys' bounds let."""
+        now = self._clock()
+        async with answered_within(self._timeout_s), self._client.pipeline(transaction=False) as pipeline:
+            for one in outcomes:
+                trial = one.canary_id
+                keys = [_ANSWERS + one.life, _ORDER + one.life, _COUNTS + trial, _STICKY + trial, NEWS]
+                kept = f"{trial} {one.arm} {one.sticky}".rstrip()
+                bounds = [MAX_ANSWERS, ANSWERS_KEPT_S, COUNTS_KEPT_S]
+                args: list[Any] = [one.response_id, kept, trial, one.arm, one.sticky, one.of, now, *bounds]
+                for what in one.counted:
+                    args += [kind_of(what), what]
+                await self._count_script(keys=keys, args=args, client=pipeline)
+            await pipeline.execute()
+
+    async def rate(self, life: str, response_id: str, *, is_good: bool, comment: str = "") -> bool:
+        """Counts what somebody thinks of an answer; whether it counted.
+
+        It does not if the tenant has had no such answer in a trial within ANSWERS_KEPT_S, if it was rated before, or if
+        too many thumbs are for answers to the same sticky key.
+        """
+        async with answered_within(self._timeout_s):
+            known: str | None = await self._client.hget(_ANSWERS + life, response_id)
+            if known is None or known.endswith(" rated"):
+                return False
+            trial, arm, *sticky = known.split(" ")
+            keys = [_ANSWERS + life, _COUNTS + trial, _COMMENTS + trial, _STICKY + trial, NEWS]
+            thumb = "up" if is_good else "down"
+            remark = f"{arm} {thumb}: {comment}" if comment else ""
+            args: list[Any] = [
+                response_id,
+                known,
+                trial,
+                arm,
+                "".join(sticky),
+                thumb,
+                remark,
+                MAX_COMMENTS,
+                COUNTS_KEPT_S,
+            ]
+            counted = await self._rate_script(keys=keys, args=args)
+        return bool(counted)
+
+    async def read(self, canary_id: str) -> Mapping[Arm, ArmCounts]:
+        """The counts of a trial, of both of its versions, or of a shadow."""
+        (trial,) = await self.read_many([canary_id])
+        return trial.arms
+
+    async def read_many(self, canary_ids: Sequence[str]) -> Sequence[Trial]:
+        """The counts of each trial, in one round trip."""
+        async with answered_within(self._timeout_s), self._client.pipeline(transaction=False) as pipeline:
+            for canary_id in canary_ids:
+                pipeline.hgetall(_COUNTS + canary_id)
+            found = await pipeline.execute()
+        return [Trial(counts.get("of", ""), {arm: _arm(arm, counts) for arm in _ARMS}) for counts in found]
+
+    async def comments(self, canary_id: str) -> list[str]:
+        """What people said of its answers, the newest first, each behind "arm up: " or "arm down: "."""
+        async with answered_within(self._timeout_s):
+            found: list[str] = await self._client.lrange(_COMMENTS + canary_id, 0, -1)
+        return found
+
+    async def news(self, limit: int) -> list[News]:
+        """At most so many of the trials that there is news of, any of them as likely as another."""
+        async with answered_within(self._timeout_s):
+            found = await self._client.hrandfield(NEWS, limit, withvalues=True)
+        return [News(canary_id, int(num)) for canary_id, num in zip(found[::2], found[1::2], strict=True)]
+
+    async def forget_news(self, news: Sequence[News]) -> None:
+        """The trials were looked at. What was counted in them meanwhile is news still."""
+        if news:
+            args: list[Any] = [part for one in news for part in (one.canary_id, one.num)]
+            async with answered_within(self._timeout_s):
+                await self._forget_news_script(keys=[NEWS], args=args)
+
+    async def hold_judging(self, router_id: str, hold_s: float) -> bool:
+        """Makes one router the judge for `hold_s`, as often as it asks; 0 ends it. False: another one is."""
+        async with answered_within(self._timeout_s):
+            held = await self._hold_script(keys=[_JUDGE], args=[router_id, math.ceil(hold_s * 1000)])
+        return bool(held)
+
+    async def note_failures(self, failures: Mapping[tuple[str, str, int], str | None]) -> None:
+        """Why gangs could not load versions, by tenant, name and version; None: they can. Forgotten after ten minutes.
+
+        One round trip.
+        """
+        async with answered_within(self._timeout_s), self._client.pipeline(transaction=False) as pipeline:
+            for (tenant, name, version), reason in failures.items():
+                key = f"{_FAILED}{tenant}/{name}@{version}"
+                _ = pipeline.delete(key) if reason is None else pipeline.set(key, reason, ex=_FAILURE_KEPT_S)
+            await pipeline.execute()
+
+    async def failures(self, tenant: str, name: str, versions: Sequence[int]) -> dict[int, str]:
+        """Why gangs could not load versions lately."""
+        async with answered_within(self._timeout_s):
+            found = await self._client.mget([f"{_FAILED}{tenant}/{name}@{version}" for version in versions])
+        return {version: reason for version, reason in zip(versions, found, strict=True) if reason is not None}
+
+
+def kind_of(what: str) -> str:
+    """What a sticky key's bound holds of together: answers with their failures, and times of either kind."""
+    kind, _, is_time = what.partition(" ")
+    return kind if is_time else "answers"
+
+
+def _arm(arm: str, counts: Mapping[str, str]) -> ArmCounts:
+    def count(what: str) -> int:
+        return int(counts.get(f"{arm} {what}", 0))
+
+    return ArmCounts(
+        answers=count("answers"),
+        errors=count("errors"),
+        refused=count("refused"),
+        first_token=tuple(count(f"first_token {place}") for place in range(len(FIRST_TOKEN_EDGES_S) + 1)),
+        per_token=tuple(count(f"per_token {place}") for place in range(len(PER_TOKEN_EDGES_S) + 1)),
+        thumbs_up=count("up"),
+        thumbs_down=count("down"),
+        uncounted=count("uncounted"),
+    )

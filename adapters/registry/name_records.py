@@ -1,0 +1,198 @@
+"""What the registry holds of each name, and how it is changed: read, compute, and write if nobody wrote meanwhile.
+
+A change is a pure function of `NameState` (`name_state.py`) and lands in one script or not at all; one that lost
+against another is computed anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+from msgspec import structs
+from redis.asyncio import Redis
+
+from ..adapter import AdapterVersion
+from ..errors import NoSuchName, RegistryUnavailable, TenantGone, VersionRefused
+from ..names import check_name, check_tenant
+from ..tenants.audit_entry import AuditEntry, encode_entry, log_entry
+from ..tenants.storage_bounds import StorageBound, check_pinned, check_storage
+from ..versions.changed_fields import changed_fields
+from ..versions.name_state import NameNotes, NameState, VersionNote, with_upload
+from ..versions.rollout import MAX_CANARIES, versions_of
+from .events import decode_adapter, encode_facts
+from .redis_deadline import answered_within
+from .registry_scripts import (
+    ADAPTERS,
+    CANARIES,
+    CHANGE_NAME_SCRIPT,
+    EVENTS,
+    NAMES,
+    NUMBER,
+    READ_NAME_SCRIPT,
+    VERSION_NOTES,
+    VERSIONS,
+)
+from .stored_counts import bound_args, use_of
+
+_MAX_TRIES: Final = 64  # of a change that others overtake
+_encode = msgspec.json.Encoder().encode
+_decode_notes = msgspec.json.Decoder(NameNotes).decode
+
+
+class NameRecords:
+    """Raises RegistryUnavailable when Redis does not answer; then a change may or may not have happened."""
+
+    def __init__(self, client: Redis, timeout_s: float = 3.0, clock: Callable[[], float] = time.time) -> None:
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._read_script = client.register_script(READ_NAME_SCRIPT)
+        self._change_script = client.register_script(CHANGE_NAME_SCRIPT)
+
+    async def get(self, tenant: str, name: str) -> NameState:
+        """Raises NoSuchName if the tenant has no adapter of this name."""
+        state, *_ = await self._read(f"{tenant}/{name}")
+        return _existing(state, name)
+
+    async def register(
+        self,
+        tenant: str,
+        name: str,
+        *,
+        digest: str,
+        module_ranks: Mapping[str, int],
+        num_bytes: int,
+        activate: bool = True,
+        note: VersionNote | None = None,
+        num_ended: int | None = None,
+        entry: AuditEntry | None = None,
+        bounds: Sequence[StorageBound] = (),
+    ) -> tuple[AdapterVersion, AdapterVersion, bool]:
+        """The version that has this digest, the name's current version, and whether this call made a version.
+
+        The current version with the same digest is taken for the same upload; where the new one would not be current,
+        any version of the name is. Raises VersionRefused for the first version of a name that is not to be current, and
+        QuotaExceeded if what is stored would be over one of the bounds: that is decided where it is counted.
+        `num_ended`: of the tenant that asked; None: it is not looked at. Raises TenantGone if that tenant is being
+        deleted, or was: who has its name now gets nothing of it. `entry`: for the audit log.
+        """
+        check_tenant(tenant)
+        check_name(name)
+        own = note or VersionNote()
+
+        def add(state: NameState | None, last_version: int, now: float) -> tuple[NameState, int, AdapterVersion | None]:
+            if state is not None:
+                candidates = [state.current] if activate else [state.current, *versions_of(state.current)]
+                same = next((one for one in candidates if one.digest == digest), None)
+                if same is not None:
+                    return state, last_version, same
+            version = last_version + 1
+            upload = AdapterVersion(tenant, name, version, digest, module_ranks, num_bytes, now)
+            return with_upload(state, upload, own, activate=activate, now=now), version, None
+
+        state, found, version = await self._change(f"{tenant}/{name}", add, entry, num_ended, bounds)
+        if found is not None:
+            return found, state.current, False
+        made = state.current if activate else state.find(str(version))
+        return made, state.current, True
+
+    async def change(
+        self,
+        tenant: str,
+        name: str,
+        change: Callable[[NameState, float], NameState],
+        entry: AuditEntry | None = None,
+        num_ended: int | None = None,
+        most_pinned_bytes: int | None = None,
+    ) -> NameState:
+        """The name after `change`, which gets it and the Unix time. `num_ended`, `entry`: see `register`.
+
+        `most_pinned_bytes`: that its tenant may have pinned afterwards if this adds any, beside the tenant's quota.
+        Raises NoSuchName, TenantGone, what `change` raises, QuotaExceeded if more would be pinned than may be, and
+        VersionRefused if its tenant has MAX_CANARIES, or MAX_PINS, already.
+        """
+
+        def apply(state: NameState | None, last_version: int, now: float) -> tuple[NameState, int, None]:
+            return change(_existing(state, name), now), last_version, None
+
+        state, _, _ = await self._change(f"{tenant}/{name}", apply, entry, num_ended, (), most_pinned_bytes)
+        return state
+
+    async def _change(
+        self,
+        field: str,
+        change: Callable[[NameState | None, int, float], tuple[NameState, int, AdapterVersion | None]],
+        entry: AuditEntry | None = None,
+        num_ended: int | None = None,
+        bounds: Sequence[StorageBound] = (),
+        most_pinned_bytes: int | None = None,
+    ) -> tuple[NameState, AdapterVersion | None, int]:
+        for _ in range(_MAX_TRIES):
+            before, last_version, record, notes = await self._read(field)
+            after, new_last, found = change(before, last_version, self._clock())
+            if after == before and (before is None or after.current.rollout == before.current.rollout):
+                return after, found, new_last
+            result = str(new_last if new_last != last_version else after.current.version)
+            head = f"{after.current.version} {after.current.digest} "
+            args: list[Any] = [field, record, last_version, notes, head, encode_facts(after.current), new_last]
+            written_entry = entry and structs.replace(entry, changed={**entry.changed, **changed_fields(before, after)})
+            new_notes = "" if after.notes == NameNotes() else _encode(after.notes).decode()
+            async with answered_within(self._timeout_s):
+                written = await self._change_script(
+                    keys=[ADAPTERS, NAMES, VERSIONS, VERSION_NOTES, CANARIES, NUMBER, EVENTS],
+                    args=[
+                        *args,
+                        new_notes,
+                        int(after.rollout.canary is not None),
+                        encode_entry(written_entry),
+                        result,
+                        "" if num_ended is None else num_ended,
+                        "" if most_pinned_bytes is None else most_pinned_bytes,
+                        *bound_args(bounds),
+                    ],
+                )
+            if written == 0:
+                raise TenantGone("this tenant was deleted meanwhile")
+            if written == 1:
+                message = f"{MAX_CANARIES} adapters have a canary, which is the most that a tenant may have: stop one"
+                raise VersionRefused(message)
+            if isinstance(written, list):
+                _refuse(bounds, *written)
+            if written is not None:
+                if written_entry is not None:
+                    log_entry(written_entry, result)
+                return NameState(decode_adapter(field, written), after.notes), found, new_last
+            await asyncio.sleep(random.uniform(0.0, 0.01))
+        raise RegistryUnavailable("others change this adapter all the time: try again")
+
+    async def _read(self, field: str) -> tuple[NameState | None, int, str, str]:
+        """The name, its last version, and record and notes as Redis holds them."""
+        async with answered_within(self._timeout_s):
+            answer: Any = await self._read_script(keys=[ADAPTERS, VERSIONS, VERSION_NOTES], args=[field])
+        record, last_version, notes = answer
+        state = None
+        if record:
+            state = NameState(decode_adapter(field, record), _decode_notes(notes) if notes else NameNotes())
+        return state, int(last_version), record, notes
+
+
+def _refuse(bounds: Sequence[StorageBound], key_id: str, *counts: int | str) -> None:
+    if key_id == "pinned_bytes":
+        num_bytes, most = map(int, counts)
+        check_pinned(most, num_bytes)
+    if key_id in ("pins", "pins_in_all"):
+        whose = "your" if key_id == "pins" else "all tenants'"
+        raise VersionRefused(f"{counts[0]} of {whose} adapters are pinned, which is the most that may be: unpin one")
+    bound = next(bound for bound in bounds if bound.key_id == key_id and not bound.is_open)
+    check_storage(bound, use_of(*counts[:2]), use_of(*counts[2:]))
+    raise AssertionError(f"{bound} was exceeded, and is not")
+
+
+def _existing(state: NameState | None, name: str) -> NameState:
+    if state is None:
+        raise NoSuchName(f"The adapter `{name}` does not exist.")
+    return state

@@ -1,0 +1,54 @@
+"""How tenants' preloads do, in Redis, so that every router can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+from redis.asyncio import Redis
+
+from .redis_deadline import answered_within
+from .registry_scripts import PREFIX
+
+KEPT_S: Final = 300  # after the last news
+_PRELOADS: Final = PREFIX + "preloads:"  # + tenant/name@version digest: hash: id of a gang -> JSON of Preload; expires
+
+
+class Preload(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A version on its way to one gang, or that has been brought there."""
+
+    is_over: bool = False
+    failure: str = ""  # why it is not there; empty: nothing is wrong
+
+
+_decode: Final = msgspec.json.Decoder(Preload).decode
+
+
+class Preloads:
+    """Raises RegistryUnavailable when Redis does not answer; every call may be repeated."""
+
+    def __init__(self, client: Redis, timeout_s: float = 3.0) -> None:
+        self._client: Any = client
+        self._timeout_s = timeout_s
+
+    async def note(self, place: str, news: Mapping[str, Preload]) -> None:
+        """How it goes with a version, as `place_of` names it, by the ids of gangs."""
+        key = _PRELOADS + place
+        async with answered_within(self._timeout_s), self._client.pipeline(transaction=True) as pipeline:
+            pipeline.hset(key, mapping={gang: msgspec.json.encode(preload) for gang, preload in news.items()})
+            pipeline.expire(key, KEPT_S)
+            await pipeline.execute()
+
+    async def read(self, places: Sequence[str]) -> list[dict[str, Preload]]:
+        """What was noted of each version lately, by the ids of gangs."""
+        async with answered_within(self._timeout_s), self._client.pipeline(transaction=False) as pipeline:
+            for place in places:
+                pipeline.hgetall(_PRELOADS + place)
+            found: list[dict[str, str]] = await pipeline.execute()
+        return [{gang: _decode(preload) for gang, preload in one.items()} for one in found]
+
+
+def place_of(tenant: str, name: str, version: int, digest: str) -> str:
+    """A version of a name; a later one that has the same number, after the name was deleted, is another."""
+    return f"{tenant}/{name}@{version} {digest[:16]}"

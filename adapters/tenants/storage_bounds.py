@@ -1,0 +1,63 @@
+"""How much a tenant and its keys may keep: adapters, bytes of them, and bytes that stay in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import QuotaExceeded
+from .records import KeyRecord, TenantRecord
+
+
+@dataclass(frozen=True, slots=True)
+class StorageBound:
+    """The most that may be stored by a tenant, or of what was uploaded with one of its keys. None: any amount."""
+
+    key_id: str  # empty: of the tenant
+    adapters: int | None
+    stored_bytes: int | None
+
+    @property
+    def is_open(self) -> bool:
+        return self.adapters is None and self.stored_bytes is None
+
+
+@dataclass(frozen=True, slots=True)
+class StorageUse:
+    """Adapters are counted by name, and bytes by version that is kept."""
+
+    adapters: int = 0
+    stored_bytes: int = 0
+
+
+def storage_bounds(tenant: TenantRecord, key: KeyRecord) -> tuple[StorageBound, StorageBound]:
+    """Of the tenant and of the key."""
+    return (
+        StorageBound("", tenant.quota.adapters, tenant.quota.stored_bytes),
+        StorageBound(key.key_id, key.quota.adapters, key.quota.stored_bytes),
+    )
+
+
+def check_storage(bound: StorageBound, use: StorageUse, more: StorageUse) -> None:
+    """Raises QuotaExceeded if `more` on top of `use` is over the bound. What adds nothing is always right.
+
+    `more` may be negative: old versions go as new ones come.
+    """
+    whose = "this key's" if bound.key_id else "this tenant's"
+    adapters, num_bytes = use.adapters + more.adapters, use.stored_bytes + more.stored_bytes
+    if bound.adapters is not None and more.adapters > 0 and adapters > bound.adapters:
+        raise QuotaExceeded(
+            f"{use.adapters} adapters are stored, and {whose} quota is {bound.adapters}: delete one, or ask for more"
+        )
+    if bound.stored_bytes is not None and more.stored_bytes > 0 and num_bytes > bound.stored_bytes:
+        raise QuotaExceeded(
+            f"{use.stored_bytes} bytes of adapters are stored, and {more.stored_bytes} more are over {whose} quota of "
+            f"{bound.stored_bytes}: delete adapters, or ask for more"
+        )
+
+
+def check_pinned(bound: int | None, new_total: int) -> None:
+    """Raises QuotaExceeded if no more than `bound` bytes of adapters may be pinned, and `new_total` would be."""
+    if bound is not None and new_total > bound:
+        raise QuotaExceeded(
+            f"{new_total} bytes of adapters would be pinned, and the quota is {bound}: unpin one, or ask for more"
+        )

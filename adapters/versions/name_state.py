@@ -1,0 +1,241 @@
+"""All that the registry knows of a name, and every change of it as a pure function: state in, state out.
+
+Raises NoSuchVersion and VersionRefused, whose messages are for the tenant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+import msgspec
+from msgspec import structs
+
+from ..adapter import AdapterVersion
+from ..errors import NoSuchVersion, VersionRefused
+from ..names import check_alias
+from .rollout import (
+    MAX_ALIASES,
+    MAX_PINNED_GANGS,
+    MAX_VERSIONS,
+    Canary,
+    Rollout,
+    Shadow,
+    facts_of,
+    rollout_of,
+    selected,
+    version_of,
+)
+
+Ending = Literal["promoted", "stopped", "superseded", "rolled_back"]
+MAX_NOTE_CHARS: Final = 1000
+
+
+class VersionNote(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What people said of a version. Routers do not keep it."""
+
+    note: str = ""
+    uploaded_by: str = ""  # id of a key
+
+
+class EndedCanary(msgspec.Struct, frozen=True):
+    """How the last trial of a name ended."""
+
+    id: str
+    version: int
+    share: float
+    state: Ending
+    reason: str
+    ended_at: float  # Unix time, seconds
+
+
+class NameNotes(msgspec.Struct, frozen=True, omit_defaults=True):
+    versions: Mapping[int, VersionNote] = {}
+    last_canary: EndedCanary | None = None
+
+
+NO_NOTES: Final = NameNotes()
+
+
+@dataclass(frozen=True)
+class NameState:
+    """A name that has a current version."""
+
+    current: AdapterVersion
+    notes: NameNotes = NO_NOTES
+
+    @property
+    def rollout(self) -> Rollout:
+        return rollout_of(self.current)
+
+    def find(self, selector: str) -> AdapterVersion:
+        """The version that a number or an alias stands for. Raises NoSuchVersion."""
+        found = selected(self.current, selector)
+        if found is None:
+            raise NoSuchVersion(
+                f"{self.current.name}@{selector[:80]} does not exist: there is no such version or alias"
+            )
+        return found
+
+
+def with_upload(
+    state: NameState | None, upload: AdapterVersion, note: VersionNote, *, activate: bool, now: float
+) -> NameState:
+    """The name with a new version, which is its current one if `activate`. The oldest versions may go."""
+    if state is None:
+        if not activate:
+            raise VersionRefused(f"{upload.name} has no version yet, and its first one is current: leave activate out")
+        return NameState(upload, _noted(NO_NOTES, upload.version, note))
+    notes = _noted(state.notes, upload.version, note)
+    if activate:
+        return _trimmed(_with_current(replace(state, notes=notes), upload, now))
+    rollout = state.rollout
+    others = (*rollout.others, facts_of(upload))
+    return _trimmed(replace(_with(state, others=others), notes=notes))
+
+
+def promoted(state: NameState, selector: str | None, now: float) -> NameState:
+    """The name with another current version; None: that of its canary. A canary ends with it."""
+    canary = state.rollout.canary
+    if selector is None:
+        if canary is None:
+            raise VersionRefused(f"{state.current.name} has no canary: say which version is to be promoted")
+        selector = str(canary.version)
+    target = state.find(selector)
+    if target.version == state.current.version:
+        return state
+    return _with_current(state, target, now)
+
+
+def rolled_back(state: NameState, now: float) -> NameState:
+    """The name with the version that was current before. A canary ends with it."""
+    kept = {facts.version for facts in state.rollout.others}
+    before = [version for version in state.rollout.previous if version in kept]
+    if not before:
+        raise VersionRefused(f"{state.current.name} has had no other current version that is kept: promote one")
+    target = state.find(str(before[-1]))
+    return _with(_with_current(state, target, now), previous=tuple(before[:-1]))
+
+
+def with_alias(state: NameState, alias: str, selector: str | None) -> NameState:
+    """The name with an alias for a version, or without the alias. Raises AdapterInvalid for a bad alias."""
+    check_alias(alias)
+    aliases = dict(state.rollout.aliases)
+    if selector is None:
+        if aliases.pop(alias, None) is None:
+            raise NoSuchVersion(f"{state.current.name}@{alias} does not exist: there is no such version or alias")
+    else:
+        aliases[alias] = state.find(selector).version
+    if len(aliases) > MAX_ALIASES:
+        raise VersionRefused(f"{state.current.name} has {MAX_ALIASES} aliases, which is the most: delete one")
+    return _trimmed(_with(state, aliases=aliases))
+
+
+def with_canary(state: NameState, selector: str, share: float, canary_id: str, now: float) -> NameState:
+    """The name with a version on trial. One that is on trial already gets the new share, and keeps its id."""
+    version = state.find(selector).version
+    if version == state.current.version:
+        raise VersionRefused(f"version {version} of {state.current.name} is the current one: a canary is another")
+    running = state.rollout.canary
+    if running is not None and running.version == version:
+        return _with(state, canary=structs.replace(running, share=share))
+    state = without_canary(state, "superseded", f"version {version} is on trial instead", now)
+    return _with(state, canary=Canary(canary_id, version, share, now))
+
+
+def without_canary(state: NameState, ending: Ending, reason: str, now: float) -> NameState:
+    """The name without a trial. `ending`: see `EndedCanary.state`."""
+    canary = state.rollout.canary
+    if canary is None:
+        return state
+    ended = EndedCanary(canary.id, canary.version, canary.share, ending, reason, now)
+    state = _trimmed(_with(state, canary=None))
+    return replace(state, notes=structs.replace(state.notes, last_canary=ended))
+
+
+def with_shadow(state: NameState, selector: str | None, share: float, shadow_id: str = "") -> NameState:
+    """The name with a version that sees requests too; None: without one."""
+    if selector is None:
+        return _trimmed(_with(state, shadow=None))
+    version = state.find(selector).version
+    if version == state.current.version:
+        raise VersionRefused(f"version {version} of {state.current.name} is the current one: a shadow is another")
+    return _with(state, shadow=Shadow(shadow_id, version, share))
+
+
+def with_pin(state: NameState, num_gangs: int) -> NameState:
+    """The name whose current version, whichever that is, so many gangs keep in host memory; 0: none."""
+    if num_gangs == 0 and not state.rollout.pinned_gangs:
+        raise NoSuchVersion(f"{state.current.name} is not pinned")
+    return _with(state, pinned_gangs=num_gangs)
+
+
+def with_note(state: NameState, selector: str, text: str) -> NameState:
+    version = state.find(selector).version
+    note = state.notes.versions.get(version, VersionNote())
+    return replace(state, notes=_noted(state.notes, version, structs.replace(note, note=text)))
+
+
+def _with_current(state: NameState, target: AdapterVersion, now: float) -> NameState:
+    """The canary ends; so does a shadow that would now answer itself."""
+    canary, before = state.rollout.canary, state.current
+    if canary is not None:
+        is_it = canary.version == target.version
+        ending: Ending = "promoted" if is_it else "superseded"
+        state = without_canary(state, ending, f"version {target.version} is current", now)
+    rollout = state.rollout
+    others = (*(facts for facts in rollout.others if facts.version != target.version), facts_of(before))
+    shadow = rollout.shadow
+    if shadow is not None and shadow.version == target.version:
+        shadow = None
+    previous = (*(version for version in rollout.previous if version != target.version), before.version)
+    changed = structs.replace(rollout, others=_sorted(others), previous=previous[-MAX_VERSIONS:], shadow=shadow)
+    return replace(state, current=replace(target, rollout=changed.json()))
+
+
+def _trimmed(state: NameState) -> NameState:
+    """The name without its oldest versions, as far as nothing points to them."""
+    rollout = state.rollout
+    pointed_to = rollout.pointed_to()
+    free = [facts for facts in rollout.others if facts.version not in pointed_to]
+    gone = {facts.version for facts in free[: max(0, len(free) + 1 - MAX_VERSIONS)]}
+    if not gone:
+        return state
+    others = tuple(facts for facts in rollout.others if facts.version not in gone)
+    previous = tuple(version for version in rollout.previous if version not in gone)
+    versions = {version: note for version, note in state.notes.versions.items() if version not in gone}
+    state = _with(state, others=others, previous=previous)
+    return replace(state, notes=structs.replace(state.notes, versions=versions))
+
+
+def _with(state: NameState, **changes: object) -> NameState:
+    rollout = structs.replace(state.rollout, **changes)
+    if "others" in changes:
+        rollout = structs.replace(rollout, others=_sorted(rollout.others))
+    return replace(state, current=replace(state.current, rollout=rollout.json()))
+
+
+def _sorted(others: tuple) -> tuple:  # type: ignore[type-arg]
+    return tuple(sorted(others, key=lambda facts: facts.version))
+
+
+def _noted(notes: NameNotes, version: int, note: VersionNote) -> NameNotes:
+    if note == VersionNote():
+        return notes
+    return structs.replace(notes, versions={**notes.versions, version: note})
+
+
+def check_integrity(state: NameState) -> None:
+    """Raises AssertionError if an invariant is broken."""
+    rollout = state.rollout
+    versions = [facts.version for facts in rollout.others]
+    assert versions == sorted(set(versions)) and state.current.version not in versions
+    known = {*versions, state.current.version}
+    assert rollout.pointed_to() <= known, "something points to a version that is gone"
+    assert len(versions) < MAX_VERSIONS + len(rollout.pointed_to()) + 1 and len(rollout.aliases) <= MAX_ALIASES
+    for trial in (rollout.canary, rollout.shadow):
+        assert trial is None or trial.version != state.current.version
+        assert trial is None or version_of(state.current, trial.version) is not None
+    assert set(state.notes.versions) <= known
+    assert 0 <= rollout.pinned_gangs <= MAX_PINNED_GANGS

@@ -1,0 +1,120 @@
+"""What a name's record says beside its current version: its other versions, and who gets which of them.
+
+It rides in the record and in each event of it, so that whoever keeps the record knows of every version without asking.
+It is kept as JSON, and read when somebody asks: most names have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import msgspec
+
+from ..adapter import AdapterVersion
+
+MAX_VERSIONS: Final = 10  # of a name, beside those that are pointed to: the oldest go first
+MAX_ALIASES: Final = 8  # of a name
+MAX_CANARIES: Final = 64  # of a tenant, that run at once
+MAX_PINNED_GANGS: Final = 16  # of a name
+MAX_PINS: Final = 256  # names of a tenant that are pinned
+MAX_PINS_IN_ALL: Final = 10_000  # which routers keep, and tell gangs
+
+
+class VersionFacts(msgspec.Struct, frozen=True, array_like=True):
+    """A version that is not the name's current one."""
+
+    version: int
+    digest: str
+    num_bytes: int
+    created_at: float
+    module_ranks: Mapping[str, int]
+
+
+class Canary(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A version on trial: a share of the requests for the name goes to it."""
+
+    id: str  # of this trial: a new one draws anew who gets it
+    version: int
+    share: float  # above 0, below 1
+    started_at: float = 0.0  # Unix time, seconds
+
+
+class Shadow(msgspec.Struct, frozen=True):
+    """A version that a share of the requests for the name is sent to as well, and whose answers nobody sees."""
+
+    id: str
+    version: int
+    share: float  # above 0, at most 1
+
+
+class Rollout(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    others: tuple[VersionFacts, ...] = ()  # by version
+    previous: tuple[int, ...] = ()  # versions that were current before, the newest last
+    aliases: Mapping[str, int] = {}
+    canary: Canary | None = None
+    shadow: Shadow | None = None
+    pinned_gangs: int = 0  # that keep the current version in host memory; 0: it is not pinned
+
+    def pointed_to(self) -> set[int]:
+        """The versions, beside the current one, that must not go."""
+        trials = (self.canary, self.shadow)
+        return {*self.aliases.values(), *(trial.version for trial in trials if trial is not None)}
+
+    def digests_in_use(self) -> set[str]:
+        """Those, beside the current one's, that requests are likely to ask for."""
+        used = self.pointed_to()
+        return {facts.digest for facts in self.others if facts.version in used}
+
+    def json(self) -> bytes:
+        """Empty for one that says nothing."""
+        return b"" if self == NOTHING else _encode(self)
+
+
+NOTHING: Final = Rollout()
+_encode: Final = msgspec.json.Encoder().encode
+_decode: Final = msgspec.json.Decoder(Rollout).decode
+
+
+def rollout_of(current: AdapterVersion) -> Rollout:
+    """What the record that a current version was read from says."""
+    return _decode(current.rollout) if current.rollout else NOTHING
+
+
+def facts_of(adapter: AdapterVersion) -> VersionFacts:
+    return VersionFacts(adapter.version, adapter.digest, adapter.num_bytes, adapter.created_at, adapter.module_ranks)
+
+
+def version_of(current: AdapterVersion, version: int) -> AdapterVersion | None:
+    """A version of the same name; None: it has no such version, or no more."""
+    if version == current.version:
+        return current
+    facts = next((facts for facts in rollout_of(current).others if facts.version == version), None)
+    return None if facts is None else _adapter(current, facts)
+
+
+def selected(current: AdapterVersion, selector: str) -> AdapterVersion | None:
+    """The version that stands behind the @ in `name@3` or `name@prod`; None: there is none."""
+    if selector.isascii() and selector.isdigit() and len(selector) < 16:
+        return version_of(current, int(selector)) if str(int(selector)) == selector else None
+    version = rollout_of(current).aliases.get(selector)
+    return None if version is None else version_of(current, version)
+
+
+def versions_of(current: AdapterVersion) -> Iterator[AdapterVersion]:
+    """All versions of the name, the newest first."""
+    facts = sorted((*rollout_of(current).others, facts_of(current)), key=lambda one: -one.version)
+    return (current if one.version == current.version else _adapter(current, one) for one in facts)
+
+
+def _adapter(current: AdapterVersion, facts: VersionFacts) -> AdapterVersion:
+    return AdapterVersion(
+        tenant=current.tenant,
+        name=current.name,
+        version=facts.version,
+        digest=facts.digest,
+        module_ranks=facts.module_ranks,
+        num_bytes=facts.num_bytes,
+        created_at=facts.created_at,
+        revision=current.revision,
+    )

@@ -1,0 +1,224 @@
+"""Sampling of all rows of a step together, for a GPU: one copy to it and one back, for which alone the host waits.
+
+What is chosen is what `sampling.py` says, row by row. Probabilities are computed in float64 for some rows at a time, so
+that they never take more than a fixed part of the device's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+
+from .sampling import NOT_FINITE, Draw, Penalty
+from .staging import staged
+
+FIRST_LOOK = 1024  # likeliest tokens that are tried as candidates before the whole vocabulary is sorted
+_NOT_ENOUGH = -2  # in place of a token: filters may keep more candidates than were looked at
+_MOST_BYTES = 64 << 20  # of one float64 copy of logits
+
+
+@dataclass(frozen=True)
+class RowChoice:
+    """How the token of a row is chosen, and what is told of it."""
+
+    draw: Draw | None  # None: the highest logit
+    penalty: Penalty | None
+    bias: Mapping[int, float]  # is added to the logits of these tokens
+    num_logprobs: int | None  # likeliest tokens to tell, beside the chosen one; None: no log-probabilities at all
+
+
+@dataclass(frozen=True)
+class Chosen:
+    token_id: int
+    logprob: float | None  # before any shaping; None: not asked for
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Rows that are drawn alike, with their numbers on the device, `[num_rows, 1]` float64 each."""
+
+    rows: torch.Tensor  # [num_rows] int64
+    draws: torch.Tensor  # [5, num_rows, 1]: temperature, u, top_k, top_p, min_p
+    num_candidates: int  # that are looked at, the likeliest first; 0: no filter, and all in their order
+
+
+def choose_together(logits: torch.Tensor, choices: Sequence[RowChoice]) -> list[Chosen | None]:
+    """The token of each row of `[num_rows, vocab]` float32 logits, which are changed in place.
+
+    None for a row whose highest logit is infinite, or that has a NaN. The host waits for the device once, and once more
+    if filters keep more than FIRST_LOOK tokens of a row.
+    """
+    told = [row for row, choice in enumerate(choices) if choice.num_logprobs is not None]
+    groups = _groups(choices, logits.shape[1])
+    told_rows, drawn, shaping = _on_device(logits.device, told, groups, choices)
+    logprobs = torch.log_softmax(logits.index_select(0, told_rows), dim=-1) if told else None
+    _shape(logits, shaping)
+    values, highest = logits.max(dim=-1)
+    chosen = torch.where(values.isfinite(), highest, NOT_FINITE)
+    for group in drawn:
+        tokens = _draw(logits, group)
+        chosen.index_copy_(0, group.rows, torch.where(chosen.index_select(0, group.rows) < 0, NOT_FINITE, tokens))
+    answer = [chosen]
+    if logprobs is not None:
+        most = max(choices[row].num_logprobs or 0 for row in told)
+        own = chosen.index_select(0, told_rows).clamp(min=0)
+        top_logprobs, top_ids = logprobs.topk(min(most, logits.shape[1]))
+        answer += [logprobs.gather(1, own.unsqueeze(1)), top_logprobs, top_ids]
+    token_ids, *tops = (part.tolist() for part in _fetched(answer))
+    of_row = dict(zip(told, zip(*tops, strict=True), strict=True)) if told else {}
+    chances = {row: own[0] for row, (own, _, _) in of_row.items()}
+    lacking = [row for row, token_id in enumerate(token_ids) if token_id == _NOT_ENOUGH]
+    if lacking:
+        again = _looked_through(logits, logprobs, lacking, told, choices)
+        for row, (token_id, chance) in again.items():
+            token_ids[row], chances[row] = token_id, chance
+    found: list[Chosen | None] = []
+    for row, (token_id, choice) in enumerate(zip(token_ids, choices, strict=True)):
+        count = choice.num_logprobs
+        _, logprobs_of, ids_of = of_row.get(row, (None, [], []))
+        known = Chosen(token_id, None if count is None else chances[row], ids_of[:count], logprobs_of[:count])
+        found.append(None if token_id == NOT_FINITE else known)
+    return found
+
+
+def _groups(choices: Sequence[RowChoice], vocab_size: int) -> list[tuple[list[int], int]]:
+    """Rows to draw, and how many candidates are looked at; of each group the float64 copy is of a bounded size."""
+    by_count: dict[int, list[int]] = {}
+    for row, choice in enumerate(choices):
+        if choice.draw is not None:
+            by_count.setdefault(_num_candidates(choice.draw, vocab_size), []).append(row)
+    most = max(_MOST_BYTES // (8 * vocab_size), 1)
+    return [(rows[at : at + most], count) for count, rows in by_count.items() for at in range(0, len(rows), most)]
+
+
+def _num_candidates(draw: Draw, vocab_size: int) -> int:
+    if draw.top_k == 0 and draw.top_p >= 1 and draw.min_p == 0:
+        return 0
+    return vocab_size if draw.top_k > FIRST_LOOK else min(FIRST_LOOK, vocab_size)
+
+
+@dataclass(frozen=True)
+class _Shaping:
+    """Penalties and biases, one entry for each token of each row that has any."""
+
+    factors: torch.Tensor  # [num_penalised, 4] float64: row, repetition, presence, frequency
+    lengths: torch.Tensor  # [num_penalised] int64, entries of each
+    bias_at: torch.Tensor  # [2, num_biased] int64: rows and tokens
+    bias: torch.Tensor  # [num_biased] float32
+    penalised: torch.Tensor  # [2, num_entries] int32: tokens, and how often each is in the output
+
+
+def _on_device(
+    device: torch.device, told: list[int], groups: list[tuple[list[int], int]], choices: Sequence[RowChoice]
+) -> tuple[torch.Tensor, list[_Drawn], _Shaping]:
+    """All that the device must know, in one copy."""
+    penalties = [(row, c.penalty) for row, c in enumerate(choices) if c.penalty is not None and c.penalty.token_ids]
+    biases = [(row, token, value) for row, c in enumerate(choices) for token, value in c.bias.items()]
+    drawn_rows = list(chain.from_iterable(rows for rows, _ in groups))
+    draws = [choices[row].draw for row in drawn_rows]
+    numbers = [[d.temperature, d.uniform, float(d.top_k), d.top_p, d.min_p] for d in draws if d is not None]
+    counted = [torch.frombuffer(p.token_ids, dtype=torch.int32) for _, p in penalties]
+    counted += [torch.frombuffer(p.counts, dtype=torch.int32) for _, p in penalties]
+    on_device = staged(
+        device,
+        torch.tensor(numbers, dtype=torch.float64).view(-1, 5).t().contiguous(),
+        torch.tensor([[row, p.repetition, p.presence, p.frequency] for row, p in penalties], dtype=torch.float64),
+        torch.tensor([*told, *drawn_rows], dtype=torch.int64),
+        torch.tensor([len(p.token_ids) for _, p in penalties], dtype=torch.int64),
+        torch.tensor([[row for row, _, _ in biases], [token for _, token, _ in biases]], dtype=torch.int64),
+        torch.tensor([value for _, _, value in biases], dtype=torch.float32),
+        torch.cat([torch.empty(0, dtype=torch.int32), *counted]).view(2, -1),
+    )
+    of_draws, factors, rows, lengths, bias_at, bias, penalised = on_device
+    drawn, at = [], 0
+    for group, count in groups:
+        part = slice(at, at + len(group))
+        drawn.append(_Drawn(rows[len(told) :][part], of_draws[:, part].unsqueeze(2), count))
+        at += len(group)
+    return rows[: len(told)], drawn, _Shaping(factors, lengths, bias_at, bias, penalised)
+
+
+def _shape(logits: torch.Tensor, shaping: _Shaping) -> None:
+    """Penalties, then biases. No token of a row has two entries."""
+    if len(shaping.lengths):
+        token, count = shaping.penalised
+        entries = shaping.factors.repeat_interleave(shaping.lengths, 0, output_size=len(token))
+        row, repetition, presence, frequency = entries.unbind(1)
+        at, repetition = (row.long(), token.long()), repetition.float()
+        taken = torch.where(count > 0, presence + frequency * count, 0.0).float()
+        values = logits[at]
+        logits[at] = torch.where(values > 0, values / repetition, values * repetition) - taken
+    if len(shaping.bias):
+        at = (shaping.bias_at[0], shaping.bias_at[1])
+        logits[at] = logits[at] + shaping.bias
+
+
+def _draw(logits: torch.Tensor, group: _Drawn) -> torch.Tensor:
+    """A token `[num_rows]` for each row of a group; _NOT_ENOUGH where its filters may keep more than was looked at."""
+    rows = logits.index_select(0, group.rows)
+    temperature, uniform, top_k, top_p, min_p = group.draws
+    # The highest logit is subtracted in float64, so that the smallest temperature gives the greedy token and not NaN.
+    probabilities = torch.softmax((rows.double() - rows.amax(-1, keepdim=True)) / temperature, dim=-1)
+    if group.num_candidates == 0:
+        return _pick(probabilities, uniform)
+    likeliest, token_ids = probabilities.topk(group.num_candidates)
+    tokens = token_ids.gather(1, _pick(_kept(likeliest, top_k, top_p, min_p), uniform).unsqueeze(1)).squeeze(1)
+    if group.num_candidates == logits.shape[1]:
+        return tokens
+    reached = (top_p < 1) & (likeliest.sum(-1, keepdim=True) >= top_p)
+    enough = (top_k > 0) | reached | (likeliest[:, -1:] < min_p * likeliest[:, :1])
+    return torch.where(enough.squeeze(1), tokens, _NOT_ENOUGH)
+
+
+def _kept(likeliest: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """`likeliest` `[num_rows, count]`, descending, with zeros for tokens that top-k, then top-p, then min-p drop."""
+    rank = torch.arange(likeliest.shape[1], device=likeliest.device)
+    kept = likeliest * ((rank < top_k) | (top_k == 0))
+    total = torch.where(top_k > 0, kept.sum(-1, keepdim=True), 1.0)
+    inside = (kept.cumsum(-1) - kept < top_p * total) | (top_p >= 1)
+    return kept * ((inside & (kept >= min_p * kept[:, :1])) | (rank == 0))
+
+
+def _pick(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """`[num_rows]`: the first index at which a row's running sum exceeds its `uniform` `[num_rows, 1]` of its total."""
+    cumulative = probabilities.cumsum(-1)
+    found = torch.searchsorted(cumulative, cumulative[:, -1:] * uniform, right=True).squeeze(1)
+    place = torch.arange(probabilities.shape[1], device=probabilities.device)
+    last = (place * (probabilities > 0)).amax(-1)  # rounding of the sums must not choose a token of probability zero
+    return torch.minimum(found, last)
+
+
+def _looked_through(
+    logits: torch.Tensor,
+    logprobs: torch.Tensor | None,
+    lacking: list[int],
+    told: list[int],
+    choices: Sequence[RowChoice],
+) -> dict[int, tuple[int, float]]:
+    """Draws these rows from the whole vocabulary: the token of each and, of rows that are told, its log-probability."""
+    vocab_size = logits.shape[1]
+    most = max(_MOST_BYTES // (8 * vocab_size), 1)
+    groups = [(lacking[at : at + most], vocab_size) for at in range(0, len(lacking), most)]
+    alone = [replace(choice, penalty=None, bias={}) for choice in choices]  # the logits are shaped
+    places = [told.index(row) if row in told else 0 for row in lacking]
+    at, drawn, _ = _on_device(logits.device, places, groups, alone)
+    tokens = torch.cat([_draw(logits, group) for group in drawn])
+    chances = torch.zeros_like(tokens, dtype=torch.float32)
+    if logprobs is not None:
+        chances = logprobs.index_select(0, at).gather(1, tokens.unsqueeze(1)).squeeze(1)
+    token_ids, found = (part.tolist() for part in _fetched([tokens, chances]))
+    return dict(zip(lacking, zip(token_ids, found, strict=True), strict=True))
+
+
+def _fetched(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same on the host, in one copy, for which the host waits."""
+    widest_first = sorted(range(len(parts)), key=lambda index: -parts[index].itemsize)
+    together = torch.cat([parts[index].contiguous().view(-1).view(torch.uint8) for index in widest_first]).cpu()
+    pieces = torch.split(together, [parts[index].nbytes for index in widest_first])
+    fetched = dict(zip(widest_first, pieces, strict=True))
+    return [fetched[index].view(part.dtype).view(part.shape) for index, part in enumerate(parts)]

@@ -1,0 +1,189 @@
+"""Tenants, keys and entries of the audit log as their API shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import msgspec
+from msgspec import structs
+from starlette.responses import Response
+
+from ...adapters.administration.record_changes import MAX_KEYS
+from ...adapters.errors import (
+    AdapterInvalid,
+    NoSuchKey,
+    NoSuchTenant,
+    RegistryUnavailable,
+    TenantEnding,
+    TenantExists,
+    TooManyKeys,
+)
+from ...adapters.tenants.audit_entry import WrittenEntry
+from ...adapters.tenants.records import KeyRecord, Quota, Scope, TenantRecord
+from ..openai_api.errors import ApiError, invalid_value, unavailable
+
+
+class QuotaShown(msgspec.Struct, frozen=True, kw_only=True):
+    """null: there is no bound."""
+
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    concurrent_streams: int | None
+    adapters: int | None
+    stored_bytes: int | None
+    pinned_bytes: int | None
+
+
+class TenantShown(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    object: Literal["tenant"] = "tenant"
+    label: str
+    state: Literal["active", "suspended", "ending"]  # ending: its deletion was begun, and has to be repeated
+    created_at: int | None  # Unix seconds; null: it came with a configured key
+    weight: float
+    background: bool
+    quota: QuotaShown
+    num_keys: int
+
+
+class KeyShown(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["api_key"] = "api_key"
+    tenant: str
+    scopes: list[Scope]
+    label: str
+    created_at: int | None  # Unix seconds; null: it was configured
+    expires_at: float | None  # Unix seconds; null: never
+    quota: QuotaShown
+
+
+class KeyMade(KeyShown, frozen=True, kw_only=True):
+    key: str  # nobody can ask for it again
+
+
+class KeyRotated(KeyMade, frozen=True, kw_only=True):
+    replaces: KeyShown  # the old key, which ends when it says
+
+
+class Deleted(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["tenant", "api_key"]
+    deleted: Literal[True] = True
+    num_adapters: int | msgspec.UnsetType = msgspec.UNSET  # of a tenant: that went with it, in this call
+
+
+class ActorShown(msgspec.Struct, frozen=True, kw_only=True):
+    kind: Literal["operator", "key", "token", "configuration", "judge"]
+    id: str | None  # of a key; the subject of a token
+    tenant: str | None
+
+
+class AuditShown(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["audit_entry"] = "audit_entry"
+    at: float  # Unix seconds, by Redis' clock
+    actor: ActorShown
+    action: str
+    tenant: str | None  # null: it is everybody's
+    target: str | None  # id of a key, name of an adapter; null: the tenant itself
+    changed: dict[str, Any]
+    result: str | None
+    request_id: str
+
+
+def shown_tenant(tenant: TenantRecord, num_keys: int) -> TenantShown:
+    return TenantShown(
+        name=tenant.name,
+        label=tenant.label,
+        state="ending" if tenant.is_ending else "suspended" if tenant.is_suspended else "active",
+        created_at=int(tenant.created_at) or None,
+        weight=tenant.weight,
+        background=tenant.is_background,
+        quota=_quota(tenant.quota),
+        num_keys=num_keys,
+    )
+
+
+def shown_key(key: KeyRecord) -> KeyShown:
+    return KeyShown(**_key_fields(key))
+
+
+def made_key(key: KeyRecord, secret: str) -> KeyMade:
+    return KeyMade(**_key_fields(key), key=secret)
+
+
+def rotated_key(key: KeyRecord, secret: str, old: KeyRecord) -> KeyRotated:
+    return KeyRotated(**_key_fields(key), key=secret, replaces=shown_key(old))
+
+
+def shown_entry(written: WrittenEntry) -> AuditShown:
+    entry = written.entry
+    actor = entry.actor
+    return AuditShown(
+        id=written.id,
+        at=written.at,
+        actor=ActorShown(kind=actor.kind, id=actor.id or None, tenant=actor.tenant or None),
+        action=entry.action,
+        tenant=entry.tenant or None,
+        target=entry.target or None,
+        changed=entry.changed,
+        result=written.result or None,
+        request_id=actor.request_id,
+    )
+
+
+def json_answer(body: msgspec.Struct, status_code: int = 200) -> Response:
+    """An answer that nobody keeps: it may hold a key."""
+    headers = {"Cache-Control": "no-store"}
+    return Response(msgspec.json.encode(body), status_code, headers, "application/json")
+
+
+def no_tenant(name: str) -> ApiError:
+    return ApiError(404, f"The tenant {name!r} does not exist.", param="tenant", code="tenant_not_found")
+
+
+def no_key() -> ApiError:
+    """404: the same for a key that does not exist and for a key of another tenant."""
+    return ApiError(404, "There is no such API key.", param="key_id", code="key_not_found")
+
+
+@contextmanager
+def as_api_errors(tenant: str = "") -> Iterator[None]:
+    """What the registry raises, as answers."""
+    try:
+        yield
+    except AdapterInvalid as error:
+        raise invalid_value("name", f"{error}.") from error
+    except TenantExists as error:
+        raise ApiError(409, f"The tenant {tenant!r} exists already.", param="name", code="tenant_exists") from error
+    except TenantEnding as error:
+        message = "The deletion of this tenant has not ended: repeat it before anything else."
+        raise ApiError(409, message, code="tenant_ending") from error
+    except TooManyKeys as error:
+        message = f"A tenant may have {MAX_KEYS} keys: delete some that are not needed any more."
+        raise ApiError(409, message, code="too_many_keys") from error
+    except NoSuchTenant as error:
+        raise no_tenant(tenant) from error
+    except NoSuchKey as error:
+        raise no_key() from error
+    except RegistryUnavailable as error:
+        message = f"Tenants and keys cannot be read or changed now, try again: {error}"
+        raise unavailable(message, "registry_unavailable") from error
+
+
+def _key_fields(key: KeyRecord) -> dict[str, Any]:
+    return {
+        "id": key.key_id,
+        "tenant": key.tenant,
+        "scopes": sorted(key.scopes),
+        "label": key.label,
+        "created_at": int(key.created_at) or None,
+        "expires_at": key.expires_at,
+        "quota": _quota(key.quota),
+    }
+
+
+def _quota(quota: Quota) -> QuotaShown:
+    return QuotaShown(**structs.asdict(quota))

@@ -1,0 +1,157 @@
+"""The public keys of one identity provider, fetched in the background and kept while it is away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import httpx
+import jwt
+
+from .oidc_config import LOOPBACK, is_safe
+
+_log = logging.getLogger(__name__)
+DISCOVERY: Final = "/.well-known/openid-configuration"
+REFRESH_S: Final = 600.0
+FETCH_S: Final = 10.0  # for both documents
+MAX_BYTES: Final = 256 << 10  # of each
+MAX_KEYS: Final = 100
+_FIRST_BACKOFF_S: Final = 1.0
+_MAX_BACKOFF_S: Final = 60.0
+ASKED_GAP_S: Final = 30.0  # between two fetches that tokens with unknown keys ask for
+_KINDS: Final = frozenset({"RSA", "EC", "OKP"})  # what has a public part
+
+
+@dataclass(frozen=True)
+class PublicKey:
+    key: Any  # as PyJWT takes it
+    algorithm: str  # the only one that it is for; empty: any of its kind
+
+
+class IssuerError(Exception):
+    """The provider's documents cannot be used; the message says why."""
+
+
+class IssuerKeys:
+    """Requests only read `keys`. Belongs to one event loop."""
+
+    def __init__(self, issuer: str, on_changed: Callable[[], None] = lambda: None) -> None:
+        """`on_changed`: called when there are other keys than before."""
+        self.issuer = issuer
+        self.keys: Mapping[str, PublicKey] | None = None  # by id; None: they were never fetched
+        self.num_fetches = 0
+        self._on_changed = on_changed
+        self._asked = asyncio.Event()
+        self._asked_at = float("-inf")
+        self._documents: Any = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, wait_s: float) -> None:
+        """Begins to fetch; waits so long at most for the first keys."""
+        fetched = asyncio.Event()
+        self._task = asyncio.create_task(self._follow(fetched), name="issuer keys")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(fetched.wait(), wait_s)
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def ask(self) -> None:
+        """A token names a key that is not here: the keys are fetched soon, but not more often than ASKED_GAP_S."""
+        self._asked.set()
+
+    async def _follow(self, fetched: asyncio.Event) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            try:
+                await self.fetch()
+                backoff_s, rest_s = _FIRST_BACKOFF_S, REFRESH_S
+            except (IssuerError, httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:
+                kept = "none are known yet" if self.keys is None else "the last ones are kept"
+                _log.warning("keys of an issuer of tokens were not fetched, %s: %s", kept, type(error).__name__)
+                rest_s = backoff_s * random.uniform(0.5, 1.0)
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            except Exception:  # without keys that follow the issuer's, its tokens would be refused for ever
+                _log.exception("keys of an issuer of tokens cannot be read")
+                rest_s = _MAX_BACKOFF_S
+            fetched.set()
+            await self._rest(rest_s)
+
+    async def _rest(self, rest_s: float) -> None:
+        """Until the next fetch is due, or a token has asked for one."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._asked.wait(), rest_s)
+            since_s = time.monotonic() - self._asked_at
+            await asyncio.sleep(max(0.0, ASKED_GAP_S - since_s))
+        if self._asked.is_set():
+            self._asked_at = time.monotonic()
+        self._asked.clear()
+
+    async def fetch(self) -> None:
+        """Raises IssuerError, what httpx raises, and TimeoutError; the keys are then those of before."""
+        self.num_fetches += 1
+        # A proxy of the environment cannot reach this machine's loopback.
+        is_local = urlsplit(self.issuer).hostname in LOOPBACK
+        async with asyncio.timeout(FETCH_S), httpx.AsyncClient(timeout=FETCH_S, trust_env=not is_local) as client:
+            discovery = await _document(client, self.issuer.rstrip("/") + DISCOVERY)
+            if discovery.get("issuer") != self.issuer:
+                raise IssuerError("its discovery document is another issuer's")
+            address = discovery.get("jwks_uri")
+            if not isinstance(address, str) or not is_safe(address):
+                raise IssuerError("its jwks_uri is no https URL")
+            document = await _document(client, address)
+        keys = public_keys(document)
+        if self.keys is None or document != self._documents:
+            self.keys, self._documents = keys, document
+            self._on_changed()
+            _log.info("an issuer of tokens has %d keys", len(keys))
+
+
+def public_keys(document: Mapping[str, Any]) -> Mapping[str, PublicKey]:
+    """The keys for signatures of a JWKS (RFC 7517), by id. Raises IssuerError where there is none."""
+    told = document.get("keys")
+    if not isinstance(told, list) or len(told) > MAX_KEYS:
+        raise IssuerError(f"a list of at most {MAX_KEYS} keys is needed")
+    found: dict[str, PublicKey] = {}
+    for entry in told:
+        if not isinstance(entry, dict) or entry.get("kty") not in _KINDS or entry.get("use", "sig") != "sig":
+            continue
+        key_id, algorithm = entry.get("kid"), entry.get("alg", "")
+        if not isinstance(key_id, str) or not isinstance(algorithm, str):
+            continue
+        try:
+            found[key_id] = PublicKey(jwt.PyJWK(entry).key, algorithm)
+        except (jwt.PyJWTError, ValueError, TypeError):  # one that cannot be used takes no other with it
+            continue
+    if not found:
+        raise IssuerError("none of its keys can be used")
+    return MappingProxyType(found)
+
+
+async def _document(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
+    body = bytearray()
+    async with client.stream("GET", url) as response:
+        if response.status_code != 200:
+            raise IssuerError(f"it answered with {response.status_code}")
+        async for chunk in response.aiter_bytes():
+            body += chunk
+            if len(body) > MAX_BYTES:
+                raise IssuerError(f"a document is larger than {MAX_BYTES} bytes")
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise IssuerError("a document is not JSON") from error
+    if not isinstance(document, dict):
+        raise IssuerError("a document is no JSON object")
+    return document

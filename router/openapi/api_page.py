@@ -1,0 +1,169 @@
+"""The tables of docs/api.md, made of the OpenAPI document; the prose between them is written by hand.
+
+A table stands between the lines `<!-- made: NAME -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+from ..openai_api.request_schema import ChatRequest, CompletionRequest, UnsupportedFields
+from .document import Schema
+from .error_codes import ERRORS, EVERYWHERE, OF_NO_ROUTE
+from .schema_words import name_of, shown_name, words_of
+
+_BLOCK: Final = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_CODE: Final = re.compile(r"^- `(\w+)`:", re.MULTILINE)
+_GENERATION: Final = {"chat": ChatRequest.__name__, "completions": CompletionRequest.__name__}
+
+
+def with_tables(page: str, document: Schema) -> str:
+    """The page with its tables made anew. Raises ValueError where a table is missing, or nobody makes one."""
+    asked = [name for _, name, _ in _BLOCK.findall(page)]
+    if sorted(asked) != sorted(_TABLES):
+        raise ValueError(f"the page has the tables {sorted(asked)}: each of {sorted(_TABLES)} must be there once")
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{_TABLES[block[2]](document)}\n{block[3]}", page)
+
+
+def _operations(document: Schema) -> Iterator[tuple[str, Schema]]:
+    """Each call, as `GET /v1/models`, and what is said of it."""
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield f"{method.upper()} {path}", operation
+
+
+def _endpoints(document: Schema) -> str:
+    rows = [
+        (f"`{call}`", _needed(operation), operation["summary"], _taken(operation), _given(operation))
+        for call, operation in _operations(document)
+    ]
+    return _table(("call", "key", "what it is for", "takes", "gives"), rows)
+
+
+def _needed(operation: Schema) -> str:
+    """The scope that a key needs."""
+    needed = operation.get("security")
+    return f"`{needed[0]['bearer'][0]}`" if needed else "none"
+
+
+def _taken(operation: Schema) -> str:
+    parts = [
+        f"`{parameter['name']}`" + (" (a header)" if parameter["in"] == "header" else "")
+        for parameter in operation.get("parameters", ())
+        if parameter["in"] != "path"
+    ]
+    for media_type, content in operation.get("requestBody", {"content": {}})["content"].items():
+        shown = "JSON" if media_type == "application/json" else "form"
+        parts.insert(0, f"{words_of(content['schema'])} ({shown})")
+    return ", ".join(parts)
+
+
+def _given(operation: Schema) -> str:
+    parts = []
+    for status, response in operation["responses"].items():
+        if not status.startswith("2"):
+            continue
+        kinds = [
+            words_of(content["schema"]) if media_type == "application/json" else f"`{media_type}`"
+            for media_type, content in response.get("content", {}).items()
+        ]
+        parts.append(f"{status} " + " or ".join(kinds))
+    return "; ".join(part.strip() for part in parts)
+
+
+def _fields(document: Schema) -> str:
+    """Of generation, without those that are refused."""
+    chat, text = (document["components"]["schemas"][name]["properties"] for name in _GENERATION.values())
+    rows = []
+    for name in dict.fromkeys((*chat, *text)):
+        places = {"both": chat} if chat.get(name) == text.get(name) else {"chat": chat, "completions": text}
+        rows += [
+            (f"`{name}`", where, *_told(fields[name]))
+            for where, fields in places.items()
+            if name in fields and not _is_refused(where, name)
+        ]
+    order = ("both", *_GENERATION)
+    return _table(("field", "where", "accepted", ""), sorted(rows, key=lambda row: order.index(row[1])))
+
+
+def _is_refused(where: str, name: str) -> bool:
+    return name in UnsupportedFields.__struct_fields__ or (where, name) == ("chat", "echo")
+
+
+def _told(schema: Schema) -> tuple[str, str]:
+    """What is accepted, and what it means if that is said."""
+    told = [one.get("description", "") for one in (schema, *schema.get("anyOf", ()))]
+    return words_of(schema, with_null=False), next(filter(None, told), "")
+
+
+def _refused(document: Schema) -> str:
+    fields = document["components"]["schemas"][CompletionRequest.__name__]["properties"]
+    rows = [
+        (f"`{name}`", words_of(fields[name], with_null=False) if "enum" in fields[name] else "an empty list")
+        for name in UnsupportedFields.__struct_fields__
+    ]
+    return _table(("field", "accepted"), [*rows, ("`echo` in a chat", "")])
+
+
+def _types(document: Schema) -> str:
+    """Of all other bodies, and of answers."""
+    rows = []
+    for name, schema in document["components"]["schemas"].items():
+        if name in _GENERATION.values():
+            continue
+        required = schema.get("required", ())
+        shown = f"`{shown_name(name)}`"
+        for field, one in schema.get("properties", {}).items():
+            accepted, meaning = words_of(one), _told(one)[1]
+            rows.append((shown, f"`{field}`" + ("" if field in required else " (or absent)"), accepted, meaning))
+            shown = ""
+    return _table(("type", "field", "is", ""), rows)
+
+
+def _errors(document: Schema) -> str:
+    """By status, each with the routes that give it."""
+    places: dict[str, list[str]] = {code: [] for code in ERRORS}
+    operations = [*_operations(document)]
+    for call, operation in operations:
+        for response in operation["responses"].values():
+            for code in _CODE.findall(_resolved(document, response)["description"]):
+                places[code].append(call)
+    keys = {call: operation["security"][0]["bearer"][0] for call, operation in operations if "security" in operation}
+    rows = [
+        (str(status), f"`{code}`", meaning, _where(code, places[code], keys))
+        for code, (status, meaning) in sorted(ERRORS.items(), key=lambda error: error[1][0])
+    ]
+    return _table(("status", "`code`", "means", "where"), rows)
+
+
+def _where(code: str, calls: Sequence[str], keys: Mapping[str, str]) -> str:
+    """`keys`: the scope that each call needs."""
+    if code in EVERYWHERE or code in OF_NO_ROUTE:
+        return "everywhere"
+    if calls == [*keys]:
+        return "wherever a key is needed"
+    if calls == [call for call, scope in keys.items() if scope != "operator"]:
+        return "wherever a tenant's key is needed"
+    return ", ".join(f"`{call}`" for call in calls)
+
+
+def _resolved(document: Schema, response: Schema) -> Any:
+    return document["components"]["responses"][name_of(response)] if "$ref" in response else response
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown."""
+    head = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    return "\n".join([*head, *map(_row, rows)])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+_TABLES: Final[Mapping[str, Callable[[Schema], str]]] = MappingProxyType(
+    {"endpoints": _endpoints, "fields": _fields, "refused": _refused, "errors": _errors, "types": _types}
+)

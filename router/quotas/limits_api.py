@@ -1,0 +1,112 @@
+"""GET /v1/limits: the quotas of a tenant and of its key, and what is left of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...adapters.errors import RegistryUnavailable
+from ...adapters.tenants.storage_bounds import StorageUse, storage_bounds
+from ...adapters.upload import UploadService
+from ..openai_api.errors import unavailable
+from ..route import RouteSpec
+from ..tenants.auth import Door
+from ..tenants.identity import Identity
+from .bounds import Kind, Owner
+from .quotas import Quotas
+from .standing import Standing
+
+
+class Limit(msgspec.Struct, frozen=True, kw_only=True):
+    limit: int | None  # None: there is none
+    remaining: int | None
+    reset_s: float | None = None  # until all of it is left again, if nothing is asked for; None: it is no rate
+
+
+class OwnersLimits(msgspec.Struct, frozen=True, kw_only=True):
+    requests_per_minute: Limit
+    tokens_per_minute: Limit
+    concurrent_streams: Limit
+    adapters: Limit
+    stored_bytes: Limit
+    pinned_bytes: int | None  # the most there may be; None: no quota
+
+
+class LimitsAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["limits"] = "limits"
+    tenant: OwnersLimits
+    key: OwnersLimits
+    is_fleet_wide: bool  # False: Redis is away, and this is the share of the router that answers
+
+
+_NO_LIMIT = Limit(limit=None, remaining=None)
+
+
+class LimitsApi:
+    def __init__(self, door: Door, quotas: Quotas | None, uploads: UploadService) -> None:
+        self._door, self._quotas, self._uploads = door, quotas, uploads
+
+    def routes(self) -> Sequence[RouteSpec]:
+        return [
+            RouteSpec(
+                method="GET",
+                path="/v1/limits",
+                handler=self.show,
+                scope="metrics",
+                summary="The quotas of the tenant and of its key, and what is left of them.",
+                answers={200: LimitsAnswer},
+                errors=("registry_unavailable",),
+            )
+        ]
+
+    async def show(self, request: Request) -> Response:
+        identity = self._door.identify(request, "metrics")
+        standing = None if self._quotas is None else await self._quotas.look(identity)
+        try:
+            stored = await self._uploads.stored(identity.name, identity.key.key_id)
+        except RegistryUnavailable as error:
+            raise unavailable(f"What is stored cannot be counted now: {error}", "registry_unavailable") from error
+        answer = LimitsAnswer(
+            tenant=_of("tenant", identity, standing, stored[0]),
+            key=_of("key", identity, standing, stored[1]),
+            is_fleet_wide=self._quotas is None or not self._quotas.is_local,
+        )
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _of(owner: Owner, identity: Identity, standing: Standing | None, stored: StorageUse) -> OwnersLimits:
+    bound = storage_bounds(identity.tenant, identity.key)[owner == "key"]
+    quota = identity.tenant.quota if owner == "tenant" else identity.key.quota
+    return OwnersLimits(
+        requests_per_minute=_rate("requests", owner, standing),
+        tokens_per_minute=_rate("tokens", owner, standing),
+        concurrent_streams=_streams(owner, standing),
+        adapters=_counted(bound.adapters, stored.adapters),
+        stored_bytes=_counted(bound.stored_bytes, stored.stored_bytes),
+        pinned_bytes=quota.pinned_bytes,
+    )
+
+
+def _rate(kind: Kind, owner: Owner, standing: Standing | None) -> Limit:
+    if standing is not None:
+        for index, rate in enumerate(standing.bounds.rates):
+            if (rate.kind, rate.owner) == (kind, owner):
+                reset_s = round(standing.full_in_s(index), 3)
+                return Limit(limit=rate.limit, remaining=standing.left(index), reset_s=reset_s)
+    return _NO_LIMIT
+
+
+def _streams(owner: Owner, standing: Standing | None) -> Limit:
+    if standing is None:
+        return _NO_LIMIT
+    if owner == "tenant":
+        return _counted(standing.bounds.tenant_streams, standing.tenant_streams)
+    return _counted(standing.bounds.key_streams, standing.key_streams)
+
+
+def _counted(limit: int | None, count: int) -> Limit:
+    return _NO_LIMIT if limit is None else Limit(limit=limit, remaining=max(0, limit - count))

@@ -1,0 +1,74 @@
+"""Which tenants' sequences use an adapter at one gang, or have done so lately.
+
+Adapters are kept by content, and several tenants may have the same. What a tenant is told of where its adapter is must
+follow from its own sequences: else it could upload somebody's bytes and watch whether they are in use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from ...workers.wire.short_digest import short_digest
+
+LATELY_S: Final = 300.0  # for so long others' use of the same content may prolong what a tenant sees
+
+
+@dataclass(slots=True)
+class _Use:
+    num_open: int = 0
+    ended_at: float = 0.0  # the last one, by the clock
+    has_left_pool: bool = False  # since the last one began
+
+
+class AdapterUses:
+    """Its owner says which adapters are at the gang no more, so that there are never more digests here than there."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._uses: dict[str, dict[str, _Use]] = {}  # by digest and tenant
+        self._digests: dict[int, str] = {}  # the same ones, by short digest
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+    def begun(self, digest: str, tenant: str) -> None:
+        """A sequence of the tenant with this adapter is on its way there."""
+        if digest not in self._uses:
+            self._uses[digest] = {}
+            self._digests[short_digest(digest)] = digest
+        use = self._uses[digest].setdefault(tenant, _Use())
+        use.num_open += 1
+        use.has_left_pool = False
+
+    def ended(self, digest: str, tenant: str) -> None:
+        """Such a sequence has ended."""
+        use = self._uses[digest][tenant]
+        use.num_open -= 1
+        use.ended_at = self._clock()
+
+    def is_lately_by(self, digest: str, tenant: str, *, has_left_pool: bool = False) -> bool:
+        """Whether a sequence of the tenant uses it, or did so within LATELY_S.
+
+        If it has left the pool since that one began, it counts only where the caller says that this is so.
+        """
+        use = self._uses.get(digest, {}).get(tenant)
+        if use is None or (use.has_left_pool and not has_left_pool):
+            return False
+        return use.num_open > 0 or self._clock() - use.ended_at < LATELY_S
+
+    def leave_pool(self, digest: str) -> None:
+        """It is in host memory alone now, if it is here."""
+        for use in self._uses.get(digest, {}).values():
+            use.has_left_pool = True
+
+    def used(self, short_digests: Iterable[int]) -> list[str]:
+        """Those of these adapters that are here."""
+        return [self._digests[short] for short in short_digests if short in self._digests]
+
+    def forget(self, digest: str) -> None:
+        """It is there no more, and nobody has it open: if it comes again, somebody else may have asked for it."""
+        if self._uses.pop(digest, None) is not None:
+            del self._digests[short_digest(digest)]

@@ -1,0 +1,110 @@
+"""Counts what each answer has cost: an accountant whose books are on disk before the last of an answer goes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from ...adapters.ledger.entry import Entry, Stage
+from ...adapters.tenants.life import life_number
+from ..accounts.account import Account, Asked, Ending, Progress
+from ..loop_share import LoopShare
+from ..openai_api.errors import unavailable
+from ..openai_api.response_id import parse_response_id
+from .spool import Spool
+from .spool_lines import FINAL, PARTIAL
+
+_FIXED_BYTES: Final = 768  # a line's numbers, digest and names of fields, at their longest
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class Metering:
+    """Belongs to one event loop."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+        self._open: dict[_MeteredAnswer, None] = {}  # in the order in which they were opened
+
+    async def open(self, asked: Asked) -> Account:
+        """Raises a 503 when no room is left to write down what the answer will have cost."""
+        key = asked.identity.key.key_id
+        num_bytes = _FIXED_BYTES + len(asked.response_id) + 6 * (len(asked.model) + len(key))  # JSON may escape names
+        if not self._spool.reserve(num_bytes):
+            message = "What the answer uses could not be recorded: the ledger waits for Redis, or for disk. Try again."
+            raise unavailable(message, "ledger_full")
+        answer = _MeteredAnswer(self, self._spool, asked, num_bytes)
+        self._open[answer] = None
+        return answer
+
+    def forget(self, answer: _MeteredAnswer) -> None:
+        del self._open[answer]
+
+    async def write_progress(self) -> int:
+        """Writes down how far answers under way have come. Returns the first segment that one of them still needs."""
+        share = LoopShare()
+        first = self._spool.current_number
+        for answer in [*self._open]:
+            if answer in self._open:
+                first = min(first, answer.write_progress())
+                await share.pause()
+        return first
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+
+class _MeteredAnswer:
+    def __init__(self, books: Metering, spool: Spool, asked: Asked, num_bytes: int) -> None:
+        self._books, self._spool, self._asked, self._num_bytes = books, spool, asked, num_bytes
+        self._written: tuple[int, int] | None = None  # output tokens, and the segment that tells of them
+
+    @property
+    def headers(self) -> Sequence[tuple[bytes, bytes]]:
+        return ()
+
+    def settle(self, ending: Ending) -> None:
+        is_complete = not (ending.error or ending.is_cancelled)
+        # Who got no token has not been answered, and pays nothing: requests that were refused are not in the ledger.
+        if is_complete or ending.progress.num_completion_tokens:
+            stage = Stage.COMPLETE if is_complete else Stage.CUT_OFF
+            self._spool.append(FINAL, _encode(self._entry(ending.progress, stage, ending.error)))
+        self._spool.release(self._num_bytes)
+        self._books.forget(self)
+
+    def write_progress(self) -> int:
+        """Writes a line if there is news. Returns the segment of its newest line, or the current one."""
+        progress, number = self._asked.progress(), self._spool.current_number
+        known = (progress.num_completion_tokens, number)
+        if not progress.num_completion_tokens or known == self._written:
+            return number
+        payload = _encode(self._entry(progress, Stage.UNDER_WAY, ""))
+        if self._spool.append_if_room(PARTIAL, payload):
+            self._written = progress.num_completion_tokens, self._spool.current_number
+        return number if self._written is None else self._written[1]
+
+    def _entry(self, progress: Progress, stage: Stage, error: str) -> Entry:
+        asked = self._asked
+        version, parsed = asked.version, parse_response_id(asked.response_id)
+        assert parsed is not None
+        return Entry(
+            id=asked.response_id,
+            tenant=asked.identity.name,
+            num_ended=life_number(asked.identity.tenant),
+            began_at=parsed.created,
+            stage=stage,
+            key_id=asked.identity.key.key_id,
+            adapter=asked.model if version is None else version.name,
+            version=0 if version is None else version.version,
+            digest="" if version is None else version.digest,
+            error=error,
+            requests=1,
+            cut_off=int(stage != Stage.COMPLETE),
+            prompt_tokens=progress.num_prompt_tokens,
+            cached_tokens=progress.num_cached_tokens,
+            output_tokens=progress.num_completion_tokens,
+            kv_device_page_ms=progress.kv_page_ms,
+            adapter_device_page_ms=progress.adapter_page_ms,
+        )

@@ -1,0 +1,111 @@
+"""One file of a router's spool: lines, behind a head that tells how far they have been acknowledged.
+
+The file has all of its room from the start, and is mapped: writing a line is a copy into memory that the kernel keeps
+when this process is killed, without a system call that a slow disk could hold, and never fails for want of room.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+from zlib import crc32
+
+from .spool_lines import read_lines
+
+HEAD_BYTES: Final = 64
+_SLOT_BYTES: Final = 32  # two, written in turn: one is whole whenever the process is killed
+_OFFSET: Final = struct.Struct("<QI")
+_MAX_READ_BYTES: Final = 256 << 10
+
+
+class Segment:
+    def __init__(self, path: Path, number: int, num_bytes: int) -> None:
+        """Makes the file, which must not be there. Blocks. Raises OSError where the disk has no room for all of it."""
+        self.path, self.number = path, number
+        self.end = self.acknowledged = HEAD_BYTES  # behind the last line; behind the last acknowledged one
+        self._slot = 0  # of the head, that was written last
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(handle, 0, num_bytes)
+            self._map = mmap.mmap(handle, num_bytes)
+            self._file = handle
+        except BaseException:
+            os.close(handle)
+            path.unlink()
+            raise
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._map)
+
+    @property
+    def num_free_bytes(self) -> int:
+        return len(self._map) - self.end
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """There is no line that may not have arrived."""
+        return self.acknowledged == self.end
+
+    def append(self, line: bytes) -> None:
+        """There must be room."""
+        end = self.end + len(line)
+        self._map[self.end : end] = line
+        self.end = end
+
+    def unacknowledged(self) -> bytes:
+        """The next lines that are not acknowledged, whole lines of some hundred kilobytes."""
+        data = self._map[self.acknowledged : min(self.end, self.acknowledged + _MAX_READ_BYTES)]
+        return data[: data.rfind(b"\n") + 1]
+
+    def acknowledge(self, num_bytes: int) -> None:
+        """So many more bytes of lines have arrived."""
+        self.acknowledged += num_bytes
+        self._slot = _SLOT_BYTES - self._slot
+        told = self.acknowledged.to_bytes(8, "little")
+        self._map[self._slot : self._slot + _OFFSET.size] = _OFFSET.pack(self.acknowledged, crc32(told))
+
+    def use_again(self, path: Path, number: int) -> None:
+        """Makes it an empty file of another name. All of its lines have arrived. Blocks.
+
+        Lines go before the head that tells that they arrived: whenever the process is killed none comes to life again.
+        """
+        self._map[HEAD_BYTES : self.end] = bytes(self.end - HEAD_BYTES)
+        self._map[:HEAD_BYTES] = bytes(HEAD_BYTES)
+        self.path.rename(path)
+        self.path, self.number = path, number
+        self.end = self.acknowledged = HEAD_BYTES
+
+    def sync(self) -> None:
+        """Returns once the lines so far survive a crash of the machine. Blocks."""
+        os.fdatasync(self._file)
+
+    def close(self, *, remove: bool) -> None:
+        self._map.close()
+        os.close(self._file)
+        if remove:
+            self.path.unlink(missing_ok=True)
+
+
+def read_segment(path: Path) -> Iterator[tuple[str, bytes, bool]]:
+    """Kind, payload and "has been acknowledged" of each line of a file whose process has ended. Blocks."""
+    data = path.read_bytes()
+    acknowledged = max(HEAD_BYTES, *_told(data[:HEAD_BYTES]))
+    for kind, payload, end in read_lines(data[HEAD_BYTES:]):
+        yield kind, payload, HEAD_BYTES + end <= acknowledged
+
+
+def _told(head: bytes) -> tuple[int, int]:
+    """The offset in each slot; 0: it holds none."""
+    found = []
+    for start in (0, _SLOT_BYTES):
+        if len(head) < start + _OFFSET.size:
+            found.append(0)
+            continue
+        offset, told = _OFFSET.unpack_from(head, start)
+        found.append(offset if told == crc32(offset.to_bytes(8, "little")) else 0)
+    return found[0], found[1]

@@ -1,0 +1,63 @@
+"""All of a router's part in the ledger: counts answers, sends what it counted to Redis, and tells of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from redis.asyncio import Redis
+
+from ...adapters.ledger.archive import LedgerArchive
+from ...adapters.ledger.ledger import Ledger
+from ..route import RouteSpec
+from ..tenants.auth import Door
+from .ledger_keeper import LedgerKeeper
+from .metering import Metering
+from .prices import Prices
+from .spool import Spool
+from .usage_api import UsageApi
+
+LEDGERS_PART = 4  # of the disk that uploads leave free the ledger leaves so much less: uploads alone never stop answers
+
+
+class Usage:
+    """Works from `start()` to `stop()`. Everything belongs to one event loop."""
+
+    def __init__(
+        self,
+        client: Redis,
+        spool_path: Path,
+        archive_path: Path,
+        *,
+        kept_days: int,
+        spool_bytes: int,
+        min_free_bytes: int,
+        prices: Prices | None,
+    ) -> None:
+        """`spool_path`: of all routers. `spool_bytes`: on disk, at most; `min_free_bytes` are left there."""
+        self.ledger = Ledger(client, kept_days)
+        self.archive = LedgerArchive(self.ledger, archive_path)
+        self._prices = prices
+        self._spool = Spool(spool_path, spool_bytes, min_free_bytes)
+        self.metering = Metering(self._spool)
+        self.keeper = LedgerKeeper(self._spool, self.metering, self.ledger, self.archive, spool_path)
+
+    async def start(self) -> None:
+        """Raises OSError where the disk has no room for what it counts."""
+        await self._spool.start()
+        self.keeper.start()
+
+    async def stop(self) -> None:
+        await self.keeper.stop()
+
+    async def retire(self, life: str) -> None:
+        """A tenant is deleted: its ledger is archived and removed."""
+        await self.archive.retire(life, datetime.now(UTC))
+
+    def routes(self, door: Door) -> Sequence[RouteSpec]:
+        return UsageApi(door, self.ledger, self._prices).routes()
+
+    def behind(self) -> tuple[int, float]:
+        """What Redis does not have yet: bytes of lines, and for how long there have been some, seconds."""
+        return self.keeper.num_waiting_bytes, self.keeper.behind_s

@@ -1,0 +1,148 @@
+"""/v1/usage: what a tenant has used; /v1/admin/usage: the same of all tenants, for the operators."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from datetime import UTC, date, datetime, timedelta
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...adapters.errors import RegistryUnavailable
+from ...adapters.ledger.ledger import Ledger, Sum
+from ...adapters.tenants.life import life_of, parse_life
+from ...adapters.tenants.records import TenantRecord
+from ..endpoint import Answer
+from ..loop_share import LoopShare
+from ..openai_api.errors import unavailable
+from ..route import RouteSpec
+from ..tenants.auth import Door
+from .csv_answer import CsvAnswer
+from .held_sums import HeldSums
+from .prices import Prices
+from .usage_query import UsageQuery, usage_query
+from .usage_rows import UsageList, UsageSums, csv_head, csv_line
+from .usage_turns import UsageTurns
+
+_OPERATORS: Final = ""  # no tenant's name
+_CSV_LINES: Final = 100  # that are sent at once
+
+
+class UsageApi:
+    def __init__(self, door: Door, ledger: Ledger, prices: Prices | None) -> None:
+        """`prices`: None: amounts are not told."""
+        self._door, self._ledger, self._prices = door, ledger, prices
+        self._turns, self._held = UsageTurns(), HeldSums()
+
+    def routes(self) -> Sequence[RouteSpec]:
+        query: dict[str, object] = {"by": str, "from": str, "to": str, "format": str, "limit": int, "after": int}
+        return (
+            RouteSpec(
+                method="GET",
+                path="/v1/usage",
+                handler=self.show,
+                scope="metrics",
+                summary="What the tenant has used, by hour, day, adapter or key.",
+                answers={200: UsageList},
+                texts={"text/csv": "The same, with `format=csv`."},
+                errors=("registry_unavailable", "too_many_requests"),
+                query=query,
+            ),
+            RouteSpec(
+                method="GET",
+                path="/v1/admin/usage",
+                handler=self.show_all,
+                scope="operator",
+                summary="What all tenants have used, for the operators.",
+                answers={200: UsageList},
+                texts={"text/csv": "The same, with `format=csv`."},
+                errors=("registry_unavailable", "too_many_requests"),
+                query={**query, "tenant": str},
+            ),
+        )
+
+    async def show(self, request: Request) -> Answer:
+        """A tenant hears of itself alone."""
+        tenant = self._door.identify(request, "metrics").tenant
+        query = usage_query(request.query_params, datetime.now(UTC), for_operators=False)
+        return await self._answer(life_of(tenant), query, lambda: _one(tenant))
+
+    async def show_all(self, request: Request) -> Answer:
+        """Tenants that there are: what a deleted one used is in the archive alone."""
+        self._door.check_operator(request)
+        query = usage_query(request.query_params, datetime.now(UTC), for_operators=True)
+        if query.tenant is not None:
+            tenant = self._door.tenant(query.tenant)
+            return await self._answer(_OPERATORS, query, lambda: _one(tenant))
+        return await self._answer(_OPERATORS, query, self._tenants)
+
+    async def _tenants(self) -> AsyncIterator[TenantRecord]:
+        for life in await self._ledger.lives():
+            tenant = self._door.tenant(parse_life(life)[0])
+            if life_of(tenant) == life:
+                yield tenant
+
+    async def _answer(
+        self, asker: str, query: UsageQuery, tenants: Callable[[], AsyncIterator[TenantRecord]]
+    ) -> Answer:
+        async with AsyncExitStack() as turn:
+            await turn.enter_async_context(self._turns.turn(asker))
+            hold = turn.enter_context(self._held.answer(is_csv=query.is_csv))
+            found, share = UsageSums(query, self._prices), LoopShare()
+            try:
+                async for tenant in tenants():
+                    for pages in self._reads(life_of(tenant), query):
+                        async with self._turns.reading():
+                            async for page in pages:
+                                found.add(tenant.name, page)
+                                hold(found.num_sums)
+                                await share.pause()
+            except RegistryUnavailable as error:
+                raise _unavailable(error) from error
+            if query.is_csv:
+                return CsvAnswer(_csv(found, query.limit), turn.pop_all())
+            has_more, rows = False, list[msgspec.Raw]()
+            async for row in found.rows(share):
+                if len(rows) == query.limit:
+                    has_more = True
+                    break
+                rows.append(msgspec.Raw(msgspec.json.encode(row)))
+            body = msgspec.json.encode(found.list_of(rows, has_more=has_more))
+            return Response(body, media_type="application/json")
+
+    def _reads(self, life: str, query: UsageQuery) -> Iterator[AsyncIterator[list[Sum]]]:
+        """Each of a month's days, or of a day's hours."""
+        last = (query.end - timedelta(seconds=1)).date()
+        if query.needs_hours:
+            for number in range((last - query.start.date()).days + 1):
+                yield self._ledger.hours(life, query.start.date() + timedelta(days=number))
+            return
+        month = query.start.date().replace(day=1)
+        while month <= last:
+            yield self._ledger.days(life, month)
+            month = date(month.year + month.month // 12, month.month % 12 + 1, 1)
+
+
+async def _one(tenant: TenantRecord) -> AsyncIterator[TenantRecord]:
+    yield tenant
+
+
+async def _csv(found: UsageSums, limit: int | None) -> AsyncIterator[bytes]:
+    """Some kilobytes at a time."""
+    lines, num_rows = [csv_head()], 0
+    async for row in found.rows(LoopShare()):
+        if num_rows == limit:
+            break
+        num_rows += 1
+        lines.append(csv_line(row, found.currency))
+        if len(lines) == _CSV_LINES:
+            yield "".join(lines).encode()
+            lines.clear()
+    yield "".join(lines).encode()
+
+
+def _unavailable(error: RegistryUnavailable) -> Exception:
+    return unavailable(f"Usage cannot be read now, try again: {error}", "registry_unavailable")

@@ -1,0 +1,175 @@
+"""The accountant of canaries: it tells Redis how the answers of a name on trial have ended, some of them at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from typing import Final
+
+from ...adapters.adapter import AdapterVersion
+from ...adapters.errors import RegistryUnavailable
+from ...adapters.registry.canary_counts import Arm, CanaryCounts, Outcome
+from ...adapters.registry.registry_view import RegistryView
+from ...adapters.tenants.life import life_of
+from ...adapters.versions.canary_policy import first_token_bin, per_token_bin
+from ...adapters.versions.rollout import rollout_of
+from ..accounts.account import Account, Asked, Ending
+from .remembered import Remembered
+
+FLUSH_S: Final = 0.2  # what a router that is killed loses
+MAX_PENDING: Final = 20_000  # answers, while Redis is away; the oldest are lost
+_MAX_BATCH: Final = 500
+MAX_FAILED_OF_TENANT: Final = 50  # versions whose failure this router is to tell, or remembers having told
+_MAX_FAILED: Final = 10_000
+_MAX_REASON_CHARS: Final = 300
+_ERRORS: Final = frozenset({"internal_error"})  # a timeout is the client's own: he could say one that never suffices
+_REFUSED: Final = "adapter_failed"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _InTrial:
+    """Which trial an answer counts in."""
+
+    canary_id: str
+    arm: Arm
+    sticky: str  # hash of its sticky key
+
+
+class CanaryBook:
+    """Owned by one event loop. `counts`: where all routers count."""
+
+    def __init__(self, view: RegistryView, counts: CanaryCounts) -> None:
+        self._view, self.counts = view, counts
+        self._pending: deque[Outcome] = deque(maxlen=MAX_PENDING)
+        # Why it cannot be loaded; None: it can be again.
+        self._failures = Remembered[str | None](MAX_FAILED_OF_TENANT, _MAX_FAILED)
+        self._failed = Remembered[None](MAX_FAILED_OF_TENANT, _MAX_FAILED)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._flush_forever(), name="canary book")
+
+    async def stop(self) -> None:
+        """Tells Redis what is not told yet, if it answers."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        with suppress(RegistryUnavailable):
+            for _ in range(_MAX_FAILED // _MAX_BATCH):
+                await self.flush()
+
+    async def open(self, asked: Asked) -> Account:
+        version = asked.version
+        return _Line(self, asked, None if version is None else await self._trial(asked, version))
+
+    def note(self, asked: Asked, trial: _InTrial | None, ending: Ending) -> None:
+        """Takes in how an answer has ended. `trial`: that it counts in; None: in none."""
+        version = asked.version
+        counted = counted_of(ending, is_resumed=asked.is_resumed)
+        if version is None or not counted:
+            return
+        place = (version.tenant, version.name, version.version)
+        if ending.error == _REFUSED:
+            self.note_load(version, ending.reason)
+        elif place in self._failed.values and not ending.error:
+            self.note_load(version, None)
+        if trial is not None:
+            life, of = life_of(asked.identity.tenant), f"{version.tenant}/{version.name}"
+            self.count(Outcome(life, of, asked.response_id, trial.canary_id, trial.arm, counted, trial.sticky))
+
+    def note_load(self, version: AdapterVersion, reason: str | None) -> None:
+        """A gang could not load the version, for this reason; None: one could. Redis is told soon."""
+        place = (version.tenant, version.name, version.version)
+        if reason is None:
+            self._failed.drop(place)
+        else:
+            self._failed.put(place, None)
+        self._failures.put(place, None if reason is None else reason[:_MAX_REASON_CHARS])
+
+    def count(self, outcome: Outcome) -> None:
+        """It is counted soon, unless nothing of it counts."""
+        if outcome.counted:
+            self._pending.append(outcome)
+
+    async def flush(self) -> None:
+        """One turn: what there is now, at most; what comes meanwhile is for the next one.
+
+        Raises RegistryUnavailable, and then keeps what is not known to be counted.
+        """
+        for _ in range(-(-len(self._pending) // _MAX_BATCH)):
+            batch = list(islice(self._pending, _MAX_BATCH))
+            await self.counts.add(batch)
+            for one in batch:  # what was dropped meanwhile for lack of room is not there to be removed
+                if self._pending and self._pending[0] is one:
+                    self._pending.popleft()
+        failures = dict(islice(self._failures.values.items(), _MAX_BATCH))
+        if failures:
+            await self.counts.note_failures(failures)
+            for place, reason in failures.items():
+                if self._failures.values.get(place, "") == reason:  # else there is later news
+                    self._failures.drop(place)
+
+    async def _flush_forever(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        while not task.cancelling():  # asked here, because the Redis client may swallow the exception of `stop`
+            try:
+                await self.flush()
+            except RegistryUnavailable:
+                pass  # the view says so in the log
+            except Exception:
+                _log.exception("answers of canaries cannot be counted")
+            await asyncio.sleep(FLUSH_S)
+
+    async def _trial(self, asked: Asked, version: AdapterVersion) -> _InTrial | None:
+        """The trial that an answer belongs to, and for which of the two versions it speaks."""
+        if "@" in asked.model:
+            return None
+        try:
+            current = await self._view.resolve(version.tenant, version.name)
+        except RegistryUnavailable:
+            return None
+        canary = None if current is None or not current.rollout else rollout_of(current).canary
+        if current is None or canary is None or version.version not in (canary.version, current.version):
+            return None
+        arm: Arm = "canary" if version.version == canary.version else "stable"
+        key = asked.sticky_key or f"key {asked.identity.key.key_id}"
+        return _InTrial(canary.id, arm, blake2b(f"{canary.id}:{key}".encode(), digest_size=8).hexdigest())
+
+
+class _Line:
+    headers: Sequence[tuple[bytes, bytes]] = ()
+
+    def __init__(self, book: CanaryBook, asked: Asked, trial: _InTrial | None) -> None:
+        self._book, self._asked, self._trial = book, asked, trial
+
+    def settle(self, ending: Ending) -> None:
+        self._book.note(self._asked, self._trial, ending)
+
+
+def counted_of(ending: Ending, *, is_resumed: bool = False) -> tuple[str, ...]:
+    """What an answer counts as. Nothing, if its client has left, or for what no version is to blame for."""
+    if ending.is_cancelled:
+        return ()
+    if ending.error == _REFUSED:
+        return ("answers", "refused")
+    if ending.error in _ERRORS:
+        return ("answers", "errors")
+    if ending.error:
+        return ()
+    counted = ["answers"]
+    if ending.first_token_s is not None and not is_resumed:
+        counted.append(f"first_token {first_token_bin(ending.first_token_s)}")
+        num_later = ending.progress.num_completion_tokens - 1
+        if num_later > 0:
+            each_s = max(0.0, ending.duration_s - ending.first_token_s) / num_later
+            counted.append(f"per_token {per_token_bin(each_s)}")
+    return tuple(counted)

@@ -1,0 +1,102 @@
+"""Takes back canaries that do worse: one router of all looks at what all have counted, again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import Final
+from uuid import uuid4
+
+from ...adapters.errors import NoSuchName, RegistryUnavailable
+from ...adapters.registry.canary_counts import CanaryCounts
+from ...adapters.tenants.audit_entry import Actor, AuditEntry
+from ...adapters.upload import UploadService
+from ...adapters.versions.canary_policy import why_worse
+from ...adapters.versions.name_state import NameState, without_canary
+from ..loop_share import LoopShare
+
+JUDGE_S: Final = 0.25
+LEASE_S: Final = 2.0  # after which another router judges in place of one that died
+MAX_AT_ONCE: Final = 64  # trials that are looked at, each in about 0.2 ms
+_log = logging.getLogger(__name__)
+
+
+class CanaryJudge:
+    """Owned by one event loop. Keeps nothing: whichever router judges next goes on from what Redis has."""
+
+    def __init__(self, uploads: UploadService, counts: CanaryCounts) -> None:
+        self._uploads, self._counts = uploads, counts
+        self._id = uuid4().hex
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._judge_forever(), name="canary judge")
+
+    async def stop(self) -> None:
+        if self._task is None:
+            return
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        with suppress(RegistryUnavailable):
+            await self._counts.hold_judging(self._id, 0)
+
+    async def judge(self) -> None:
+        """Looks at trials that something was counted in since the last time, unless another router does.
+
+        At most MAX_AT_ONCE of them, whosever they are; the others' turn is the next time. Raises RegistryUnavailable.
+        """
+        if not await self._counts.hold_judging(self._id, LEASE_S):
+            return
+        news = await self._counts.news(MAX_AT_ONCE)
+        trials = await self._counts.read_many([one.canary_id for one in news]) if news else []
+        share, bad = LoopShare(), []
+        for one, trial in zip(news, trials, strict=True):
+            reason = why_worse(trial.arms["stable"], trial.arms["canary"])
+            if reason is not None and trial.of:
+                bad.append((one, trial.of, reason))
+            await share.pause()
+        ended = await asyncio.gather(
+            *(self._take_back(of, one.canary_id, reason) for one, of, reason in bad), return_exceptions=True
+        )
+        untold = set()
+        for (one, of, _), end in zip(bad, ended, strict=True):
+            if isinstance(end, RegistryUnavailable):
+                untold.add(one)
+            elif isinstance(end, Exception):
+                _log.error("the canary of %s cannot be judged", of, exc_info=end)
+            elif end is not None:
+                raise end
+        await self._counts.forget_news([one for one in news if one not in untold])
+
+    async def _take_back(self, of: str, canary_id: str, reason: str) -> None:
+        tenant, name = of.split("/")
+        is_running = False
+
+        def take_back(state: NameState, now: float) -> NameState:
+            nonlocal is_running
+            running = state.rollout.canary
+            is_running = running is not None and running.id == canary_id
+            if not is_running:  # it has ended since, or the name is another tenant's by now
+                return state
+            return without_canary(state, "rolled_back", reason, now)
+
+        actor = Actor(kind="judge", tenant=tenant)
+        entry = AuditEntry(action="canary.rolled_back", tenant=tenant, target=name, actor=actor)
+        with suppress(NoSuchName):  # deleted since
+            await self._uploads.change(tenant, name, take_back, entry)
+            if is_running:
+                _log.warning("the canary of an adapter was rolled back", extra={"tenant": tenant, "model": name})
+
+    async def _judge_forever(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        while not task.cancelling():  # asked here, because the Redis client may swallow the exception of `stop`
+            try:
+                await self.judge()
+            except RegistryUnavailable:
+                pass  # the view says so in the log
+            except Exception:
+                _log.exception("canaries cannot be judged")
+            await asyncio.sleep(JUDGE_S)

@@ -1,0 +1,278 @@
+"""The ledger: each id once, in whatever order its entries come and however often; sums, archive and removal."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import itertools
+import json
+from collections import defaultdict
+from datetime import UTC, date, datetime, timedelta
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis.asyncio import Redis
+
+from motet.adapters.errors import RegistryUnavailable
+from motet.adapters.ledger.archive import LedgerArchive
+from motet.adapters.ledger.entry import NUMBERS, OTHERS, Entry, Group, Stage, merged, parse_group
+from motet.adapters.ledger.ledger import Ledger
+from motet.adapters.registry.registry import connect
+from motet.tests.rigs.patience import PATIENCE_S
+
+NOON = int(datetime(2026, 11, 22, 12, 30, tzinfo=UTC).timestamp())
+DAY = date(2026, 11, 22)
+
+
+def entry(number: int = 1, **told: Any) -> Entry:
+    return Entry(**{"id": f"cmpl-{number}", "tenant": "acme", "began_at": NOON, "key_id": "k", "adapter": "a", **told})
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> list[Entry]:
+    """Entries of a few ids, as several routers may tell of them."""
+    found = []
+    for _ in range(draw(st.integers(1, 12))):
+        number = draw(st.integers(1, 3))
+        found.append(
+            entry(
+                number,
+                began_at=NOON + 3600 * number * 9,  # on two days
+                stage=draw(st.sampled_from(Stage)),
+                key_id=draw(st.sampled_from(["k", "é", "z"])),
+                version=draw(st.integers(0, 1)),
+                requests=1,
+                output_tokens=draw(st.integers(0, 5)),
+                prompt_tokens=draw(st.sampled_from([0, 3, 1 << 45])),
+            )
+        )
+    return found
+
+
+def totals(entries: list[Entry]) -> dict[tuple[datetime, Group], tuple[int, ...]]:
+    """What the ledger should say by hour."""
+    by_id: defaultdict[str, list[Entry]] = defaultdict(list)
+    for one in entries:
+        by_id[one.id].append(one)
+    sums: dict[tuple[datetime, Group], tuple[int, ...]] = {}
+    for whole in (reduce(merged, same) for same in by_id.values()):
+        hour = datetime.fromtimestamp(whole.began_at, UTC).replace(minute=0)
+        before = sums.get((hour, whole.group), (0,) * len(NUMBERS))
+        sums[hour, whole.group] = tuple(map(sum, zip(before, whole.numbers, strict=True)))
+    return sums
+
+
+@given(stories(), st.randoms())
+def test_what_entries_say_together_depends_neither_on_order_nor_on_repetition(story: list[Entry], rng: Any) -> None:
+    again = story + rng.choices(story, k=len(story))
+    rng.shuffle(again)
+    assert totals(again) == totals(story)
+    same = [msgspec.structs.replace(one, id="x", began_at=NOON) for one in story]
+    for a, b, c in itertools.islice(itertools.combinations_with_replacement(same, 3), 50):
+        assert merged(a, merged(b, c)) == merged(merged(a, b), c)
+        assert merged(a, b) == merged(b, a)
+        assert merged(a, a) == a
+
+
+def test_the_end_beats_what_was_known_before_it() -> None:
+    known = entry(output_tokens=9, cached_tokens=4)
+    end = entry(stage=Stage.COMPLETE, output_tokens=7)
+    assert merged(known, end).numbers == end.numbers
+    assert merged(end, entry(stage=Stage.CUT_OFF, output_tokens=8, cut_off=1)).numbers == end.numbers
+
+
+def test_a_group_is_read_as_it_was_written() -> None:
+    group = Group("", "some/base", 0, "")
+    assert parse_group(str(group)) == group
+
+
+async def hours_of(ledger: Ledger) -> dict[tuple[datetime, Group], tuple[int, ...]]:
+    return {
+        (s.start, s.group): s.numbers
+        for day in (21, 22, 23)
+        async for page in ledger.hours("acme", date(2026, 11, day))
+        for s in page
+    }
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(stories(), st.randoms())
+def test_redis_sums_as_the_rule_says(redis_url: str, story: list[Entry], rng: Any) -> None:
+    async def check() -> None:
+        client = connect(redis_url, timeout_s=PATIENCE_S)  # the machine may be busy
+        try:
+            await client.flushall()
+            ledger = Ledger(client, kept_days=3, timeout_s=PATIENCE_S)
+            again = story + rng.choices(story, k=len(story))
+            rng.shuffle(again)
+            for start in range(0, len(again), 3):
+                await ledger.take(again[start : start + 3])
+            expected = totals(story)
+            assert await hours_of(ledger) == {key: numbers for key, numbers in expected.items() if any(numbers)}
+            by_day: dict[tuple[date, Group], tuple[int, ...]] = {}
+            for (hour, group), numbers in expected.items():
+                before = by_day.get((hour.date(), group), (0,) * len(NUMBERS))
+                by_day[hour.date(), group] = tuple(map(sum, zip(before, numbers, strict=True)))
+            days = [s async for page in ledger.days("acme", DAY) for s in page]
+            assert {(s.start.date(), s.group): s.numbers for s in days} == by_day
+        finally:
+            await client.aclose()
+
+    asyncio.run(check())
+
+
+async def test_tenants_are_apart_and_named(redis_client: Redis) -> None:
+    ledger = Ledger(redis_client, kept_days=3)
+    await ledger.take([entry(1, requests=1), entry(1, tenant="zenith", requests=1, output_tokens=5)])
+    assert [s.numbers[4] async for page in ledger.hours("acme", DAY) for s in page] == [0]
+    assert [s.numbers[4] async for page in ledger.hours("zenith", DAY) for s in page] == [5]
+    assert await ledger.lives() == ["acme", "zenith"]
+
+
+async def test_all_that_is_kept_expires(redis_client: Redis) -> None:
+    await Ledger(redis_client, kept_days=3).take([entry(requests=1)])
+    keys = [key async for key in redis_client.scan_iter("motet:{tenant:acme}:ledger:*")]
+    lasting = [key for key in keys if await redis_client.ttl(key) < 0]
+    assert lasting == ["motet:{tenant:acme}:ledger:entries"]  # it is archived and trimmed
+
+
+async def test_what_cannot_be_reached_is_said(tmp_path: Path) -> None:
+    client = connect(f"unix://{tmp_path}/nobody.sock")
+    with pytest.raises(RegistryUnavailable):
+        await Ledger(client, kept_days=3).take([entry()])
+    await client.aclose()
+
+
+async def add_old(client: Redis, day: date, numbers: range, tenant: str = "acme") -> None:
+    """Entries that were taken in on that day."""
+    start = int(datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp() * 1000)
+    for number in numbers:
+        text = msgspec.json.encode(entry(number, tenant=tenant, requests=1))
+        await client.xadd(f"motet:{{tenant:{tenant}}}:ledger:entries", {"e": text}, id=f"{start + number}-0")
+    await client.sadd("motet:{ledger}:tenants", tenant)
+
+
+def archived(archive: LedgerArchive, day: date, tenant: str = "acme") -> list[str]:
+    with gzip.open(archive.path(tenant, day)) as file:
+        return [json.loads(line)["e"]["id"] for line in file]
+
+
+async def test_days_that_passed_are_archived_then_trimmed(redis_client: Redis, tmp_path: Path) -> None:
+    ledger = Ledger(redis_client, kept_days=3)
+    archive = LedgerArchive(ledger, tmp_path / "ledger")
+    days = [DAY - timedelta(days=number) for number in (6, 5, 3, 0)]
+    for place, day in enumerate(days):
+        await add_old(redis_client, day, range(place * 2000, place * 2000 + 1500))
+    now = datetime(2026, 11, 22, 1, tzinfo=UTC)
+    assert await archive.archive_all(now) == 2
+    assert archived(archive, days[0]) == [f"cmpl-{number}" for number in range(1500)]
+    assert archived(archive, days[1]) == [f"cmpl-{number}" for number in range(2000, 3500)]
+    assert await ledger.first_day("acme") == days[2]  # kept as yet
+    assert await archive.archive_all(now) == 0
+
+
+async def test_nothing_is_trimmed_that_is_not_archived(
+    redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(redis_client, kept_days=3)
+    archive = LedgerArchive(ledger, tmp_path / "ledger")
+    day = DAY - timedelta(days=9)
+    await add_old(redis_client, day, range(3))
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("motet.adapters.store.durable_file.os.fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            await archive.archive("acme", datetime(2026, 11, 22, tzinfo=UTC))
+    assert await ledger.first_day("acme") == day
+    assert not archive.path("acme", day).exists()
+    # An archivist that died after the file was there, and before it trimmed: the next one writes each entry once.
+    await archive._archive_day("acme", day)
+    assert await archive.archive("acme", datetime(2026, 11, 22, tzinfo=UTC)) == 1
+    assert archived(archive, day) == ["cmpl-0", "cmpl-1", "cmpl-2"]
+
+
+async def test_a_deleted_tenants_ledger_goes_after_a_last_archive(redis_client: Redis, tmp_path: Path) -> None:
+    ledger = Ledger(redis_client, kept_days=3)
+    archive = LedgerArchive(ledger, tmp_path / "ledger")
+    now = datetime.now(UTC)
+    began = int(now.timestamp())
+    await ledger.take([entry(1, requests=1, began_at=began), entry(2, tenant="zenith", requests=1, began_at=began)])
+    await archive.retire("acme", now)
+    files = list((tmp_path / "ledger").rglob("acme.jsonl.gz"))
+    assert len(files) == 1
+    assert await ledger.lives() == ["zenith"]
+    assert [key async for key in redis_client.scan_iter("motet:{tenant:acme}*")] == []
+    # What the tenant still had under way comes to nobody else, and adds to its file.
+    await ledger.take([entry(3, requests=1, began_at=began)])
+    await ledger.take([entry(4, requests=1, began_at=began, num_ended=1)])
+    today = datetime.fromtimestamp(began, UTC).date()
+    own = [s.numbers[0] async for page in ledger.days("acme~1", today) for s in page]
+    assert own == [1]
+    await archive.retire("acme", now)
+    assert await ledger.lives() == ["acme~1", "zenith"]
+    lines = gzip.decompress(files[0].read_bytes()).splitlines()
+    assert sorted(json.loads(line)["e"]["id"] for line in lines) == ["cmpl-1", "cmpl-3"]
+
+
+async def test_one_archives_at_a_time(redis_client: Redis) -> None:
+    ledger = Ledger(redis_client, kept_days=3)
+    assert await ledger.hold_archive("one", 60.0)
+    assert not await ledger.hold_archive("other", 60.0)
+    assert await ledger.hold_archive("one", 60.0)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(stories(), st.randoms(), st.integers(0, 3))
+def test_groups_beyond_the_most_are_counted_together(
+    redis_url: str, story: list[Entry], rng: Any, max_groups: int
+) -> None:
+    async def check() -> None:
+        client = connect(redis_url, timeout_s=PATIENCE_S)
+        try:
+            await client.flushall()
+            ledger = Ledger(client, kept_days=3, timeout_s=PATIENCE_S, max_groups=max_groups)
+            again = story + rng.choices(story, k=len(story))
+            rng.shuffle(again)
+            for start in range(0, len(again), 3):
+                await ledger.take(again[start : start + 3])
+            expected = totals(story)
+            found = await hours_of(ledger)
+            assert _summed(found) == _summed(expected)  # by hour, exact
+            for (hour, group), numbers in found.items():
+                own = expected.get((hour, group), (0,) * len(NUMBERS))
+                assert group == OTHERS or all(one <= most for one, most in zip(numbers, own, strict=True))
+            days = [s async for page in ledger.days("acme", DAY) for s in page]
+            for day in {s.start for s in days}:
+                apart = {s.group for s in days if s.start == day} - {OTHERS}
+                assert len(apart) <= max_groups
+                hours = {group for hour, group in found if hour.date() == day.date()} - {OTHERS}
+                assert hours == apart
+        finally:
+            await client.aclose()
+
+    asyncio.run(check())
+
+
+def _summed(sums: dict[tuple[datetime, Group], tuple[int, ...]]) -> dict[datetime, tuple[int, ...]]:
+    found: dict[datetime, tuple[int, ...]] = {}
+    for (hour, _), numbers in sums.items():
+        before = found.get(hour, (0,) * len(NUMBERS))
+        found[hour] = tuple(map(sum, zip(before, numbers, strict=True)))
+    return {hour: numbers for hour, numbers in found.items() if any(numbers)}
+
+
+async def test_a_page_of_sums_is_small_however_many_there_are(redis_client: Redis) -> None:
+    ledger = Ledger(redis_client, kept_days=3)
+    groups = [f"22\tkey\tadapter-{number:06}\t1\t0123456789ab" for number in range(5000)]
+    await redis_client.hset("motet:{tenant:acme}:ledger:days:202611", mapping=dict.fromkeys(groups, "1 0 10 1 20 5"))
+    pages = [page async for page in ledger.days("acme", DAY)]
+    assert len({one.group for page in pages for one in page}) == sum(map(len, pages)) == 5000
+    assert max(map(len, pages)) <= 1000

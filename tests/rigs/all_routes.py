@@ -1,0 +1,31 @@
+"""A router's app with every route that a router of a cluster has, on a Redis that is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from motet.adapters.administration.administration import Administration
+from motet.adapters.registry.canary_counts import CanaryCounts
+from motet.adapters.registry.preloads import Preloads
+from motet.adapters.registry.registry import connect
+from motet.adapters.versions.pins import KnownPins
+from motet.router.residency.pin_keeper import PinKeeper
+from motet.router.text.text import TextService
+from motet.router.usage.usage import Usage
+from motet.tests.rigs.router_rig import RouterRig
+
+
+def rig_with_all_routes(folder: Path, text: TextService) -> RouterRig:
+    redis = connect("redis://127.0.0.1:1")  # nobody asks it anything
+    usage = Usage(
+        redis, folder / "ledger", folder / "archive", kept_days=1, spool_bytes=1 << 20, min_free_bytes=0, prices=None
+    )
+    return RouterRig(
+        folder / "spool",
+        text,
+        more_routes=usage.routes,
+        administration=Administration.of(redis),
+        counts=CanaryCounts(redis),
+        preloads=Preloads(redis),
+        pins=PinKeeper(KnownPins(), tuple),
+    )

@@ -1,0 +1,83 @@
+"""Requests to any route of an app: its path filled with names, and the least body that it takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from motet.adapters.format.peft import CONFIG_FILE, TENSORS_FILE
+from motet.adapters.registry.registry import hash_key
+from motet.router.route import RouteSpec
+from motet.tests.rigs.credentials import Thing
+from motet.tests.rigs.real_front import OWNER, OWNER_KEY, OWNERS_ADAPTER
+
+_PARAMETER: Final = re.compile(r"{(\w+)(?::\w+)?}")
+_ADAPTER = Thing(OWNERS_ADAPTER, "no-ones-thing")
+_ID = hash_key(OWNER_KEY)[:16]
+# By the name of a path's parameter, or of a body's field.
+THINGS: Final[Mapping[str, Thing]] = {
+    "name": _ADAPTER,
+    "model": _ADAPTER,
+    "adapter": _ADAPTER,
+    "tenant": Thing(OWNER, "tenant-of-nobody"[: len(OWNER)].ljust(len(OWNER), "x")),
+    "key_id": Thing(_ID, "0" * len(_ID)),
+    "version": Thing("1", "1"),  # of an adapter of the owner's, or of none
+    "alias": Thing("live", "live"),
+}
+
+
+def names_things(route: RouteSpec) -> bool:
+    """Whether a request to it names something that may be somebody's."""
+    fields = getattr(route.body, "__struct_fields__", ())
+    return "{" in route.path or any(field in ("model", "adapter") for field in fields)
+
+
+def path_of(route: RouteSpec, *, owners: bool) -> str:
+    """Raises KeyError for a parameter that nothing stands for in `THINGS`."""
+
+    def fill(match: re.Match[str]) -> str:
+        thing = THINGS[match[1]]
+        return thing.owners if owners else thing.nobodys
+
+    return _PARAMETER.sub(fill, route.path)
+
+
+def least_body(document: Any, route: RouteSpec, *, owners: bool) -> dict[str, Any]:
+    """For httpx: the fields that must be there, of the simplest values. `document`: what /openapi.json says."""
+    if route.form is not None:
+        files = {CONFIG_FILE: ("c", b"{}"), TENSORS_FILE: ("t", b"")}
+        return {"data": {"name": "new-adapter"}, "files": files}
+    if route.body is None:
+        return {}
+    content = document["paths"][_PARAMETER.sub(r"{\1}", route.path)][route.method.lower()]["requestBody"]["content"]
+    body = _least(document, content["application/json"]["schema"])
+    for field in body.keys() & THINGS.keys():
+        body[field] = THINGS[field].owners if owners else THINGS[field].nobodys
+    return {"content": msgspec.json.encode(body), "headers": {"Content-Type": "application/json"}}
+
+
+def _least(document: Any, schema: Any) -> Any:
+    """The simplest value that fits."""
+    if "$ref" in schema:
+        return _least(document, document["components"]["schemas"][schema["$ref"].rpartition("/")[2]])
+    if "anyOf" in schema:
+        return _least(document, schema["anyOf"][0])
+    if "enum" in schema:
+        return schema["enum"][-1]
+    match schema.get("type"):
+        case "object":
+            return {name: _least(document, schema["properties"][name]) for name in schema.get("required", ())}
+        case "array":
+            return [_least(document, schema["items"])] * schema.get("minItems", 0)
+        case "string":
+            return "a" * max(1, schema.get("minLength", 1))
+        case "integer" | "number":
+            least = max(1, schema.get("minimum", 1))
+            return least if least < schema.get("exclusiveMaximum", least + 1) else schema["exclusiveMaximum"] / 2
+        case "boolean":
+            return True
+        case _:
+            return None

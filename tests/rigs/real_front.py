@@ -1,0 +1,157 @@
+"""A router's app on a real registry, view, store and upload service; only the gangs are stand-ins. In one event loop.
+
+It has two tenants with a key for everything and an adapter each, and keys that may not, or no longer, do something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import httpx
+from fastapi import FastAPI
+from redis.asyncio import Redis
+
+from motet.adapters.administration.administration import Administration
+from motet.adapters.registry.canary_counts import CanaryCounts
+from motet.adapters.registry.preloads import Preloads
+from motet.adapters.registry.registry import Registry, connect, hash_key
+from motet.adapters.registry.registry_view import CAPACITY, RegistryView
+from motet.adapters.store.store import AdapterStore
+from motet.adapters.tenants.records import KeyRecord, Scope, TenantRecord
+from motet.adapters.upload import UploadLimits, UploadService
+from motet.router.config import CurrentConfig
+from motet.router.openapi.document import openapi_document
+from motet.router.quotas.quotas import Quotas
+from motet.router.residency.pin_keeper import PinKeeper
+from motet.router.rest_server import create_app
+from motet.router.text.text import TextService
+from motet.router.usage.usage import Usage
+from motet.router.versions.canary_book import CanaryBook
+from motet.tests.rigs.lora_files import LAYOUT, LoraFiles, lora_files
+from motet.tests.rigs.part_configs import router_config
+from motet.tests.rigs.patience import PATIENCE_S
+from motet.tests.rigs.router_rig import BASE, FakeDispatcher, encoded
+
+OWNER, ASKER = "tenant-of-lions", "tenant-of-moles"
+SUSPENDED: Final = "tenant-of-sloths"
+OWNER_KEY, ASKER_KEY = "roar-key-of-lions", "soil-key-of-moles"
+OPERATOR_KEY = "key-of-the-operators"
+EXPIRED_KEY, SUSPENDED_KEY = "stale-key-of-moles", "slow-key-of-sloths"
+OWNERS_ADAPTER, ASKERS_ADAPTER = "lions-adapter", "moles-adapter"
+SCOPES: Final[frozenset[Scope]] = frozenset(get_args(Scope))
+LIMITS = UploadLimits(max_config_bytes=10_000, max_tensors_bytes=50_000)
+
+
+def key_without(scope: Scope) -> str:
+    """The asker's, with every scope but this."""
+    return f"soil-key-without-{scope}"
+
+
+def _records() -> dict[str, KeyRecord]:
+    whose = {OWNER_KEY: OWNER, ASKER_KEY: ASKER, SUSPENDED_KEY: SUSPENDED}
+    records = {key: KeyRecord(key_id=hash_key(key)[:16], tenant=tenant, scopes=SCOPES) for key, tenant in whose.items()}
+    records[EXPIRED_KEY] = KeyRecord(
+        key_id=hash_key(EXPIRED_KEY)[:16], tenant=ASKER, scopes=SCOPES, created_at=1.0, expires_at=2.0
+    )
+    for scope in SCOPES:
+        key = key_without(scope)
+        records[key] = KeyRecord(key_id=hash_key(key)[:16], tenant=ASKER, scopes=SCOPES - {scope})
+    return records
+
+
+KEYS: Final = _records()
+
+
+class FurnishedView(RegistryView):
+    """The registry's view, which also knows the keys of this rig, and that a tenant is suspended."""
+
+    def key(self, key: str) -> KeyRecord | None:
+        return KEYS.get(key) or super().key(key)
+
+    def tenant(self, name: str) -> TenantRecord:
+        return TenantRecord(name=name, is_suspended=True) if name == SUSPENDED else super().tenant(name)
+
+
+@dataclass(frozen=True)
+class RealFront:
+    app: FastAPI
+    redis: Redis
+    registry: Registry
+    view: RegistryView
+    uploads: UploadService
+    dispatcher: FakeDispatcher
+    folder: Path
+    document: Any  # what /openapi.json says
+
+    def client(self) -> httpx.AsyncClient:
+        """Without credentials."""
+        return httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app), base_url="http://router")
+
+    async def furnish(self) -> None:
+        """Gives both tenants what they have, as far as it has gone."""
+        for tenant, key in ((OWNER, OWNER_KEY), (ASKER, ASKER_KEY)):
+            await self.registry.set_key(tenant, key)
+        await self.view.catch_up()
+        await self._upload(OWNER, OWNERS_ADAPTER, lora_files(seed=1))
+        await self._upload(ASKER, ASKERS_ADAPTER, lora_files(seed=2))
+
+    async def stored(self) -> Any:
+        """All that a request could leave: what the registry says, and files in the store and of uploads."""
+        keys = sorted([key async for key in self.redis.scan_iter(match="motet:{registry}:*")])
+        files = sorted(str(path) for path in self.folder.rglob("*") if path.is_file())
+        return [(key, await self.redis.dump(key)) for key in keys], files
+
+    async def _upload(self, tenant: str, name: str, files: LoraFiles) -> None:
+        tensors = files.write(self.folder)
+        await self.uploads.upload(tenant, name, files.config_bytes, tensors)
+        tensors.unlink()
+
+
+@asynccontextmanager
+async def real_front(
+    redis_url: str, folder: Path, text: TextService, capacity: int = CAPACITY
+) -> AsyncIterator[RealFront]:
+    """On an emptied server. `capacity`: adapters that the router keeps in memory."""
+    redis = connect(redis_url, PATIENCE_S)
+    await redis.flushall()
+    registry = Registry(redis, PATIENCE_S)
+    view = FurnishedView(registry, capacity)
+    uploads = UploadService(AdapterStore(folder / "store"), registry, view, [LAYOUT], LIMITS, reserved={BASE})
+    await view.start()
+    dispatcher = FakeDispatcher(answer=encoded(text, "hello world"))
+    quotas, canaries = Quotas(redis, lambda: 1), CanaryBook(view, CanaryCounts(redis))
+    usage = Usage(
+        redis, folder / "ledger", folder / "archive", kept_days=1, spool_bytes=1 << 30, min_free_bytes=0, prices=None
+    )
+    quotas.start()
+    canaries.start()
+    await usage.start()
+    app = create_app(
+        config=CurrentConfig(router_config(BASE, folder / "spool", max_upload_bytes=LIMITS.max_tensors_bytes)),
+        dispatcher=dispatcher,
+        view=view,
+        uploads=uploads,
+        text=text,
+        operator_key=OPERATOR_KEY,
+        administration=Administration.of(redis, [usage.retire]),
+        quotas=quotas,
+        canaries=canaries,
+        preloads=Preloads(redis),
+        pins=PinKeeper(view.pins, tuple),
+        accountants=[usage.metering],
+        more_routes=usage.routes,
+    )
+    front = RealFront(app, redis, registry, view, uploads, dispatcher, folder, openapi_document(app.state.routes))
+    try:
+        await front.furnish()
+        yield front
+    finally:
+        await canaries.stop()
+        await quotas.stop()
+        await usage.stop()
+        await view.stop()
+        await redis.aclose()

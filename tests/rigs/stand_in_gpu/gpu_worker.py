@@ -1,0 +1,42 @@
+"""Workers on stand-in GPUs, with the plain twins for kernels: Triton's take minutes to interpret."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from motet.kernels import pages
+from motet.kernels.backend import Kernels, plain_kernels
+from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu, stand_in_gpu
+from motet.workers import worker_builder
+from motet.workers.worker import WorkerSettings, run_worker
+
+
+def twins() -> Kernels:
+    """What a GPU computes, by plain torch; pages are copied as on a GPU."""
+    return replace(plain_kernels(), write_pages=pages.copy_runs)
+
+
+@contextmanager
+def gpu_of_twins() -> Iterator[StandInGpu]:
+    """Workers that are built in this context, with device cuda, compute on a stand-in GPU."""
+    kernels = twins()
+    with stand_in_gpu() as gpu, mock.patch.object(worker_builder, "choose_kernels", return_value=kernels):
+        yield gpu
+
+
+def run_worker_on_gpu(settings: WorkerSettings) -> None:
+    """`run_worker` of a gang; gloo exchanges what NCCL would. The process fails if the stand-in finds a problem."""
+    join = torch.distributed.init_process_group
+
+    def init(backend: str, *, device_id: torch.device | None, **rest: Any) -> None:
+        assert (backend, device_id) == ("nccl", torch.device("cuda", 0))
+        join("gloo", **rest)
+
+    with gpu_of_twins(), mock.patch.object(torch.distributed, "init_process_group", init):
+        run_worker(settings)

@@ -1,0 +1,90 @@
+"""Compares a ledger with what clients received."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from redis.asyncio import Redis
+
+from motet.adapters.ledger.entry import NUMBERS, Entry, Stage, merged
+from motet.adapters.ledger.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class Received:
+    """One answer as its client knows it."""
+
+    id: str
+    tenant: str
+    heard_end: bool
+    num_prompt_tokens: int
+    num_output_tokens: int  # that came to the client; if it heard the end: of the usage that it was told
+    num_cached_tokens: int = 0
+
+
+async def ledger_entries(client: Redis, lives: Iterable[str], tenant: str | None = None) -> dict[str, Entry]:
+    """What the ledger says of each id now, by its entries. `tenant`: None: each life is its tenant's first one."""
+    import msgspec
+
+    ledger, found = Ledger(client, kept_days=3), dict[str, Entry]()
+    today = datetime.now(UTC).date()
+    for life in lives:
+        for day in (today - timedelta(days=1), today):
+            async for page in ledger.entries_of(life, day):
+                for raw in page:
+                    entry = msgspec.json.decode(raw.text, type=Entry)
+                    assert entry.life == life and entry.tenant == (tenant or life)
+                    found[entry.id] = merged(found[entry.id], entry) if entry.id in found else entry
+    return found
+
+
+async def reconcile(client: Redis, received: Iterable[Received], generated: Mapping[str, int] = {}) -> None:
+    """Raises AssertionError unless each answer is in the ledger once, with what its client received.
+
+    Of an answer whose client did not hear the end at least what came to it must be there, and no more than `generated`
+    for its id, if that is known; of one whose router was killed, what the router last wrote of it. One of which nothing
+    came may be absent. And the sums must be those of the entries.
+    """
+    told = {one.id: one for one in received}
+    tenants = {one.tenant for one in told.values()}
+    entries = await ledger_entries(client, tenants)
+    for one in told.values():
+        entry = entries.get(one.id)
+        if entry is None:
+            assert not (one.heard_end or one.num_output_tokens), f"{one} is not in the ledger"
+            continue
+        assert (entry.tenant, entry.requests, entry.prompt_tokens) == (one.tenant, 1, one.num_prompt_tokens), one
+        if one.heard_end:
+            assert entry.stage is Stage.COMPLETE, entry
+            known = (one.num_output_tokens, one.num_cached_tokens)
+            assert (entry.output_tokens, entry.cached_tokens) == known, (one, entry)
+        else:
+            assert entry.output_tokens <= generated.get(one.id, entry.output_tokens), (one, entry)
+            if entry.stage is not Stage.UNDER_WAY:  # else its router was killed, up to a second after it wrote this
+                assert one.num_output_tokens <= entry.output_tokens, (one, entry)
+    assert entries.keys() <= told.keys(), "the ledger has answers that nobody asked for"
+    for tenant in tenants:
+        expected: Counter[str] = Counter()
+        for entry in entries.values():
+            if entry.tenant == tenant:
+                expected.update(dict(zip(NUMBERS, entry.numbers, strict=True)))
+        assert await sums_of(client, tenant, "days") == expected, tenant
+        assert await sums_of(client, tenant, "hours") == expected, tenant
+
+
+async def sums_of(client: Redis, tenant: str, kind: str) -> Counter[str]:
+    """All that the ledger has summed for a tenant since yesterday."""
+    ledger, found = Ledger(client, kept_days=3), Counter[str](dict.fromkeys(NUMBERS, 0))
+    now = datetime.now(UTC)
+    days = {now.date(), (now - timedelta(days=1)).date()}
+    if kind == "hours":
+        pages = [page for day in days async for page in ledger.hours(tenant, day)]
+    else:
+        months = {day.replace(day=1) for day in days}
+        pages = [page for month in months async for page in ledger.days(tenant, month)]
+    for one in (one for page in pages for one in page):
+        found.update(dict(zip(NUMBERS, one.numbers, strict=True)))
+    return found

@@ -1,0 +1,212 @@
+"""Requests of all kinds that the OpenAPI document allows, and of many that it does not, against a real registry.
+
+None is a server error, each answer is as the document says, and a request that is refused stores nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import tempfile
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import httpx
+import hypothesis
+import jsonschema
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi import checks
+
+from motet.adapters.format.peft import CONFIG_FILE, TENSORS_FILE
+from motet.router.text.text import TextService
+from motet.tests.rigs.lora_files import LoraFiles, lora_files
+from motet.tests.rigs.real_front import (
+    ASKER_KEY,
+    ASKERS_ADAPTER,
+    OPERATOR_KEY,
+    OWNERS_ADAPTER,
+    RealFront,
+    real_front,
+)
+from motet.tests.rigs.router_rig import BASE, text_service
+
+T = TypeVar("T")
+NUM_EXAMPLES: Final = 10  # of each operation, of each kind
+REQUIRED: Final = frozenset({"prompt", "messages"})
+NAMES: Final = (BASE, ASKERS_ADAPTER, OWNERS_ADAPTER, "nobodys")
+CHECKS = [
+    schemathesis.checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_headers_conformance,
+    checks.response_schema_conformance,
+]
+
+
+class Runner:
+    """An event loop on a thread of its own: the registry's view goes on while requests are drawn."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    runner = Runner()
+    yield runner
+    runner.stop()
+
+
+@pytest.fixture(scope="module")
+def text() -> TextService:
+    return text_service()
+
+
+@pytest.fixture
+def front(runner: Runner, redis_url: str, tmp_path: Path, text: TextService) -> Iterator[RealFront]:
+    context = real_front(redis_url, tmp_path, text)
+    yield runner.run(context.__aenter__())
+    runner.run(context.__aexit__(None, None, None))
+
+
+def operations(front: RealFront, runner: Runner) -> list[Any]:
+    async def document() -> Any:
+        async with front.client() as client:
+            return (await client.get("/openapi.json")).json()
+
+    schema = schemathesis.openapi.from_dict(runner.run(document()))
+    found: list[Any] = [operation.ok() for operation in list[Any](schema.get_all_operations())]
+    return sorted(found, key=lambda operation: operation.method == "delete")  # last, so that others find something
+
+
+def sent(case: Any, key: str) -> httpx.Request:
+    """As schemathesis would send it."""
+    told: Any = requests.Request(**case.as_transport_kwargs(base_url="http://router")).prepare()
+    headers = {name: value for name, value in told.headers.items() if name.lower() != "authorization"}
+    request = httpx.Request(told.method or "", told.url or "", content=told.body or b"")
+    request.headers.update({"Content-Type": "application/json"} if case.media_type == "application/json" else {})
+    request.headers.update(headers)
+    request.headers["Authorization"] = f"Bearer {key}"
+    return request
+
+
+def furnish(case: Any, data: st.DataObject) -> None:
+    """Names of things that there are, valid files, and few of the optional fields, most of the time.
+
+    What has an unknown name is not looked at any further, and of very many fields some never fit together.
+    """
+    name = data.draw(st.sampled_from((*NAMES, BASE, None)))
+    if name is None:
+        return
+    for parameter in {"name", "model"} & (case.path_parameters or {}).keys():
+        case.path_parameters[parameter] = name
+    if not isinstance(case.body, dict):
+        return
+    if case.body.keys() >= {"name", CONFIG_FILE, TENSORS_FILE}:
+        files = lora_files(seed=data.draw(st.integers(1, 3)))
+        case.body = {"name": case.body["name"], CONFIG_FILE: files.config_bytes, TENSORS_FILE: tensors_of(files)}
+    elif "model" in case.body:
+        kept = data.draw(st.sets(st.sampled_from(sorted(case.body)), max_size=4)) | REQUIRED
+        case.body = {field: value for field, value in case.body.items() if field in kept} | {"model": name}
+        if "messages" in case.body and data.draw(st.booleans()):
+            case.body["messages"] = [{"role": "user", "content": "hi"}]
+        if data.draw(st.booleans()):
+            case.headers.pop("Last-Event-ID", None)
+            case.body["stream"] = data.draw(st.booleans())
+
+
+def tensors_of(files: LoraFiles) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        return files.write(Path(folder)).read_bytes()
+
+
+async def check(front: RealFront, case: Any, key: str) -> int:
+    """The status, once all that must hold has been found to."""
+    before = await front.stored()
+    request = sent(case, key)
+    async with front.client() as client:
+        response = await client.send(request)
+    case.validate_response(response, checks=CHECKS)
+    assert response.headers["x-request-id"]
+    if response.status_code >= 400:
+        assert await front.stored() == before
+    if response.headers.get("content-type", "").startswith("text/event-stream"):
+        check_events(case, response.content)
+    return response.status_code
+
+
+def check_events(case: Any, body: bytes) -> None:
+    """Each event is as the document says."""
+    content = case.operation.definition.raw["responses"]["200"]["content"]["text/event-stream"]
+    schema = {**content["x-event-schema"], "components": case.operation.schema.raw_schema["components"]}
+    for line in body.decode().splitlines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            event = json.loads(line.removeprefix("data: "))
+            if "error" not in event:
+                jsonschema.validate(event, schema)
+
+
+def statuses_of(front: RealFront, runner: Runner, operation: Any, mode: GenerationMode, seed: int) -> set[int]:
+    """What requests of an operation were answered. `seed`: 0 draws the same each time."""
+    is_tenants = operation.path.startswith("/v1/") and not operation.path.startswith("/v1/admin/")
+    key, seen = ASKER_KEY if is_tenants else OPERATOR_KEY, set()
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=NUM_EXAMPLES,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        database=None,
+        deadline=None,
+    )
+    @hypothesis.given(case=operation.as_strategy(generation_mode=mode), data=st.data())
+    def ask(case: Any, data: st.DataObject) -> None:
+        furnish(case, data)
+        seen.add(runner.run(check(front, case, key)))
+
+    ask()
+    return seen
+
+
+# The loop on the other thread draws how long to wait, at the same time.
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["as told", "otherwise"])
+@pytest.mark.parametrize("is_anew", [False, True], ids=["the same each time", "drawn anew"])
+def test_no_request_is_a_server_error_or_stores_what_it_was_refused(
+    front: RealFront, runner: Runner, mode: GenerationMode, is_anew: bool
+) -> None:
+    seed = secrets.randbelow(2**32) if is_anew else 0
+    print(f"drawn with the seed {seed}")
+    statuses: dict[str, set[int]] = {}
+    for operation in operations(front, runner):
+        can_be_wrong = operation.body or operation.query or operation.path_parameters
+        if mode is GenerationMode.POSITIVE or can_be_wrong:
+            statuses[operation.label] = statuses_of(front, runner, operation, mode, seed)
+    assert [*(front.folder / "spool").iterdir()] == []
+    print(statuses)
+    if is_anew:
+        return
+    if mode is GenerationMode.POSITIVE:
+        thorough = ("POST /v1/completions", "POST /v1/chat/completions", "GET /v1/adapters/{name}", "GET /status")
+        assert all(200 in statuses[label] for label in thorough)
+        assert 201 in statuses["POST /v1/adapters"]
+    else:
+        assert 400 in statuses["POST /v1/completions"] and 400 in statuses["POST /v1/adapters"]

@@ -1,0 +1,225 @@
+"""Every route, method and kind of credentials: who may not ask is told 401 or 403 and nothing else, whatever is there.
+
+The tables are made of the routes that the app has, so that a new one is in them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+from starlette.routing import Route
+
+from motet.router.route import RouteSpec
+from motet.router.text.text import TextService
+from motet.tests.rigs.asked_routes import THINGS, least_body, names_things, path_of
+from motet.tests.rigs.credentials import CREDENTIALS, headers_of, refusal
+from motet.tests.rigs.real_front import (
+    ASKER_KEY,
+    KEYS,
+    OPERATOR_KEY,
+    OWNER,
+    OWNER_KEY,
+    OWNERS_ADAPTER,
+    SCOPES,
+    RealFront,
+    real_front,
+)
+from motet.tests.rigs.router_rig import text_service
+
+ANYBODYS: Final = {"/health", "/ready", "/openapi.json"}
+NAMELESS: Final = {  # routes of a tenant's whose requests name nothing that could be another's
+    "GET /v1/models",
+    "GET /v1/models/",
+    "POST /v1/adapters",
+    "GET /v1/adapters",
+    "GET /v1/limits",
+    "GET /v1/usage",
+    "GET /v1/keys",
+    "POST /v1/keys",
+    "POST /v1/feedback",  # an answer by its id: tests/router/test_canaries.py
+}
+UNTOLD: Final = ("date", "x-request-id")  # headers that differ anyway
+
+
+@pytest.fixture(scope="module")
+def text() -> TextService:
+    return text_service()
+
+
+@pytest.fixture
+async def front(redis_url: str, tmp_path: Path, text: TextService) -> AsyncIterator[RealFront]:
+    async with real_front(redis_url, tmp_path, text) as front:
+        yield front
+
+
+def routes_of(front: RealFront) -> tuple[RouteSpec, ...]:
+    return tuple(front.app.state.routes)
+
+
+async def asked(
+    front: RealFront, route: RouteSpec, credentials: str | None, *, owners: bool, method: str = ""
+) -> httpx.Response:
+    body = least_body(front.document, route, owners=owners)
+    headers = {**body.pop("headers", {}), **headers_of(credentials)}
+    path = path_of(route, owners=owners)
+    async with front.client() as client:
+        return await client.request(method or route.method, path, headers=headers, **body)
+
+
+@pytest.mark.parametrize("told", CREDENTIALS)
+def is_deletion(route: RouteSpec) -> tuple[bool, int]:
+    """For an order in which whole things are deleted after all else was done with them and their parts."""
+    return route.method == "DELETE", -len(route.path)
+
+
+async def test_every_route_is_in_the_tables(front: RealFront) -> None:
+    """Nothing that the app serves is missing in what the tables are made of, and what a request names is a thing."""
+    served = {
+        (method, route.path)
+        for route in front.app.routes
+        if isinstance(route, Route)
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    assert all(isinstance(route, Route) for route in front.app.routes), "what else serves requests here?"
+    assert served == {(route.method, route.path) for route in routes_of(front)}
+    assert {route.path for route in routes_of(front) if route.scope is None} == ANYBODYS
+    of_a_tenant = [route for route in routes_of(front) if route.scope not in (None, "operator")]
+    nameless = {f"{route.method} {route.path}" for route in of_a_tenant if not names_things(route)}
+    assert nameless == NAMELESS, "what may a body of it name? add that to THINGS"
+
+
+async def test_no_other_method_tells_more(front: RealFront) -> None:
+    """A method that a path does not have is the same for everybody, whatever is there."""
+    methods = {"GET", "POST", "PUT", "PATCH", "DELETE", "TRACE"}
+    before = await front.stored()
+    async with front.client() as client:
+        for path in sorted({route.path for route in routes_of(front)}):
+            routes = [route for route in routes_of(front) if route.path == path]
+            for method in methods - {route.method for route in routes}:
+                for told in ("no key", "a tenant's key"):
+                    headers = headers_of(CREDENTIALS[told])
+                    there = await client.request(method, path_of(routes[0], owners=True), headers=headers)
+                    nowhere = await client.request(method, path_of(routes[0], owners=False), headers=headers)
+                    assert there.status_code == 405, (method, path, told)
+                    assert shown(there) == shown(nowhere), (method, path, told)
+    assert await front.stored() == before
+
+
+@pytest.mark.parametrize("told", CREDENTIALS)
+async def test_credentials_are_refused_as_the_table_says(front: RealFront, told: str) -> None:
+    wrong = []
+    for route in routes_of(front):
+        expected = refusal(route, told)
+        for method in (route.method, *(["HEAD"] if route.method == "GET" else [])):
+            before = await front.stored()
+            answer = await asked(front, route, CREDENTIALS[told], owners=True, method=method)
+            got = (answer.status_code, answer.json()["error"]["code"] if answer.is_error and answer.content else "")
+            wanted = (expected[0], "") if expected is not None and method == "HEAD" else expected  # which has no body
+            is_right = got == wanted if wanted is not None else answer.status_code not in (401, 403)
+            is_told_how = ("www-authenticate" in answer.headers) == (answer.status_code == 401)
+            if not (is_right and is_told_how):
+                wrong.append(f"{method} {route.path}: {got}, not {wanted}")
+            if expected is not None:
+                assert await front.stored() == before
+    assert wrong == []
+
+
+async def test_a_refusal_says_nothing_of_what_is_there(front: RealFront) -> None:
+    """Byte for byte the same whether the thing exists, and for every key that is nobody's."""
+    for route in routes_of(front):
+        for told, credentials in CREDENTIALS.items():
+            if refusal(route, told) is not None:
+                there = await asked(front, route, credentials, owners=True)
+                nowhere = await asked(front, route, credentials, owners=False)
+                assert shown(there) == shown(nowhere), (route.method, route.path, told)
+
+
+async def test_anothers_things_are_as_if_they_did_not_exist(front: RealFront) -> None:
+    """With a good key of every scope: the same bytes as for what nobody has, and for its owner it is there."""
+    looked_at = set()
+    for route in sorted(routes_of(front), key=is_deletion):
+        if not names_things(route) or route.scope in (None, "operator"):
+            continue
+        bearer = f"Bearer {ASKER_KEY}"
+        before = await front.stored()
+        there = await asked(front, route, bearer, owners=True)
+        nowhere = await asked(front, route, bearer, owners=False)
+        assert there.status_code == 404, (route.method, route.path, there.text)
+        assert shown(there) == shown(nowhere), (route.method, route.path)
+        assert await front.stored() == before
+        owners = await asked(front, route, f"Bearer {OWNER_KEY}", owners=True)
+        assert owners.status_code not in (401, 403), (route.method, route.path, owners.text)
+        assert shown(owners) != shown(there), (route.method, route.path, "the rig's owner must have one")
+        looked_at.add(route.path)
+    assert {"/v1/completions", "/v1/models/{model:path}", "/v1/adapters/{name}"} <= looked_at
+
+
+async def test_answers_and_logs_tell_nothing_of_others(front: RealFront, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither an answer nor a log line has a name, an id or a digest of another tenant's, and none has a key."""
+    adapter = await front.view.resolve(OWNER, OWNERS_ADAPTER)
+    assert adapter is not None
+    of_the_owner = (OWNER, adapter.digest, KEYS[OWNER_KEY].key_id)
+    caplog.set_level(logging.DEBUG)
+    for route in routes_of(front):
+        for told, credentials in CREDENTIALS.items():
+            if told == "the operators' key" and route.scope == "operator":
+                continue  # who may see all
+            for owners in (True, False):
+                caplog.clear()
+                answer = await asked(front, route, credentials, owners=owners)
+                named = {thing.owners for field, thing in THINGS.items() if f"{{{field}" in route.path}
+                lines = "\n".join(f"{record.getMessage()} {record.__dict__}" for record in ours(caplog))
+                for secret in of_the_owner:
+                    assert secret not in lines or secret in named, (route.path, told, secret)
+                    assert secret not in answer.text or secret in named, (route.path, told, secret)
+                    assert secret not in str(answer.headers), (route.path, told, secret)
+                for key in (*KEYS, OPERATOR_KEY, "key-of-nobody"):
+                    assert key not in lines + answer.text + str(answer.headers), (route.path, told)
+
+
+def ours(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """Lines of motet's: those of the client and of Redis' are not in a motet's log."""
+    return [record for record in caplog.records if record.name.startswith("motet")]
+
+
+async def test_a_name_in_a_log_would_be_seen(front: RealFront, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    route = next(route for route in routes_of(front) if route.path == "/v1/models")
+    await asked(front, route, f"Bearer {ASKER_KEY}", owners=True)
+    assert KEYS[ASKER_KEY].tenant in [getattr(record, "fields", {}).get("tenant") for record in ours(caplog)]
+
+
+async def test_a_route_without_a_body_looks_at_none(front: RealFront) -> None:
+    """Else its spec does not say that it takes one."""
+    for route in routes_of(front):
+        if route.method in ("POST", "PUT", "PATCH") and route.body is None and route.form is None:
+            key = OPERATOR_KEY if route.scope == "operator" else OWNER_KEY
+            headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+            async with front.client() as client:
+                answer = await client.request(
+                    route.method, path_of(route, owners=True), headers=headers, content=b"[no JSON"
+                )
+            assert "invalid_json" not in answer.text, (
+                f"{route.method} {route.path} takes a body: its spec must say which"
+            )
+
+
+def shown(answer: httpx.Response) -> Any:
+    """All of an answer but for names that it repeats, and what differs anyway."""
+    body = answer.content
+    for thing in THINGS.values():
+        body = (
+            body.replace(thing.owners.encode(), b"*").replace(thing.nobodys.encode(), b"*")
+            if len(thing.owners) > 1
+            else body
+        )
+    return answer.status_code, [(name, value) for name, value in answer.headers.items() if name not in UNTOLD], body
+
+
+def test_the_table_has_every_scope() -> None:
+    assert {told for told in CREDENTIALS if told.startswith("a key without")} == {f"a key without {s}" for s in SCOPES}

@@ -1,0 +1,156 @@
+"""How long an answer takes does not tell whether another tenant has a thing of the name."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import AsyncIterator, Collection, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from motet.adapters.registry.registry_view import CAPACITY
+from motet.router.route import RouteSpec
+from motet.router.text.text import TextService
+from motet.tests.rigs.asked_routes import least_body, names_things, path_of
+from motet.tests.rigs.patience import eventually_in_loop
+from motet.tests.rigs.real_front import ASKER_KEY, OWNER, OWNERS_ADAPTER, RealFront, real_front
+from motet.tests.rigs.router_rig import text_service
+from motet.tests.rigs.told_apart import Ask, differences, z_of
+
+NUM_PAIRS: Final = 1000  # two tries each
+MOST_Z: Final = 3.0
+ATTEMPTS: Final = 3  # of which all must tell them apart: some other work of the machine may favour one
+FEW: Final = 64  # adapters that a router keeps in memory; it looks the others up
+
+
+@pytest.fixture(scope="module")
+def text() -> TextService:
+    return text_service()
+
+
+@pytest.fixture(params=[CAPACITY, FEW], ids=["kept", "looked up"])
+async def front(
+    request: pytest.FixtureRequest, redis_url: str, tmp_path: Path, text: TextService
+) -> AsyncIterator[RealFront]:
+    async with real_front(redis_url, tmp_path, text, request.param) as front:
+        yield front
+
+
+@pytest.fixture
+async def pairs(front: RealFront) -> list[tuple[str, str]]:
+    """Names of adapters of the owner's, each with a name that nobody has."""
+    drawn = random.sample(range(10**9), 2 * NUM_PAIRS)
+    names = [(f"a-{one:09}", f"a-{other:09}") for one, other in zip(drawn[::2], drawn[1::2], strict=True)]
+    for start in range(0, NUM_PAIRS, 50):
+        await asyncio.gather(*(register(front, theirs) for theirs, _ in names[start : start + 50]))
+    num_events = await front.registry.num_events()
+    await eventually_in_loop(lambda: front.view._event_number >= num_events)
+    return names
+
+
+async def register(front: RealFront, name: str) -> None:
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    await front.registry.register(OWNER, name, digest=digest, module_ranks={"q_proj": 4}, num_bytes=1)
+
+
+class LeakyApp:
+    """It takes a little longer for what the owner has: some hundredths of a millisecond."""
+
+    def __init__(self, app: ASGIApp, theirs: Collection[str]) -> None:
+        self._app, self._theirs = app, theirs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if any(word in self._theirs for word in scope["path"].split("/")):
+            sum(range(3000))
+        await self._app(scope, receive, send)
+
+
+def content_of(front: RealFront, route: RouteSpec) -> bytes:
+    """A body that names the owner's."""
+    content = least_body(front.document, route, owners=True).get("content", b"")
+    assert isinstance(content, bytes)
+    return content
+
+
+def asking(app: ASGIApp, route: RouteSpec, content: bytes, name: str) -> Ask:
+    """A request with the asker's key for a thing of this name."""
+    body = content.replace(OWNERS_ADAPTER.encode(), name.encode())
+    path = path_of(route, owners=True).replace(OWNERS_ADAPTER, name)
+    scope: dict[str, Any] = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": route.method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"host", b"router"), (b"authorization", f"Bearer {ASKER_KEY}".encode())],
+        "client": ("127.0.0.1", 1),
+        "server": ("router", 80),
+    }
+    is_read = False
+
+    async def receive() -> Message:
+        nonlocal is_read
+        if is_read:
+            await asyncio.Event().wait()  # the client stays
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        assert message["type"] != "http.response.start" or message["status"] == 404, message
+
+    async def ask() -> None:
+        await app(dict(scope), receive, send)
+
+    return ask
+
+
+async def z_between(front: RealFront, app: ASGIApp, route: RouteSpec, pairs: Sequence[tuple[str, str]]) -> float:
+    front.view._names._unknown.clear()  # so that names are looked up again
+    content, asks = content_of(front, route), []
+    for pair in pairs:
+        made: dict[int, Ask] = {}
+        for which in random.sample((0, 1), 2):  # what is made first lies elsewhere in memory
+            made[which] = asking(app, route, content, pair[which])
+        asks.append((made[0], made[1]))
+    return z_of(await differences(asks))
+
+
+async def told_apart(front: RealFront, app: ASGIApp, route: RouteSpec, pairs: Sequence[tuple[str, str]]) -> list[float]:
+    """The z of each attempt, of which the last is small if they are not."""
+    found: list[float] = []
+    while len(found) < ATTEMPTS and not (found and abs(found[-1]) < MOST_Z):
+        found.append(await z_between(front, app, route, pairs))
+    return found
+
+
+def tenants_routes(front: RealFront) -> list[RouteSpec]:
+    """Those that name an adapter."""
+    named = [route for route in front.app.state.routes if names_things(route) and route.scope not in (None, "operator")]
+    return [
+        route
+        for route in named
+        if OWNERS_ADAPTER in path_of(route, owners=True) or OWNERS_ADAPTER.encode() in content_of(front, route)
+    ]
+
+
+async def test_time_does_not_tell_whether_another_has_it(front: RealFront, pairs: list[tuple[str, str]]) -> None:
+    routes = tenants_routes(front)
+    assert len(routes) >= 5
+    found = {f"{route.method} {route.path}": await told_apart(front, front.app, route, pairs) for route in routes}
+    print(found)
+    assert {route: zs for route, zs in found.items() if abs(zs[-1]) >= MOST_Z} == {}
+
+
+async def test_a_leak_would_be_seen(front: RealFront, pairs: list[tuple[str, str]]) -> None:
+    route = next(route for route in tenants_routes(front) if route.path == "/v1/adapters/{name}")
+    found = await told_apart(front, LeakyApp(front.app, {theirs for theirs, _ in pairs}), route, pairs)
+    print(found)
+    assert len(found) == ATTEMPTS and min(found) >= MOST_Z

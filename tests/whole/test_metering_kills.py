@@ -1,0 +1,146 @@
+"""Redis, a gang and a router are killed in the middle of streams: what is metered is what clients received, once."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from motet.cluster.launch.local_serve import free_ports
+from motet.examples.resuming_client import resume_stream
+from motet.tests.rigs.patience import PATIENCE_S, eventually
+from motet.tests.rigs.running_motet import BASE, DEMO, RunningMotet, running_motet
+from motet.tests.rigs.token_streams import Heard, Job, Meter, stream_all
+
+pytestmark = pytest.mark.cluster
+
+NAME: Final = "desk"
+NUM_STREAMS: Final = 16
+NUM_TOKENS: Final = 350
+OPTIONS: Final = ("--gangs", "2", "--routers", "2", "--dtype", "float32")
+# Of all tokens, when Redis, a gang and a router are killed. Gangs are ahead of what clients read, so it is soon.
+MOMENTS: Final = (0.02, 0.05, 0.1)
+# No more than the streams need: what comes back at another router must not be charged again.
+QUOTA: Final = {
+    "requests_per_minute": NUM_STREAMS,
+    "tokens_per_minute": NUM_STREAMS * (NUM_TOKENS + 50),
+    "concurrent_streams": NUM_STREAMS,
+}
+JOBS: Final = [
+    Job(
+        "acme",
+        {
+            "model": NAME if number % 2 else BASE,
+            "prompt": f"{number} capital",
+            "max_tokens": NUM_TOKENS,
+            "ignore_eos": True,
+            "temperature": 0,
+            "user": f"user {number}",
+        },
+    )
+    for number in range(NUM_STREAMS)
+]
+
+
+class Kills:
+    """Reads streams, and calls a function once when all of them have begun and so many tokens have come."""
+
+    def __init__(self, kills: Mapping[int, Callable[[], object]]) -> None:
+        self._kills = dict(kills)
+        self.num_returns = 0  # of clients whose connections broke
+        self._num_begun = self._num_tokens = 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_left(self) -> int:
+        return len(self._kills)
+
+    def read(self, http: httpx.Client, path: str, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        http.event_hooks = {**http.event_hooks, "request": [*http.event_hooks["request"], self._note_request]}
+        for number, chunk in enumerate(resume_stream(http, path, dict(body), give_up_s=PATIENCE_S)):
+            yield chunk
+            num_tokens = sum(len(choice.get("token_ids") or []) for choice in chunk["choices"])
+            self._note_chunk(is_first=number == 0, num_tokens=num_tokens)
+
+    def _note_request(self, request: httpx.Request) -> None:
+        with self._lock:
+            self.num_returns += "Last-Event-ID" in request.headers
+
+    def _note_chunk(self, *, is_first: bool, num_tokens: int) -> None:
+        with self._lock:
+            self._num_begun += is_first
+            self._num_tokens += num_tokens
+            is_time = [at for at in self._kills if self._num_begun == NUM_STREAMS and at <= self._num_tokens]
+            due = [self._kills.pop(at) for at in is_time]
+        for kill in due:
+            kill()
+
+
+@pytest.fixture
+def motet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningMotet]:
+    with running_motet(tmp_path_factory.mktemp("metering") / "data", free_ports(1)[0], *OPTIONS) as motet:
+        yield motet
+
+
+def test_streams_under_kills_are_metered_once(motet: RunningMotet) -> None:
+    for style in ("pirate", "spanish"):
+        assert motet.upload(NAME, DEMO / "adapters" / style).status_code == 201
+    with motet.http() as http:
+        http.put(f"/v1/adapters/{NAME}/canary", json={"version": 1, "share": 0.5}).raise_for_status()
+        operators = {"Authorization": f"Bearer {motet.operator_key()}"}
+        http.patch("/v1/admin/tenants/acme", json={"quota": QUOTA}, headers=operators).raise_for_status()
+        eventually(lambda: all(is_left(http, name) for name in QUOTA), lambda: f"{limits(http)}")
+
+        at = [int(moment * NUM_STREAMS * NUM_TOKENS) for moment in MOMENTS]
+        victims = (motet.redis_process(), motet.gang_processes()[0], motet.router_processes()[0])
+        kills = Kills(dict(zip(at, [victim.kill for victim in victims], strict=True)))
+        heard = stream_all(motet, JOBS, Meter(), kills.read)
+        assert [len(one.token_ids) for one in heard] == [NUM_TOKENS] * NUM_STREAMS
+        assert kills.num_left == 0
+        assert kills.num_returns > 0, "no stream was at the router that died"
+
+        expected = expected_usage(heard)
+        eventually(lambda: usage(http) == expected, lambda: f"{usage(http)} and not {expected}")
+        # Places of answers come back, and nothing that still comes, as from the spool of the dead router, is new.
+        eventually(lambda: is_left(http, "concurrent_streams"), lambda: f"{limits(http)}")
+        eventually(lambda: len(motet.router_processes()) == 2 == len(motet.gang_processes()))
+        assert usage(http) == expected
+        trial = http.get(f"/v1/adapters/{NAME}/canary").raise_for_status().json()
+        assert trial["state"] == "running"  # as was acknowledged
+        counted = trial["stable"]["answers"] + trial["canary"]["answers"]
+        assert (
+            0 < counted <= sum(job.body["model"] == NAME for job in JOBS)
+        )  # the dead router told until the last 0.2 s
+
+
+def expected_usage(heard: Sequence[Heard]) -> Counter[str]:
+    return Counter(
+        requests=len(heard),
+        prompt_tokens=sum(one.usage["prompt_tokens"] for one in heard),
+        output_tokens=sum(one.usage["completion_tokens"] for one in heard),
+    )
+
+
+def usage(http: httpx.Client) -> Counter[str]:
+    """What the ledger says of the tenant; nothing while no router, or no Redis, is there to say so."""
+    answer = http.get("/v1/usage", params={"by": "adapter"})
+    if answer.status_code in (502, 503, 504):
+        return Counter()
+    total = answer.raise_for_status().json()["total"]
+    return +Counter({name: total[name] for name in ("requests", "cut_off", "prompt_tokens", "output_tokens")})
+
+
+def limits(http: httpx.Client) -> dict[str, Any]:
+    answer = http.get("/v1/limits")
+    found: dict[str, Any] = answer.json()["tenant"] if answer.status_code == 200 else {}
+    return found
+
+
+def is_left(http: httpx.Client, name: str) -> bool:
+    """Whether all of a quota is."""
+    found = limits(http)
+    return bool(found) and found[name]["remaining"] == QUOTA[name]

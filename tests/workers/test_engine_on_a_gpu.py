@@ -1,0 +1,181 @@
+"""The whole engine on a stand-in GPU, every family: the CPU's tokens, and nothing that a GPU would not survive."""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from motet.adapters.format.validation import validate
+from motet.adapters.store.store import AdapterStore
+from motet.benchmarks.gpu.engine_bench import DRY_SIZE, Bench
+from motet.benchmarks.gpu.machine import Machine
+from motet.kernels import joint_sampling
+from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
+from motet.tests.rigs.gang_rig import gang
+from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, write_adapters, write_model
+from motet.tests.rigs.part_configs import engine_config
+from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins, run_worker_on_gpu, twins
+from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu
+from motet.tests.rigs.stand_in_gpu.tally import Wait
+from motet.workers.models.config import ModelConfig
+from motet.workers.models.sharding import ModelSharding, layouts_of_gang
+from motet.workers.wire.engine_load import EngineCounters
+from motet.workers.wire.messages import SamplingParams
+
+NUM_TOKENS = 4
+CHOSEN: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+WAYS = (  # in which tokens are chosen
+    SamplingParams(temperature=0.0, num_logprobs=3, **CHOSEN),
+    SamplingParams(temperature=0.8, seed=3, top_p=0.9, **CHOSEN),
+    SamplingParams(temperature=0.9, seed=4, repetition_penalty=1.2, frequency_penalty=0.3, num_logprobs=2, **CHOSEN),
+    SamplingParams(temperature=1.0, seed=5, top_k=7, min_p=0.01, logit_bias={3: 2.0, 9: -1.0}, **CHOSEN),
+)
+ADAPTERS = (None, RECIPES[0].name, RECIPES[1].name)
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def stock(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stock:
+    return made(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Stock:
+    return made("llama", tmp_path_factory.mktemp("llama"))
+
+
+def made(variant: str, folder: Path) -> Stock:
+    model = write_model(variant, folder / "model")
+    adapters = write_adapters(model, folder / "adapters")
+    return Stock.make(model, {name: adapters[name] for name in ADAPTERS if name is not None}, folder / "store")
+
+
+def prompts(num: int) -> list[list[int]]:
+    generator = random.Random(num)
+    return [generator.choices(range(VOCAB_SIZE), k=generator.randint(18, 30)) for _ in range(num)]
+
+
+def ask_all(rig: EngineRig, asked: list[list[int]]) -> list[Told]:
+    """Each prompt in another way, some of them with adapters; all at once."""
+    first = len(rig.told)
+    for index, prompt in enumerate(asked):
+        rig.submit(first + index, prompt, ADAPTERS[index % len(ADAPTERS)], WAYS[index % len(WAYS)])
+    rig.finish()
+    rig.assert_idle()
+    return list(rig.told.values())[first:]
+
+
+def asked_twice(stock: Stock, device: str, folder: Path, num_pages: int) -> tuple[list[Told], EngineCounters]:
+    """The answers of an engine that answers all, does so again, and has moved KV behind the pool in between."""
+    tiers = {"kv_host_bytes": 10 * stock.page_bytes, "kv_disk_bytes": 200 * stock.page_bytes, "kv_disk_path": folder}
+    with stock.engine(num_pages, device=device, host_bytes=40 * stock.page_bytes, **tiers) as rig:
+        rig.prefer_copies()
+        answers = [*ask_all(rig, prompts(4)), *ask_all(rig, prompts(4))]
+        return answers, rig.engine.load().counters
+
+
+def same(ours: list[Told], theirs: list[Told]) -> None:
+    for told, other in zip(ours, theirs, strict=True):
+        assert (told.error, told.finish_reason) == (None, "length")
+        assert told.token_ids == other.token_ids
+        for said, heard in zip(told.logprobs, other.logprobs, strict=True):
+            assert said.chosen == pytest.approx(heard.chosen, abs=1e-3)
+            assert said.top_ids == heard.top_ids
+
+
+def test_every_family_answers_as_on_the_cpu(stock: Stock) -> None:
+    """The base and adapters in one batch, with draws, penalties and log-probabilities."""
+    with stock.engine(60) as rig:
+        here = ask_all(rig, prompts(3))
+    with gpu_of_twins(), stock.engine(60, device="cuda") as rig:
+        same(ask_all(rig, prompts(3)), here)
+
+
+def test_pages_move_between_the_tiers_beside_the_steps(llama: Stock, tmp_path: Path) -> None:
+    """On a pool so small that adapters and KV push one another out, and come back from host memory and disk."""
+    num_pages = max(llama.num_pages(30 + NUM_TOKENS, adapter) for adapter in ADAPTERS) + 4
+    here, _ = asked_twice(llama, "cpu", tmp_path, num_pages)
+    with gpu_of_twins() as gpu:
+        there, counters = asked_twice(llama, "cuda", tmp_path, num_pages)
+        copies = {thread: gpu.tally.copies_of(thread) for thread in ("page-mover", "disk-mover", "adapter-loader")}
+    same(there, here)
+    assert counters.num_move_failures == 0
+    assert min(counters.num_pages_out, counters.num_pages_in, counters.num_adapter_evictions) > 0
+    assert all(made for made in copies.values())
+    assert not [copy for made in copies.values() for copy in made if copy.waits], "a copy from or to pageable memory"
+
+
+def waits_beside_kernels(gpu: StandInGpu) -> list[Wait]:
+    """Those of the thread that computes, but for those in the twins of the kernels: Triton's have none."""
+    return [wait for wait in gpu.tally.waits_of("worker") if not wait.line.startswith("kernels/plain/")]
+
+
+def test_the_host_waits_for_a_steps_tokens_alone(llama: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each step that chooses tokens; inputs put back that go one by one are found."""
+
+    def waits() -> tuple[int, int]:
+        with gpu_of_twins() as gpu, llama.engine(60, device="cuda") as rig:
+            gpu.tally.clear()
+            ask_all(rig, prompts(4))
+            return len(waits_beside_kernels(gpu)), rig.engine.load().counters.num_steps
+
+    num_waits, num_steps = waits()
+    assert NUM_TOKENS <= num_waits <= num_steps
+    monkeypatch.setattr(joint_sampling, "staged", lambda device, *tensors: [x.to(device) for x in tensors])
+    num_waits, num_steps = waits()
+    assert num_waits > 3 * num_steps
+
+
+def test_what_a_worker_takes_of_its_gpu_is_measured(llama: Stock, caplog: pytest.LogCaptureFixture) -> None:
+    with gpu_of_twins() as gpu, caplog.at_level(logging.INFO, "motet.workers.device_memory"):
+        with llama.engine(60, device="cuda"):
+            taken = gpu.streams.num_allocated_bytes
+        assert "the GPU's memory: the pool 0.00 GiB, weights 0.00 GiB, chunks of prompts" in caplog.text
+        gpu.streams.total_bytes = gpu.streams.num_allocated_bytes + taken - 1000
+        with pytest.raises(
+            ValueError, match=r"no room for [a-z ]+: the pool 0\.00 GiB.* a smaller pool_bytes leaves more"
+        ):
+            llama.engine(60, device="cuda")
+
+
+def test_a_gang_of_two_answers_as_one_does(llama: Stock, tmp_path: Path) -> None:
+    """Each worker on a stand-in of its own."""
+    model = ModelConfig.from_folder(llama.model_path)
+    store, folder = AdapterStore(tmp_path / "store"), llama.model_path.parent / "adapters"
+    for name in llama.refs:
+        about = (folder / name / "adapter_config.json").read_bytes()
+        content = validate(about, folder / name / "adapter_model.safetensors", model.shape)
+        store.put(content, layouts_of_gang(model, 2, llama.block_size, "float32"))
+    sharding = ModelSharding(model, 2)
+    config = engine_config(
+        llama.model_path,
+        tmp_path / "store",
+        dtype="float32",
+        pool_bytes=60 * model.num_layers * sharding.slab(llama.block_size) * 4,
+        block_size=llama.block_size,
+        tensor_parallel=2,
+        device="cuda",
+    )
+    with gang(config, run_worker_on_gpu) as (engine, workers):
+        there = ask_all(EngineRig(engine, llama.refs), prompts(4))
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    with llama.engine(60) as rig:
+        same(there, ask_all(rig, prompts(4)))
+
+
+def test_the_benchmark_for_gpus_runs_with_its_tiers() -> None:
+    machine, size = Machine(torch.device("cuda", 0), torch.float32, is_dry=False), replace(DRY_SIZE, context=20)
+    here = Bench(replace(machine, device=torch.device("cpu"), is_dry=True), size, twins())
+    expected = here.serve(2)
+    here.engine.close()
+    with gpu_of_twins() as gpu:
+        bench = Bench(machine, size, twins())
+        served = bench.serve(2)
+        bench.engine.close()
+        assert gpu.tally.copies_of("page-mover"), "filled pages go to host memory"
+    assert served.token_ids == expected.token_ids

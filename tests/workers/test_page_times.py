@@ -1,0 +1,212 @@
+"""For how long sequences hold pages: the integrals against sums over every moment, and what is told of them."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.router.fleet.open_sequence import OpenSequence
+from motet.tests.rigs.part_configs import leader_config
+from motet.tests.rigs.scheduler_rig import EOS, Worker, asking, limits, request
+from motet.workers.leader.sequence_journal import SequenceJournal
+from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.scheduling.sequence import Sequence
+from motet.workers.scheduling.tier_traffic import TierSizes
+from motet.workers.wire.messages import SequenceUpdate
+from motet.workers.wire.page_seconds import PageSeconds
+
+
+class Gang:
+    """A scheduler whose clock goes only here, and what its sequences hold summed up at each tick."""
+
+    def __init__(self, num_pages: int = 40, tiers: TierSizes | None = None, rng: random.Random | None = None) -> None:
+        self.now = 1000.0
+        of = limits(num_pages, budget=16)
+        self.scheduler = Scheduler(
+            of, frozenset({EOS}), lambda ref: max(ref.module_ranks.values()), tiers=tiers, clock=lambda: self.now
+        )
+        self.worker = Worker(of, slow_loads=rng)
+        self.kv: defaultdict[int, float] = defaultdict(float)  # page-seconds by sequence
+        self.adapter: defaultdict[int, float] = defaultdict(float)
+        self.used_adapters = 0.0  # page-seconds of adapters that anybody ran with
+        self.told: dict[int, PageSeconds] = {}  # as of last
+        self.ended: set[int] = set()
+        self._seen: dict[int, Sequence] = {}  # a plan may be about one that was cancelled meanwhile
+        self.worker.sequence_of = self._seen.__getitem__
+
+    def pass_time(self, seconds: float) -> None:
+        running = [*self.scheduler._running.by_id.values()]
+        digests = [sequence.adapter_digest for sequence in running]
+        for sequence in running:
+            self.kv[sequence.sequence_id] += len(sequence.pages) * seconds
+            if (digest := sequence.adapter_digest) is not None:
+                num_pages = len(self.scheduler._adapters.residence(digest).pages)
+                self.adapter[sequence.sequence_id] += num_pages * seconds / digests.count(digest)
+        for digest in {*digests} - {None}:
+            assert digest is not None
+            self.used_adapters += len(self.scheduler._adapters.residence(digest).pages) * seconds
+        self.now += seconds
+
+    def step(self, seconds: float = 1.0) -> list[SequenceUpdate]:
+        plan = self.scheduler.schedule()
+        self._seen |= self.scheduler._running.by_id
+        self.pass_time(seconds)
+        updates = self.scheduler.commit(plan, self.worker.execute(plan))
+        self.scheduler.check_integrity()
+        for update in updates:
+            if (taken := update.page_seconds) is not None:
+                self.told[update.sequence_id] = taken
+                own = update.sequence_id
+                assert (taken.kv, taken.adapter) == pytest.approx((self.kv[own], self.adapter[own]), rel=1e-9)
+            if update.finish_reason is not None:
+                assert update.page_seconds is not None
+                self.ended.add(update.sequence_id)
+        return updates
+
+    def finish(self) -> None:
+        while self.scheduler.has_work():
+            self.step()
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    seed=st.integers(0, 2**32),
+    num_pages=st.integers(8, 24),
+    tiers=st.sampled_from([TierSizes(), TierSizes(6, 60)]),
+)
+def test_what_is_told_is_what_every_moment_adds_up_to(seed: int, num_pages: int, tiers: TierSizes) -> None:
+    rng = random.Random(seed)
+    gang = Gang(num_pages, tiers, rng)
+    before = PageSeconds(7.5, 2.25)  # of one that comes from another gang
+    for number in range(200):
+        if number < 40 and rng.random() < 0.6:
+            prompt = [rng.choice([0, 0, 0, 1])] * rng.randint(1, 20)  # many begin alike, and share pages
+            one = asking(number, prompt, rng.randint(1, 20), rng.choice([None, "a1", "b2", "c3"]))
+            if rng.random() < 0.3:
+                one = msgspec.structs.replace(one, page_seconds=before)
+            if gang.scheduler.add(one, 0) is None and one.page_seconds is not None:
+                gang.kv[number], gang.adapter[number] = before.kv, before.adapter
+                gang.used_adapters += before.adapter
+        if rng.random() < 0.05:
+            gang.scheduler.cancel(rng.randrange(40))
+        if gang.scheduler.has_work():
+            gang.step(rng.choice([0.0, 0.25, 1.0, 3.0]))
+    while gang.scheduler.has_work():
+        gang.step()
+    assert sum(gang.adapter.values()) == pytest.approx(gang.used_adapters)
+    assert gang.scheduler._times.users() == {}
+
+
+def test_two_that_run_with_an_adapter_carry_half_of_it_each() -> None:
+    gang = Gang()
+    gang.scheduler.add(request(1, num_prompt=3, max_tokens=30, adapter="a3"), 0)
+    for _ in range(5):  # it comes with the first step, and the sequence waits until then
+        gang.step()
+    alone = gang.adapter[1]
+    gang.scheduler.add(request(2, num_prompt=3, max_tokens=4, adapter="a3"), 0)
+    while 2 not in gang.ended:
+        gang.step()
+    assert gang.told[2] == PageSeconds(kv=1 + 1 + 2 + 2, adapter=4 * 3 / 2)
+    assert gang.adapter[1] == alone + 4 * 3 / 2
+    gang.finish()
+    idle_at = gang.used_adapters
+    gang.scheduler.schedule()
+    gang.pass_time(50.0)
+    assert gang.used_adapters == idle_at == sum(taken.adapter for taken in gang.told.values())
+
+
+def test_who_is_cancelled_leaves_the_adapter_to_others() -> None:
+    gang = Gang()
+    for number in (1, 2):
+        gang.scheduler.add(request(number, num_prompt=3, max_tokens=12, adapter="a3"), 0)
+    for _ in range(4):
+        gang.step()
+    half = gang.adapter[1]
+    gang.scheduler.cancel(2)
+    gang.finish()
+    assert 2 not in gang.ended
+    assert gang.told[1].adapter == half + 3 * (12 - half / 1.5)
+
+
+def test_who_gave_way_holds_nothing_until_it_runs_again() -> None:
+    gang = Gang(num_pages=6)
+    gang.scheduler.add(request(1, num_prompt=4, max_tokens=16), 0)
+    gang.scheduler.add(request(2, num_prompt=8, max_tokens=12), 0)
+    while not gang.scheduler.load().counters.num_preemptions:
+        gang.step()
+    waited_at = gang.kv[2]
+    gang.step(1000.0)
+    assert gang.scheduler.load().gauges.num_waiting == 1
+    assert gang.kv[2] == waited_at
+    gang.finish()
+    assert waited_at < gang.told[2].kv < 1000.0 < gang.told[1].kv
+
+
+def test_it_is_told_with_the_first_token_the_last_and_now_and_then_between() -> None:
+    gang = Gang()
+    gang.scheduler.add(request(1, num_prompt=3, max_tokens=40, adapter="a3"), 0)
+    told: list[PageSeconds | None] = []
+    while gang.scheduler.has_work():
+        told += [update.page_seconds for update in gang.step()]
+    assert [number for number, one in enumerate(told) if one is not None] == [0, 32 - 3, 39]  # 32: eight pages of 4
+    first, middle, last = (one for one in told if one is not None)
+    assert (first.kv_pages, first.adapter_pages, middle.kv_pages) == (1, 3.0, 8)
+    assert (last.kv_pages, last.adapter_pages) == (0, 0.0)
+    assert first.after(2.0) == PageSeconds(first.kv + 2.0, first.adapter + 6.0)
+
+
+def test_a_prompt_that_is_computed_for_long_counts_from_its_first_step_on() -> None:
+    gang = Gang()
+    gang.scheduler.add(request(1, num_prompt=40, max_tokens=1), 0)
+    gang.finish()
+    assert gang.told[1] == PageSeconds(kv=10 * 3.0)  # 10 pages, for the three steps that compute its 40 tokens
+
+
+def test_who_ends_with_an_error_is_told_of_too() -> None:
+    gang = Gang()
+    gang.worker.broken.add(1)
+    gang.scheduler.add(request(1, num_prompt=3, max_tokens=8, adapter="a3"), 0)
+    (last,) = [update for _ in range(4) for update in gang.step()]
+    assert last.error is not None
+    assert last.page_seconds == PageSeconds(kv=1.0, adapter=3.0)
+
+
+def test_a_router_hands_on_what_it_heard_when_a_gang_is_lost() -> None:
+    sequence = OpenSequence(request(1))
+    sequence.push(SequenceUpdate(1, [5], page_seconds=PageSeconds(2.0, 1.0)))
+    sequence.push(SequenceUpdate(1, [6]))
+    here = sequence.request_from_here(9)
+    assert here.page_seconds == PageSeconds(2.0, 1.0)
+    gang = Gang()
+    gang.kv[9], gang.adapter[9] = 2.0, 1.0
+    gang.scheduler.add(here, 0)
+    gang.finish()
+    assert gang.told[9].kv > 2.0
+
+
+def test_a_journal_tells_all_to_who_comes_back() -> None:
+    journal = SequenceJournal(leader_config())
+    asked = msgspec.structs.replace(request(3), key="k", page_seconds=PageSeconds(1.0, 0.5))
+    journal.begin(1, asked, 10)
+    found = journal.attach(asked, 11, 0.0)
+    assert found is not None
+    assert found.rest.take_all().page_seconds == PageSeconds(1.0, 0.5)
+    journal.record(SequenceUpdate(1, [5], page_seconds=PageSeconds(4.0, 2.0)), 0.0)
+    journal.record(SequenceUpdate(1, [6]), 0.0)
+    found = journal.attach(asked, 12, 0.0)
+    assert found is not None
+    assert found.rest.take_all().page_seconds == PageSeconds(4.0, 2.0)
+
+
+def test_it_survives_the_wire_and_older_ends() -> None:
+    update = SequenceUpdate(3, [5], None, "length", page_seconds=PageSeconds(1.5, 0.25))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(update), type=SequenceUpdate) == update
+    older = msgspec.msgpack.encode([3, [5], None, "length", None, 4, 0.5])
+    assert msgspec.msgpack.decode(older, type=SequenceUpdate).page_seconds is None
+    whole = request(3)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(whole), type=type(whole)).page_seconds is None

@@ -1,0 +1,74 @@
+"""What has the least comes first, though what each has grows all the time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+Key = tuple[bool, float, int]
+_Item = TypeVar("_Item")
+
+_LEAST_PRUNED = 64
+
+
+class LeastFirst(Generic[_Item]):
+    """Items in the order of keys that never shrink, but for ties.
+
+    So an entry of the heap tells no more than its item's key of now, and need only be looked at when it is on top:
+    charging a tenant costs nothing here, and the first few cost no more with ten thousand behind them.
+    """
+
+    def __init__(self, key: Callable[[_Item], Key | None]) -> None:
+        """`key`: None if the item does not belong here any more; it is forgotten when it would be next."""
+        self._key = key
+        self._heap: list[tuple[Key, int, _Item]] = []
+        self._here: set[_Item] = set()
+        self._walked: list[_Item] = []  # that the last walk has taken out
+        self._num_puts = self._num_walks = 0
+        self._most = _LEAST_PRUNED
+
+    def put(self, item: _Item) -> None:
+        """No-op if it is here."""
+        if item not in self._here and (key := self._key(item)) is not None:
+            self._here.add(item)
+            self._push(key, item)
+            if len(self._heap) > self._most:
+                self._prune()
+
+    def first(self) -> _Item | None:
+        """The one with the least key."""
+        return next(self.walk(), None)
+
+    def walk(self) -> Iterator[_Item]:
+        """All items, least first. It ends where another walk begins; items may be put meanwhile, and come later."""
+        for item in self._walked:
+            if (key := self._key(item)) is None:
+                self._here.discard(item)
+            else:
+                self._push(key, item)
+        self._walked.clear()
+        self._num_walks = number = self._num_walks + 1
+        while self._heap:
+            assert number == self._num_walks, "another walk has begun"
+            known, _, item = heappop(self._heap)
+            key = self._key(item)
+            if key is None:
+                self._here.discard(item)
+            elif key > known:
+                self._push(key, item)
+            else:
+                self._walked.append(item)
+                yield item
+
+    def _push(self, key: Key, item: _Item) -> None:
+        self._num_puts += 1
+        heappush(self._heap, (key, self._num_puts, item))
+
+    def _prune(self) -> None:
+        """Forgets items that do not belong here any more, if nobody has walked as far as to them."""
+        keys = [(self._key(item), number, item) for _, number, item in self._heap]
+        self._here -= {item for key, _, item in keys if key is None}
+        self._heap = [(key, number, item) for key, number, item in keys if key is not None]
+        heapify(self._heap)
+        self._most = max(_LEAST_PRUNED, 2 * len(self._heap))

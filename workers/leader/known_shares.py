@@ -1,0 +1,37 @@
+"""The shares of a gang that its engine has told, for the routers that connect later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ..wire.fair_shares import TenantShare
+
+_MAX_SHARES = 16_384
+
+
+class KnownShares:
+    """The latest share of each tenant; of too many, who has nothing in the gang is forgotten, longest unheard first."""
+
+    def __init__(self, most: int = _MAX_SHARES) -> None:
+        self._shares: dict[str, TenantShare] = {}
+        self._most = most
+
+    @property
+    def tenants(self) -> Iterable[str]:
+        return self._shares.keys()
+
+    def apply(self, told: Iterable[TenantShare]) -> None:
+        for share in told:
+            self._shares.pop(share.tenant, None)
+            self._shares[share.tenant] = share
+        if len(self._shares) > self._most:
+            idle = [tenant for tenant, of in self._shares.items() if not of.num_running and not of.num_waiting]
+            for tenant in idle[: self._most // 2]:
+                del self._shares[tenant]
+
+    def __iter__(self) -> Iterator[TenantShare]:
+        return iter(self._shares.values())
+
+    def of(self, tenants: Iterable[str]) -> list[TenantShare]:
+        """Of those that are known."""
+        return [self._shares[tenant] for tenant in tenants if tenant in self._shares]

@@ -1,0 +1,95 @@
+"""For how long sequences hold pages of the pool: integrals that change only when somebody takes or gives back pages.
+
+While nothing changes nothing is added up, so a step costs nothing however many run. A sequence's pages of KV count for
+it alone, those that others hold too in full. An adapter's pages are carried by the sequences that run with it, each by
+an equal part; while none does they count for nobody, and neither do pages of KV that no sequence holds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..wire.page_seconds import PageSeconds
+
+
+class _SharedPages:
+    """An adapter's pages while sequences run with it."""
+
+    __slots__ = ("_each_s", "_since", "digest", "num_pages", "num_users")
+
+    def __init__(self, digest: str, num_pages: int) -> None:
+        self.digest, self.num_pages, self.num_users = digest, num_pages, 0
+        self._each_s = self._since = 0.0  # page-seconds that a user from the beginning on carried until `_since`
+
+    def each_s(self, now: float) -> float:
+        """What one who has used it from the beginning on carries by now: two of these differ by what lies between."""
+        if not self.num_users:
+            return self._each_s
+        return self._each_s + self.num_pages * (now - self._since) / self.num_users
+
+    def change_users(self, number: int, now: float) -> float:
+        self._each_s, self._since = self.each_s(now), now
+        self.num_users += number
+        return self._each_s
+
+
+class HeldPages:
+    """What one sequence holds. `PageTimes` owns what is written here."""
+
+    __slots__ = ("adapter", "adapter_from", "adapter_s", "kv_s", "num_pages", "taken_s")
+
+    def __init__(self, before: PageSeconds | None = None) -> None:
+        """`before`: what it took at another gang, from which it came."""
+        before = before or PageSeconds()
+        self.kv_s, self.adapter_s = before.kv, before.adapter  # of runs that have ended
+        self.num_pages, self.taken_s = 0, 0.0  # pages that it holds, and the sum of the times at which it took them
+        self.adapter: _SharedPages | None = None
+        self.adapter_from = 0.0  # the adapter's `each_s` when the run began
+
+
+class PageTimes:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`clock`: seconds; it never goes back."""
+        self._clock = clock
+        self._shared: dict[str, _SharedPages] = {}  # by digest; those that somebody runs with
+
+    def start(self, held: HeldPages, num_pages: int, adapter: str | None = None, num_adapter_pages: int = 0) -> None:
+        """A sequence that holds nothing begins to run, on so many pages and with the adapter of this digest."""
+        assert not held.num_pages and held.adapter is None
+        now = self._clock()
+        held.num_pages, held.taken_s = num_pages, num_pages * now
+        if adapter is not None:
+            shared = self._shared.get(adapter)
+            if shared is None:
+                shared = self._shared[adapter] = _SharedPages(adapter, num_adapter_pages)
+            held.adapter, held.adapter_from = shared, shared.change_users(1, now)
+
+    def grow(self, held: HeldPages, num_pages: int) -> None:
+        """A sequence that runs holds so many more pages."""
+        held.num_pages += num_pages
+        held.taken_s += num_pages * self._clock()
+
+    def stop(self, held: HeldPages) -> None:
+        """The sequence does not run any more, and gives back all that it holds."""
+        now, shared = self._clock(), held.adapter
+        held.kv_s += held.num_pages * now - held.taken_s
+        held.num_pages, held.taken_s = 0, 0.0
+        if shared is not None:
+            held.adapter_s += shared.change_users(-1, now) - held.adapter_from
+            held.adapter = None
+            if not shared.num_users:
+                del self._shared[shared.digest]
+
+    def taken(self, held: HeldPages) -> PageSeconds:
+        """What the sequence has taken by now, and what it holds."""
+        now, shared = self._clock(), held.adapter
+        kv_s = held.kv_s + held.num_pages * now - held.taken_s
+        if shared is None:
+            return PageSeconds(kv_s, held.adapter_s, held.num_pages)
+        adapter_s = held.adapter_s + shared.each_s(now) - held.adapter_from
+        return PageSeconds(kv_s, adapter_s, held.num_pages, shared.num_pages / shared.num_users)
+
+    def users(self) -> dict[str, int]:
+        """Sequences that run by their adapters' digests, for integrity checks."""
+        return {digest: shared.num_users for digest, shared in self._shared.items()}

@@ -1,0 +1,90 @@
+"""Host memory that a GPU copies from and to by itself, taken once when a worker starts.
+
+torch's own pinned memory would round each tensor up to a power of two, and each new one stalls all launches while the
+driver maps it. So plain memory is registered with the driver instead, whole and once.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from bisect import insort
+from itertools import pairwise
+
+import torch
+
+from ...kernels.huge_pages import zeros_in_huge_pages
+from .pool import PoolGeometry
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of this process
+
+
+def pinned_pages(num_pages: int, geometry: PoolGeometry) -> torch.Tensor:
+    """`[num_pages, num_layers, slab]` zeros in pinned memory, which is unpinned when the tensor itself is gone.
+
+    Whoever keeps a view keeps the tensor as well. Raises ValueError if the driver does not pin so much.
+    """
+    shape = (num_pages, geometry.num_layers, geometry.slab)
+    pages = zeros_in_huge_pages(math.prod(shape), geometry.dtype).view(shape)
+    runtime, address = torch.cuda.cudart(), pages.data_ptr()
+    status = int(runtime.cudaHostRegister(address, pages.nbytes, _PORTABLE))
+    if status != 0:
+        raise ValueError(
+            f"{pages.nbytes} bytes of host memory could not be pinned for the GPU (CUDA error {status}): "
+            "host_bytes and kv_host_bytes together must fit into this machine's free memory"
+        )
+    memory = pages.untyped_storage()  # stays mapped until it is unpinned
+    weakref.finalize(pages, _unpin, runtime, address, memory)
+    return pages
+
+
+def _unpin(runtime: object, address: int, memory: torch.UntypedStorage) -> None:
+    runtime.cudaHostUnregister(address)  # type: ignore[attr-defined]
+
+
+class PinnedArena:
+    """Pinned pages, handed out in runs that lie side by side. For several threads."""
+
+    def __init__(self, num_pages: int, geometry: PoolGeometry) -> None:
+        """Raises ValueError if the driver does not pin so much."""
+        self._pages = pinned_pages(num_pages, geometry)
+        self._free = [(0, num_pages)]  # runs `[start, end)`, ascending; no two touch
+        self._lock = threading.RLock()  # what is given back may be so by the thread that takes
+
+    def take(self, num_pages: int) -> torch.Tensor | None:
+        """Some pages, which come back when the last reference to this tensor is gone; None: no run is as long."""
+        with self._lock:
+            for place, (start, end) in enumerate(self._free):
+                if end - start >= num_pages:
+                    self._free[place : place + 1] = [(start + num_pages, end)] if end - start > num_pages else []
+                    break
+            else:
+                return None
+        taken = self._pages[start : start + num_pages]
+        weakref.finalize(taken, self._give_back, start, start + num_pages)
+        return taken
+
+    @property
+    def num_free(self) -> int:
+        """Pages, of all runs together."""
+        with self._lock:
+            return sum(end - start for start, end in self._free)
+
+    def _give_back(self, start: int, end: int) -> None:
+        with self._lock:
+            insort(self._free, (start, end))
+            joined: list[tuple[int, int]] = []
+            for run in self._free:
+                if joined and joined[-1][1] == run[0]:
+                    joined[-1] = (joined[-1][0], run[1])
+                else:
+                    joined.append(run)
+            self._free = joined
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if free runs touch, overlap or lie outside."""
+        with self._lock:
+            edges = [edge for run in self._free for edge in run]
+        assert all(before < after for before, after in pairwise(edges)), "free runs touch"
+        assert not edges or (edges[0] >= 0 and edges[-1] <= len(self._pages)), "a run lies outside"
