@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Final
 
 from .gcra import PERIOD_US, SLACK_US
+
+# So often an answer is taken up again for what it has cost already: connections break, and routers die. From then on it
+# is a new one for the quotas, since who comes back to an answer that no gang keeps has it computed again.
+FREE_RETURNS: Final = 4
 
 
 class Outcome(IntEnum):
@@ -38,8 +43,9 @@ class QuotaKeys:
         return self.prefix + (f"streams:{key_id}" if key_id else "streams")
 
     def answer(self, response_id: str) -> str:
-        """What one answer holds: its lease, the most tokens that anybody said it has used, then for each rate its name,
-        what was charged for it, what one unit takes, and the end of the backlog with it.
+        """What one answer holds: its lease, the most tokens that anybody said it has used, how often it was taken up
+        again, then for each rate its name, what was charged for it, what one unit takes, and the end of the backlog
+        with it.
         """
         return self.prefix + f"answer:{response_id}"
 
@@ -72,7 +78,9 @@ OPEN_SCRIPT = f"""{_BUCKETS}
 local lease, life = ARGV[1], tonumber(ARGV[2])
 if lease ~= '' and redis.call('EXISTS', KEYS[5]) == 1 then return {{0, now, 0, 0}} end
 local held = redis.call('GET', KEYS[4])
-local had = held and string.match(held, '^%S+') or ''
+local had, most, returns, charges = string.match(held or ' 0 -1', '^(%S*) (%S+) (%S+)(.*)$')
+returns = returns + 1
+if returns > {FREE_RETURNS} then held, had = false, '' end
 local outcome = 1
 local counts, let_go = {{0, 0}}, {{0, 0}}
 for i = 1, 2 do
@@ -91,7 +99,7 @@ for n = 1, #names do
   local i = 7 + 4 * (n - 1)
   local limit, cost = tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])
   backlogs[n] = bucket(values[n])
-  if ARGV[5] == '1' and (held or ARGV[i + 3] == '0') then cost = 0 end
+  if ARGV[5] == '1' and returns <= {FREE_RETURNS} and (held or ARGV[i + 3] == '0') then cost = 0 end
   taken[n] = math.min(cost, limit)
   if lease ~= '' and cost > 0 then
     local full = backlogs[n] + taken[n] * ({PERIOD_US:.0f} / math.max(limit, 1))
@@ -99,7 +107,7 @@ for n = 1, #names do
   end
 end
 if outcome == 1 and lease ~= '' then
-  local answer = lease .. ' 0'
+  local answer = lease .. ' 0 0'
   for n = 1, #names do
     local i = 7 + 4 * (n - 1)
     local step = {PERIOD_US:.0f} / math.max(tonumber(ARGV[i + 1]), 1)
@@ -118,7 +126,7 @@ if outcome == 1 and lease ~= '' then
       counts[i] = counts[i] + 1
     end
   end
-  if held then answer = lease .. string.sub(held, #had + 1) end
+  if returns > 0 then answer = string.format('%s %s %.0f%s', lease, most, returns, charges) end
   if ARGV[6] ~= '0' then redis.call('SET', KEYS[4], answer, 'PX', ARGV[6]) end
 elseif lease ~= '' then
   for i = 1, 2 do
@@ -142,10 +150,10 @@ if ARGV[3] == '1' then
 end
 local held = redis.call('GET', KEYS[4])
 if not held then return 0 end
-local lease, most, rates = string.match(held, '^(%S+) (%S+)(.*)$')
+local lease, most, returns, rates = string.match(held, '^(%S+) (%S+) (%S+)(.*)$')
 local is_its = lease == ARGV[1]
 used = math.max(used, tonumber(most))
-local answer = string.format('%s %.0f', lease, used)
+local answer = string.format('%s %.0f %s', lease, used, returns)
 for name, charged, step, finish in string.gmatch(rates, '(%S+) (%S+) (%S+) (%S+)') do
   charged, step, finish = tonumber(charged), tonumber(step), tonumber(finish)
   local backlog = bucket(redis.call('HGET', KEYS[1], name))
@@ -186,7 +194,7 @@ redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('ZREM', KEYS[3], ARGV[1])
 local held = redis.call('GET', KEYS[4])
 if not held or ARGV[3] == '1' then return 0 end
-local lease, rates = string.match(held, '^(%S+) %S+(.*)$')
+local lease, rates = string.match(held, '^(%S+) %S+ %S+(.*)$')
 if lease ~= ARGV[1] then return 0 end
 for name, charged, step, finish in string.gmatch(rates, '(%S+) (%S+) (%S+) (%S+)') do
   local backlog = bucket(redis.call('HGET', KEYS[1], name))

@@ -13,7 +13,7 @@ from motet.router.accounts.account import Account
 from motet.router.openai_api.errors import ApiError
 from motet.router.quotas import redis_quotas
 from motet.router.quotas.gcra import PERIOD_US
-from motet.router.quotas.quota_scripts import QuotaKeys
+from motet.router.quotas.quota_scripts import FREE_RETURNS, QuotaKeys
 from motet.router.quotas.quotas import Quotas
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.quota_rig import asked, ending, identity, progress, routers, try_open, until
@@ -226,6 +226,31 @@ async def test_who_comes_back_and_leaves_gets_nothing_back(redis_client: Redis, 
         hasty.settle(ending(prompt=100, error="timeout"))
         running.settle(ending(prompt=100, completion=200, error="taken_over"))
         assert 300 <= await left() < 350
+
+
+async def test_who_comes_back_again_and_again_pays_like_anybody(redis_client: Redis, redis_url: str) -> None:
+    """What no gang keeps is computed again each time: routers cannot know how often that is."""
+    who = identity(Quota(requests_per_minute=3, tokens_per_minute=2000, concurrent_streams=1 + FREE_RETURNS))
+    of_answer: dict[str, Any] = {"prompt": 500, "new": 500, "response_id": "cmpl-1"}
+    async with routers(redis_url, 2) as pair:
+        open_ = [await pair[0].open(asked(who, **of_answer))]
+        returns = [await try_open(pair[n % 2], asked(who, **of_answer, is_resumed=True)) for n in range(20)]
+        open_ += [account for account in returns if not isinstance(account, ApiError)]
+        assert len(open_) == 1 + FREE_RETURNS + 1  # the last one for 1,000 tokens more, which were the last
+        for account in open_:
+            account.settle(ending(prompt=500, completion=499))
+        standing = await pair[0].look(who)
+        assert standing is not None
+        assert standing.left(0) < 2 and standing.left(1) < 50  # of requests, of tokens
+        assert isinstance(await try_open(pair[1], asked(who, **of_answer, is_resumed=True)), ApiError)
+
+
+async def test_who_comes_back_again_and_again_takes_places(redis_client: Redis, redis_url: str) -> None:
+    who = identity(Quota(concurrent_streams=2))
+    async with routers(redis_url, 1) as (quotas,):
+        await quotas.open(asked(who, response_id="cmpl-1"))
+        returns = [await try_open(quotas, asked(who, response_id="cmpl-1", is_resumed=True)) for _ in range(20)]
+        assert sum(not isinstance(account, ApiError) for account in returns) == FREE_RETURNS + 1
 
 
 async def test_a_request_that_leaves_before_it_is_answered_holds_nothing(redis_client: Redis, redis_url: str) -> None:
