@@ -20,7 +20,8 @@ class AttentionBatch:
 
     A row is one token, of a prompt chunk or of a decode. Rows `query_starts[s] : query_starts[s + 1]` are the newest
     tokens of sequence s; `context_lens[s]` counts all its tokens, these included. These two are lists on the host, so
-    that no backend has to wait for a copy from the device.
+    that no backend has to wait for a copy from the device. What tensors hold does not change while a batch is used:
+    backends keep what they derive from it.
     """
 
     query_starts: tuple[int, ...]  # [num_sequences + 1]

@@ -66,12 +66,13 @@ def _varied(default: Any, **choices: tuple[int, ...]) -> Iterator[tuple[dict[str
 def _decodes(machine: Any) -> Iterator[tuple[dict[str, int], Callable[[], float]]]:
     """64 sequences of 4,096 tokens."""
     from motet.benchmarks.gpu.attention_rows import PagedCase
-    from motet.kernels.gpu.attention import AttentionTuning, TritonAttention
+    from motet.kernels.gpu.attention import TritonAttention
+    from motet.kernels.gpu.decode import DecodeTuning
 
     case = PagedCase(machine, [(40, 1)] * 2 if machine.is_dry else [(4096, 1)] * 64, 32, 8, 128)
-    choices = {"decode_keys": (32, 64, 128), "decode_stages": (2, 3, 4), "programs": (1056, 2112)}
-    for changed, tuning in _varied(AttentionTuning(), **choices):
-        attend = TritonAttention(tuning).paged_attention
+    choices = {"keys": (32, 64, 128), "stages": (2, 3, 4), "split_keys": (256, 512, 1024), "programs": (396, 1056)}
+    for changed, tuning in _varied(DecodeTuning(), **choices):
+        attend = TritonAttention(decode_tuning=tuning).paged_attention
         calls = [lambda i=i, attend=attend: attend(case.q, case.pool[:, i], case.batch, 0.09, None) for i in range(2)]
         yield changed, lambda calls=calls: machine.time_s(calls)  # type: ignore[misc]
 
@@ -106,7 +107,7 @@ def _lora(machine: Any) -> Iterator[tuple[dict[str, int], Callable[[], float]]]:
     choices = {
         "shrink_width": (128, 256, 512),
         "shrink_stages": (2, 4),
-        "expand_width": (128, 256),
+        "expand_programs": (528, 1056, 4224),
         "most_splits": (4, 8),
     }
     for changed, tuning in _varied(LoraTuning(), **choices):

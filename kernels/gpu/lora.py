@@ -29,8 +29,9 @@ class LoraTuning:
     most_splits: int = 8  # of a shrink, whose partial sums the expand reads; half as many for long segments
     shrink_width: int = 128  # columns of x at a time
     shrink_stages: int = 4  # tiles that are loaded ahead, by software pipelining
-    expand_width: int = 128  # columns of y in a program
-    expand_stages: int = 2
+    expand_programs: int = 1056  # of an expand launch, at most, as long as a program can take more columns
+    expand_width: int = 128  # columns of y at a time
+    expand_stages: int = 4
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,8 @@ class TritonLora:
         if len(batch.tiles) == 0:
             return
         outputs = [num_out for _, num_out in sides]
-        expand_kernel[(sum(outputs) // width, len(batch.tiles))](
+        steps = self._num_steps([num_out // width for num_out in outputs], len(batch.tiles))
+        expand_kernel[(sum(triton.cdiv(num_out // width, steps) for num_out in outputs), len(batch.tiles))](
             y,
             shrunk,
             pool[:, layer],
@@ -202,6 +204,7 @@ class TritonLora:
             batch.ranks,
             len(shrunk),
             shrunk.stride(0),
+            steps,
             **_modules(modules),
             NUM_MODULES=len(batch.geometry.sides),
             **{f"OUT_{slot}": outputs[slot] if slot < len(outputs) else 0 for slot in range(3)},
@@ -213,6 +216,15 @@ class TritonLora:
             num_warps=8 if batch.tile_rows == 64 else 4,
             num_stages=self._tuning.expand_stages,
         )
+
+    def _num_steps(self, pieces: Sequence[int], num_tiles: int) -> int:
+        """Pieces of a module's columns for a program of an expand, a power of two: so few programs run at once."""
+        steps = 1
+        while num_tiles * sum(triton.cdiv(count, steps) for count in pieces) > self._tuning.expand_programs:
+            if steps >= max(pieces):
+                break
+            steps *= 2
+        return steps
 
     def _shrink_width(self, batch: TritonLoraBatch) -> int:
         return min(_tile_width(batch.geometry), self._tuning.shrink_width)

@@ -19,13 +19,40 @@ _RANKS = tl.constexpr(16)  # rows of A or B at a time: the fewest that a matrix 
 
 
 @triton.jit
-def _page_rows(pool, pages, start, live, width, page_stride, SLAB: tl.constexpr, WIDTH: tl.constexpr):
-    """`[16, WIDTH]`: row i starts at `start + i * width` of an adapter's virtual array and lies within one slab."""
-    rank = tl.arange(0, _RANKS)
-    flat = start + rank * width
-    page = tl.load(pages + flat // SLAB, mask=live, other=0)
+def _pages_of(pages, start, live, width, SLAB: tl.constexpr):
+    """The pages of 16 rows; row i starts at `start + i * width` of an adapter's virtual array.
+
+    Loops look them up one round ahead: see `attention_device.pages_of`.
+    """
+    return tl.load(pages + (start + tl.arange(0, _RANKS) * width) // SLAB, mask=live, other=0)
+
+
+@triton.jit
+def _page_rows(pool, page, start, live, width, page_stride, SLAB: tl.constexpr, WIDTH: tl.constexpr):
+    """`[16, WIDTH]`: the rows that `_pages_of` found, each of which lies within one slab."""
+    flat = start + tl.arange(0, _RANKS) * width
     place = pool + page[:, None] * page_stride + (flat % SLAB)[:, None] + tl.arange(0, WIDTH)[None, :]
     return tl.load(place, mask=live[:, None], other=0.0)
+
+
+@triton.jit
+def _element(place):
+    """A start of rows from `parts`, in elements.
+
+    Rows are multiples of 16 elements (`_LEAST_TILE` in `lora.py`), and so is what begins where one does. A number from
+    a table hides that from the compiler, which would read matrices 2 bytes at a time, and not ahead.
+    """
+    return tl.multiple_of(tl.load(place).to(tl.int32), 16)
+
+
+@triton.jit
+def _vectors(shrunk, row, ranks, num_rows, there, SPLITS: tl.constexpr):
+    """`[rows, 16]` of a shrink, its splits added up in order. `shrunk` points to the first split and rank."""
+    total = tl.zeros(there.shape, tl.float32)
+    for split in tl.static_range(SPLITS):
+        place = shrunk + (split * num_rows + row)[:, None] * ranks + tl.arange(0, _RANKS)[None, :]
+        total += tl.load(place, mask=there, other=0.0)
+    return total
 
 
 @triton.jit(
@@ -68,7 +95,7 @@ def shrink_kernel(
     if slot == 2:
         module = MODULE_2
     part = parts + (segment * NUM_MODULES + module) * 4
-    a_rows, a = tl.load(part + 1).to(tl.int32), tl.load(part + 2).to(tl.int32)
+    a_rows, a = tl.load(part + 1).to(tl.int32), _element(part + 2)
     pages += tl.load(first_pages + segment)
     member, rank, column = tl.arange(0, ROWS), tl.arange(0, _RANKS), tl.arange(0, WIDTH)
     here = member < count
@@ -82,15 +109,19 @@ def shrink_kernel(
     for first in range(0, a_rows, _RANKS):
         live = first + rank < a_rows
         acc = tl.zeros((ROWS, _RANKS), tl.float32)
+        start = a + first * NUM_IN
+        page = _pages_of(pages, start + tl.minimum(first_step, NUM_STEPS - 1) * WIDTH, live, NUM_IN, SLAB)
         for step in range(first_step, last_step):
+            upcoming = _pages_of(pages, start + tl.minimum(step + 1, NUM_STEPS - 1) * WIDTH, live, NUM_IN, SLAB)
             inputs = tl.load(x_place + step * WIDTH, mask=here[:, None], other=0.0)
-            weights = _page_rows(pool, pages, a + first * NUM_IN + step * WIDTH, live, NUM_IN, page_stride, SLAB, WIDTH)
+            weights = _page_rows(pool, page, start + step * WIDTH, live, NUM_IN, page_stride, SLAB, WIDTH)
             acc = tl.dot(inputs, tl.trans(weights), acc, input_precision=PRECISION)
+            page = upcoming
         tl.store(place + first, acc, mask=here[:, None] & live[None, :])
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_workers"],
+    do_not_specialize=["num_rows", "num_workers", "steps"],
     do_not_specialize_on_alignment=["tiles", "parts", "first_pages", "pages"],
 )
 def expand_kernel(
@@ -107,6 +138,7 @@ def expand_kernel(
     ranks,
     num_workers,
     worker_stride,
+    steps,
     MODULE_0: tl.constexpr,
     MODULE_1: tl.constexpr,
     MODULE_2: tl.constexpr,
@@ -120,39 +152,54 @@ def expand_kernel(
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program adds the output of one tile's adapter to WIDTH columns of y, all of one module."""
+    """One program adds the output of one tile's adapter to up to `steps` times WIDTH columns of y, of one module."""
     tile = tiles + tl.program_id(1) * 3
     first_row, count = tl.load(tile), tl.load(tile + 1)
     if count == 0:
         return
     segment = tl.load(tile + 2)
-    column = tl.program_id(0) * WIDTH
-    slot, module, width, own = 0, MODULE_0, OUT_0, column
-    if column >= OUT_0:
-        slot, module, width, own = 1, MODULE_1, OUT_1, column - OUT_0
-    if column >= OUT_0 + OUT_1:
-        slot, module, width, own = 2, MODULE_2, OUT_2, column - OUT_0 - OUT_1
+    block = tl.program_id(0)
+    slot, module, width, column = 0, MODULE_0, OUT_0, 0
+    num_before = tl.cdiv(OUT_0 // WIDTH, steps)
+    if block >= num_before:
+        slot, module, width, column, block = 1, MODULE_1, OUT_1, OUT_0, block - num_before
+        num_before = tl.cdiv(OUT_1 // WIDTH, steps)
+        if block >= num_before:
+            slot, module, width, column, block = 2, MODULE_2, OUT_2, OUT_0 + OUT_1, block - num_before
+    width = tl.multiple_of(width, 16)
     part = parts + (segment * NUM_MODULES + module) * 4
-    a_rows, b = tl.load(part + 1).to(tl.int32), tl.load(part + 3).to(tl.int32)
+    a_rows, b = tl.load(part + 1).to(tl.int32), _element(part + 3)
     if a_rows == 0:
         return
     pages += tl.load(first_pages + segment)
     member, rank = tl.arange(0, ROWS), tl.arange(0, _RANKS)
     here = member < count
     row = first_row + member
+    own = block * steps * WIDTH  # the first column, in the module's output
+    num_steps = tl.minimum(steps, width // WIDTH - block * steps)
+    shrunk += slot * SPLITS * num_rows * ranks
+    y_place = y + row[:, None] * y_row + (column + own + tl.arange(0, WIDTH))[None, :]
+    # One round for each step and 16 ranks: the next rows of B are on their way whatever a round ends.
+    rank_tiles = tl.cdiv(a_rows, _RANKS)
+    rounds = num_workers * rank_tiles  # of a step
+    vectors = _vectors(shrunk, row, ranks, num_rows, here[:, None] & (rank < a_rows)[None, :], SPLITS)
+    page = _pages_of(pages, b + own, rank < a_rows, width, SLAB)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
-    for worker in range(0, num_workers):
-        vectors = shrunk + worker * worker_stride
-        for first in range(0, a_rows, _RANKS):
-            live = first + rank < a_rows
-            there = here[:, None] & live[None, :]
-            total = tl.zeros((ROWS, _RANKS), tl.float32)
-            for split in tl.static_range(SPLITS):
-                place = vectors + ((slot * SPLITS + split) * num_rows + row)[:, None] * ranks + (first + rank)[None, :]
-                total += tl.load(place, mask=there, other=0.0)
-            start = b + (worker * a_rows + first) * width + own
-            weights = _page_rows(pool, pages, start, live, width, page_stride, SLAB, WIDTH)
-            acc = tl.dot(total.to(weights.dtype), weights, acc, input_precision=PRECISION)
-    y_place = y + row[:, None] * y_row + (column + tl.arange(0, WIDTH))[None, :]
-    before = tl.load(y_place, mask=here[:, None], other=0.0).to(tl.float32)
-    tl.store(y_place, (before + acc).to(y.dtype.element_ty), mask=here[:, None])
+    start, live = b + own, rank < a_rows
+    for index in range(0, num_steps * rounds):
+        step, turn = index // rounds, index % rounds
+        next_step, next_turn = tl.minimum((index + 1) // rounds, num_steps - 1), (index + 1) % rounds
+        worker, first = next_turn // rank_tiles, next_turn % rank_tiles * _RANKS
+        next_live = first + rank < a_rows
+        next_start = b + own + (worker * a_rows + first) * width + next_step * WIDTH
+        upcoming = _pages_of(pages, next_start, next_live, width, SLAB)
+        weights = _page_rows(pool, page, start, live, width, page_stride, SLAB, WIDTH)
+        acc = tl.dot(vectors.to(weights.dtype), weights, acc, input_precision=PRECISION)
+        if turn == rounds - 1:
+            before = tl.load(y_place + step * WIDTH, mask=here[:, None], other=0.0).to(tl.float32)
+            tl.store(y_place + step * WIDTH, (before + acc).to(y.dtype.element_ty), mask=here[:, None])
+            acc = tl.zeros((ROWS, WIDTH), tl.float32)
+        if rounds > 1:
+            there = here[:, None] & next_live[None, :]
+            vectors = _vectors(shrunk + worker * worker_stride + first, row, ranks, num_rows, there, SPLITS)
+        page, start, live = upcoming, next_start, next_live

@@ -17,7 +17,7 @@ from motet.adapters.packing.layout import AdapterLayout
 from motet.kernels import norms
 from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import triton_kernels
-from motet.kernels.gpu.lora import TritonLora
+from motet.kernels.gpu.lora import LoraTuning, TritonLora
 from motet.kernels.lora import ABSENT, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from motet.kernels.plain import attention as plain_attention
 from motet.kernels.plain.experts import PlainExperts
@@ -236,6 +236,22 @@ def test_lora(batch: list[tuple[dict[str, int] | None, int]], slab: int, seed: i
         expected = y.clone()
         twin.add(expected, x, pool, 1, twin_prepared, modules)
         KERNELS.lora.add(y, x, pool, 1, prepared, modules)
+        close(y, expected)
+
+
+def test_an_expand_program_goes_through_many_columns() -> None:
+    """Ranks of one and of several tiles, modules that are not whole multiples of a program's columns."""
+    generator = torch.Generator().manual_seed(6)
+    adapters = [({"q_proj": 17, "k_proj": 3, "gate_proj": 40}, 5), (None, 2), ({"v_proj": 33, "up_proj": 8}, 17)]
+    pool, segments, geometry, num_rows = adapters_in_pool(adapters, 256, generator)
+    lora, twin = TritonLora(LoraTuning(expand_programs=1, expand_width=16, shrink_width=16)), PlainLora()
+    prepared, twin_prepared = lora.prepare(segments, geometry, CPU), twin.prepare(segments, geometry, CPU)
+    for modules in ((0, 1, 2), (4, 5)):
+        x = torch.randn(num_rows, geometry.sides[modules[0]][0], generator=generator)
+        y = torch.randn(num_rows, sum(geometry.sides[m][1] for m in modules), generator=generator)
+        expected = y.clone()
+        twin.add(expected, x, pool, 1, twin_prepared, modules)
+        lora.add(y, x, pool, 1, prepared, modules)
         close(y, expected)
 
 

@@ -2,134 +2,102 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
 
-from motet.kernels.attention import AttentionBatch
-from motet.kernels.backend import triton_kernels
-from motet.kernels.experts import ExpertGroups
-from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
-from motet.tests.rigs.triton_compile import SHARED_BYTES, compile_launch, recorded
+import triton
+
+from motet.tests.rigs.compile_table import PAGE, broken_rules, compiled_case, sources_digest, table
+from motet.tests.rigs.kernel_launches import CASES, lora
+from motet.tests.rigs.triton_compile import compile_launch, recorded
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 3600  # of a program that takes a minute or two on a fast machine
-META = torch.device("meta")  # shapes and strides, no memory: real sizes cost nothing
-KERNELS = triton_kernels(META, torch.bfloat16)
-# Llama-3-8B, as its engine holds it.
-NUM_LAYERS, HEADS, KV_HEADS, HEAD_DIM, SLAB = 32, 32, 8, 128, 32768
-SIDES = ((4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 14336), (4096, 14336), (14336, 4096))
-WITHOUT_PRODUCTS = {"combine_kernel", "write_kv_kernel", "norm_kernel", "gated_kernel"}
 
 
-def bf16(*shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.bfloat16, device=META)
-
-
-def batch(counts: tuple[int, ...], context: int) -> AttentionBatch:
-    """A batch with this number of new rows of each sequence, and this context."""
-    starts = tuple(sum(counts[:i]) for i in range(len(counts) + 1))
-
-    def ints(size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=META)
-
-    pages, rows = ints(len(counts) * context // 16, torch.int32), starts[-1]
-    lens = (context,) * len(counts)
-    return AttentionBatch(starts, lens, pages, ints(len(counts)), context // 16, ints(rows), ints(rows), ints(rows))
-
-
-def attend(counts: tuple[int, ...], window: int | None = None, softcap: float | None = None) -> None:
-    kv = bf16(2000, NUM_LAYERS, 2, 16, KV_HEADS, HEAD_DIM)[:, 5]
-    KERNELS.paged_attention(bf16(sum(counts), HEADS, HEAD_DIM), kv, batch(counts, 4096), 0.088, window, softcap)
-
-
-def attend_wide() -> None:
-    """Gemma 2 9B: heads of 256, a window and a cap."""
-    kv = bf16(2000, 42, 2, 16, 8, 256)[:, 5]
-    KERNELS.paged_attention(bf16(2049, 16, 256), kv, batch((2048, 1), 4096), 0.0625, 4096, 50.0)
-
-
-def attend_heads(heads: int, kv_heads: int, head_dim: int, window: int | None = None) -> None:
-    """A chunk and a decode of other families' heads."""
-    kv = bf16(2000, 24, 2, 16, kv_heads, head_dim)[:, 5]
-    q = bf16(2049, heads, head_dim)
-    KERNELS.paged_attention(q, kv, batch((2048, 1), 4096), head_dim**-0.5, window, None)
-
-
-def write_kv() -> None:
-    rows = bf16(64, HEADS + 2 * KV_HEADS, HEAD_DIM)
-    q, k, v = rows.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-    rotary = torch.empty(8192, 2, HEAD_DIM // 2, device=META)
-    kv = bf16(2000, NUM_LAYERS, 2, 16, KV_HEADS, HEAD_DIM)[:, 5]
-    KERNELS.write_kv(q, k, v, rotary, kv, batch((1,) * 64, 4096))
-
-
-def lora(num_adapters: int, rows_each: int) -> None:
-    """Rank 16 on q, k and v."""
-    geometry = LoraGeometry(NUM_LAYERS, SLAB, 1024, SIDES)
-    adapter = PagedAdapter(tuple(range(40)), (ModuleSlice(16, 16, 0, 0),) * 7)
-    segments = [LoraSegment(i * rows_each, (i + 1) * rows_each, adapter) for i in range(num_adapters)]
-    prepared = KERNELS.lora.prepare(segments, geometry, META)
-    pool, num_rows = bf16(2000, NUM_LAYERS, SLAB), num_adapters * rows_each
-    shrunk = KERNELS.lora.shrink(bf16(num_rows, 4096), pool, 3, prepared, (0, 1, 2))
-    KERNELS.lora.expand(bf16(num_rows, 6144), shrunk.unsqueeze(0), pool, 3, prepared, (0, 1, 2))
-
-
-def rows() -> None:
-    KERNELS.add_rms_norm(bf16(64, 4096), bf16(64, 4096), bf16(4096), 1e-5)
-    KERNELS.rms_norm(bf16(64, HEADS, HEAD_DIM), torch.empty(HEAD_DIM, device=META), 1e-5)
-    KERNELS.silu_mul(bf16(64, 28672))
-    KERNELS.gelu_tanh_mul(bf16(64, 28672))
-
-
-def experts(num_pairs: int) -> None:
-    """Mixtral 8x7B."""
-    offsets = torch.empty(9, dtype=torch.int64, device=META)
-    groups = ExpertGroups(torch.empty(0, dtype=torch.int64, device=META), torch.empty(0, device=META), offsets)
-    KERNELS.experts.linear(bf16(num_pairs, 4096), bf16(8, 28672, 4096), groups)
-
-
-ATTENTION = {"decode_kernel", "combine_kernel", "chunk_kernel"}
-CASES: dict[str, tuple[Callable[[], None], set[str]]] = {
-    "decode": (lambda: attend((1,) * 64), {"decode_kernel", "combine_kernel"}),
-    "chunk": (lambda: attend((2048,)), {"chunk_kernel"}),
-    "wide heads": (attend_wide, ATTENTION),
-    "9/3 heads of 64": (lambda: attend_heads(9, 3, 64), ATTENTION),
-    "32/8 heads of 64": (lambda: attend_heads(32, 8, 64), ATTENTION),
-    "32/32 heads of 80": (lambda: attend_heads(32, 32, 80), ATTENTION),
-    "16/16 heads of 96": (lambda: attend_heads(16, 16, 96), ATTENTION),
-    "28/4 heads of 128": (lambda: attend_heads(28, 4, 128), ATTENTION),
-    "32/8 heads of 128, window": (lambda: attend_heads(32, 8, 128, 4096), ATTENTION),
-    "write KV": (write_kv, {"write_kv_kernel"}),
-    "64 adapters": (lambda: lora(64, 1), {"shrink_kernel", "expand_kernel"}),
-    "one adapter": (lambda: lora(1, 2048), {"shrink_kernel", "expand_kernel"}),
-    "rows": (rows, {"norm_kernel", "gated_kernel"}),
-    "few pairs": (lambda: experts(64), {"grouped_linear_kernel"}),
-    "many pairs": (lambda: experts(4096), {"grouped_linear_kernel"}),
-}
-
-
-@pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("case", CASES)
-def test_compiles_for_the_chip(case: str, capability: int) -> None:
-    """No spills, no stack, no more shared memory than the GPU has; matrix instructions for all products."""
-    launch_all, names = CASES[case]
+def test_compiles_for_each_chip(case: str) -> None:
+    """Every rule of `compile_table.py` is kept, and the page says what comes out."""
     with recorded() as launches:
-        launch_all()
-    assert {launch.name for launch in launches} == names
-    for launch in launches:
-        built = compile_launch(launch, capability)
-        assert built.stack_bytes == built.local_bytes == 0, f"{launch.name} spills: {built}"
-        assert built.shared_bytes <= SHARED_BYTES[capability], f"{launch.name}: {built.shared_bytes} bytes"
-        assert bool(built.matrix_instructions) != (launch.name in WITHOUT_PRODUCTS), launch.name
+        CASES[case][0]()
+    assert {launch.name for launch in launches} == CASES[case][1]
+    cells, broken = compiled_case(case)
+    assert broken == []
+    rows = [line for line in PAGE.read_text().splitlines() if f", {case} |" in line or f", {case}, " in line]
+    versions = re.search(r"; Triton ([\d., ]+) -->", PAGE.read_text())
+    assert versions is not None
+    if triton.__version__ in (listed := versions[1].split(", ")):
+        said = [_of_one(row, listed.index(triton.__version__)) for row in rows]
+        made = [_of_one(row, 0) for row in table({triton.__version__: cells}).splitlines()[3:-1]]
+        assert [row for row in said if row in made] == made, "scripts/tritons makes the page's table again"
+
+
+def _of_one(row: str, index: int) -> str:
+    """A row of the table, of one of its Tritons."""
+    head, *cells = row.strip("| ").split(" | ")
+
+    def one(number: str) -> str:
+        of_each = number.split("/")  # one of each Triton, or one of all
+        return of_each[index % len(of_each)]
+
+    return " | ".join([head, *(" · ".join(map(one, cell.split(" · "))) for cell in cells)])
+
+
+def test_the_page_tells_of_these_sources() -> None:
+    """The other Tritons' numbers, too, are of the kernels as they are."""
+    assert f"; sources {sources_digest()};" in PAGE.read_text(), "scripts/tritons makes the page's table again"
+
+
+def broken_with(old: str, new: str, kernel: str, case: str, folder: Path) -> str:
+    """What the rules say of a kernel in whose module `old` is replaced by `new`."""
+    with recorded() as launches:
+        CASES[case][0]()
+    (launch,) = (launch for launch in launches if launch.name == kernel)
+    source = inspect.getsource(sys.modules[launch.kernel.fn.__module__])
+    assert old in source
+    file = folder / "changed.py"
+    file.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("motet.kernels.gpu.changed", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    changed = replace(launch, kernel=getattr(module, kernel))
+    return "\n".join(broken_rules(changed, compile_launch(changed, 90)))
+
+
+@pytest.mark.parametrize("kernel", ["shrink_kernel", "expand_kernel"])
+def test_weights_read_two_bytes_at_a_time_break_a_rule(kernel: str, tmp_path: Path) -> None:
+    hidden = "tl.load(place).to(tl.int32)"  # of which the compiler does not know that it is aligned
+    said = broken_with(f"tl.multiple_of({hidden}, 16)", hidden, kernel, "64 adapters", tmp_path)
+    assert "reads less than 4 bytes at a time" in said
+
+
+def test_pages_looked_up_in_the_round_that_reads_them_break_a_rule(tmp_path: Path) -> None:
+    """Nothing is copied then while a tile of K and V is computed."""
+    now = "page=pages_of(table, block, end, BLOCK, PAGE)"
+    said = broken_with("page=page", now, "decode_kernel", "decode", tmp_path)
+    assert "copies 0 rounds ahead" in said
+
+
+def test_a_program_goes_through_many_tiles() -> None:
+    """Of B, for gate and up of 64 adapters; of K and V, whatever lengths are."""
+    with recorded() as launches:
+        lora(64, 1, modules=(4, 5))
+        CASES["decode"][0]()
+    programs = {launch.name: launch.num_programs for launch in launches}
+    assert programs["expand_kernel"] == 896  # of 14,336 tiles of 128 columns
+    assert programs["decode_kernel"] == 1056
 
 
 def test_long_products_use_hoppers_own_instructions() -> None:

@@ -1,0 +1,139 @@
+"""Paged attention of a batch's decodes in Triton, the host side. The device side is `decode_device.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+
+from ..attention import AttentionBatch
+from .decode_device import SPLITS_OF_ITEM, combine_kernel, decode_kernel, split_kernel
+
+_ROOM = 4096  # splits of a launch that are listed, at most: their partial sums take 67 MB for 32 heads of 128
+_DECODES_AT_ONCE = 256  # whose splits are counted
+_SPLITS_AT_ONCE = 16  # which are brought together
+
+
+@dataclass(frozen=True)
+class DecodeTuning:
+    """Sizes that change the speed, and the result only by rounding. `benchmarks/gpu/sweep.py` times other values."""
+
+    programs: int = 1056  # of a launch, at most: eight for each of an H200's 132 multiprocessors
+    split_keys: int = 256  # of a split, where no sequence has more than 128 of them
+    keys: int = 64  # of a tile, as `keys_of_tile` takes it
+    warps: int = 4
+    stages: int = 3  # tiles that are loaded ahead, by software pipelining
+
+
+@dataclass(frozen=True)
+class _Splits:
+    """The splits of a batch's decodes, as `split_kernel` lists them."""
+
+    items: torch.Tensor  # [room] int32
+    starts: torch.Tensor  # [num_decodes + 2] int32
+    is_whole: bool  # no sequence can have more than one split
+
+
+@dataclass
+class Decodes:
+    """The decodes of a batch. Their splits are listed once for all layers with the same window.
+
+    Launches depend on tensors and their shapes, not on lengths: a CUDA graph can record them.
+    """
+
+    batch: AttentionBatch
+    num: int
+    rows: torch.Tensor | None  # [num] int32; None: row i is sequence i
+    sequences: torch.Tensor | None  # [num] int32
+    tuning: DecodeTuning
+    _splits: dict[tuple[int | None, int], _Splits] = field(default_factory=dict)  # by window and keys of a tile
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        out: torch.Tensor,
+        window: int | None,
+        numbers: tuple[float, ...],
+        shared: dict[str, Any],
+    ) -> None:
+        """Writes the decodes' rows of `out`. `numbers` and `shared`: what all kernels of attention are given alike."""
+        num_kv_heads, group, head_dim = kv.shape[3], shared["GROUP"], shared["HEAD_DIM"]
+        block = keys_of_tile(self.tuning.keys, kv)
+        splits = self._splits_of(window, kv.shape[2], block)
+        room = len(splits.items)
+        partial = stats = torch.empty(1, dtype=torch.float32, device=q.device)  # not used, but of the type compiled for
+        if not splits.is_whole:
+            assert room * q.shape[1] * head_dim < 2**31, "offsets of partial sums are 32 bits wide"
+            partial = torch.empty((room, num_kv_heads, group, head_dim), dtype=torch.float32, device=q.device)
+            stats = torch.empty((room, num_kv_heads, group, 2), dtype=torch.float32, device=q.device)
+        programs = min(room, triton.cdiv(self.tuning.programs, num_kv_heads))
+        decode_kernel[(programs, num_kv_heads)](
+            q,
+            kv,
+            self.batch.pages,
+            self.batch.page_starts,
+            self.batch.positions,
+            self.rows,
+            self.sequences,
+            splits.items,
+            splits.starts,
+            out,
+            partial,
+            stats,
+            self.num,
+            *numbers,
+            **shared,
+            GROUP_ROWS=max(16, triton.next_power_of_2(group)),
+            BLOCK=block,
+            num_warps=self.tuning.warps,
+            num_stages=self.tuning.stages,
+        )
+        if not splits.is_whole:
+            combine_kernel[(self.num, q.shape[1])](
+                partial,
+                stats,
+                self.rows,
+                splits.starts,
+                out,
+                out.stride(0),
+                GROUP=group,
+                HEAD_DIM=head_dim,
+                DIM=shared["DIM"],
+                SPLITS=_SPLITS_AT_ONCE,
+                num_warps=4,
+            )
+
+    def _splits_of(self, window: int | None, page: int, block: int) -> _Splits:
+        found = self._splits.get((window, block))
+        if found is not None:
+            return found
+        most_seen = min(self.batch.most_pages * page, window or self.batch.most_pages * page)
+        most = min(triton.cdiv(most_seen, self.tuning.split_keys), SPLITS_OF_ITEM.value)
+        room = max(self.num, min(self.num * most, _ROOM))
+        items = torch.empty(room, dtype=torch.int32, device=self.batch.positions.device)
+        starts = torch.empty(self.num + 2, dtype=torch.int32, device=items.device)
+        split_kernel[(self.num,)](
+            self.batch.positions,
+            self.rows,
+            items,
+            starts,
+            self.num,
+            window or 0,
+            room,
+            WINDOW=window is not None,
+            KEYS=self.tuning.split_keys,
+            BLOCK=block,
+            AT_ONCE=_DECODES_AT_ONCE,
+            num_warps=4,
+        )
+        self._splits[(window, block)] = made = _Splits(items, starts, most <= 1)
+        return made
+
+
+def keys_of_tile(narrow: int, kv: torch.Tensor) -> int:
+    """`narrow` for heads of up to 256 bytes, half of it for up to 512, and so on: tiles of about the same bytes."""
+    times = triton.next_power_of_2(triton.cdiv(kv.shape[4] * kv.element_size(), 256))
+    return max(narrow // int(times), 16)

@@ -1,0 +1,116 @@
+"""What the product launches of Triton's kernels, at the sizes of real models, on tensors without memory.
+
+By case: what computes it, and the kernels that it launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from motet.kernels.attention import AttentionBatch
+from motet.kernels.backend import triton_kernels
+from motet.kernels.experts import ExpertGroups
+from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
+
+META = torch.device("meta")  # shapes and strides, no memory: real sizes cost nothing
+KERNELS = triton_kernels(META, torch.bfloat16)
+# Llama-3-8B, as its engine holds it.
+NUM_LAYERS, HEADS, KV_HEADS, HEAD_DIM, SLAB = 32, 32, 8, 128, 32768
+SIDES = ((4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 14336), (4096, 14336), (14336, 4096))
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device=META)
+
+
+def batch(counts: tuple[int, ...], context: int) -> AttentionBatch:
+    """A batch with this number of new rows of each sequence, and this context."""
+    starts = tuple(sum(counts[:i]) for i in range(len(counts) + 1))
+
+    def ints(size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=META)
+
+    pages, rows = ints(len(counts) * context // 16, torch.int32), starts[-1]
+    lens = (context,) * len(counts)
+    return AttentionBatch(starts, lens, pages, ints(len(counts)), context // 16, ints(rows), ints(rows), ints(rows))
+
+
+def attend(counts: tuple[int, ...], window: int | None = None, softcap: float | None = None) -> None:
+    kv = bf16(2000, NUM_LAYERS, 2, 16, KV_HEADS, HEAD_DIM)[:, 5]
+    KERNELS.paged_attention(bf16(sum(counts), HEADS, HEAD_DIM), kv, batch(counts, 4096), 0.088, window, softcap)
+
+
+def attend_wide() -> None:
+    """Gemma 2 9B: heads of 256, a window and a cap."""
+    kv = bf16(2000, 42, 2, 16, 8, 256)[:, 5]
+    KERNELS.paged_attention(bf16(2049, 16, 256), kv, batch((2048, 1), 4096), 0.0625, 4096, 50.0)
+
+
+def attend_heads(heads: int, kv_heads: int, head_dim: int, window: int | None = None) -> None:
+    """A chunk and a decode of other families' heads."""
+    kv = bf16(2000, 24, 2, 16, kv_heads, head_dim)[:, 5]
+    q = bf16(2049, heads, head_dim)
+    KERNELS.paged_attention(q, kv, batch((2048, 1), 4096), head_dim**-0.5, window, None)
+
+
+def attend_in_float32() -> None:
+    """Only checks are computed in it."""
+    kv = torch.empty(2000, 32, 2, 16, 8, 128, device=META)[:, 5]
+    KERNELS.paged_attention(torch.empty(2049, 32, 128, device=META), kv, batch((2048, 1), 4096), 0.088, None, None)
+
+
+def write_kv() -> None:
+    rows = bf16(64, HEADS + 2 * KV_HEADS, HEAD_DIM)
+    q, k, v = rows.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+    rotary = torch.empty(8192, 2, HEAD_DIM // 2, device=META)
+    kv = bf16(2000, NUM_LAYERS, 2, 16, KV_HEADS, HEAD_DIM)[:, 5]
+    KERNELS.write_kv(q, k, v, rotary, kv, batch((1,) * 64, 4096))
+
+
+def lora(num_adapters: int, rows_each: int, modules: tuple[int, ...] = (0, 1, 2)) -> None:
+    """Rank 16, on q, k and v if nothing else is said."""
+    geometry = LoraGeometry(NUM_LAYERS, SLAB, 1024, SIDES)
+    adapter = PagedAdapter(tuple(range(40)), (ModuleSlice(16, 16, 0, 0),) * 7)
+    segments = [LoraSegment(i * rows_each, (i + 1) * rows_each, adapter) for i in range(num_adapters)]
+    prepared = KERNELS.lora.prepare(segments, geometry, META)
+    pool, num_rows = bf16(2000, NUM_LAYERS, SLAB), num_adapters * rows_each
+    shrunk = KERNELS.lora.shrink(bf16(num_rows, 4096), pool, 3, prepared, modules)
+    y = bf16(num_rows, sum(SIDES[module][1] for module in modules))
+    KERNELS.lora.expand(y, shrunk.unsqueeze(0), pool, 3, prepared, modules)
+
+
+def rows() -> None:
+    KERNELS.add_rms_norm(bf16(64, 4096), bf16(64, 4096), bf16(4096), 1e-5)
+    KERNELS.rms_norm(bf16(64, HEADS, HEAD_DIM), torch.empty(HEAD_DIM, device=META), 1e-5)
+    KERNELS.silu_mul(bf16(64, 28672))
+    KERNELS.gelu_tanh_mul(bf16(64, 28672))
+
+
+def experts(num_pairs: int) -> None:
+    """Mixtral 8x7B."""
+    offsets = torch.empty(9, dtype=torch.int64, device=META)
+    groups = ExpertGroups(torch.empty(0, dtype=torch.int64, device=META), torch.empty(0, device=META), offsets)
+    KERNELS.experts.linear(bf16(num_pairs, 4096), bf16(8, 28672, 4096), groups)
+
+
+ATTENTION = {"split_kernel", "decode_kernel", "combine_kernel", "chunk_kernel"}
+CASES: dict[str, tuple[Callable[[], None], set[str]]] = {
+    "decode": (lambda: attend((1,) * 64), {"split_kernel", "decode_kernel", "combine_kernel"}),
+    "chunk": (lambda: attend((2048,)), {"chunk_kernel"}),
+    "wide heads": (attend_wide, ATTENTION),
+    "9/3 heads of 64": (lambda: attend_heads(9, 3, 64), ATTENTION),
+    "32/8 heads of 64": (lambda: attend_heads(32, 8, 64), ATTENTION),
+    "32/32 heads of 80": (lambda: attend_heads(32, 32, 80), ATTENTION),
+    "16/16 heads of 96": (lambda: attend_heads(16, 16, 96), ATTENTION),
+    "28/4 heads of 128": (lambda: attend_heads(28, 4, 128), ATTENTION),
+    "32/8 heads of 128, window": (lambda: attend_heads(32, 8, 128, 4096), ATTENTION),
+    "32/8 heads of 128, float32": (attend_in_float32, ATTENTION),
+    "write KV": (write_kv, {"write_kv_kernel"}),
+    "64 adapters": (lambda: lora(64, 1), {"shrink_kernel", "expand_kernel"}),
+    "one adapter": (lambda: lora(1, 2048), {"shrink_kernel", "expand_kernel"}),
+    "rows": (rows, {"norm_kernel", "gated_kernel"}),
+    "few pairs": (lambda: experts(64), {"grouped_linear_kernel"}),
+    "many pairs": (lambda: experts(4096), {"grouped_linear_kernel"}),
+}
