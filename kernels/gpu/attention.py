@@ -170,8 +170,8 @@ class TritonAttention:
                 *numbers,
                 **shared,
                 BLOCK_ROWS=launch.block_rows,
-                BLOCK=keys_of_tile(self._tuning.chunk_keys, kv),
-                num_warps=_chunk_warps(launch.block_rows, shared["DIM"]),
+                BLOCK=16 if q.dtype == torch.float32 else keys_of_tile(self._tuning.chunk_keys, kv),
+                num_warps=_chunk_warps(launch.block_rows, shared["DIM"], q.dtype),
                 num_stages=self._tuning.chunk_stages,
             )
         return out
@@ -183,9 +183,10 @@ class TritonAttention:
         return self._launch
 
 
-def _chunk_warps(block_rows: int, dim: int) -> int:
+def _chunk_warps(block_rows: int, dim: int, dtype: torch.dtype) -> int:
     """Warps of a program of `chunk_kernel`: enough that its sums and weights stay in registers."""
-    return 8 if block_rows * dim >= 128 * 128 or (block_rows == 128 and dim == 64) else 4
+    is_large = block_rows * dim >= 128 * 128 or (block_rows == 128 and dim == 64)
+    return 8 if is_large or dtype == torch.float32 else 4
 
 
 def _check(*tensors: torch.Tensor) -> None:
