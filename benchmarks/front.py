@@ -4,7 +4,7 @@ One router process serves two fronts before a gang that answers at once: one tha
 requests, tokens and streams and the ledger in a Redis as `motet serve` starts it, and one that does none. Both are
 asked in turn.
 Latency: of one request at a time, from its sending to the end of its answer. CPU: of the router's process, with as many
-requests under way as `--clients`. Each ratio is of one run. Beside them: one call of a script that writes to that Redis,
+requests under way as `--clients`. Each ratio is of one run. Beside them: a call of a script that writes to that Redis,
 which has each change on its disk before it answers. An answer's quotas are taken in one such call.
 """
 
