@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.backend import LinearWeight
-from ...kernels.experts import ExpertWeight
+from ...kernels.experts import ExpertGroups, ExpertWeight
+from ...kernels.lora import LoraBatch
 from .config import Activation
 from .context import ForwardContext
-from .expert_lora import expert_lora
-from .layers import BASE, gated
+from .layers import ADAPTERS, BASE, gated
+
+GATE_UP, DOWN = (0, 1), (2,)  # indices in EXPERT_MODULES
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,47 @@ class SharedExpert:
         kernels = context.kernels
         inner = gated(kernels.linear(x, self.gate_up, None), activation, kernels)
         return kernels.linear(x, self.gate, None).sigmoid() * kernels.linear(inner, self.down, None)
+
+
+@dataclass(frozen=True)
+class ExpertLora:
+    """The LoRA batch of a layer's pairs."""
+
+    batch: LoraBatch
+    is_cut: bool  # True: workers share the features of each expert; False: each has the adapters of its experts whole
+
+    def add_gate_up(self, x: torch.Tensor, y: torch.Tensor, layer: int, context: ForwardContext) -> None:
+        """Adds the adapters' outputs to y, as `ColumnLinear` does.
+
+        x `[num_pairs, hidden]`, y `[num_pairs, 2 * width]`.
+        """
+        lora = context.kernels.lora
+        if not self.is_cut:
+            return lora.add(y, x, context.pool, layer, self.batch, GATE_UP)
+        shrunk = lora.shrink(x, context.pool, layer, self.batch, GATE_UP)
+        gathered = context.parallel.all_gather(shrunk, ADAPTERS)
+        lora.expand(y, gathered, context.pool, layer, self.batch, GATE_UP)
+
+    def add_down(self, x: torch.Tensor, y: torch.Tensor, layer: int, context: ForwardContext) -> None:
+        """Adds this worker's part of the adapters' outputs to its partial sum y, as `RowLinear` does.
+
+        x `[num_pairs, width]`, y `[num_pairs, hidden]`.
+        """
+        lora, parallel = context.kernels.lora, context.parallel
+        if not self.is_cut:
+            return lora.add(y, x, context.pool, layer, self.batch, DOWN)
+        shrunk = parallel.all_reduce(lora.shrink(x, context.pool, layer, self.batch, DOWN), ADAPTERS)
+        width = y.shape[1] // parallel.degree
+        own = y[:, parallel.rank * width : (parallel.rank + 1) * width]
+        lora.expand(own, shrunk.unsqueeze(0), context.pool, layer, self.batch, DOWN)
+
+
+def expert_lora(groups: ExpertGroups, first: int, is_cut: bool, context: ForwardContext) -> ExpertLora | None:
+    """The adapters of the pairs of this worker's experts, which begin at `first`; None: no pair has an adapter."""
+    if context.expert_lora is None:
+        return None
+    batch = context.kernels.expert_lora.of_pairs(context.expert_lora, groups, first)
+    return None if batch is None else ExpertLora(batch, is_cut)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,12 +118,14 @@ class Operations:
             return [each.now() for each in used]
 
         self._captures.save(written)
-        touched = uses()
-        out = plain()
+        capture, work = self._captures.current, None
+        if capture is None:
+            touched, out = uses(), plain()
+        else:
+            out = call.mapped(_plain_at_first_rows(call))() if call.name in BY_ROWS else plain()
         assert shapes == [x.inner.shape for x in written], f"{call.func} changes a tensor's shape in place"
         if _is_view(out, plain.tensors, plain.written):
             return self._wrapped_all(out, ours, None)
-        capture, work = self._captures.current, None
         if capture is None:
             work = self.launch(call.name)
             for memory, cells, writes in touched:
@@ -219,6 +221,16 @@ class Operations:
 
     def _count_copy(self, kind: Any, tensor: torch.Tensor, waits: bool) -> None:
         self._tally.copies.append(Copy(kind, tensor.numel() * tensor.itemsize, waits, product_line(), thread_name()))
+
+
+def _plain_at_first_rows(call: Call) -> Callable[[Any], Any]:
+    """While a graph is captured indices may hold nothing yet, and only shapes count: all of them are zero."""
+    indices = {id(x) for x in leaves((call.given.get("indices"), call.given.get("index")))}
+
+    def change(x: Any) -> Any:
+        return torch.zeros_like(x.inner) if isinstance(x, DeviceTensor) and id(x) in indices else _plain(x)
+
+    return change
 
 
 def _is_gpu(device: Any) -> bool:
