@@ -14,8 +14,10 @@ from motet.kernels.gpu.experts import TritonExperts
 from motet.kernels.plain.expert_lora import HostExpertLora, HostExpertLoraBatch
 from motet.kernels.plain.experts import PlainExperts
 from motet.tests.rigs.engine_rig import EngineRig, Stock
+from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, write_adapters, write_expert_adapter, write_model
 from motet.tests.rigs.stand_in_gpu.capture import GraphError
+from motet.tests.rigs.stand_in_gpu.gpu_worker import run_recording_worker
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import stand_in_gpu
 from motet.workers.wire.messages import SamplingParams
 
@@ -68,6 +70,19 @@ def test_decodes_are_replayed_and_give_the_cpus_tokens(family: Callable[[Path], 
         assert gpu.tally.launches["chunk_kernel"] > 0, "prompts run outside of the graphs"
         if family is mixtral:
             assert gpu.tally.launches["pair_tiles_kernel"] > 0, "the adapter has parts for experts"
+
+
+def test_a_gang_of_two_replays_its_decodes(tmp_path: Path) -> None:
+    """What the workers exchange is in the graphs."""
+    model = write_model("llama", tmp_path / "model", num_hidden_layers=2)
+    adapter = write_adapters(model, tmp_path / "adapters")[ADAPTER]
+    stock = Stock.make(model, {ADAPTER: adapter}, tmp_path / "store")
+    with stock.engine(60) as rig:
+        here = answers(rig)
+    with gang(stock.gang_config(60, 2, device="cuda", **SMALL), run_recording_worker) as (engine, workers):
+        there = answers(EngineRig(engine, stock.refs))
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert there == here
 
 
 def brought_together_by_the_host(expert_lora: TritonExpertLora, batch: Any, groups: Any, first: int) -> Any:

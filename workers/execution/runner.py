@@ -52,9 +52,10 @@ class Runner:
     def record_decodes(self, max_rows: int, max_model_len: int, record: Record) -> None:
         """Records the decodes of up to `max_rows` sequences; see `graphs.DecodeGraphs`.
 
-        Records nothing where a graph cannot be used: with kernels that need the host, and with workers that exchange.
+        Records nothing with kernels that need the host. The workers of a gang record the same steps in the same order:
+        what they exchange is in the graphs.
         """
-        if not self._tables.can_be_recorded or self._parallel.degree > 1:
+        if not self._tables.can_be_recorded:
             return
         self._graphs = DecodeGraphs(
             lambda token_ids, attention, adapters: self._forward(token_ids, attention, adapters, None),
@@ -156,7 +157,7 @@ class Runner:
         def slices(modules: Iterable[str], expert: int) -> tuple[ModuleSlice, ...]:
             found = (offsets.get(module) for module in modules)
             return tuple(
-                ModuleSlice(at.rank, at.a_rows, at.a + expert * at.stride, at.b + expert * at.stride) if at else ABSENT
+                ModuleSlice(at.rank, at.rank, at.a + expert * at.stride, at.b + expert * at.stride) if at else ABSENT
                 for at in found
             )
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.backend import LinearWeight
-from ...kernels.experts import ExpertGroups, ExpertWeight
-from ...kernels.lora import LoraBatch
+from ...kernels.experts import ExpertWeight
 from .config import Activation
 from .context import ForwardContext
-from .layers import ADAPTERS, BASE, gated
+from .layers import gated
 
 GATE_UP, DOWN = (0, 1), (2,)  # indices in EXPERT_MODULES
 
@@ -32,47 +31,6 @@ class SharedExpert:
 
 
 @dataclass(frozen=True)
-class ExpertLora:
-    """The LoRA batch of a layer's pairs."""
-
-    batch: LoraBatch
-    is_cut: bool  # True: workers share the features of each expert; False: each has the adapters of its experts whole
-
-    def add_gate_up(self, x: torch.Tensor, y: torch.Tensor, layer: int, context: ForwardContext) -> None:
-        """Adds the adapters' outputs to y, as `ColumnLinear` does.
-
-        x `[num_pairs, hidden]`, y `[num_pairs, 2 * width]`.
-        """
-        lora = context.kernels.lora
-        if not self.is_cut:
-            return lora.add(y, x, context.pool, layer, self.batch, GATE_UP)
-        shrunk = lora.shrink(x, context.pool, layer, self.batch, GATE_UP)
-        gathered = context.parallel.all_gather(shrunk, ADAPTERS)
-        lora.expand(y, gathered, context.pool, layer, self.batch, GATE_UP)
-
-    def add_down(self, x: torch.Tensor, y: torch.Tensor, layer: int, context: ForwardContext) -> None:
-        """Adds this worker's part of the adapters' outputs to its partial sum y, as `RowLinear` does.
-
-        x `[num_pairs, width]`, y `[num_pairs, hidden]`.
-        """
-        lora, parallel = context.kernels.lora, context.parallel
-        if not self.is_cut:
-            return lora.add(y, x, context.pool, layer, self.batch, DOWN)
-        shrunk = parallel.all_reduce(lora.shrink(x, context.pool, layer, self.batch, DOWN), ADAPTERS)
-        width = y.shape[1] // parallel.degree
-        own = y[:, parallel.rank * width : (parallel.rank + 1) * width]
-        lora.expand(own, shrunk.unsqueeze(0), context.pool, layer, self.batch, DOWN)
-
-
-def expert_lora(groups: ExpertGroups, first: int, is_cut: bool, context: ForwardContext) -> ExpertLora | None:
-    """The adapters of the pairs of this worker's experts, which begin at `first`; None: no pair has an adapter."""
-    if context.expert_lora is None:
-        return None
-    batch = context.kernels.expert_lora.of_pairs(context.expert_lora, groups, first)
-    return None if batch is None else ExpertLora(batch, is_cut)
-
-
-@dataclass(frozen=True)
 class ExpertMlp:
     """The weighted sum of the experts that the layer's router chooses for each row.
 
@@ -85,30 +43,31 @@ class ExpertMlp:
     down: ExpertWeight  # [this worker's experts, hidden, its features]
     first: int  # index of this worker's first expert
     num_experts: int  # of this worker
-    is_cut: bool  # True: workers share the features of each expert; False: this worker's experts are whole
     top_k: int
     normalized: bool  # the chosen experts' weights add up to one
     activation: Activation
     shared: SharedExpert | None
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
-        kernels = context.kernels.experts
+        kernels, lora = context.kernels.experts, context.kernels.lora
         # Every worker chooses by itself; the same x gives the same choice.
         chosen, weights = choose_experts(context.kernels.linear(x, self.router, None), self.top_k, self.normalized)
         groups = kernels.group(chosen, weights, self.first, self.num_experts)
-        lora = expert_lora(groups, self.first, self.is_cut, context)
+        adapters = None
+        if context.expert_lora is not None:
+            adapters = context.kernels.expert_lora.of_pairs(context.expert_lora, groups, self.first)
         pairs = x[groups.rows]
         gate_up = kernels.linear(pairs, self.gate_up, groups)
-        if lora is not None:
-            lora.add_gate_up(pairs, gate_up, layer, context)
+        if adapters is not None:
+            lora.add(gate_up, pairs, context.pool, layer, adapters, GATE_UP)
         inner = gated(gate_up, self.activation, context.kernels)
         down = kernels.linear(inner, self.down, groups)
-        if lora is not None:
-            lora.add_down(inner, down, layer, context)
+        if adapters is not None:
+            lora.add(down, inner, context.pool, layer, adapters, DOWN)
         y = kernels.combine(down, groups, len(x))
         if self.shared is not None:
             y = y + self.shared(x, self.activation, context)
-        return context.parallel.all_reduce(y, BASE)
+        return context.parallel.all_reduce(y)
 
 
 def choose_experts(logits: torch.Tensor, top_k: int, normalized: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from motet.tests.rigs.stand_in_gpu.call import Call, leaves, mapped
+from motet.tests.rigs.stand_in_gpu.call import Call, is_collective, leaves, mapped
 from motet.tests.rigs.stand_in_gpu.capture import Captures, Use
 from motet.tests.rigs.stand_in_gpu.device_tensor import DeviceTensor
 from motet.tests.rigs.stand_in_gpu.pinned_memory import PinnedMemory, poison
@@ -111,6 +112,7 @@ class Operations:
             self.wait(f"{call.name}: the host needs what the device has computed")
         written = [x for x in call.written if isinstance(x, DeviceTensor)]
         plain, shapes = call.mapped(_plain), [x.inner.shape for x in written]
+        carry_out = partial(_exchanged, plain) if is_collective(call.func) else plain
 
         used = list(_used(call, ours))
 
@@ -120,9 +122,9 @@ class Operations:
         self._captures.save(written)
         capture, work = self._captures.current, None
         if capture is None:
-            touched, out = uses(), plain()
+            touched, out = uses(), carry_out()
         else:
-            out = call.mapped(_plain_at_first_rows(call))() if call.name in BY_ROWS else plain()
+            out = call.mapped(_plain_at_first_rows(call))() if call.name in BY_ROWS else carry_out()
         assert shapes == [x.inner.shape for x in written], f"{call.func} changes a tensor's shape in place"
         if _is_view(out, plain.tensors, plain.written):
             return self._wrapped_all(out, ours, None)
@@ -131,7 +133,7 @@ class Operations:
             for memory, cells, writes in touched:
                 memory.use(cells, work, writes=writes)
         elif any(isinstance(x, torch.Tensor) for x in leaves((out,))):
-            capture.record(plain, out, uses)
+            capture.record(carry_out, out, uses)
         if call.name in EMPTY:
             poison(out)
             work = None
@@ -231,6 +233,15 @@ def _plain_at_first_rows(call: Call) -> Callable[[Any], Any]:
         return torch.zeros_like(x.inner) if isinstance(x, DeviceTensor) and id(x) in indices else _plain(x)
 
     return change
+
+
+def _exchanged(collective: Call) -> Any:
+    """What a collective gives: gloo's own threads compute it beside the host, where NCCL would in the stream."""
+    out = collective()
+    for each in leaves((out,)):
+        if isinstance(each, torch.ScriptObject):
+            torch.distributed.Work.unbox(each).wait()
+    return out
 
 
 def _is_gpu(device: Any) -> bool:
