@@ -12,12 +12,19 @@ from typing import Protocol
 
 import torch
 
-from ...adapters.adapter import MAX_RANK
 from ...kernels.attention import AttentionBatch
-from ...kernels.lora import CapturableLora, LoraBatch, LoraGeometry
+from ..models.step_adapters import StepAdapters
 from .inputs import StepInputs
 
-Forward = Callable[[torch.Tensor, AttentionBatch, LoraBatch | None], torch.Tensor]  # logits of all rows
+Forward = Callable[[torch.Tensor, AttentionBatch, StepAdapters | None], torch.Tensor]  # logits of all rows
+
+
+class Reserved(Protocol):
+    """`AdapterTables`, as far as graphs need them."""
+
+    def reserve(self, num_rows: int) -> StepAdapters | None: ...
+
+    def refill(self, reserved: StepAdapters, step: StepAdapters) -> bool: ...
 
 
 class Recording(Protocol):
@@ -31,9 +38,9 @@ Record = Callable[[Callable[[], torch.Tensor]], Recording]
 @dataclass
 class _Bucket:
     num_rows: int
-    lora: LoraBatch | None  # None: no row has an adapter
+    adapters: StepAdapters | None  # None: no row has an adapter
     recording: Recording
-    filled_with: LoraBatch | None = None
+    filled_with: StepAdapters | None = None
 
 
 class DecodeGraphs:
@@ -42,18 +49,15 @@ class DecodeGraphs:
     def __init__(
         self,
         forward: Forward,
-        lora: CapturableLora,
-        geometry: LoraGeometry,
-        num_pages: int,
+        adapters: Reserved,
         max_rows: int,
         max_pages: int,
         vocab_size: int,
         device: torch.device,
         record: Record,
     ) -> None:
-        """Records all of them. `num_pages`: of the pool; `max_pages`: of a sequence; `record`: see `CudaRecorder`."""
-        self._forward, self._lora, self._geometry = forward, lora, geometry
-        self._num_pages, self._device, self._record = num_pages, device, record
+        """Records all of them. `max_pages`: of a sequence; `record`: see `CudaRecorder`."""
+        self._forward, self._adapters, self._record = forward, adapters, record
 
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -67,11 +71,11 @@ class DecodeGraphs:
         # The largest first: the smaller ones then fit into its memory.
         sizes = sorted(bucket_sizes(max_rows), reverse=True)
         self._buckets = {
-            (size, adapters): self._recorded(size, adapters) for size in sizes for adapters in (False, True)
+            (size, has_adapters): self._recorded(size, has_adapters) for size in sizes for has_adapters in (False, True)
         }
         self._sizes = sizes[::-1]
 
-    def logits(self, inputs: StepInputs, lora: LoraBatch | None) -> torch.Tensor | None:
+    def logits(self, inputs: StepInputs, adapters: StepAdapters | None) -> torch.Tensor | None:
         """`[num_rows, vocab]`, valid until the next call; None: this step is not one that was recorded."""
         num_rows = len(inputs.token_ids)
         size = next((size for size in self._sizes if size >= num_rows), None)
@@ -80,8 +84,8 @@ class DecodeGraphs:
         all_decode = len(attention.query_starts) - 1 == num_rows == len(inputs.sample_ids)
         if size is None or not all_decode or attention.most_pages > self._max_pages:
             return None
-        bucket = self._buckets.get((size, lora is not None))
-        if bucket is None or not self._filled(bucket, lora):
+        bucket = self._buckets.get((size, adapters is not None))
+        if bucket is None or not self._filled(bucket, adapters):
             return None
         self._token_ids[:num_rows].copy_(inputs.token_ids)
         self._positions[:num_rows].copy_(attention.positions)
@@ -92,11 +96,11 @@ class DecodeGraphs:
         self._pages[: len(attention.pages)].copy_(attention.pages)
         return bucket.recording.replay()[:num_rows]
 
-    def _recorded(self, size: int, adapters: bool) -> _Bucket | None:
-        lora = None
-        if adapters:
-            lora = self._lora.reserve(size, self._num_pages, MAX_RANK, self._geometry, self._device)
-            if lora is None:
+    def _recorded(self, size: int, has_adapters: bool) -> _Bucket | None:
+        adapters = None
+        if has_adapters:
+            adapters = self._adapters.reserve(size)
+            if adapters is None:
                 return None
 
         def compute() -> torch.Tensor:
@@ -111,16 +115,17 @@ class DecodeGraphs:
                 row_pages=self._row_pages[:size],
                 row_slots=self._row_slots[:size],
             )
-            return self._logits[:size].copy_(self._forward(self._token_ids[:size], batch, lora))
+            return self._logits[:size].copy_(self._forward(self._token_ids[:size], batch, adapters))
 
-        return _Bucket(size, lora, self._record(compute))
+        return _Bucket(size, adapters, self._record(compute))
 
-    def _filled(self, bucket: _Bucket, lora: LoraBatch | None) -> bool:
-        if lora is None or bucket.filled_with is lora:
+    def _filled(self, bucket: _Bucket, adapters: StepAdapters | None) -> bool:
+        if adapters is None or bucket.adapters is None or bucket.filled_with is adapters:
             return True
-        if not self._lora.refill(bucket.lora, lora):
+        bucket.filled_with = None
+        if not self._adapters.refill(bucket.adapters, adapters):
             return False
-        bucket.filled_with = lora
+        bucket.filled_with = adapters
         return True
 
 

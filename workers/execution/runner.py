@@ -10,12 +10,13 @@ from ...adapters.adapter import EXPERT_MODULES, MODULES
 from ...adapters.packing.layout import AdapterLayout
 from ...kernels.attention import AttentionBatch
 from ...kernels.backend import Kernels
-from ...kernels.lora import ABSENT, LoraBatch, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
+from ...kernels.lora import ABSENT, LoraSegment, ModuleSlice, PagedAdapter
 from ..decoding.token_choice import sample
 from ..decoding.token_counts import PenalisedSequences
 from ..memory.pool import PoolGeometry, kv_view
 from ..models.context import ForwardContext
 from ..models.decoder import Decoder
+from ..models.step_adapters import AdapterTables, StepAdapters
 from ..parallel import Parallel
 from ..plan import Residence, SampledToken, SequencePlan, StepPlan, packed
 from .graphs import DecodeGraphs, Record
@@ -38,16 +39,12 @@ class Runner:
         self._decoder, self._kernels, self._parallel = decoder, kernels, parallel
         self._pool, self._geometry = pool, geometry
         self._layout, self._rotary, self._kv = layout, rotary, kv_view(pool, geometry)
-        widths = {module: layout.part(module).widths for module in layout.shape.modules}
-        self._lora_geometry = LoraGeometry(
-            geometry.num_layers, geometry.slab, layout.tile, tuple(widths.get(module, (0, 0)) for module in MODULES)
-        )
-        self._expert_geometry = None
-        if layout.shape.experts is not None:
-            sides = tuple(widths[module] for module in EXPERT_MODULES)
-            self._expert_geometry = LoraGeometry(geometry.num_layers, geometry.slab, layout.tile, sides)
+        self._tables = AdapterTables(kernels, layout, geometry.num_pages, pool.device)
         self._known: dict[str, tuple[Residence, PagedAdapter]] = {}  # adapters of the last plan, by digest
-        self._lora_batch: tuple[tuple[LoraSegment, ...], LoraBatch] = ((), None)
+        self._adapters: tuple[tuple[LoraSegment, ...], StepAdapters | None] = (
+            (),
+            None,
+        )  # of the last step that had any
         self._graphs: DecodeGraphs | None = None
         self.penalised = PenalisedSequences()  # of the gang's first worker, which chooses the tokens
 
@@ -55,17 +52,14 @@ class Runner:
     def record_decodes(self, max_rows: int, max_model_len: int, record: Record) -> None:
         """Records the decodes of up to `max_rows` sequences; see `graphs.DecodeGraphs`.
 
-        Records nothing where a graph cannot be used: with kernels that need the host, with workers that exchange, and
-        with experts, whose adapters are sorted on the host.
+        Records nothing with kernels that need the host. The workers of a gang record the same steps in the same order:
+        what they exchange is in the graphs.
         """
-        lora = self._kernels.capturable_lora
-        if lora is None or self._parallel.degree > 1 or self._expert_geometry is not None:
+        if not self._tables.can_be_recorded:
             return
         self._graphs = DecodeGraphs(
-            lambda token_ids, attention, batch: self._forward(token_ids, attention, batch, (), None),
-            lora,
-            self._lora_geometry,
-            self._geometry.num_pages,
+            lambda token_ids, attention, adapters: self._forward(token_ids, attention, adapters, None),
+            self._tables,
             max_rows,
             -(-max_model_len // self._geometry.block_size),
             self._decoder.vocab_size,
@@ -120,19 +114,18 @@ class Runner:
         return make_inputs(plan, adapters, self._geometry.block_size, self._pool.device)
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor:
-        lora = self._lora(inputs.segments)
+        adapters = self._adapters_of(inputs.segments)
         if self._graphs is not None:
-            recorded = self._graphs.logits(inputs, lora)
+            recorded = self._graphs.logits(inputs, adapters)
             if recorded is not None:
                 return recorded
-        return self._forward(inputs.token_ids, inputs.attention, lora, inputs.segments, inputs.sample_rows)
+        return self._forward(inputs.token_ids, inputs.attention, adapters, inputs.sample_rows)
 
     def _forward(
         self,
         token_ids: torch.Tensor,
         attention: AttentionBatch,
-        lora: LoraBatch | None,
-        segments: tuple[LoraSegment, ...],
+        adapters: StepAdapters | None,
         sample_rows: torch.Tensor | None,
     ) -> torch.Tensor:
         """The logits of `sample_rows`; None: of all rows."""
@@ -141,23 +134,19 @@ class Runner:
             self._parallel,
             self._pool,
             attention,
-            lora,
-            segments,
-            self._expert_geometry,
+            None if adapters is None else adapters.lora,
+            None if adapters is None else adapters.experts,
             self._rotary,
             self._kv,
         )
         hidden = self._decoder.hidden_states(token_ids, context)
         return self._decoder.logits(hidden if sample_rows is None else hidden[sample_rows], context)
 
-    def _lora(self, segments: tuple[LoraSegment, ...]) -> LoraBatch | None:
+    def _adapters_of(self, segments: tuple[LoraSegment, ...]) -> StepAdapters | None:
         """The segments as the kernels need them; the last step's are used again if they are the same, as in decode."""
-        if not segments:
-            return None
-        if self._lora_batch[0] != segments:
-            batch = self._kernels.lora.prepare(segments, self._lora_geometry, self._pool.device)
-            self._lora_batch = (segments, batch)
-        return self._lora_batch[1]
+        if segments and self._adapters[0] != segments:
+            self._adapters = (segments, self._tables.prepare(segments))
+        return self._adapters[1] if segments else None
 
     def _paged(self, residence: Residence) -> PagedAdapter:
         known = self._known.get(residence.digest)
@@ -168,7 +157,7 @@ class Runner:
         def slices(modules: Iterable[str], expert: int) -> tuple[ModuleSlice, ...]:
             found = (offsets.get(module) for module in modules)
             return tuple(
-                ModuleSlice(at.rank, at.a_rows, at.a + expert * at.stride, at.b + expert * at.stride) if at else ABSENT
+                ModuleSlice(at.rank, at.rank, at.a + expert * at.stride, at.b + expert * at.stride) if at else ABSENT
                 for at in found
             )
 

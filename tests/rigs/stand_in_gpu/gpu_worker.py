@@ -30,13 +30,26 @@ def gpu_of_twins() -> Iterator[StandInGpu]:
         yield gpu
 
 
-def run_worker_on_gpu(settings: WorkerSettings) -> None:
-    """`run_worker` of a gang; gloo exchanges what NCCL would. The process fails if the stand-in finds a problem."""
+@contextmanager
+def gloo_for_nccl() -> Iterator[None]:
     join = torch.distributed.init_process_group
 
     def init(backend: str, *, device_id: torch.device | None, **rest: Any) -> None:
         assert (backend, device_id) == ("nccl", torch.device("cuda", 0))
         join("gloo", **rest)
 
-    with gpu_of_twins(), mock.patch.object(torch.distributed, "init_process_group", init):
+    with mock.patch.object(torch.distributed, "init_process_group", init):
+        yield
+
+
+def run_worker_on_gpu(settings: WorkerSettings) -> None:
+    """`run_worker` of a gang. The process fails if the stand-in finds a problem."""
+    with gpu_of_twins(), gloo_for_nccl():
         run_worker(settings)
+
+
+def run_recording_worker(settings: WorkerSettings) -> None:
+    """The same with Triton's kernels, interpreted. The process fails if no decode was replayed, too."""
+    with stand_in_gpu() as gpu, gloo_for_nccl():
+        run_worker(settings)
+        assert gpu.tally.replays > 0, "every decode was launched kernel by kernel"
