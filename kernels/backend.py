@@ -66,6 +66,7 @@ class Kernels:
     # The same object as `lora` where CUDA graphs can record a step of decodes: launches then depend on tensors alone.
     # None: they cannot.
     capturable_lora: CapturableLora | None = None
+    compiles: bool = False  # for shapes as they come: a worker computes all kinds of steps before it is ready
     others: Mapping[str, str] = field(default_factory=dict)  # operations that another library computes: its name
 
     @property
@@ -174,6 +175,7 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         read_pages=pages.read_pages,
         write_pages=pages.copy_runs if on_gpu else pages.write_pages,
         capturable_lora=lora,
+        compiles=on_gpu,
         others=others,
     )
 

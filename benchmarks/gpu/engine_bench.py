@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -42,7 +43,6 @@ from motet.workers.wire.messages import AdapterRef, GangInfo, SamplingParams, Se
 
 RANK = 16
 BLOCK = 16
-MAX_TOKENS = 2048  # of a step
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Size:
     host_bytes: int  # for adapters, and as much for KV behind the pool
     num_logprobs: int | None = None
     longest: int | None = None
+    max_tokens: int = 2048  # of a step
 
     @property
     def contexts(self) -> tuple[int, ...]:
@@ -67,9 +68,14 @@ class Size:
 
 @dataclass(frozen=True)
 class Served:
-    step_s: float  # median of the steps in which every sequence decodes
+    steps_s: tuple[float, ...]  # of the steps in which every sequence decodes
     token_ids: list[list[int]]  # by sequence
     logprobs: torch.Tensor  # of all tokens, if asked for
+
+    @property
+    def step_s(self) -> float:
+        """The median; NaN: there was no such step."""
+        return statistics.median(self.steps_s) if self.steps_s else float("nan")
 
 
 LLAMA_3_8B = {
@@ -96,7 +102,7 @@ TINY = LLAMA_3_8B | {
 }
 FULL_SIZE = Size(LLAMA_3_8B, 64, 1024, 96, (0, 1, 8, 64), 40 << 30, 8 << 30)
 CHECK_SIZE = Size(TINY, 9, 40, 24, (0, 3), 8 << 20, 1 << 20, num_logprobs=0)
-DRY_SIZE = Size(TINY, 3, 10, 2, (0, 2), 4 << 20, 1 << 20, num_logprobs=0)
+DRY_SIZE = Size(TINY, 3, 10, 2, (0, 2), 4 << 20, 1 << 20, num_logprobs=0, max_tokens=64)
 
 
 class RandomWeights:
@@ -152,7 +158,7 @@ class Bench:
         self.runner = Runner(decoder, kernels, Alone(), pool, geometry, layout, rotary)
         on_gpu = machine.device.type == "cuda"
         if on_gpu:
-            self.runner.warm_up(MAX_TOKENS)
+            self.runner.warm_up(size.max_tokens, size.num_sequences)
             self.runner.record_decodes(size.num_sequences, model.max_model_len, CudaRecorder())
         num_host_pages, pinned = size.host_bytes // geometry.page_bytes, on_gpu
         arena = PinnedArena(num_host_pages, geometry) if pinned else None
@@ -165,7 +171,7 @@ class Bench:
         mover = PageMover(tiers, machine.device)
         executor = LocalExecutor(self.runner, loader, mover, kernels.choice, machine.device)
         limits = GangLimits(
-            model.max_model_len, model.vocab_size, BLOCK, geometry.num_pages, MAX_TOKENS, size.num_sequences
+            model.max_model_len, model.vocab_size, BLOCK, geometry.num_pages, size.max_tokens, size.num_sequences
         )
         scheduler = Scheduler(
             limits,
@@ -187,7 +193,7 @@ class Bench:
             vocab_size=model.vocab_size,
         )
         self.engine = Engine(scheduler, executor, info)
-        self._model, self._layout, self._next_id = model, layout, 0
+        self.model, self._layout, self._next_id = model, layout, 0
         self._size, self._num_rounds = size, 0
 
     def floor(self, num_adapters: int, limits: DeviceLimits) -> Floor:
@@ -195,7 +201,7 @@ class Bench:
         size, newest = self._size, self._size.num_steps // 2
         element_bytes = 2 if self._layout.dtype == "bfloat16" else 4
         contexts = tuple(context + newest for context in size.contexts)
-        return roofline(self._model, DecodeStep(contexts, num_adapters, RANK, element_bytes), limits)
+        return roofline(self.model, DecodeStep(contexts, num_adapters, RANK, element_bytes), limits)
 
     def serve(self, num_adapters: int, on_decode: Callable[[int], None] = lambda num_decodes: None) -> Served:
         """All sequences at once, each on one of `num_adapters` in turn, or on the base. Always the same prompts.
@@ -209,7 +215,7 @@ class Bench:
         tenant = f"round-{self._num_rounds}"  # shares no KV with other rounds, whatever they ask
         for index, context in enumerate(size.contexts):
             ref = AdapterRef(str(index % num_adapters), modules) if num_adapters else None
-            prompt = torch.randint(0, self._model.vocab_size, (context,), generator=generator).tolist()
+            prompt = torch.randint(0, self.model.vocab_size, (context,), generator=generator).tolist()
             sampling = SamplingParams(
                 max_tokens=size.num_steps + 1, temperature=0.0, ignore_eos=True, num_logprobs=size.num_logprobs
             )
@@ -239,8 +245,7 @@ class Bench:
         if {len(tokens) for tokens in token_ids} != {size.num_steps + 1}:
             raise RuntimeError(f"a sequence ended with other than {size.num_steps + 1} tokens")
         logprobs = [said.chosen for heard in told.values() for update in heard for said in update.logprobs or ()]
-        step_s = sorted(times)[len(times) // 2] if times else float("nan")
-        return Served(step_s, token_ids, torch.tensor(logprobs))
+        return Served(tuple(times), token_ids, torch.tensor(logprobs))
 
 
 def model_of(size: Size) -> ModelConfig:

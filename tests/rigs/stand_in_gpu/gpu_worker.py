@@ -13,8 +13,10 @@ import torch
 from motet.kernels import pages
 from motet.kernels.backend import Kernels, plain_kernels
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu, stand_in_gpu
-from motet.workers import worker_builder
+from motet.workers import device_memory, worker_builder
 from motet.workers.worker import WorkerSettings, run_worker
+
+UNEVEN_BYTES = 16 << 20  # that the GPU of each worker of a gang has less than the one before
 
 
 def twins() -> Kernels:
@@ -31,12 +33,16 @@ def gpu_of_twins() -> Iterator[StandInGpu]:
 
 
 def run_worker_on_gpu(settings: WorkerSettings) -> None:
-    """`run_worker` of a gang; gloo exchanges what NCCL would. The process fails if the stand-in finds a problem."""
+    """`run_worker` of a gang; gloo exchanges what NCCL would. The process fails if the stand-in finds a problem.
+
+    Its workers' GPUs have different sizes, a little over `device_memory.LATER_BYTES`.
+    """
     join = torch.distributed.init_process_group
 
     def init(backend: str, *, device_id: torch.device | None, **rest: Any) -> None:
         assert (backend, device_id) == ("nccl", torch.device("cuda", 0))
         join("gloo", **rest)
 
-    with gpu_of_twins(), mock.patch.object(torch.distributed, "init_process_group", init):
+    with gpu_of_twins() as gpu, mock.patch.object(torch.distributed, "init_process_group", init):
+        gpu.streams.total_bytes = device_memory.LATER_BYTES + (10 - settings.rank) * UNEVEN_BYTES
         run_worker(settings)
