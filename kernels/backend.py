@@ -70,6 +70,7 @@ class Kernels:
     # None: they cannot.
     capturable_lora: CapturableLora | None = None
     capturable_expert_lora: CapturableExpertLora | None = None  # likewise, of `expert_lora`
+    compiles: bool = False  # for shapes as they come: a worker computes all kinds of steps before it is ready
     others: Mapping[str, str] = field(default_factory=dict)  # operations that another library computes: its name
 
     @property
@@ -186,6 +187,7 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         write_pages=pages.copy_runs if on_gpu else pages.write_pages,
         capturable_lora=lora,
         capturable_expert_lora=expert_lora,
+        compiles=on_gpu,
         others=others,
     )
 

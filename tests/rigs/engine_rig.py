@@ -89,10 +89,9 @@ class Stock:
             model_path=self.model_path,
             store_path=self.store_path,
             dtype=self.layout.dtype,
-            pool_bytes=num_pages * page_bytes,
             block_size=self.block_size,
             tensor_parallel=degree,
-            **settings,
+            **{"pool_bytes": num_pages * page_bytes, **settings},
         )
 
     @property
@@ -105,9 +104,8 @@ class Stock:
             model_path=self.model_path,
             store_path=self.store_path,
             dtype=self.layout.dtype,
-            pool_bytes=num_pages * self.page_bytes,
             block_size=self.block_size,
-            **settings,
+            **{"pool_bytes": num_pages * self.page_bytes, **settings},
         )
         return EngineRig(build_engine(config), self.refs)
 

@@ -12,15 +12,16 @@ from ...kernels.attention import AttentionBatch
 from ...kernels.backend import Kernels
 from ...kernels.lora import ABSENT, LoraSegment, ModuleSlice, PagedAdapter
 from ..decoding.token_choice import sample
-from ..decoding.token_counts import PenalisedSequences
+from ..decoding.token_counts import PenalisedSequences, TokenCounts
 from ..memory.pool import PoolGeometry, kv_view
 from ..models.context import ForwardContext
 from ..models.decoder import Decoder
 from ..models.step_adapters import AdapterTables, StepAdapters
 from ..parallel import Parallel
-from ..plan import Residence, SampledToken, SequencePlan, StepPlan, packed
+from ..plan import Residence, SampledToken, SeenTokens, StepPlan, packed
 from .graphs import DecodeGraphs, Record
 from .inputs import StepInputs, make_inputs
+from .warm_up import ALL_WAYS, StepLimits, as_plan, largest_steps, warm_up_steps
 
 
 class Runner:
@@ -48,6 +49,15 @@ class Runner:
         self._graphs: DecodeGraphs | None = None
         self.penalised = PenalisedSequences()  # of the gang's first worker, which chooses the tokens
 
+    @property
+    def pool(self) -> torch.Tensor:
+        return self._pool
+
+    @property
+    def num_pages(self) -> int:
+        """Of the pool."""
+        return self._geometry.num_pages
+
     @torch.inference_mode()
     def record_decodes(self, max_rows: int, max_model_len: int, record: Record) -> None:
         """Records the decodes of up to `max_rows` sequences; see `graphs.DecodeGraphs`.
@@ -68,22 +78,24 @@ class Runner:
         )
 
     @torch.inference_mode()
-    def warm_up(self, most_tokens: int) -> None:
-        """Computes prompt chunks of a few lengths and throws them away, so that no request waits for a compiler.
+    def warm_up(self, max_tokens: int, max_num_sequences: int) -> None:
+        """Computes steps and throws them away, so that no request waits for a compiler; see `warm_up.warm_up_steps`.
 
-        The last step has `most_tokens`, as large as one can be, so that what it takes is measured before requests come.
-        May be called only before the first plan: the pages that it writes to are free then.
+        The last steps are the largest that can be, and choose tokens in all ways, so that what they take is measured
+        before requests come. May be called only before the first plan: it writes to pages, which are free then.
         """
-        block_size = self._geometry.block_size
-        longest = min(len(self._rotary[0]), self._geometry.num_pages * block_size)  # tokens of a sequence
-        few = [[num_tokens] for num_tokens in (2, 16, 128) if num_tokens <= min(longest, most_tokens)]
-        full, rest = divmod(most_tokens, longest)
-        for lengths in (*few, [longest] * full + [rest] * (rest > 0)):  # kernels choose their tiles by length
-            chunks = tuple(
-                SequencePlan(index, (0,) * length, 0, packed(range(-(-length // block_size))), None, None)
-                for index, length in enumerate(lengths)
-            )
-            self._logits(self._inputs(StepPlan(0, chunks, (), ())))
+        limits = StepLimits(max_tokens, max_num_sequences, longest=len(self._rotary[0]))
+        modules = self._layout.shape.modules
+        ranks = dict.fromkeys(modules, 16)
+        pages = (0,) * self._layout.num_pages(ranks)
+        adapters = [Residence(f"warm-up {index}", ranks, pages) for index in range(max_num_sequences)]
+        steps = (*(warm_up_steps(limits) if self._kernels.compiles else ()), *largest_steps(limits))
+        for number, step in enumerate(steps):
+            plan = as_plan(step, number, self._geometry.block_size, adapters)
+            logits = self._logits(self._inputs(plan))
+        if self._parallel.rank == 0:
+            seen = TokenCounts(SeenTokens(packed([0]), packed([1])))
+            sample(logits, [ALL_WAYS] * len(logits), self._kernels.sampling, [seen] * len(logits))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> dict[int, SampledToken | None]:

@@ -13,8 +13,10 @@ import torch
 from motet.kernels import pages
 from motet.kernels.backend import Kernels, plain_kernels
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu, stand_in_gpu
-from motet.workers import worker_builder
+from motet.workers import device_memory, worker_builder
 from motet.workers.worker import WorkerSettings, run_worker
+
+UNEVEN_BYTES = 16 << 20  # that the GPU of each worker of a gang has less than the one before
 
 
 def twins() -> Kernels:
@@ -43,8 +45,12 @@ def gloo_for_nccl() -> Iterator[None]:
 
 
 def run_worker_on_gpu(settings: WorkerSettings) -> None:
-    """`run_worker` of a gang. The process fails if the stand-in finds a problem."""
-    with gpu_of_twins(), gloo_for_nccl():
+    """`run_worker` of a gang. The process fails if the stand-in finds a problem.
+
+    Its workers' GPUs have different sizes, a little over `device_memory.LATER_BYTES`.
+    """
+    with gpu_of_twins() as gpu, gloo_for_nccl():
+        gpu.streams.total_bytes = device_memory.LATER_BYTES + (10 - settings.rank) * UNEVEN_BYTES
         run_worker(settings)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -81,6 +82,8 @@ class Operations:
     def wait(self, why: str) -> None:
         """The host waits for all that this thread's stream was given."""
         self._captures.refuse(why)
+        if self._streams.warns_of_waits:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
         self._streams.wait_for_host(why, self._timeline.mark(self._streams.current.number))
 
     def launch(self, operation: str) -> Work:
