@@ -14,6 +14,7 @@ from .device import resolve_device
 from .device_memory import DeviceMemory
 from .execution.adapter_loader import AdapterLoader
 from .execution.executor import LocalExecutor
+from .execution.feeding_executor import FeedingExecutor
 from .execution.graphs import CudaRecorder
 from .execution.page_mover import PageMover
 from .execution.runner import Runner
@@ -66,13 +67,16 @@ def build_executor(
     if device.type == "cuda":
         on_progress("recording the GPU's work", 0, 1)
         with memory.part("chunks of prompts"):
+            runner.keep_tables(config.max_num_sequences, config.context_of(model.max_model_len))
             runner.warm_up(config.max_tokens_per_step)
         with memory.part("graphs"):
-            runner.record_decodes(config.max_num_sequences, config.context_of(model.max_model_len), CudaRecorder())
+            runner.record_decodes(CudaRecorder())
         memory.tell()
         on_progress("recording the GPU's work", 1, 1)
     loader = AdapterLoader(cache, pool, kernels, config.store_deadline_s)
-    return LocalExecutor(runner, loader, mover, kernels.choice, device, thread)
+    # Tokens are fed where the worker that chooses them computes all.
+    make = FeedingExecutor if device.type == "cuda" and parallel.degree == 1 else LocalExecutor
+    return make(runner, loader, mover, kernels.choice, device, thread)
 
 
 def _ignore(what: str, done: int, total: int) -> None:

@@ -202,6 +202,8 @@ class Worker:
 class WorkerExecutor:
     """An `Executor` that executes each plan as late as possible: when the plan after it is made."""
 
+    feeds_tokens = False
+
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._plan: StepPlan | None = None

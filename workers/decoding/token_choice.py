@@ -6,11 +6,11 @@ in another batch or on another gang, gets the same text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from ...kernels.joint_sampling import Chosen, RowChoice, choose_together
+from ...kernels.joint_sampling import Chosen, ChoicesUnderWay, RowChoice
 from ...kernels.sampling import NOT_FINITE, Draw, Penalty, SamplingKernels
 from ..plan import SampledToken, SamplePlan
 from ..wire.messages import TokenLogprobs
@@ -34,7 +34,7 @@ def sample(
     place: rows with penalties or biases are shaped, and are of no use afterwards.
     """
     if logits.device.type != "cpu":
-        return _sample_together(logits, plans, counts)
+        return sampled(begin_sample(logits, plans, counts).read())
     penalised = [row for row, each in enumerate(counts) if each is not None]
     biased = [row for row, plan in enumerate(plans) if plan.params.logit_bias]
     # Log-probabilities are those before any shaping, and which token's are wanted is known only afterwards.
@@ -55,9 +55,10 @@ def sample(
     return [None if token == NOT_FINITE else SampledToken(token, logprobs.get(i)) for i, token in enumerate(listed)]
 
 
-def _sample_together(
-    logits: torch.Tensor, plans: Sequence[SamplePlan], counts: Sequence[TokenCounts | None]
-) -> list[SampledToken | None]:
+def begin_sample(
+    logits: torch.Tensor, plans: Sequence[SamplePlan], counts: Sequence[TokenCounts | None] = ()
+) -> ChoicesUnderWay:
+    """What `sample` chooses on a GPU, without a wait."""
     choices = [
         RowChoice(
             _draw_of(plan) if plan.params.temperature > 0 else None,
@@ -67,7 +68,12 @@ def _sample_together(
         )
         for plan, seen in zip(plans, counts or [None] * len(plans), strict=True)
     ]
-    return [_sampled(chosen) for chosen in choose_together(logits, choices)]
+    return ChoicesUnderWay(logits, choices)
+
+
+def sampled(choices: Iterable[Chosen | None]) -> list[SampledToken | None]:
+    """What the plans' owner is told of it."""
+    return [_sampled(chosen) for chosen in choices]
 
 
 def _sampled(chosen: Chosen | None) -> SampledToken | None:
