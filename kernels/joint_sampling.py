@@ -61,7 +61,7 @@ class ChoicesUnderWay:
 
     def __init__(self, logits: torch.Tensor, choices: Sequence[RowChoice]) -> None:
         """`logits` must stay as they are until `read`, if a token `may_change`."""
-        self._choices, self._logits = choices, logits
+        self._choices = choices
         self._told = told = [row for row, choice in enumerate(choices) if choice.num_logprobs is not None]
         groups = _groups(choices, logits.shape[1])
         self._logprobs: torch.Tensor | None = None
@@ -84,6 +84,7 @@ class ChoicesUnderWay:
             answer += [self._logprobs.gather(1, own.unsqueeze(1)), top_logprobs, top_ids]
         # Until it is read a negative token may stand for one that has to be looked for in the whole vocabulary.
         self.may_change = any([_may_lack(choice.draw, logits.shape[1]) for choice in choices])
+        self._logits = logits if self.may_change else None  # else their memory is free for the next step
         self._answer = Arriving(answer)
 
     def read(self) -> list[Chosen | None]:
@@ -96,6 +97,7 @@ class ChoicesUnderWay:
         chances = {row: own[0] for row, (own, _, _) in of_row.items()}
         lacking = [row for row, token_id in enumerate(token_ids) if token_id == _NOT_ENOUGH]
         if lacking:
+            assert self._logits is not None
             again = _looked_through(self._logits, self._logprobs, self.token_ids, lacking, told, choices)
             for row, (token_id, chance) in again.items():
                 token_ids[row], chances[row] = token_id, chance

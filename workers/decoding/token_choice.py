@@ -17,6 +17,7 @@ from ..wire.messages import TokenLogprobs
 from .token_counts import TokenCounts
 
 _MASK = (1 << 64) - 1
+_HIGHEST = RowChoice(None, None, {}, None)  # of most rows of many a step, and made once
 
 
 def sample(
@@ -59,16 +60,20 @@ def begin_sample(
     logits: torch.Tensor, plans: Sequence[SamplePlan], counts: Sequence[TokenCounts | None] = ()
 ) -> ChoicesUnderWay:
     """What `sample` chooses on a GPU, without a wait."""
-    choices = [
-        RowChoice(
-            _draw_of(plan) if plan.params.temperature > 0 else None,
-            _penalty_of(plan, seen) if seen is not None else None,
-            plan.params.logit_bias,
-            plan.params.num_logprobs,
-        )
-        for plan, seen in zip(plans, counts or [None] * len(plans), strict=True)
-    ]
-    return ChoicesUnderWay(logits, choices)
+    seen = counts or [None] * len(plans)
+    return ChoicesUnderWay(logits, [_choice_of(*each) for each in zip(plans, seen, strict=True)])
+
+
+def _choice_of(plan: SamplePlan, seen: TokenCounts | None) -> RowChoice:
+    params = plan.params
+    if seen is None and params.temperature <= 0 and params.num_logprobs is None and not params.logit_bias:
+        return _HIGHEST
+    return RowChoice(
+        _draw_of(plan) if params.temperature > 0 else None,
+        _penalty_of(plan, seen) if seen is not None else None,
+        params.logit_bias,
+        params.num_logprobs,
+    )
 
 
 def sampled(choices: Iterable[Chosen | None]) -> list[SampledToken | None]:

@@ -39,7 +39,7 @@ class DeviceRows:
     def inputs(self, plan: StepPlan, adapters: Mapping[str, PagedAdapter], before: BegunStep) -> DeviceInputs:
         """The inputs of a plan with at least one sequence; neighbours share an adapter where they can.
 
-        `before`: the step before, whose tokens must not change any more.
+        `before`: the step before, with which rows may have to be fed: `feed` comes before they are used.
         """
         sequences = sorted(plan.sequences, key=lambda sequence: sequence.adapter or "")
         starts, places, pages = self.tables.update(sequences)
@@ -59,8 +59,6 @@ class DeviceRows:
         )
         if places:
             self.tables.pages.index_copy_(0, on_places, on_pages)
-        if any([s.is_fed for s in sequences]):
-            self._chosen[: len(before.token_ids)].copy_(before.token_ids)
         num_rows, num = query_starts[-1], len(sequences)
         rows = moved[: 4 * num_rows].view(4, num_rows)
         rest = None if is_decode else moved[4 * num_rows :]
@@ -75,6 +73,10 @@ class DeviceRows:
             tuple([sequences[index].sequence_id for index in sampled]),
             tuple([sample for s in sequences if (sample := s.sample) is not None]),
         )
+
+    def feed(self, before: BegunStep) -> None:
+        """Brings the tokens of the step before, which do not change any more, to where rows look for them."""
+        self._chosen[: len(before.token_ids)].copy_(before.token_ids)
 
     def fill(self, rows: torch.Tensor, size: int) -> None:
         """Puts a step's rows where `fixed` has them, and padding after them."""
@@ -124,6 +126,11 @@ class DeviceInputs:
     segments: tuple[LoraSegment, ...]
     sample_ids: tuple[int, ...]
     samples: tuple[SamplePlan, ...]
+
+    @property
+    def is_fed(self) -> bool:
+        """Some row's token is one of the step before."""
+        return any([sequence.is_fed for sequence in self._sequences])
 
     @property
     def is_decode(self) -> bool:

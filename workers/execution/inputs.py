@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, groupby
 
 import torch
 
@@ -75,13 +75,10 @@ def segments_of(
     sequences: Sequence[SequencePlan], query_starts: Sequence[int], adapters: Mapping[str, PagedAdapter]
 ) -> tuple[LoraSegment, ...]:
     """The rows of each adapter, where neighbours with the same one are one segment."""
-    segments: list[LoraSegment] = []
-    for sequence, start, end in zip(sequences, query_starts, query_starts[1:], strict=False):
-        if sequence.adapter is None:
-            continue
-        adapter = adapters[sequence.adapter]
-        if segments and segments[-1].adapter is adapter:
-            segments[-1] = LoraSegment(segments[-1].start, end, adapter)
-        else:
-            segments.append(LoraSegment(start, end, adapter))
+    rows = zip(sequences, query_starts, query_starts[1:], strict=False)
+    segments = []
+    for digest, group in groupby(rows, key=lambda row: row[0].adapter):
+        if digest is not None:
+            neighbours = list(group)
+            segments.append(LoraSegment(neighbours[0][1], neighbours[-1][2], adapters[digest]))
     return tuple(segments)

@@ -126,8 +126,11 @@ class Runner:
         if not plan.sequences:
             self.penalised.follow(plan)
             return BegunStep()
-        before.settle()
         inputs = self._inputs(plan, before)
+        assert self._rows is not None and isinstance(inputs, DeviceInputs), "tokens are fed where tables are kept"
+        if inputs.is_fed:
+            before.settle()
+            self._rows.feed(before)
         logits = self._logits(inputs)
         # The device is busy with this step already when the host waits for what penalties must know of the last one.
         self.penalised.follow(plan, before.tokens if plan.penalised else {})

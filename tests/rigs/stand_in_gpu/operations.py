@@ -80,7 +80,8 @@ class Operations:
     def wait(self, why: str) -> None:
         """The host waits for all that this thread's stream was given."""
         self._captures.refuse(why)
-        self._streams.wait_for_host(why, self._timeline.mark(self._streams.current.number))
+        stream = self._streams.current.number
+        self._streams.wait_for_host(why, self._timeline.mark(stream), stream)
 
     def launch(self, operation: str) -> Work:
         self._tally.launches[operation] += 1
