@@ -4,9 +4,9 @@ A real engine decodes 1, 64 and 256 sequences, each on one of 64 adapters. All t
 plans, inputs, tables of adapters, choices of tokens, updates and their frames. Only the passes are a device's that
 sleeps for as long as an 8B on an H100 should take, and small tensors of the host stand for the device's.
 
-"Waiting" lays out each step's tensors anew once the tokens of the step before are known, as a CPU's worker does. "Fed" is
-what a GPU's worker does: tables of pages and tokens stay on the device, and a step is launched while the one before it
-runs. Both take turns, in one process.
+"Waiting" lays out each step's tensors anew once the tokens of the step before are known, as a CPU's worker does. "Fed"
+is what a GPU's worker does: tables of pages and tokens stay on the device, and a step is launched while the one before
+it runs. Both take turns, in one process.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class ChoicesUnderWay:
         groups = _groups(choices, logits.shape[1])
         self._logprobs: torch.Tensor | None = None
         drawn: list[_Drawn] = []
-        if told or groups or any([choice.penalty is not None or choice.bias for choice in choices]):
+        if told or groups or any(choice.penalty is not None or choice.bias for choice in choices):
             told_rows, drawn, shaping = _on_device(logits.device, told, groups, choices)
             if told:
                 self._logprobs = torch.log_softmax(logits.index_select(0, told_rows), dim=-1)
@@ -83,7 +83,7 @@ class ChoicesUnderWay:
             top_logprobs, top_ids = self._logprobs.topk(min(most, logits.shape[1]))
             answer += [self._logprobs.gather(1, own.unsqueeze(1)), top_logprobs, top_ids]
         # Until it is read a negative token may stand for one that has to be looked for in the whole vocabulary.
-        self.may_change = any([_may_lack(choice.draw, logits.shape[1]) for choice in choices])
+        self.may_change = any(_may_lack(choice.draw, logits.shape[1]) for choice in choices)
         self._logits = logits if self.may_change else None  # else their memory is free for the next step
         self._answer = Arriving(answer)
 

@@ -72,7 +72,8 @@ def test_tables_hold_the_pages_of_random_plans() -> None:
             while len(pages) < MOST_PAGES and generator.random() < 0.3:
                 pages.append(generator.randrange(100))
             num_tokens = generator.choice([1, 1, 1, generator.randint(1, len(pages) * BLOCK)])
-            start = len(pages) * BLOCK - num_tokens - generator.randrange(min(BLOCK, len(pages) * BLOCK - num_tokens + 1))
+            free = len(pages) * BLOCK - num_tokens  # the newest token is in the last page
+            start = free - generator.randrange(min(BLOCK, free + 1))
             parts.append(part(sequence_id, num_tokens, start, pages, samples=generator.random() < 0.8))
         asked = plan(*parts)
         assert_same(kept.inputs(asked, {}, BegunStep()), make_inputs(asked, {}, BLOCK, CPU))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ...kernels.joint_sampling import Chosen, ChoicesUnderWay, RowChoice
+from ...kernels.joint_sampling import ChoicesUnderWay, Chosen, RowChoice
 from ...kernels.sampling import NOT_FINITE, Draw, Penalty, SamplingKernels
 from ..plan import SampledToken, SamplePlan
 from ..wire.messages import TokenLogprobs

@@ -130,7 +130,7 @@ class DeviceInputs:
     @property
     def is_fed(self) -> bool:
         """Some row's token is one of the step before."""
-        return any([sequence.is_fed for sequence in self._sequences])
+        return any(sequence.is_fed for sequence in self._sequences)
 
     @property
     def is_decode(self) -> bool:

@@ -24,13 +24,15 @@ class Executor(Protocol):
     feeds_tokens: bool  # a plan may be begun while the one before it runs, whose tokens it is fed on the device
 
     def begin(self, plan: StepPlan) -> None:
-        """Starts a plan; the one before it must be finished, unless tokens are fed, and the one before that in any case.
+        """Starts a plan. The one before it must be finished; where tokens are fed, the one before that.
 
         Raises WorkerLostError as `finish` does.
         """
 
     def finish(self) -> StepResult:
-        """Waits for the oldest plan that was begun. Returns its result; raises WorkerLostError if a worker died or hangs.
+        """Waits for the oldest plan that was begun, and returns its result.
+
+        Raises WorkerLostError if a worker died or hangs.
         """
 
     def wake_on_copy_end(self, wake: Callable[[], None]) -> None:

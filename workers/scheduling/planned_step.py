@@ -44,11 +44,11 @@ class PlannedStep:
         self.decodes = going_on = list[Sequence]()
         for sequence in decodes:
             start = sequence.num_computed + sequence.num_planned - 1
-            is_fed = chosen is None and sequence.num_coming > 1
+            is_fed = False
             if sequence.num_coming == 1:  # the plan before chooses none for it
                 token_id = sequence.token_ids[start]
             elif chosen is None:
-                token_id = 0
+                token_id, is_fed = 0, True
             else:
                 token = chosen.get(sequence.sequence_id)
                 if token is None or (token_id := token.token_id) in sequence.stop_ids:

@@ -1,8 +1,8 @@
 """What a decode step of Llama-3-8B asks of a GPU, by count: `python -m motet.tests.rigs.stand_in_gpu.step_counts`.
 
-64 sequences of 1,024 tokens and more decode on a stand-in, without adapters and with 64. Models of 1 and 2 layers of that
-shape, in which only the widths are smaller, give what each layer adds: counts depend on no width. One of 4 layers must
-lie on the same line. Triton's kernels are counted and not computed.
+64 sequences of 1,024 tokens and more decode on a stand-in, without adapters and with 64. Models of 1 and 2 layers of
+that shape, in which only the widths are smaller, give what each layer adds: counts depend on no width. One of 4 layers
+must lie on the same line. Triton's kernels are counted and not computed.
 """
 
 from __future__ import annotations
