@@ -15,10 +15,11 @@ import argparse
 import json
 import random
 import statistics
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import msgspec
@@ -48,6 +49,11 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
+class Step(NamedTuple):
+    idle_s: float  # of the device, before it
+    cpu_s: float  # of the host, in all threads; what is more than the pass leaves the device idle, whoever waits for whom
+
+
 @dataclass
 class Host:
     """An engine whose passes are a sleeping device's."""
@@ -70,8 +76,8 @@ class Host:
             bench.engine.executor = FeedingExecutor(bench.runner, old.loader, old.mover, "", old.device)
         return Host(way, bench, device)
 
-    def idle_s(self, num_sequences: int, seed: int, sampling: SamplingParams) -> list[float]:
-        """Before each step in which all sequences decode, but for the first and the last ones."""
+    def steps(self, num_sequences: int, seed: int, sampling: SamplingParams) -> list[Step]:
+        """Those in which all sequences decode, but for the first and the last ones."""
         engine, encoder, rng = self.bench.engine, msgspec.msgpack.Encoder(), random.Random(seed)
         modules = dict.fromkeys(self.bench._layout.shape.modules, RANK)
         for index in range(num_sequences):
@@ -84,14 +90,15 @@ class Host:
                     adapter=AdapterRef(str(index % NUM_ADAPTERS), modules),
                 )
             )
-        found: list[float] = []
+        found: list[Step] = []
         pass_s, self.device.pass_s = PASS_S[num_sequences], 0.0
         while engine.has_work():
-            before = len(self.device.idle_s)
+            num_passes, cpu_s = len(self.device.idle_s), time.process_time()
             updates = engine.step()
             encoder.encode(Frame(updates, engine.load(), engine.take_residency_changes()))
             if len(updates) == num_sequences:
-                found += self.device.idle_s[before:]
+                idle_s = sum(self.device.idle_s[num_passes:])
+                found.append(Step(idle_s, time.process_time() - cpu_s))
                 self.device.pass_s = pass_s
         return found[6:-6]
 
@@ -138,21 +145,24 @@ def main() -> None:
     torch.set_num_threads(1)
     sampling = SamplingParams(max_tokens=NUM_STEPS, ignore_eos=True, **SAMPLINGS[arguments.sampling])
     hosts = [Host.make(way, SleepingDevice(0.0)) for way in ("waiting", "fed")]
-    found: dict[tuple[int, Way], list[float]] = {(num, host.way): [] for num in PASS_S for host in hosts}
+    found: dict[tuple[int, Way], list[Step]] = {(num, host.way): [] for num in PASS_S for host in hosts}
     for seed in range(arguments.rounds):
         for num_sequences in PASS_S:
             for host in hosts:
                 with sleeping(host):
-                    times = host.idle_s(num_sequences, seed * 1000 + num_sequences, sampling)
-                found[num_sequences, host.way] += times
+                    steps = host.steps(num_sequences, seed * 1000 + num_sequences, sampling)
+                found[num_sequences, host.way] += steps
     for host in hosts:
         host.bench.engine.close()
     result: dict[str, object] = {"benchmark": "device_idle", "sampling": arguments.sampling}
-    print(f"{'sequences':>9} {'way':>8} {'median idle ms':>15} {'p90':>7} {'steps':>6}")
-    for (num_sequences, way), times in found.items():
-        median, p90 = statistics.median(times) * 1e3, statistics.quantiles(times, n=10)[8] * 1e3
-        print(f"{num_sequences:9} {way:>8} {median:15.2f} {p90:7.2f} {len(times):6}")
+    print(f"{'sequences':>9} {'way':>8} {'median idle ms':>15} {'p90':>7} {'CPU ms':>7} {'steps':>6}")
+    for (num_sequences, way), steps in found.items():
+        idle_ms, cpu_ms = ([step[part] * 1e3 for step in steps] for part in (0, 1))
+        median, cpu = statistics.median(idle_ms), statistics.median(cpu_ms)
+        p90 = statistics.quantiles(idle_ms, n=10)[8]
+        print(f"{num_sequences:9} {way:>8} {median:15.2f} {p90:7.2f} {cpu:7.2f} {len(steps):6}")
         result[f"idle_ms_{num_sequences}_{way}"] = round(median, 3)
+        result[f"cpu_ms_{num_sequences}_{way}"] = round(cpu, 3)
     print(json.dumps(result))
 
 
