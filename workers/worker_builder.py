@@ -16,6 +16,7 @@ from .device import check_dtype, resolve_device
 from .device_memory import DeviceMemory
 from .execution.adapter_loader import AdapterLoader
 from .execution.executor import LocalExecutor
+from .execution.feeding_executor import FeedingExecutor
 from .execution.graphs import CudaRecorder
 from .execution.page_mover import PageMover
 from .execution.runner import Runner
@@ -67,9 +68,10 @@ def build_executor(
         runner = Runner(decoder, kernels, parallel, pool, geometry, layout, rotary)
         if device.type == "cuda":
             with memory.part("chunks of prompts"):
+                runner.keep_tables(config.max_num_sequences, context)
                 runner.warm_up(config.max_tokens_per_step, config.max_num_sequences)
             with memory.part("graphs"):
-                runner.record_decodes(config.max_num_sequences, context, CudaRecorder())
+                runner.record_decodes(CudaRecorder())
         return runner
 
     if device.type == "cuda":
@@ -89,7 +91,9 @@ def build_executor(
     )
     mover = PageMover(_page_arrays(config, geometry, runner.pool, kernels), device)
     loader = AdapterLoader(cache, runner.pool, kernels, config.store_deadline_s)
-    return LocalExecutor(runner, loader, mover, kernels.choice, device, thread)
+    # Tokens are fed where the worker that chooses them computes all.
+    make = FeedingExecutor if device.type == "cuda" and parallel.degree == 1 else LocalExecutor
+    return make(runner, loader, mover, kernels.choice, device, thread)
 
 
 def _num_pages_left(
@@ -107,7 +111,7 @@ def _num_pages_left(
     runner = ready_runner(one_page)
     room = memory.room_for_pool(config.device_memory_share, one_page.page_bytes)
     mine = torch.tensor([max(room, 0) // one_page.page_bytes], device=runner.pool.device)
-    num_pages = int(parallel.all_gather(mine, "pages").min())
+    num_pages = int(parallel.all_gather(mine).min())
     if num_pages < 1:
         raise memory.refuse_pool(config.device_memory_share)
     del runner

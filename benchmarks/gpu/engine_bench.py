@@ -23,6 +23,7 @@ from motet.kernels.backend import Kernels
 from motet.workers.engine import Engine
 from motet.workers.execution.adapter_loader import AdapterLoader
 from motet.workers.execution.executor import LocalExecutor
+from motet.workers.execution.feeding_executor import FeedingExecutor
 from motet.workers.execution.graphs import CudaRecorder
 from motet.workers.execution.page_mover import PageMover
 from motet.workers.execution.runner import Runner
@@ -158,8 +159,9 @@ class Bench:
         self.runner = Runner(decoder, kernels, Alone(), pool, geometry, layout, rotary)
         on_gpu = machine.device.type == "cuda"
         if on_gpu:
+            self.runner.keep_tables(size.num_sequences, model.max_model_len)
             self.runner.warm_up(size.max_tokens, size.num_sequences)
-            self.runner.record_decodes(size.num_sequences, model.max_model_len, CudaRecorder())
+            self.runner.record_decodes(CudaRecorder())
         num_host_pages, pinned = size.host_bytes // geometry.page_bytes, on_gpu
         arena = PinnedArena(num_host_pages, geometry) if pinned else None
         host = HostAdapterCache(RandomStore(layout), layout, size.host_bytes, arena)
@@ -169,7 +171,8 @@ class Bench:
             "host": HostPages(num_host_pages, geometry, pinned),
         }
         mover = PageMover(tiers, machine.device)
-        executor = LocalExecutor(self.runner, loader, mover, kernels.choice, machine.device)
+        make = FeedingExecutor if on_gpu else LocalExecutor
+        executor = make(self.runner, loader, mover, kernels.choice, machine.device)
         limits = GangLimits(
             model.max_model_len, model.vocab_size, BLOCK, geometry.num_pages, size.max_tokens, size.num_sequences
         )

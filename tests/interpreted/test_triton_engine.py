@@ -61,7 +61,8 @@ def test_exact(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         assert rig.engine.info.kernels.startswith("triton")
         executor = rig.engine.executor
         assert isinstance(executor, LocalExecutor)
-        executor.runner.record_decodes(4, 40, lambda compute: Rerun(compute, replays))
+        executor.runner.keep_tables(16, 60)
+        executor.runner.record_decodes(lambda compute: Rerun(compute, replays))
         generator = random.Random(5)
         prompts = [[generator.randrange(VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
         for sequence_id, (prompt, adapter) in enumerate(zip(prompts, ADAPTERS, strict=True)):

@@ -20,8 +20,10 @@ from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins
 from motet.tests.rigs.stand_in_gpu.operations import MixedDevicesError
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu, stand_in_gpu
 from motet.tests.rigs.stand_in_gpu.timeline import OrderError
+from motet.workers.execution.device_rows import DeviceRows
 from motet.workers.execution.graphs import CudaRecorder, DecodeGraphs
 from motet.workers.execution.page_mover import PageMover
+from motet.workers.execution.page_tables import PageTables
 from motet.workers.execution.side_stream import SideStream
 from motet.workers.memory.host_adapter_cache import HostAdapterCache
 from motet.workers.memory.page_arrays import DevicePages, DiskPages, HostPages
@@ -206,8 +208,7 @@ def test_all_graphs_write_their_logits_into_one_buffer(gpu: StandInGpu) -> None:
     graphs = DecodeGraphs(
         lambda token_ids, attention, lora: table[token_ids],
         NoAdapters(),
-        max_rows=6,
-        max_pages=2,
+        rows=DeviceRows(PageTables(6, 2, GPU), 8),
         vocab_size=7,
         device=GPU,
         record=CudaRecorder(),

@@ -1,7 +1,7 @@
 """Decode steps recorded as CUDA graphs: one launch in place of hundreds, for batches in which every row is a decode.
 
 A graph has a fixed number of rows, a bucket; a smaller batch is padded with rows at position -1, which write nothing.
-What a graph reads lies in buffers that never move; before a replay the step's inputs are copied into them.
+What a graph reads never moves: `DeviceRows`, into which the rows of a step are copied before a replay.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from ...kernels.attention import AttentionBatch
 from ..models.step_adapters import StepAdapters
-from .inputs import StepInputs
+from .device_rows import DeviceInputs, DeviceRows
 
 Forward = Callable[[torch.Tensor, AttentionBatch, StepAdapters | None], torch.Tensor]  # logits of all rows
 
@@ -50,22 +50,14 @@ class DecodeGraphs:
         self,
         forward: Forward,
         adapters: Reserved,
-        max_rows: int,
-        max_pages: int,
+        rows: DeviceRows,
         vocab_size: int,
         device: torch.device,
         record: Record,
     ) -> None:
-        """Records all of them. `max_pages`: of a sequence; `record`: see `CudaRecorder`."""
+        """Records all of them. `record`: see `CudaRecorder`."""
         self._forward, self._adapters, self._record = forward, adapters, record
-
-        def ints(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=device)
-
-        self._token_ids, self._positions = ints(max_rows), ints(max_rows) - 1
-        self._row_pages, self._row_slots, self._page_starts = ints(max_rows), ints(max_rows), ints(max_rows)
-        self._pages = torch.zeros(max_rows * max_pages, dtype=torch.int32, device=device)
-        self._max_pages = max_pages
+        self._rows, max_rows = rows, rows.tables.num_sequences
         # Of all recordings, of which each would keep its own: they never run at the same time.
         self._logits = torch.zeros((max_rows, vocab_size), dtype=torch.float32, device=device)
         # The largest first: the smaller ones then fit into its memory.
@@ -75,25 +67,16 @@ class DecodeGraphs:
         }
         self._sizes = sizes[::-1]
 
-    def logits(self, inputs: StepInputs, adapters: StepAdapters | None) -> torch.Tensor | None:
+    def logits(self, inputs: DeviceInputs, adapters: StepAdapters | None) -> torch.Tensor | None:
         """`[num_rows, vocab]`, valid until the next call; None: this step is not one that was recorded."""
-        num_rows = len(inputs.token_ids)
-        size = next((size for size in self._sizes if size >= num_rows), None)
-        attention = inputs.attention
-        # As many starts as rows and one more, and as many samples: every sequence has one row and gets a token.
-        all_decode = len(attention.query_starts) - 1 == num_rows == len(inputs.sample_ids)
-        if size is None or not all_decode or attention.most_pages > self._max_pages:
+        if not inputs.is_decode:
             return None
+        num_rows = len(inputs.sample_ids)
+        size = next(size for size in self._sizes if size >= num_rows)
         bucket = self._buckets.get((size, adapters is not None))
         if bucket is None or not self._filled(bucket, adapters):
             return None
-        self._token_ids[:num_rows].copy_(inputs.token_ids)
-        self._positions[:num_rows].copy_(attention.positions)
-        self._positions[num_rows:size].fill_(-1)
-        self._row_pages[:num_rows].copy_(attention.row_pages)
-        self._row_slots[:num_rows].copy_(attention.row_slots)
-        self._page_starts[:num_rows].copy_(attention.page_starts)
-        self._pages[: len(attention.pages)].copy_(attention.pages)
+        self._rows.fill(inputs.rows, size)
         return bucket.recording.replay()[:num_rows]
 
     def _recorded(self, size: int, has_adapters: bool) -> _Bucket | None:
@@ -105,17 +88,8 @@ class DecodeGraphs:
 
         def compute() -> torch.Tensor:
             # A new batch each time: backends remember what they derived from a batch, and must derive it in here.
-            batch = AttentionBatch(
-                query_starts=tuple(range(size + 1)),
-                context_lens=(),
-                pages=self._pages,
-                page_starts=self._page_starts[:size],
-                most_pages=self._max_pages,
-                positions=self._positions[:size],
-                row_pages=self._row_pages[:size],
-                row_slots=self._row_slots[:size],
-            )
-            return self._logits[:size].copy_(self._forward(self._token_ids[:size], batch, adapters))
+            token_ids, batch = self._rows.fixed(size)
+            return self._logits[:size].copy_(self._forward(token_ids, batch, adapters))
 
         return _Bucket(size, adapters, self._record(compute))
 

@@ -11,7 +11,7 @@ from ...adapters.packing.layout import AdapterLayout
 from ...kernels.attention import AttentionBatch
 from ...kernels.backend import Kernels
 from ...kernels.lora import ABSENT, LoraSegment, ModuleSlice, PagedAdapter
-from ..decoding.token_choice import sample
+from ..decoding.token_choice import begin_sample, sample
 from ..decoding.token_counts import PenalisedSequences, TokenCounts
 from ..memory.pool import PoolGeometry, kv_view
 from ..models.context import ForwardContext
@@ -19,8 +19,11 @@ from ..models.decoder import Decoder
 from ..models.step_adapters import AdapterTables, StepAdapters
 from ..parallel import Parallel
 from ..plan import Residence, SampledToken, SeenTokens, StepPlan, packed
+from .begun_step import BegunStep
+from .device_rows import DeviceInputs, DeviceRows
 from .graphs import DecodeGraphs, Record
 from .inputs import StepInputs, make_inputs
+from .page_tables import PageTables
 from .warm_up import ALL_WAYS, StepLimits, as_plan, largest_steps, warm_up_steps
 
 
@@ -42,10 +45,8 @@ class Runner:
         self._layout, self._rotary, self._kv = layout, rotary, kv_view(pool, geometry)
         self._tables = AdapterTables(kernels, layout, geometry.num_pages, pool.device)
         self._known: dict[str, tuple[Residence, PagedAdapter]] = {}  # adapters of the last plan, by digest
-        self._adapters: tuple[tuple[LoraSegment, ...], StepAdapters | None] = (
-            (),
-            None,
-        )  # of the last step that had any
+        self._adapters: tuple[tuple[LoraSegment, ...], StepAdapters | None] = ((), None)  # of the last step with any
+        self._rows: DeviceRows | None = None  # None: a step's tensors are made of its plan alone
         self._graphs: DecodeGraphs | None = None
         self.penalised = PenalisedSequences()  # of the gang's first worker, which chooses the tokens
 
@@ -59,19 +60,25 @@ class Runner:
         return self._geometry.num_pages
 
     @torch.inference_mode()
-    def record_decodes(self, max_rows: int, max_model_len: int, record: Record) -> None:
-        """Records the decodes of up to `max_rows` sequences; see `graphs.DecodeGraphs`.
+    def keep_tables(self, max_num_sequences: int, max_model_len: int) -> None:
+        """From now on tables of pages stay on the device; see `DeviceRows`. `max_num_sequences`: of a plan."""
+        tables = PageTables(max_num_sequences, -(-max_model_len // self._geometry.block_size), self._pool.device)
+        self._rows = DeviceRows(tables, self._geometry.block_size)
+
+    @torch.inference_mode()
+    def record_decodes(self, record: Record) -> None:
+        """Records the decodes of all numbers of sequences that the tables have room for; see `graphs.DecodeGraphs`.
 
         Records nothing with kernels that need the host. The workers of a gang record the same steps in the same order:
         what they exchange is in the graphs.
         """
+        assert self._rows is not None, "what a recorded pass reads must stay where it is: keep_tables comes first"
         if not self._tables.can_be_recorded:
             return
         self._graphs = DecodeGraphs(
             lambda token_ids, attention, adapters: self._forward(token_ids, attention, adapters, None),
             self._tables,
-            max_rows,
-            -(-max_model_len // self._geometry.block_size),
+            self._rows,
             self._decoder.vocab_size,
             self._pool.device,
             record,
@@ -112,22 +119,46 @@ class Runner:
         return dict(zip(inputs.sample_ids, sample(logits, inputs.samples, self._kernels.sampling, counts), strict=True))
 
     @torch.inference_mode()
+    def begin(self, plan: StepPlan, before: BegunStep) -> BegunStep:
+        """Launches a plan on a GPU and waits for nothing, unless it must know which tokens the step before has chosen.
+
+        `before`: the step that was begun before this one, which may still run: it chooses the tokens that are fed.
+        """
+        if not plan.sequences:
+            self.penalised.follow(plan)
+            return BegunStep()
+        inputs = self._inputs(plan, before)
+        assert self._rows is not None and isinstance(inputs, DeviceInputs), "tokens are fed where tables are kept"
+        if inputs.is_fed:
+            before.settle()
+            self._rows.feed(before)
+        logits = self._logits(inputs)
+        # The device is busy with this step already when the host waits for what penalties must know of the last one.
+        self.penalised.follow(plan, before.tokens if plan.penalised else {})
+        if not inputs.samples:
+            return BegunStep()
+        counts = self.penalised.of(inputs.sample_ids) if plan.penalised else ()
+        return BegunStep(inputs.sample_ids, begin_sample(logits, inputs.samples, counts))
+
+    @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Computes the plan's tokens; `[num_samples, vocab]` float32 of the sequences that sample, in batch order."""
         return self._logits(self._inputs(plan))
 
-    def _inputs(self, plan: StepPlan) -> StepInputs:
+    def _inputs(self, plan: StepPlan, before: BegunStep | None = None) -> StepInputs | DeviceInputs:
         """Copies pages within the pool as the plan says, and lays out its tokens."""
         if plan.copies:
             content = self._kernels.read_pages(self._pool, [copy.source for copy in plan.copies])
             self._kernels.write_pages(self._pool, [copy.target for copy in plan.copies], content)
         self._known = {residence.digest: (residence, self._paged(residence)) for residence in plan.adapters}
         adapters = {digest: adapter for digest, (_, adapter) in self._known.items()}
+        if self._rows is not None:
+            return self._rows.inputs(plan, adapters, before or BegunStep())
         return make_inputs(plan, adapters, self._geometry.block_size, self._pool.device)
 
-    def _logits(self, inputs: StepInputs) -> torch.Tensor:
+    def _logits(self, inputs: StepInputs | DeviceInputs) -> torch.Tensor:
         adapters = self._adapters_of(inputs.segments)
-        if self._graphs is not None:
+        if self._graphs is not None and isinstance(inputs, DeviceInputs):
             recorded = self._graphs.logits(inputs, adapters)
             if recorded is not None:
                 return recorded

@@ -184,13 +184,14 @@ class Scheduler:
         outdated, pins = self.host_news.take(computes=bool(decodes or chunks))
         return StepPlan(step, parts, residences, loads, moves, copies, outdated, tuple(self._running.penalised), pins)
 
-    def settle(self, plan: StepPlan, result: StepResult) -> StepPlan:
+    def settle(self, plan: StepPlan, result: StepResult | None) -> StepPlan:
         """Completes a plan that was made while the plan before it ran. `result`: of that one; it is committed later.
 
         Until then the plan has no sequences: now they come with the tokens that the result brings. Sequences that end
-        with these tokens, or that were forgotten, are left out.
+        with these tokens, or that were forgotten, are left out. None: the plan is fed with the tokens.
         """
-        return msgspec.structs.replace(plan, sequences=self._uncommitted[plan.step].parts(result.tokens))
+        parts = self._uncommitted[plan.step].parts(None if result is None else result.tokens)
+        return msgspec.structs.replace(plan, sequences=parts)
 
     def drop(self, plan: StepPlan) -> None:
         """Forgets a plan that is not executed, since nothing is left in it."""

@@ -84,7 +84,8 @@ class Operations:
         self._captures.refuse(why)
         if self._streams.warns_of_waits:
             warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
-        self._streams.wait_for_host(why, self._timeline.mark(self._streams.current.number))
+        stream = self._streams.current.number
+        self._streams.wait_for_host(why, self._timeline.mark(stream), stream)
 
     def launch(self, operation: str) -> Work:
         self._tally.launches[operation] += 1
