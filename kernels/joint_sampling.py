@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
 from .sampling import NOT_FINITE, Draw, Penalty
-from .staging import staged
+from .staging import Arriving, staged
 
 FIRST_LOOK = 1024  # likeliest tokens that are tried as candidates before the whole vocabulary is sorted
 _NOT_ENOUGH = -2  # in place of a token: filters may keep more candidates than were looked at
@@ -30,8 +31,7 @@ class RowChoice:
     num_logprobs: int | None  # likeliest tokens to tell, beside the chosen one; None: no log-probabilities at all
 
 
-@dataclass(frozen=True)
-class Chosen:
+class Chosen(NamedTuple):
     token_id: int
     logprob: float | None  # before any shaping; None: not asked for
     top_ids: list[int]
@@ -53,37 +53,62 @@ def choose_together(logits: torch.Tensor, choices: Sequence[RowChoice]) -> list[
     None for a row whose highest logit is infinite, or that has a NaN. The host waits for the device once, and once more
     if filters keep more than FIRST_LOOK tokens of a row.
     """
-    told = [row for row, choice in enumerate(choices) if choice.num_logprobs is not None]
-    groups = _groups(choices, logits.shape[1])
-    told_rows, drawn, shaping = _on_device(logits.device, told, groups, choices)
-    logprobs = torch.log_softmax(logits.index_select(0, told_rows), dim=-1) if told else None
-    _shape(logits, shaping)
-    values, highest = logits.max(dim=-1)
-    chosen = torch.where(values.isfinite(), highest, NOT_FINITE)
-    for group in drawn:
-        tokens = _draw(logits, group)
-        chosen.index_copy_(0, group.rows, torch.where(chosen.index_select(0, group.rows) < 0, NOT_FINITE, tokens))
-    answer = [chosen]
-    if logprobs is not None:
-        most = max(choices[row].num_logprobs or 0 for row in told)
-        own = chosen.index_select(0, told_rows).clamp(min=0)
-        top_logprobs, top_ids = logprobs.topk(min(most, logits.shape[1]))
-        answer += [logprobs.gather(1, own.unsqueeze(1)), top_logprobs, top_ids]
-    token_ids, *tops = (part.tolist() for part in _fetched(answer))
-    of_row = dict(zip(told, zip(*tops, strict=True), strict=True)) if told else {}
-    chances = {row: own[0] for row, (own, _, _) in of_row.items()}
-    lacking = [row for row, token_id in enumerate(token_ids) if token_id == _NOT_ENOUGH]
-    if lacking:
-        again = _looked_through(logits, logprobs, lacking, told, choices)
-        for row, (token_id, chance) in again.items():
-            token_ids[row], chances[row] = token_id, chance
-    found: list[Chosen | None] = []
-    for row, (token_id, choice) in enumerate(zip(token_ids, choices, strict=True)):
-        count = choice.num_logprobs
-        _, logprobs_of, ids_of = of_row.get(row, (None, [], []))
-        known = Chosen(token_id, None if count is None else chances[row], ids_of[:count], logprobs_of[:count])
-        found.append(None if token_id == NOT_FINITE else known)
-    return found
+    return ChoicesUnderWay(logits, choices).read()
+
+
+class ChoicesUnderWay:
+    """What `choose_together` chooses, while the device is still at it: nothing waits before `read`."""
+
+    def __init__(self, logits: torch.Tensor, choices: Sequence[RowChoice]) -> None:
+        """`logits` must stay as they are until `read`, if a token `may_change`."""
+        self._choices = choices
+        self._told = told = [row for row, choice in enumerate(choices) if choice.num_logprobs is not None]
+        groups = _groups(choices, logits.shape[1])
+        self._logprobs: torch.Tensor | None = None
+        drawn: list[_Drawn] = []
+        if told or groups or any(choice.penalty is not None or choice.bias for choice in choices):
+            told_rows, drawn, shaping = _on_device(logits.device, told, groups, choices)
+            if told:
+                self._logprobs = torch.log_softmax(logits.index_select(0, told_rows), dim=-1)
+            _shape(logits, shaping)
+        values, highest = logits.max(dim=-1)
+        self.token_ids = chosen = torch.where(values.isfinite(), highest, NOT_FINITE)  # [num_rows], on the device
+        for group in drawn:
+            tokens = _draw(logits, group)
+            chosen.index_copy_(0, group.rows, torch.where(chosen.index_select(0, group.rows) < 0, NOT_FINITE, tokens))
+        answer = [chosen]
+        if self._logprobs is not None:
+            most = max(choices[row].num_logprobs or 0 for row in told)
+            own = chosen.index_select(0, told_rows).clamp(min=0)
+            top_logprobs, top_ids = self._logprobs.topk(min(most, logits.shape[1]))
+            answer += [self._logprobs.gather(1, own.unsqueeze(1)), top_logprobs, top_ids]
+        # Until it is read a negative token may stand for one that has to be looked for in the whole vocabulary.
+        self.may_change = any(_may_lack(choice.draw, logits.shape[1]) for choice in choices)
+        self._logits = logits if self.may_change else None  # else their memory is free for the next step
+        self._answer = Arriving(answer)
+
+    def read(self) -> list[Chosen | None]:
+        """Waits for the tokens; afterwards `token_ids` are the same on the device. May be called once."""
+        choices, told = self._choices, self._told
+        token_ids, *tops = (part.tolist() for part in self._answer.read())
+        if not told and not self.may_change:
+            return [None if token_id == NOT_FINITE else Chosen(token_id, None, [], []) for token_id in token_ids]
+        of_row = dict(zip(told, zip(*tops, strict=True), strict=True)) if told else {}
+        chances = {row: own[0] for row, (own, _, _) in of_row.items()}
+        lacking = [row for row, token_id in enumerate(token_ids) if token_id == _NOT_ENOUGH]
+        if lacking:
+            assert self._logits is not None
+            again = _looked_through(self._logits, self._logprobs, self.token_ids, lacking, told, choices)
+            for row, (token_id, chance) in again.items():
+                token_ids[row], chances[row] = token_id, chance
+        self.may_change = False
+        found: list[Chosen | None] = []
+        for row, (token_id, choice) in enumerate(zip(token_ids, choices, strict=True)):
+            count = choice.num_logprobs
+            _, logprobs_of, ids_of = of_row.get(row, (None, [], []))
+            known = Chosen(token_id, None if count is None else chances[row], ids_of[:count], logprobs_of[:count])
+            found.append(None if token_id == NOT_FINITE else known)
+        return found
 
 
 def _groups(choices: Sequence[RowChoice], vocab_size: int) -> list[tuple[list[int], int]]:
@@ -100,6 +125,13 @@ def _num_candidates(draw: Draw, vocab_size: int) -> int:
     if draw.top_k == 0 and draw.top_p >= 1 and draw.min_p == 0:
         return 0
     return vocab_size if draw.top_k > FIRST_LOOK else min(FIRST_LOOK, vocab_size)
+
+
+def _may_lack(draw: Draw | None, vocab_size: int) -> bool:
+    """Whether filters may keep more candidates than are looked at."""
+    if draw is None or draw.top_k > 0:
+        return False
+    return 0 < _num_candidates(draw, vocab_size) < vocab_size
 
 
 @dataclass(frozen=True)
@@ -196,11 +228,15 @@ def _pick(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 def _looked_through(
     logits: torch.Tensor,
     logprobs: torch.Tensor | None,
+    chosen: torch.Tensor,
     lacking: list[int],
     told: list[int],
     choices: Sequence[RowChoice],
 ) -> dict[int, tuple[int, float]]:
-    """Draws these rows from the whole vocabulary: the token of each and, of rows that are told, its log-probability."""
+    """Draws these rows from the whole vocabulary: the token of each and, of rows that are told, its log-probability.
+
+    The tokens are put into `chosen`.
+    """
     vocab_size = logits.shape[1]
     most = max(_MOST_BYTES // (8 * vocab_size), 1)
     groups = [(lacking[at : at + most], vocab_size) for at in range(0, len(lacking), most)]
@@ -208,17 +244,9 @@ def _looked_through(
     places = [told.index(row) if row in told else 0 for row in lacking]
     at, drawn, _ = _on_device(logits.device, places, groups, alone)
     tokens = torch.cat([_draw(logits, group) for group in drawn])
+    chosen.index_copy_(0, torch.cat([group.rows for group in drawn]), tokens)
     chances = torch.zeros_like(tokens, dtype=torch.float32)
     if logprobs is not None:
         chances = logprobs.index_select(0, at).gather(1, tokens.unsqueeze(1)).squeeze(1)
-    token_ids, found = (part.tolist() for part in _fetched([tokens, chances]))
+    token_ids, found = (part.tolist() for part in Arriving([tokens, chances]).read())
     return dict(zip(lacking, zip(token_ids, found, strict=True), strict=True))
-
-
-def _fetched(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same on the host, in one copy, for which the host waits."""
-    widest_first = sorted(range(len(parts)), key=lambda index: -parts[index].itemsize)
-    together = torch.cat([parts[index].contiguous().view(-1).view(torch.uint8) for index in widest_first]).cpu()
-    pieces = torch.split(together, [parts[index].nbytes for index in widest_first])
-    fetched = dict(zip(widest_first, pieces, strict=True))
-    return [fetched[index].view(part.dtype).view(part.shape) for index, part in enumerate(parts)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from .execution.executor import Executor
@@ -33,7 +34,8 @@ class Engine:
         self._scheduler, self.executor, self.info, self._clock = scheduler, executor, info, clock
         self._overlaps = overlaps
         self._ahead = PlanAhead(scheduler)
-        self._began_at = self._expected_s = 0.0  # the plan that is executed
+        self._began_at = 0.0  # the plan that is executed
+        self._expected_s: deque[float] = deque()  # that it takes, and the one that was begun behind it
         self._spare = _LEAST_SPARE  # part of a step's time in which the next plan need not be made yet
         self._refused: list[SequenceUpdate] = []
         self._is_stalled = False
@@ -86,21 +88,25 @@ class Engine:
         """
         if not self._ahead.has_plan or not self._scheduler.pressure.is_on:
             return 0.0
-        return max(0.0, self._began_at + self._spare * self._expected_s - self._clock())
+        return max(0.0, self._began_at + self._spare * self._expected_s[0] - self._clock())
 
     def step(self) -> list[SequenceUpdate]:
         """One iteration: schedule → execute → commit. Returns what each sequence's owner should hear of it.
 
         The plan that follows is made while this step's plan is executed, and its execution begins before this step is
-        committed. So what the last step made ahead is executed already, and there is nothing to schedule.
+        committed. So what the last step made ahead is executed already, and there is nothing to schedule. Where tokens
+        are fed on the device, execution begins before they are known, so that the device need not wait for anybody.
         """
         refused, self._refused = self._refused, []
         plan_made_ahead = self._ahead.take()
         plan = plan_made_ahead or self._begin(self._scheduler.schedule())
         if self._overlaps and plan.sequences:
             self._ahead.make()
+        feeds = self.executor.feeds_tokens
+        if feeds and (following := self._ahead.settle(None)) is not None:
+            self._begin(following)
         result = self._finish(plan)
-        if (following := self._ahead.settle(result)) is not None:
+        if not feeds and (following := self._ahead.settle(result)) is not None:
             self._begin(following)
         # A plan made ahead knew nothing of what the step before it left behind: another one may find more to do.
         has_news = bool(plan.sequences or result.loaded or result.failed or result.moved)
@@ -108,20 +114,23 @@ class Engine:
         return refused + self._scheduler.commit(plan, result)
 
     def _begin(self, plan: StepPlan) -> StepPlan:
-        self._expected_s, self._began_at = self._scheduler.expected_s(plan), self._clock()
+        if not self._expected_s:  # else it waits for the one that is executed
+            self._began_at = self._clock()
+        self._expected_s.append(self._scheduler.expected_s(plan))
         self.executor.begin(plan)
         return plan
 
     def _finish(self, plan: StepPlan) -> StepResult:
-        planned_at = self._clock()
+        planned_at, expected_s = self._clock(), self._expected_s.popleft()
         result = self.executor.finish()
         now = self._clock()
         left_s = now - planned_at
-        if left_s < _LATE * self._expected_s:  # the device had to wait for the plan that follows, or nearly so
-            self._spare = max(_LEAST_SPARE, self._spare * (0.9 if left_s > 0.1 * _LATE * self._expected_s else 0.5))
+        if left_s < _LATE * expected_s:  # the device had to wait for the plan that follows, or nearly so
+            self._spare = max(_LEAST_SPARE, self._spare * (0.9 if left_s > 0.1 * _LATE * expected_s else 0.5))
         else:
             self._spare = min(_MOST_SPARE, self._spare + _MORE_SPARE)
         self._scheduler.observe(plan, now - self._began_at)
+        self._began_at = now  # of the plan that was begun meanwhile
         return result
 
     @property

@@ -93,6 +93,7 @@ class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pages: Int32s  # all of the sequence's pages, enough for these tokens
     adapter: str | None  # digest
     sample: SamplePlan | None  # None: a prompt chunk that is not the last
+    is_fed: bool = False  # its one token is what the step before chooses, and `token_ids` has any in its place
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):

@@ -25,9 +25,10 @@ class PlanAhead:
         assert self._plan is None
         self._plan = self._scheduler.schedule()
 
-    def settle(self, result: StepResult) -> StepPlan | None:
+    def settle(self, result: StepResult | None) -> StepPlan | None:
         """Completes the plan with the result of the one before it, which is committed afterwards.
 
+        None: there is no result yet, and the plan is fed with the tokens that come.
         Returns the plan that should be executed now; None: none was made, or nothing is left of it.
         """
         if self._plan is not None:

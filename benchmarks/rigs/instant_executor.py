@@ -13,6 +13,8 @@ TOKEN = 1  # that every sequence gets in every step
 class InstantExecutor:
     """An `Executor` that answers each plan at once. `cpu_s` is what it took itself, to be subtracted."""
 
+    feeds_tokens = False
+
     def __init__(self, loads_end: bool = True) -> None:
         """`loads_end`: adapters are there with the step that asked for them; else they never come."""
         self._loads_end = loads_end

@@ -52,6 +52,9 @@ INTENTS = {
     "split_kernel": Intent((8, 8, 8)),
     "combine_kernel": Intent((6, 6, 6)),
     "write_kv_kernel": Intent((8, 8, 8)),
+    "group_kernel": Intent((2, 2, 2)),
+    "combine_pairs_kernel": Intent((6, 6, 6)),
+    "pair_tiles_kernel": Intent((6, 6, 6)),
     "norm_kernel": Intent((2, 2, 2)),
     "gated_kernel": Intent((8, 8, 8)),
 }

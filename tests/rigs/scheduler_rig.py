@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import msgspec
+
 from motet.workers.decoding.token_counts import PenalisedSequences
 from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.plan import (
@@ -79,12 +81,15 @@ class Worker:
         self.failing_adapters: set[str] = set()  # digests whose load comes to nothing
         self.penalised = PenalisedSequences()
         self.broken: set[int] = set()  # sequences whose logits are not finite
+        self._chosen: dict[int, SampledToken | None] = {}  # by the last plan
+        self.num_fed = 0  # tokens
 
     def execute(self, plan: StepPlan, failing: Iterable[str] = ()) -> StepResult:
         assert sum(len(s.token_ids) for s in plan.sequences) <= self.limits.max_tokens_per_step
         assert len(plan.sequences) <= self.limits.max_num_sequences
-        self.penalised.follow(plan)
+        self.penalised.follow(plan, self._chosen)
         self.penalised.check_integrity(plan)
+        plan = self._fed(plan)
         for load in plan.loads:
             self._write_adapter(load.residence)
         self._moving += plan.moves
@@ -108,6 +113,7 @@ class Worker:
                 tokens[s.sequence_id] = None if s.sequence_id in self.broken else token
         for a in plan.adapters:
             assert {self._kv[page, place] for page in a.pages for place in range(self.limits.block_size)} == {a.digest}
+        self._chosen = tokens
         self.coming += [load.residence.digest for load in plan.loads]
         ended = [d for d in self.coming if self.slow_loads is None or self.slow_loads.random() < 0.4]
         self.coming = [d for d in self.coming if d not in ended]
@@ -119,6 +125,18 @@ class Worker:
             tuple(AdapterFailure(d, "bad") for d in failed),
             tuple(self._move()),
         )
+
+    def _fed(self, plan: StepPlan) -> StepPlan:
+        """The plan with the tokens that it is fed. Sequences without one drop out."""
+        parts = []
+        for part in plan.sequences:
+            if part.is_fed:
+                self.num_fed += 1
+                if (token := self._chosen[part.sequence_id]) is None:
+                    continue
+                part = msgspec.structs.replace(part, token_ids=(token.token_id,))
+            parts.append(part)
+        return msgspec.structs.replace(plan, sequences=tuple(parts))
 
     def check_residence(self, s: Scheduler) -> None:
         """Checks that pages which the scheduler calls resident, in any tier, hold the content of their keys."""
@@ -202,6 +220,8 @@ class Worker:
 class WorkerExecutor:
     """An `Executor` that executes each plan as late as possible: when the plan after it is made."""
 
+    feeds_tokens = False
+
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._plan: StepPlan | None = None
@@ -218,6 +238,23 @@ class WorkerExecutor:
     def wake_on_copy_end(self, wake: Callable[[], None]) -> None: ...
 
     def close(self) -> None: ...
+
+
+class FeedingExecutor(WorkerExecutor):
+    """One that may have another plan begun while it has not finished one."""
+
+    feeds_tokens = True
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker)
+        self._begun: list[StepPlan] = []
+
+    def begin(self, plan: StepPlan) -> None:
+        self._begun.append(plan)
+        assert len(self._begun) <= 2
+
+    def finish(self) -> StepResult:
+        return self._worker.execute(self._begun.pop(0))
 
 
 def quick_result(plan: StepPlan) -> StepResult:

@@ -37,6 +37,8 @@ _Message = SequenceRequest | tuple[int, SequenceError | None]  # a new one; one 
 class _Executor:
     """Adapters come with the step after the one that asks for them."""
 
+    feeds_tokens = False
+
     def __init__(self) -> None:
         self._plan: StepPlan | None = None
         self._coming: tuple[str, ...] = ()

@@ -26,6 +26,8 @@ from motet.workers.wire.messages import SequenceRequest
 class QuickExecutor:
     """Computes nothing; adapters come when they come."""
 
+    feeds_tokens = False
+
     def __init__(self, rng: random.Random) -> None:
         self._rng, self._coming = rng, list[str]()
         self.plan = StepPlan(0, (), (), ())  # the last that was begun

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from motet.tests.rigs.scheduler_rig import Worker, WorkerExecutor, limits, request, scheduler
+from motet.tests.rigs.scheduler_rig import FeedingExecutor, Worker, WorkerExecutor, limits, request, scheduler
 from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
 from motet.workers.plan import PageCopy, StepResult
@@ -129,3 +129,29 @@ def test_it_is_made_as_late_as_it_can_be() -> None:
     assert sum(idle_s) < 1
     assert idle_s[-1] == 0
     assert engine.spare_s() < 0.1
+
+
+class TimedFeeding(FeedingExecutor):
+    """Each step takes a second, and begins when the one before it has ended."""
+
+    now = 0.0
+
+    def finish(self) -> StepResult:
+        self.now += 1.0
+        return super().finish()
+
+
+def test_a_step_that_was_begun_behind_another_takes_only_its_own_time() -> None:
+    """And it is begun before the one that it is fed by has ended."""
+    s, worker = scheduler(limits(200)), Worker(limits(200))
+    executor, seen = TimedFeeding(worker), list[float]()
+    engine = Engine(s, executor, INFO, clock=lambda: executor.now)
+    s.observe = lambda plan, seconds: seen.append(seconds)  # type: ignore[method-assign]
+    s.add(request(1, num_prompt=3, max_tokens=6), 0)
+    told: list[int] = []
+    while engine.has_work():
+        told += [token for update in engine.step() for token in update.token_ids]
+        assert len(executor._begun) == (0 < len(told) < 6)
+    assert told == [*range(6)]
+    assert seen == [1.0] * 6
+    assert worker.num_fed == 5

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.tests.rigs.scheduler_rig import Worker, WorkerExecutor, asking, limits, request, run, scheduler
+from motet.tests.rigs.scheduler_rig import (
+    FeedingExecutor,
+    Worker,
+    WorkerExecutor,
+    asking,
+    limits,
+    request,
+    run,
+    scheduler,
+)
 from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
 from motet.workers.fairness.preemption import choose_victim
@@ -27,15 +36,16 @@ from motet.workers.wire.messages import ResidencyChange, SamplingParams, Sequenc
     num_pages=st.integers(6, 24),
     budget=st.integers(1, 20),
     tiers=st.sampled_from([TierSizes(), TierSizes(3), TierSizes(60), TierSizes(2, 9), TierSizes(6, 60)]),
-    overlaps=st.booleans(),
+    way=st.sampled_from(["one by one", "overlapping", "feeding"]),
 )
 def test_random_workload_ends_with_every_page_accounted_for(
-    seed: int, num_pages: int, budget: int, tiers: TierSizes, overlaps: bool
+    seed: int, num_pages: int, budget: int, tiers: TierSizes, way: str
 ) -> None:
     rng = random.Random(seed)
     of = limits(num_pages, budget)
     s, worker = scheduler(of, tiers), Worker(of, slow_loads=rng)
-    engine = Engine(s, WorkerExecutor(worker), INFO, overlaps)
+    executor = FeedingExecutor(worker) if way == "feeding" else WorkerExecutor(worker)
+    engine = Engine(s, executor, INFO, overlaps=way != "one by one")
     if rng.random() < 0.8:  # else a step takes no time here, so that no copy is worth its own
         s._costs.observe_step = lambda *_: None  # type: ignore[method-assign]
     failing = rng.choice([0.0, 0.0, 0.1])
@@ -134,6 +144,24 @@ def test_no_token_after_the_last_one_is_shown_or_computed(stop: int) -> None:
             told[update.sequence_id] += update.token_ids
     assert told == {0: [*range(stop + 1)], 1: [*range(9)]}
     assert worker.num_computed == s.load().counters.num_computed_tokens == 4 + stop + 4 + 8
+
+
+@pytest.mark.parametrize("stop", [0, 2, 5])
+def test_no_token_after_the_last_one_is_shown_where_they_are_fed(stop: int) -> None:
+    """One more is computed, since the next step has begun when it is known that the sequence ends."""
+    of = limits(num_pages=40, num_sequences=2)
+    s, worker = scheduler(of), Worker(of)
+    engine = Engine(s, FeedingExecutor(worker), INFO)
+    engine.submit(request(0, num_prompt=4, max_tokens=20, stop_token_ids=(stop,)))
+    engine.submit(request(1, num_prompt=4, max_tokens=9))
+    told: dict[int, list[int]] = {0: [], 1: []}
+    while engine.has_work():
+        for update in engine.step():
+            told[update.sequence_id] += update.token_ids
+        s.check_integrity()
+    assert told == {0: [*range(stop + 1)], 1: [*range(9)]}
+    assert worker.num_fed == stop + 1 + 8
+    assert worker.num_computed == 4 + stop + 1 + 4 + 8
 
 
 def test_what_was_begun_elsewhere_goes_on_where_it_was() -> None:

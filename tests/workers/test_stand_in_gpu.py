@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from motet.kernels import pages
-from motet.kernels.lora import LoraGeometry
 from motet.kernels.plain.experts import PlainExperts
 from motet.tests.rigs.engine_rig import Stock
 from motet.tests.rigs.oracle import write_model
@@ -21,13 +20,16 @@ from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins
 from motet.tests.rigs.stand_in_gpu.operations import MixedDevicesError
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu, stand_in_gpu
 from motet.tests.rigs.stand_in_gpu.timeline import OrderError
+from motet.workers.execution.device_rows import DeviceRows
 from motet.workers.execution.graphs import CudaRecorder, DecodeGraphs
 from motet.workers.execution.page_mover import PageMover
+from motet.workers.execution.page_tables import PageTables
 from motet.workers.execution.side_stream import SideStream
 from motet.workers.memory.host_adapter_cache import HostAdapterCache
 from motet.workers.memory.page_arrays import DevicePages, DiskPages, HostPages
 from motet.workers.memory.pinned_memory import PinnedArena
 from motet.workers.memory.pool import PoolGeometry, make_pool
+from motet.workers.models.step_adapters import StepAdapters
 from motet.workers.plan import MoveEnd, PageMove
 from motet.workers.wire.messages import SamplingParams
 
@@ -191,10 +193,13 @@ def test_a_graph_does_not_outlive_what_it_reads(gpu: StandInGpu) -> None:
 
 
 class NoAdapters:
-    """A backend whose adapters no graph can hold."""
+    """Those of a base whose adapters no graph can hold."""
 
-    def reserve(self, *_: object) -> None:
+    def reserve(self, num_rows: int) -> None:
         return None
+
+    def refill(self, reserved: StepAdapters, step: StepAdapters) -> bool:
+        raise AssertionError("there is no room that could be filled")
 
 
 def test_all_graphs_write_their_logits_into_one_buffer(gpu: StandInGpu) -> None:
@@ -202,11 +207,8 @@ def test_all_graphs_write_their_logits_into_one_buffer(gpu: StandInGpu) -> None:
     table = torch.randn(9, 7, device=GPU)
     graphs = DecodeGraphs(
         lambda token_ids, attention, lora: table[token_ids],
-        NoAdapters(),  # type: ignore[arg-type]
-        LoraGeometry(1, 32, 16, ()),
-        num_pages=4,
-        max_rows=6,
-        max_pages=2,
+        NoAdapters(),
+        rows=DeviceRows(PageTables(6, 2, GPU), 8),
         vocab_size=7,
         device=GPU,
         record=CudaRecorder(),

@@ -6,17 +6,18 @@ in another batch or on another gang, gets the same text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from ...kernels.joint_sampling import Chosen, RowChoice, choose_together
+from ...kernels.joint_sampling import ChoicesUnderWay, Chosen, RowChoice
 from ...kernels.sampling import NOT_FINITE, Draw, Penalty, SamplingKernels
 from ..plan import SampledToken, SamplePlan
 from ..wire.messages import TokenLogprobs
 from .token_counts import TokenCounts
 
 _MASK = (1 << 64) - 1
+_HIGHEST = RowChoice(None, None, {}, None)  # of most rows of many a step, and made once
 
 
 def sample(
@@ -34,7 +35,7 @@ def sample(
     place: rows with penalties or biases are shaped, and are of no use afterwards.
     """
     if logits.device.type != "cpu":
-        return _sample_together(logits, plans, counts)
+        return sampled(begin_sample(logits, plans, counts).read())
     penalised = [row for row, each in enumerate(counts) if each is not None]
     biased = [row for row, plan in enumerate(plans) if plan.params.logit_bias]
     # Log-probabilities are those before any shaping, and which token's are wanted is known only afterwards.
@@ -55,19 +56,29 @@ def sample(
     return [None if token == NOT_FINITE else SampledToken(token, logprobs.get(i)) for i, token in enumerate(listed)]
 
 
-def _sample_together(
-    logits: torch.Tensor, plans: Sequence[SamplePlan], counts: Sequence[TokenCounts | None]
-) -> list[SampledToken | None]:
-    choices = [
-        RowChoice(
-            _draw_of(plan) if plan.params.temperature > 0 else None,
-            _penalty_of(plan, seen) if seen is not None else None,
-            plan.params.logit_bias,
-            plan.params.num_logprobs,
-        )
-        for plan, seen in zip(plans, counts or [None] * len(plans), strict=True)
-    ]
-    return [_sampled(chosen) for chosen in choose_together(logits, choices)]
+def begin_sample(
+    logits: torch.Tensor, plans: Sequence[SamplePlan], counts: Sequence[TokenCounts | None] = ()
+) -> ChoicesUnderWay:
+    """What `sample` chooses on a GPU, without a wait."""
+    seen = counts or [None] * len(plans)
+    return ChoicesUnderWay(logits, [_choice_of(*each) for each in zip(plans, seen, strict=True)])
+
+
+def _choice_of(plan: SamplePlan, seen: TokenCounts | None) -> RowChoice:
+    params = plan.params
+    if seen is None and params.temperature <= 0 and params.num_logprobs is None and not params.logit_bias:
+        return _HIGHEST
+    return RowChoice(
+        _draw_of(plan) if params.temperature > 0 else None,
+        _penalty_of(plan, seen) if seen is not None else None,
+        params.logit_bias,
+        params.num_logprobs,
+    )
+
+
+def sampled(choices: Iterable[Chosen | None]) -> list[SampledToken | None]:
+    """What the plans' owner is told of it."""
+    return [_sampled(chosen) for chosen in choices]
 
 
 def _sampled(chosen: Chosen | None) -> SampledToken | None:

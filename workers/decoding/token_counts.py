@@ -5,11 +5,12 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 
-from ..plan import SeenTokens, StepPlan
+from ..plan import SampledToken, SeenTokens, StepPlan
 
 
 class TokenCounts:
@@ -54,8 +55,11 @@ class PenalisedSequences:
     def __init__(self) -> None:
         self._counts: dict[int, TokenCounts] = {}  # by sequence id
 
-    def follow(self, plan: StepPlan) -> None:
-        """Takes in the tokens that the plan brings or computes, and drops sequences that do not run any more."""
+    def follow(self, plan: StepPlan, fed: Mapping[int, SampledToken | None] = MappingProxyType({})) -> None:
+        """Takes in the tokens that the plan brings or computes, and drops sequences that do not run any more.
+
+        `fed`: by sequence id, the tokens that the step before has chosen.
+        """
         running = set(plan.penalised)
         for sequence_id in self._counts.keys() - running:
             del self._counts[sequence_id]
@@ -65,7 +69,11 @@ class PenalisedSequences:
             if part.sample.seen is not None:
                 self._counts[part.sequence_id] = TokenCounts(part.sample.seen)
                 continue
-            for token_id in part.token_ids:
+            token_ids = part.token_ids
+            if part.is_fed:
+                chosen = fed[part.sequence_id]
+                token_ids = () if chosen is None else (chosen.token_id,)
+            for token_id in token_ids:
                 self._counts[part.sequence_id].add(token_id)
 
     def of(self, sequence_ids: Iterable[int]) -> list[TokenCounts | None]:

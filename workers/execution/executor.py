@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ..plan import StepPlan, StepResult
+from ..plan import SampledToken, StepPlan, StepResult
 from .adapter_loader import AdapterLoader
 from .page_mover import PageMover
 from .runner import Runner
@@ -21,11 +21,19 @@ class WorkerLostError(Exception):
 class Executor(Protocol):
     """Carries a plan to every worker of the gang and brings the result back."""
 
+    feeds_tokens: bool  # a plan may be begun while the one before it runs, whose tokens it is fed on the device
+
     def begin(self, plan: StepPlan) -> None:
-        """Starts a plan; the one before it must be finished. Raises WorkerLostError as `finish` does."""
+        """Starts a plan. The one before it must be finished; where tokens are fed, the one before that.
+
+        Raises WorkerLostError as `finish` does.
+        """
 
     def finish(self) -> StepResult:
-        """Waits for the plan that was begun. Returns its result; raises WorkerLostError if a worker died or hangs."""
+        """Waits for the oldest plan that was begun, and returns its result.
+
+        Raises WorkerLostError if a worker died or hangs.
+        """
 
     def wake_on_copy_end(self, wake: Callable[[], None]) -> None:
         """From now on `wake` is called, from another thread, when a copy has ended or failed, or a worker was lost."""
@@ -44,6 +52,8 @@ def compute_thread() -> ThreadPoolExecutor:
 
 class LocalExecutor:
     """A gang of one worker, in this process."""
+
+    feeds_tokens = False
 
     def __init__(
         self,
@@ -76,7 +86,9 @@ class LocalExecutor:
     def _execute(self, plan: StepPlan) -> StepResult:
         """Starts the plan's copies, computes its tokens, and tells which copies have ended."""
         self.begin_copies(plan)
-        tokens = self.runner.run(plan)
+        return self._result_of(plan, self.runner.run(plan))
+
+    def _result_of(self, plan: StepPlan, tokens: dict[int, SampledToken | None]) -> StepResult:
         loaded, failed = self.loader.take_ended()
         moved = self.mover.take_ended()
         return StepResult(plan.step, tokens, loaded, failed, moved, self.loader.host_adapter_stats())

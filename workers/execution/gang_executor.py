@@ -17,6 +17,8 @@ from .gang_messages import Done, Execute, Failed, FromWorker, LoadEnded, MoveEnd
 class GangExecutor:
     """All workers execute the same plan. A copy has ended when it has ended on all of them."""
 
+    feeds_tokens = False
+
     def __init__(self, connections: Sequence[Connection], rendezvous: object, step_deadline_s: float) -> None:
         """`connections`: of workers that are ready, by rank. `step_deadline_s`: a worker that takes longer hangs.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, groupby
 
 import torch
 
@@ -41,7 +41,7 @@ def make_inputs(plan: StepPlan, adapters: dict[str, PagedAdapter], block_size: i
     return StepInputs(
         token_ids,
         AttentionBatch(query_starts, context_lens, pages, page_starts, most_pages, positions, row_pages, row_slots),
-        _segments(sequences, query_starts, adapters),
+        segments_of(sequences, query_starts, adapters),
         sample_rows,
         tuple(s.sequence_id for _, s in sampled),
         tuple(s.sample for _, s in sampled if s.sample is not None),
@@ -71,16 +71,14 @@ def _places(
     return page_starts, positions, row_pages, positions % block_size, pages
 
 
-def _segments(
-    sequences: list[SequencePlan], query_starts: tuple[int, ...], adapters: dict[str, PagedAdapter]
+def segments_of(
+    sequences: Sequence[SequencePlan], query_starts: Sequence[int], adapters: Mapping[str, PagedAdapter]
 ) -> tuple[LoraSegment, ...]:
-    segments: list[LoraSegment] = []
-    for sequence, start, end in zip(sequences, query_starts, query_starts[1:], strict=False):
-        if sequence.adapter is None:
-            continue
-        adapter = adapters[sequence.adapter]
-        if segments and segments[-1].adapter is adapter:
-            segments[-1] = LoraSegment(segments[-1].start, end, adapter)
-        else:
-            segments.append(LoraSegment(start, end, adapter))
+    """The rows of each adapter, where neighbours with the same one are one segment."""
+    rows = zip(sequences, query_starts, query_starts[1:], strict=False)
+    segments = []
+    for digest, group in groupby(rows, key=lambda row: row[0].adapter):
+        if digest is not None:
+            neighbours = list(group)
+            segments.append(LoraSegment(neighbours[0][1], neighbours[-1][2], adapters[digest]))
     return tuple(segments)

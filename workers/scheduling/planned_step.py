@@ -32,10 +32,11 @@ class PlannedStep:
         """First position and number of tokens of each chunk."""
         return [(chunk.part.start, len(chunk.part.token_ids)) for chunk in self.chunks]
 
-    def parts(self, chosen: Mapping[int, SampledToken | None]) -> tuple[SequencePlan, ...]:
+    def parts(self, chosen: Mapping[int, SampledToken | None] | None) -> tuple[SequencePlan, ...]:
         """The parts of all sequences in the plan, of which those that are gone or end drop out.
 
-        `chosen`: tokens that the plan before chooses, by sequence id. It is not committed yet, if there is one.
+        `chosen`: tokens that the plan before chooses, by sequence id. It is not committed yet, if there is one. None:
+        they are fed to the plan, whatever they are; what is computed after one that ends its sequence is thrown away.
         """
         gone, decodes, parts = self.gone, self.decodes, list[SequencePlan]()
         if gone:
@@ -43,20 +44,25 @@ class PlannedStep:
         self.decodes = going_on = list[Sequence]()
         for sequence in decodes:
             start = sequence.num_computed + sequence.num_planned - 1
+            is_fed = False
             if sequence.num_coming == 1:  # the plan before chooses none for it
                 token_id = sequence.token_ids[start]
+            elif chosen is None:
+                token_id, is_fed = 0, True
             else:
                 token = chosen.get(sequence.sequence_id)
                 if token is None or (token_id := token.token_id) in sequence.stop_ids:
                     continue
             going_on.append(sequence)
             if sequence.has_penalty and not sequence.is_told:
+                assert not is_fed, "the plan before has chosen the first token of this run"
                 sample = sequence.sample_plan([*sequence.token_ids[:start], token_id])
             else:
                 index = start + 1 - sequence.num_prompt_tokens
                 sample = SamplePlan(sequence.sampling, sequence.seed, index)
             digest = sequence.adapter_digest
-            parts.append(SequencePlan(sequence.sequence_id, (token_id,), start, sequence.packed_pages, digest, sample))
+            pages = sequence.packed_pages
+            parts.append(SequencePlan(sequence.sequence_id, (token_id,), start, pages, digest, sample, is_fed))
         if gone:
             self.chunks = [chunk for chunk in self.chunks if chunk.sequence not in gone]
         return (*parts, *[chunk.part for chunk in self.chunks])

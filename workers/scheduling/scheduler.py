@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
+from ..fairness.page_times import PageTimes
 from ..fairness.prices import load_price
 from ..fairness.prompt_budget import tokens_in_time
 from ..fairness.standings import Scheduling, Standings
 from ..memory.adapter_cache import AdapterState
 from ..memory.host_news import HostNews
-from ..memory.page_times import PageTimes
 from ..memory.paged_memory import PagedMemory
 from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats, SampledToken, StepPlan, StepResult
 from ..wire.engine_load import EngineLoad
@@ -184,13 +184,14 @@ class Scheduler:
         outdated, pins = self.host_news.take(computes=bool(decodes or chunks))
         return StepPlan(step, parts, residences, loads, moves, copies, outdated, tuple(self._running.penalised), pins)
 
-    def settle(self, plan: StepPlan, result: StepResult) -> StepPlan:
+    def settle(self, plan: StepPlan, result: StepResult | None) -> StepPlan:
         """Completes a plan that was made while the plan before it ran. `result`: of that one; it is committed later.
 
         Until then the plan has no sequences: now they come with the tokens that the result brings. Sequences that end
-        with these tokens, or that were forgotten, are left out.
+        with these tokens, or that were forgotten, are left out. None: the plan is fed with the tokens.
         """
-        return msgspec.structs.replace(plan, sequences=self._uncommitted[plan.step].parts(result.tokens))
+        parts = self._uncommitted[plan.step].parts(None if result is None else result.tokens)
+        return msgspec.structs.replace(plan, sequences=parts)
 
     def drop(self, plan: StepPlan) -> None:
         """Forgets a plan that is not executed, since nothing is left in it."""

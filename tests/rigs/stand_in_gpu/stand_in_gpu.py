@@ -25,6 +25,7 @@ from motet.tests.rigs.stand_in_gpu.streams import Streams
 from motet.tests.rigs.stand_in_gpu.tally import Tally
 from motet.tests.rigs.stand_in_gpu.timeline import Timeline
 from motet.tests.rigs.stand_in_gpu.triton_launches import interpreted_launches
+from motet.workers import worker_builder
 
 _CUDA, _META = 1, 14  # c10::DeviceType
 _NUM_DEVICE_TYPES = 21
@@ -72,7 +73,7 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
     """Raises AssertionError at the end if `problems` has any. A test that expects some clears it."""
     gpu = StandInGpu()
     bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
-    make_tensor, as_numpy, move_memory = torch.tensor, torch.Tensor.numpy, ctypes.memmove
+    make_tensor, as_numpy, as_list, move_memory = torch.tensor, torch.Tensor.numpy, torch.Tensor.tolist, ctypes.memmove
 
     def begun(thread: threading.Thread) -> None:
         with _Mode(gpu.operations):
@@ -94,6 +95,11 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
         gpu.pinned.use_on_host((), [tensor])
         return as_numpy(tensor, **kwargs)
 
+    def tolist(tensor: torch.Tensor) -> Any:
+        """torch reads the host's memory itself, and dispatches nothing."""
+        gpu.pinned.use_on_host([tensor], ())
+        return as_list(tensor)
+
     try:
         with (
             _device_guard(),
@@ -101,8 +107,10 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
             mock.patch.object(threading.Thread, "_bootstrap_inner", begun),
             mock.patch.object(torch, "tensor", tensor),
             mock.patch.object(torch.Tensor, "numpy", numpy),
+            mock.patch.object(torch.Tensor, "tolist", tolist),
             mock.patch.object(torch, "Generator", _Generator),
             mock.patch.object(ctypes, "memmove", memmove),
+            mock.patch.object(worker_builder, "check_dtype"),  # float32, refused on a GPU, has the CPU's numbers here
             interpreted_launches(gpu.operations, gpu.captures),
             _Mode(gpu.operations),
         ):

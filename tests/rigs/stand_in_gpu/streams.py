@@ -24,6 +24,7 @@ class Streams:
         self._local = threading.local()
         self.total_bytes = TOTAL_BYTES
         self.num_allocated_bytes = self.num_peak_bytes = 0
+        self.warns_of_waits = False  # torch.cuda.set_sync_debug_mode
 
     @property
     def current(self) -> Stream:
@@ -32,10 +33,11 @@ class Streams:
     def set_current(self, stream: Stream) -> None:
         self._local.stream = stream
 
-    def wait_for_host(self, why: str, mark: Clock) -> None:
-        """The host waits for the mark."""
-        self.tally.waits.append(Wait(why, product_line(), thread_name()))
+    def wait_for_host(self, why: str, mark: Clock, stream: int | None = None) -> None:
+        """The host waits for the mark, of `stream` or of all."""
         self.timeline.finish(mark)
+        leaves_idle = stream is not None and self.timeline.is_idle(stream)
+        self.tally.waits.append(Wait(why, product_line(), thread_name(), leaves_idle))
 
     def watch_lease(self, lease: Lease, memory: WatchedMemory, stream: int) -> weakref.ref[Lease]:
         """Its memory goes back to the stream that it was allocated in, which may use it at once.
@@ -77,7 +79,7 @@ class Stream:
         self._streams.timeline.wait(self.number, self._streams.timeline.mark(stream.number))
 
     def synchronize(self) -> None:
-        self._streams.wait_for_host("stream.synchronize()", self._streams.timeline.mark(self.number))
+        self._streams.wait_for_host("stream.synchronize()", self._streams.timeline.mark(self.number), self.number)
 
     def query(self) -> bool:
         self._streams.timeline.finish(self._streams.timeline.mark(self.number))
@@ -90,16 +92,18 @@ class Event:
     def __init__(self, streams: Streams, **_: Any) -> None:
         self._streams = streams
         self._mark: Clock | None = None
+        self._stream: int | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        self._mark = self._streams.timeline.mark((stream or self._streams.current).number)
+        self._stream = (stream or self._streams.current).number
+        self._mark = self._streams.timeline.mark(self._stream)
 
     def wait(self, stream: Stream | None = None) -> None:
         if self._mark is not None:  # CUDA takes an event that nobody recorded for done
             self._streams.timeline.wait((stream or self._streams.current).number, self._mark)
 
     def synchronize(self) -> None:
-        self._streams.wait_for_host("event.synchronize()", self._mark or {})
+        self._streams.wait_for_host("event.synchronize()", self._mark or {}, self._stream)
 
     def query(self) -> bool:
         self._streams.timeline.finish(self._mark or {})

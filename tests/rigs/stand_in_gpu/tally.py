@@ -32,6 +32,7 @@ class Wait:
     why: str
     line: str
     thread: str
+    leaves_idle: bool = False  # the stream that was waited for has nothing more to do when the host goes on
 
 
 @dataclass

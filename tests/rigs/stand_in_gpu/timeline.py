@@ -78,6 +78,10 @@ class Timeline:
         """Whether work `number` of stream `other` comes before all that `stream` is given from now on."""
         return number <= max(self._clocks[stream].get(other, 0), self._host.get(other, 0))
 
+    def is_idle(self, stream: int) -> bool:
+        """Whether the host knows that all is done that the stream was given."""
+        return self._clocks[stream].get(stream, 0) <= self._host.get(stream, 0)
+
     def line_of(self, number: int) -> str:
         return self._lines[number]
 

@@ -1,0 +1,54 @@
+"""A device that computes nothing: each pass takes a stated time, and what it idles between two passes is noted."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+class SleepingDevice:
+    """Passes run one after the other, in the order of their launches, as on a stream. Used from one thread.
+
+    It has no thread of its own, which would compete with those that it measures: when a pass begins and ends follows
+    from when it was launched.
+    """
+
+    def __init__(self, pass_s: float) -> None:
+        self.pass_s = pass_s
+        self._busy_until_s = time.perf_counter()
+        self.idle_s: list[float] = []  # before each pass
+
+    def launch(self) -> None:
+        now_s = time.perf_counter()
+        self.idle_s.append(max(now_s - self._busy_until_s, 0.0))
+        self._busy_until_s = max(now_s, self._busy_until_s) + self.pass_s
+
+    def mark(self) -> float:
+        """The moment after all that was launched."""
+        return self._busy_until_s
+
+    @staticmethod
+    def wait(mark: float) -> None:
+        """Sleeps until the mark, as a thread does that waits for a GPU: others may have the interpreter meanwhile."""
+        left_s = mark - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)
+
+
+class Replays:
+    """In place of a recorded pass: `graphs.Recording`."""
+
+    def __init__(self, device: SleepingDevice, logits: torch.Tensor) -> None:
+        self._device, self._logits = device, logits
+
+    def replay(self) -> torch.Tensor:
+        self._device.launch()
+        return self._logits
+
+
+def copied(device: torch.device, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`kernels.staging.staged` with its cost: tensors are put together, and copied twice, as through pinned memory."""
+    together = torch.cat([x.reshape(-1).view(torch.uint8) for x in tensors]).clone().clone()
+    pieces = torch.split(together, [x.nbytes for x in tensors])
+    return tuple(piece.view(x.dtype).view(x.shape) for piece, x in zip(pieces, tensors, strict=True))

@@ -1,0 +1,42 @@
+"""A step that a GPU was given, and may not have computed yet."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+from ...kernels.joint_sampling import ChoicesUnderWay
+from ..decoding.token_choice import sampled
+from ..plan import SampledToken
+
+
+class BegunStep:
+    """The tokens that it chooses: on the device as soon as they are chosen, on the host after a wait."""
+
+    def __init__(self, sample_ids: tuple[int, ...] = (), choices: ChoicesUnderWay | None = None) -> None:
+        """`sample_ids`: the sequences that get a token; None: none does."""
+        self._sample_ids, self._choices = sample_ids, choices
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """`[num_samples]` int64 on the device; negative where no token can be chosen."""
+        assert self._choices is not None, "a step chooses no tokens, and another one should be fed with them"
+        return self._choices.token_ids
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """By sequence id, where in `token_ids` its token is."""
+        return {sequence_id: place for place, sequence_id in enumerate(self._sample_ids)}
+
+    def settle(self) -> None:
+        """From now on no token changes. Waits for the step if one may, and only then."""
+        if self._choices is not None and self._choices.may_change:
+            self.tokens  # noqa: B018
+
+    @cached_property
+    def tokens(self) -> dict[int, SampledToken | None]:
+        """By sequence id; waits for the step."""
+        if self._choices is None:
+            return {}
+        return dict(zip(self._sample_ids, sampled(self._choices.read()), strict=True))

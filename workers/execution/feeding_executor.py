@@ -1,0 +1,51 @@
+"""A gang of one worker on a GPU, in this process: a step is launched while the one before it runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from ..plan import StepPlan, StepResult
+from .adapter_loader import AdapterLoader
+from .begun_step import BegunStep
+from .executor import LocalExecutor
+from .page_mover import PageMover
+from .runner import Runner
+
+
+class FeedingExecutor(LocalExecutor):
+    """The device always has the next step before it has ended one, so that it waits for no thread of the host."""
+
+    feeds_tokens = True
+
+    def __init__(
+        self,
+        runner: Runner,
+        loader: AdapterLoader,
+        mover: PageMover,
+        kernels_name: str,
+        device: torch.device,
+        thread: ThreadPoolExecutor | None = None,
+    ) -> None:
+        """See `LocalExecutor`. `runner`: one that keeps tables."""
+        super().__init__(runner, loader, mover, kernels_name, device, thread)
+        self._begun: deque[tuple[StepPlan, Future[BegunStep]]] = deque()
+        self._last = BegunStep()  # the compute thread's
+
+    def begin(self, plan: StepPlan) -> None:
+        self._begun.append((plan, self._thread.submit(self._launch, plan)))
+
+    def finish(self) -> StepResult:
+        """Raises what the launch or the computation raised."""
+        plan, launched = self._begun.popleft()
+        return self._thread.submit(self._await, plan, launched).result()
+
+    def _launch(self, plan: StepPlan) -> BegunStep:
+        self.begin_copies(plan)
+        self._last = self.runner.begin(plan, self._last)
+        return self._last
+
+    def _await(self, plan: StepPlan, launched: Future[BegunStep]) -> StepResult:
+        return self._result_of(plan, launched.result().tokens)
