@@ -28,7 +28,8 @@ class TritonExperts:
         rows, own, places = (torch.empty(num_pairs, dtype=torch.int64, device=device) for _ in range(3))
         factors = torch.empty(num_pairs, dtype=torch.float32, device=device)
         offsets = torch.empty(num_experts + 1, dtype=torch.int64, device=device)
-        group_kernel[(triton.cdiv(num_pairs + num_experts + 1, 64),)](
+        block = 32
+        group_kernel[(triton.cdiv(num_pairs + num_experts + 1, block),)](
             experts.contiguous(),
             weights.contiguous(),
             rows,
@@ -40,8 +41,8 @@ class TritonExperts:
             first,
             num_experts,
             top_k,
-            BLOCK=64,
-            WIDTH=128,
+            BLOCK=block,
+            WIDTH=64,
             num_warps=4,
         )
         return TritonGroups(rows, factors, offsets, own, places.view(num_rows, top_k))

@@ -61,7 +61,7 @@ def grouped_linear_kernel(
 @triton.jit
 def _own_expert(experts, pair, inside, first, num_experts, beyond):
     """Each pair's expert, counted from this worker's first; num_experts: another worker's; `beyond`: no pair."""
-    expert = tl.load(experts + pair, mask=inside, other=0) - first
+    expert = tl.load(experts + pair, mask=inside, other=0).to(tl.int32) - first
     expert = tl.where((expert >= 0) & (expert < num_experts), expert, num_experts)
     return tl.where(inside, expert, beyond)
 
@@ -91,7 +91,7 @@ def group_kernel(
     is_pair, border = index < num_pairs, index - num_pairs
     expert = _own_expert(experts, index, is_pair, first, num_experts, border)
     earlier = tl.where(is_pair, index, 0)
-    place = tl.zeros((BLOCK,), tl.int64)
+    place = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, num_pairs, WIDTH):
         other = start + tl.arange(0, WIDTH)
         theirs = _own_expert(experts, other, other < num_pairs, first, num_experts, num_experts + 1)
