@@ -36,7 +36,7 @@ def decode_size(num_sequences: int, is_dry: bool, **changed: Any) -> Size:
         size = replace(FULL_SIZE, num_sequences=num_sequences, adapters=(0, 64), pool_bytes=48 << 30)
     size = replace(size, **changed)
     num_prompt_steps = -(-sum(size.contexts) // (size.max_tokens - size.num_sequences))
-    return replace(size, num_steps=num_prompt_steps + (_DRY_TIMED + _DRY_WATCHED if is_dry else _TIMED + _WATCHED + 4))
+    return replace(size, num_steps=num_prompt_steps + (_DRY_TIMED + _DRY_WATCHED if is_dry else _TIMED + _WATCHED) + 4)
 
 
 def time_decodes(machine: Machine, kernels: Kernels | None, num_sequences: int) -> Iterator[Record]:
@@ -96,6 +96,7 @@ def _explained(machine: Machine, kernels: Kernels | None, size: Size, case: str)
     for num_adapters in size.adapters:
         timed, watched = (_DRY_TIMED, _DRY_WATCHED) if machine.is_dry else (_TIMED, _WATCHED)
         profile = StepProfile(timed, watched, on_gpu=not machine.is_dry)
+        bench.bring_adapters(num_adapters)
         served = bench.serve(num_adapters, profile)
         step_s = None if machine.is_dry else statistics.median(served.steps_s[:timed])
         limits: DeviceLimits = machine.limits or _DRY_LIMITS

@@ -149,7 +149,7 @@ def counted_waits(lines: Counter[str]) -> Iterator[None]:
             ours = [f"{name}:{line}" for name, line in stack if name is not None and name.startswith(_PRODUCT)]
             lines[ours[-1] if ours else f"{filename}:{lineno}"] += 1
 
-        warnings.showwarning = shown
+        warnings.showwarning = shown  # type: ignore[assignment]
         try:
             yield
         finally:

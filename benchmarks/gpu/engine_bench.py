@@ -7,7 +7,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -205,6 +205,12 @@ class Bench:
         element_bytes = 2 if self._layout.dtype == "bfloat16" else 4
         contexts = tuple(context + newest for context in size.contexts)
         return roofline(self.model, DecodeStep(contexts, num_adapters, RANK, element_bytes), limits)
+
+    def bring_adapters(self, num_adapters: int) -> None:
+        """Has them in the pool, so that no sequence of `serve` waits for its adapter while others decode."""
+        size, self._size = self._size, replace(self._size, context=2, longest=None, num_steps=1)
+        self.serve(num_adapters)
+        self._size = size
 
     def serve(self, num_adapters: int, on_decode: Callable[[int], None] = lambda num_decodes: None) -> Served:
         """All sequences at once, each on one of `num_adapters` in turn, or on the base. Always the same prompts.
