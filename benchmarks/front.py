@@ -4,7 +4,8 @@ One router process serves two fronts before a gang that answers at once: one tha
 requests, tokens and streams and the ledger in a Redis as `motet serve` starts it, and one that does none. Both are
 asked in turn.
 Latency: of one request at a time, from its sending to the end of its answer. CPU: of the router's process, with as many
-requests under way as `--clients`. Each ratio is of one run.
+requests under way as `--clients`. Each ratio is of one run. Beside them: a call of a script that writes to that Redis,
+which has each change on its disk before it answers. An answer's quotas are taken in one such call.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from pathlib import Path
 
 import psutil
 
+from motet.adapters.registry.registry import connect
 from motet.benchmarks.rigs import front_router
 from motet.cluster.registry_server.redis_server import RedisServer
 
 END = b"0\r\n\r\n"
 FRONTS = ("off", "on")
+_TURNS = 8  # of each front, in a round
 
 
 def main() -> None:
@@ -43,32 +46,36 @@ def main() -> None:
         try:
             assert router.stdout is not None
             ports = json.loads(router.stdout.readline())
-            asyncio.run(measure(ports, psutil.Process(router.pid), options))
+            asyncio.run(measure(ports, url, psutil.Process(router.pid), options))
         finally:
             router.communicate()
             server.stop()
 
 
-async def measure(ports: dict[str, int], router: psutil.Process, options: argparse.Namespace) -> None:
+async def measure(ports: dict[str, int], url: str, router: psutil.Process, options: argparse.Namespace) -> None:
     requests = {
         "on": request_bytes(front_router.ADAPTER, options.tokens),
         "off": request_bytes(front_router.BASE, options.tokens),
     }
     latencies: dict[str, list[float]] = {name: [] for name in FRONTS}
     cpu: dict[str, list[float]] = {name: [] for name in FRONTS}
+    redis: list[float] = []
     for name in FRONTS:
         await ask(ports[name], requests[name], options.requests // 4, options.clients)  # warm
-    for number in range(options.rounds):
+    for _ in range(options.rounds):
         for name in FRONTS * (options.requests // 2):  # one after the other, so that what disturbs disturbs both
             latencies[name] += await ask(ports[name], requests[name], 1, 1)
-        for name in FRONTS if number % 2 else reversed(FRONTS):
+        redis += await write_to_redis(url, options.requests)
+        for name in FRONTS * _TURNS:
             before = router.cpu_times()
-            await ask(ports[name], requests[name], options.requests, options.clients)
+            await ask(ports[name], requests[name], options.requests // _TURNS, options.clients)
             after = router.cpu_times()
-            cpu[name].append((after.user - before.user + after.system - before.system) / options.requests * 1e3)
+            cpu[name].append(
+                (after.user - before.user + after.system - before.system) / options.requests * _TURNS * 1e3
+            )
     p50 = {name: statistics.median(latencies[name]) * 1e3 for name in FRONTS}
-    cpu_ms = {name: statistics.median(cpu[name]) for name in FRONTS}
-    ratio = statistics.median(on / off for on, off in zip(cpu["on"], cpu["off"], strict=True))
+    cpu_ms = {name: statistics.mean(cpu[name]) for name in FRONTS}
+    ratio = cpu_ms["on"] / cpu_ms["off"]
     for name in FRONTS:
         print(f"{name:4} p50 {p50[name]:6.2f} ms   CPU of the router {cpu_ms[name]:6.2f} ms a request")
     print(
@@ -77,6 +84,7 @@ async def measure(ports: dict[str, int], router: psutil.Process, options: argpar
                 "benchmark": "front",
                 "added_p50_ms": round(p50["on"] - p50["off"], 2),
                 "cpu_over_off": round(ratio, 2),
+                "redis_p50_ms": round(statistics.median(redis) * 1e3, 2),
                 **{f"{name}_p50_ms": round(p50[name], 2) for name in FRONTS},
                 **{f"{name}_cpu_ms": round(cpu_ms[name], 2) for name in FRONTS},
                 "tokens": options.tokens,
@@ -84,6 +92,19 @@ async def measure(ports: dict[str, int], router: psutil.Process, options: argpar
             }
         )
     )
+
+
+async def write_to_redis(url: str, count: int) -> list[float]:
+    """Seconds that each of `count` calls of a script takes that writes one key: what a quota cannot do without."""
+    client = connect(url)
+    script = client.register_script("return redis.call('SET', KEYS[1], ARGV[1])")
+    took: list[float] = []
+    for number in range(count):
+        began = time.perf_counter()
+        await script(keys=["benchmark"], args=[number])
+        took.append(time.perf_counter() - began)
+    await client.aclose()
+    return took
 
 
 def request_bytes(model: str, num_tokens: int) -> bytes:

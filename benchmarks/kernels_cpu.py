@@ -191,7 +191,7 @@ class LoraBench:
         self._adapters = []
         for of, count in zip(ranks, counts, strict=True):
             at = layout.offsets(of)
-            slices = tuple(ModuleSlice(at[m].rank, at[m].a_rows, at[m].a, at[m].b) for m in MODULES)
+            slices = tuple(ModuleSlice(at[m].rank, at[m].rank, at[m].a, at[m].b) for m in MODULES)
             self._adapters.append(PagedAdapter(tuple(free.pop() for _ in range(count)), slices))
 
     def against_twin(self, num_adapters: int, rows: int, group: str) -> None:

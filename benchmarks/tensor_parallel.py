@@ -1,15 +1,14 @@
-"""Bytes that the workers of a gang exchange for each token, for the base and for adapters: counted, and by formula.
+"""Collectives of a gang's step, and bytes that its workers exchange for each token: counted, and by formula.
 
 A model of hidden size 4,096 in a Llama's shape (one layer, a narrow MLP and a small vocabulary: none of these changes
-what is exchanged in a layer) runs on 1, 2, 4 and 8 workers that are threads; each row has an adapter of rank 16 on all
-seven projections. The formula is S-LoRA's (arXiv 2311.03285) §6.2, in bytes that one worker sends over a ring.
+what is exchanged in a layer) runs on 2, 4 and 8 workers that are threads; without adapters, and with one of rank 16 on
+all seven projections, which adds nothing to what is exchanged. Bytes are those that one worker sends over a ring.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from motet.workers.worker_builder import build_executor
 
 HIDDEN, NUM_HEADS, NUM_KV_HEADS, INTERMEDIATE, VOCAB_SIZE, RANK = 4096, 32, 8, 512, 256, 16
 NUM_ROWS = 16
-DEGREES = (1, 2, 4, 8)
+DEGREES = (2, 4, 8)
 
 
 def write_model(folder: Path) -> Path:
@@ -53,62 +52,53 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def count(model_path: Path, degree: int, with_adapters: bool) -> Counter[str]:
-    """Bytes that one worker sends for a step of NUM_ROWS prompt tokens that samples nothing."""
+def count(model_path: Path, degree: int, with_adapters: bool) -> tuple[int, int]:
+    """Collectives of a step of NUM_ROWS prompt tokens that samples nothing, and bytes that one worker sends."""
     config = MotetConfig(
         model_path=model_path, data_dir=model_path, pool_bytes=64 << 20, tensor_parallel=degree, num_threads=1
     ).engine
 
-    def work(group: ThreadGroup) -> Counter[str]:
+    def work(group: ThreadGroup) -> tuple[int, int]:
         executor = build_executor(config, group, None)
+        group.traffic.num_collectives = group.traffic.sent_bytes = 0
         ranks = dict.fromkeys(MODULES, RANK)
-        residence = Residence("digest", ranks, tuple(range(1, 400)))
+        residence = Residence("digest", ranks, tuple(range(1, 600)))
         adapter = residence.digest if with_adapters else None
         sequence = SequencePlan(0, (1,) * NUM_ROWS, 0, packed([0]), adapter, None)
         executor.runner.run(StepPlan(1, (sequence,), (residence,) if with_adapters else (), ()))
         executor.close()
-        return group.traffic.sent_bytes
+        return group.traffic.num_collectives, group.traffic.sent_bytes
 
     counted = run_threads(degree, work)
     assert all(each == counted[0] for each in counted), "the workers disagree about what they exchanged"
     return counted[0]
 
 
-def expected(degree: int) -> dict[str, float]:
-    """Bytes per token of one layer and the embedding, 2 to an element."""
-    share = (degree - 1) / degree
-    all_reduce, all_gather = 2 * share, share
-    return {
-        # Outputs of attention and MLP, and the embedding, which is cut along the vocabulary.
-        "base": 2 * (2 + 1) * all_reduce * HIDDEN,
-        # q, k, v, gate, up gather their ranks; o and down add theirs up.
-        "adapters": 2 * RANK * (5 * all_gather + 2 * all_reduce),
-    }
+def expected(degree: int) -> float:
+    """Bytes per token of one layer and the embedding, which is cut along the vocabulary, 2 to an element."""
+    return 2 * (2 + 1) * 2 * (degree - 1) / degree * HIDDEN
 
 
 def main() -> None:
     """Prints the table and the line of JSON."""
-    rows: list[tuple[int, float, float, dict[str, float]]] = []
+    rows: list[tuple[int, tuple[int, int], tuple[int, int], float]] = []
     with tempfile.TemporaryDirectory() as name:
         model_path = write_model(Path(name))
         for degree in DEGREES:
-            counted = count(model_path, degree, with_adapters=True) if degree > 1 else Counter[str]()
-            formula = expected(degree)
-            rows.append((degree, counted["base"] / NUM_ROWS, counted["adapters"] / NUM_ROWS, formula))
-    print("degree | base counted | formula | adapters counted | formula | adapters' share   (bytes a token and worker)")
-    for degree, base, adapters, formula in rows:
-        share = adapters / (base + adapters) if base else 0.0
+            without, with_adapters = (count(model_path, degree, adapters) for adapters in (False, True))
+            rows.append((degree, without, with_adapters, NUM_ROWS * expected(degree)))
+    print("degree | collectives | with adapters | bytes a token | with adapters | formula")
+    for degree, without, with_adapters, formula in rows:
         print(
-            f"{degree:6} | {base:12.0f} | {formula['base']:7.0f} | {adapters:16.0f} | {formula['adapters']:7.0f} "
-            f"| {share:.2%}"
+            f"{degree:6} | {without[0]:11} | {with_adapters[0]:13} | {without[1] / NUM_ROWS:13.0f} "
+            f"| {with_adapters[1] / NUM_ROWS:13.0f} | {formula / NUM_ROWS:7.0f}"
         )
-    several = [row for row in rows if row[0] > 1]
     print(
         json.dumps(
             {
-                "base_over_formula": {row[0]: round(row[1] / row[3]["base"], 4) for row in several},
-                "adapters_over_formula": {row[0]: round(row[2] / row[3]["adapters"], 4) for row in several},
-                "adapters_share": {row[0]: round(row[2] / (row[1] + row[2]), 4) for row in several},
+                "bytes_over_formula": {row[0]: round(row[1][1] / row[3], 4) for row in rows},
+                "collectives_with_adapters_over_without": {row[0]: round(row[2][0] / row[1][0], 4) for row in rows},
+                "bytes_with_adapters_over_without": {row[0]: round(row[2][1] / row[1][1], 4) for row in rows},
             }
         )
     )

@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 
 from . import norms, pages
 from .attention import PagedAttention, WriteKV
+from .expert_lora import CapturableExpertLora, ExpertLoraKernels
 from .experts import ExpertKernels, ExpertWeight
 from .gpu.flash_attention import FlashAttention, FlashPackage, find_flash_attention
 from .lora import CapturableLora, LoraKernels
@@ -31,6 +32,7 @@ from .native.lora import NativeLora
 from .native.rows import NativeRows
 from .native.sampling import NativeSampling
 from .plain import attention as plain_attention
+from .plain.expert_lora import HostExpertLora
 from .plain.experts import PlainExperts
 from .plain.lora import PlainLora
 from .plain.sampling import PlainSampling
@@ -60,12 +62,15 @@ class Kernels:
     lora: LoraKernels
     pack_experts: PackExperts  # called once for each weight `[num_experts, out, in]`
     experts: ExpertKernels
+    expert_lora: ExpertLoraKernels  # makes batches of `lora`
     sampling: SamplingKernels
     read_pages: Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
     write_pages: Callable[[torch.Tensor, Sequence[int], torch.Tensor], None]
     # The same object as `lora` where CUDA graphs can record a step of decodes: launches then depend on tensors alone.
     # None: they cannot.
     capturable_lora: CapturableLora | None = None
+    capturable_expert_lora: CapturableExpertLora | None = None  # likewise, of `expert_lora`
+    compiles: bool = False  # for shapes as they come: a worker computes all kinds of steps before it is ready
     others: Mapping[str, str] = field(default_factory=dict)  # operations that another library computes: its name
 
     @property
@@ -80,6 +85,7 @@ class Kernels:
 
 def plain_kernels() -> Kernels:
     """The plain twins, for any device."""
+    lora = PlainLora()
     return Kernels(
         name="torch",
         pack_linear=as_it_is,
@@ -90,9 +96,10 @@ def plain_kernels() -> Kernels:
         gelu_tanh_mul=norms.gelu_tanh_mul,
         write_kv=plain_attention.write_kv,
         paged_attention=plain_attention.paged_attention,
-        lora=PlainLora(),
+        lora=lora,
         pack_experts=as_it_is,
         experts=PlainExperts(),
+        expert_lora=HostExpertLora(lora),
         sampling=PlainSampling(),
         read_pages=pages.read_pages,
         write_pages=pages.write_pages,
@@ -105,6 +112,7 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
     Where oneDNN multiplies faster on this CPU, linears are its, and experts are the plain twins.
     """
     attention, rows = NativeAttention(library, dtype, num_threads), NativeRows(library, dtype, num_threads)
+    lora = NativeLora(library, dtype, num_threads)
     native, others = NativeLinear(library, dtype, num_threads), {"page copies": "torch"}
     pack: PackLinear = native.pack
     multiply: Linear = native.linear
@@ -125,9 +133,10 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
         gelu_tanh_mul=rows.gelu_tanh_mul,
         write_kv=attention.write_kv,
         paged_attention=attention.paged_attention,
-        lora=NativeLora(library, dtype, num_threads),
+        lora=lora,
         pack_experts=pack_experts,
         experts=experts,
+        expert_lora=HostExpertLora(lora),
         sampling=NativeSampling(library, num_threads),
         read_pages=pages.read_pages,
         write_pages=pages.write_pages,
@@ -144,10 +153,12 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
     # or to interpret them.
     from .gpu import rows as triton_rows
     from .gpu.attention import TritonAttention
+    from .gpu.expert_lora import TritonExpertLora
     from .gpu.experts import TritonExperts
     from .gpu.lora import TritonLora
 
     attention, lora = TritonAttention(), TritonLora()
+    expert_lora = TritonExpertLora(lora)
     on_gpu = device.type == "cuda"
     others = {
         "linear": "cuBLAS" if on_gpu else "torch",
@@ -170,10 +181,13 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         lora=lora,
         pack_experts=as_it_is,
         experts=TritonExperts(),
+        expert_lora=expert_lora,
         sampling=PlainSampling(),
         read_pages=pages.read_pages,
         write_pages=pages.copy_runs if on_gpu else pages.write_pages,
         capturable_lora=lora,
+        capturable_expert_lora=expert_lora,
+        compiles=on_gpu,
         others=others,
     )
 

@@ -17,7 +17,10 @@ ExpertWeight = Any  # a layer's weights `[num_experts, out, in]` as `pack_expert
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """A batch's pairs, sorted by expert; the pairs of one expert are in the order of their rows."""
+    """A batch's pairs, sorted by expert; the pairs of one expert are in the order of their rows.
+
+    Behind them a backend may have pairs of other workers' experts, so that how many there are depends on shapes alone.
+    """
 
     rows: torch.Tensor  # [num_pairs] int64, the batch's row of each pair
     weights: torch.Tensor  # [num_pairs] float32, the factor of the expert's output in the row's sum
@@ -28,7 +31,7 @@ class ExpertKernels(Protocol):
     """Called in this order for each layer: `group`, `linear` once for each weight, `combine`."""
 
     def group(self, experts: torch.Tensor, weights: torch.Tensor, first: int, num_experts: int) -> ExpertGroups:
-        """The pairs of experts `first : first + num_experts`, which are those of this worker; other pairs are left out.
+        """The pairs of experts `first : first + num_experts`, which are those of this worker.
 
         `experts` `[num_rows, top_k]` int64 are the experts that the layer's router chose for each row, counted over all
         workers; `weights` `[num_rows, top_k]` are their factors. In the result expert `first` has the index 0.
@@ -37,8 +40,13 @@ class ExpertKernels(Protocol):
     def linear(self, x: torch.Tensor, weight: ExpertWeight, groups: ExpertGroups) -> torch.Tensor:
         """Each pair's row times its expert's weight, transposed: `[num_pairs, out]` of x `[num_pairs, in]`.
 
+        What comes out for pairs of other workers' experts may be anything, NaN included.
+
         `weight` holds exactly the experts that `groups` was made for.
         """
 
     def combine(self, x: torch.Tensor, groups: ExpertGroups, num_rows: int) -> torch.Tensor:
-        """The weighted sum of each row's pairs: `[num_rows, width]` of x `[num_pairs, width]`; zeros without pairs."""
+        """The weighted sum of each row's pairs of these experts, zeros without any.
+
+        `[num_rows, width]` of x `[num_pairs, width]`.
+        """

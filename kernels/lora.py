@@ -5,9 +5,9 @@ y += x Aᵀ B for each row, with the row's own adapter and at that adapter's own
 scaling. x, y and the pool have one dtype, float32 or bfloat16; sums are float32. A row's result depends on nothing but
 the row and its own adapter: NaN or infinity from another adapter never reaches it.
 
-The product is split in two, shrink (x Aᵀ) and expand (times B), because in a gang the workers exchange the rank-sized
-vectors between the two. Segments of rows that share an adapter are Punica's (arXiv 2310.18547); A and B in pages, each
-at its own rank, and the exchange are S-LoRA's (arXiv 2311.03285, §5 and §6).
+The product is split in two, shrink (x Aᵀ) and expand (times B); workers that each hold a part of A's rows could
+exchange the rank-sized vectors between the two, as S-LoRA's do (arXiv 2311.03285, §6). Segments of rows that share an
+adapter are Punica's (arXiv 2310.18547); A and B in pages, each at its own rank, are S-LoRA's (§5).
 """
 
 from __future__ import annotations

@@ -12,6 +12,11 @@ from .fairness.standings import Scheduling
 ExpertSharding = Literal["tensor", "expert"]
 Device = Literal["cpu", "cuda", "auto"]
 SlowKernels = Literal["allow", "refuse"]
+FLOAT32_ON_A_GPU = (
+    "float32 is not served on a GPU, whose kernels spill their registers with it and take a minute to compile: "
+    "bfloat16 is, and float32 with device cpu"
+)
+CPU_POOL_BYTES = 1 << 30  # of a worker on a CPU that nobody told how many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +27,8 @@ class EngineConfig:
     store_path: Path  # content-addressed store of adapters
     device: Device  # auto: an NVIDIA GPU where there is one
     dtype: Dtype
-    pool_bytes: int  # device pages, for KV and adapters alike
+    pool_bytes: int | None  # device pages, for KV and adapters alike; None: CPU_POOL_BYTES, or what a GPU has left
+    device_memory_share: float  # of a GPU's memory that a worker may take, its pool included, where pool_bytes is None
     host_bytes: int  # packed adapters kept in host memory; 0: each is read from the store
     kv_host_bytes: int  # pages of KV kept in host memory; 0: none
     kv_disk_bytes: int  # and on disk, behind host memory; 0: none

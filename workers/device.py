@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from .config import Device
+from .config import FLOAT32_ON_A_GPU, Device
+
+
+def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ValueError for a dtype that is not to be served there: float32 on a GPU."""
+    if device.type == "cuda" and dtype == torch.float32:
+        raise ValueError(FLOAT32_ON_A_GPU)
 
 
 def resolve_device(name: Device) -> torch.device:

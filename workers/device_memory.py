@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,9 @@ import torch
 
 _log = logging.getLogger(__name__)
 _GIB = 1 << 30
+# Stated, not measured: what tokens are chosen with, in all ways at once and for all sequences; copies of adapters and
+# of KV on their way; buffers of cuBLAS, NCCL and Triton for shapes that a start does not run; what fragments.
+LATER_BYTES = 1 << 30
 
 
 class DeviceMemory:
@@ -18,6 +22,7 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         self._device, self._on_gpu = device, device.type == "cuda"
         self._parts: dict[str, int] = {}  # bytes, by what took them
+        self._most_allocated_bytes = 0
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -32,13 +37,46 @@ class DeviceMemory:
         except torch.OutOfMemoryError as problem:
             raise ValueError(
                 f"the GPU has no room for {name}: {self._told()}, and {self._gib(self._total())} in all; "
-                "a smaller pool_bytes leaves more"
+                "a smaller pool_bytes or, where that is unset, a smaller device_memory_share leaves more"
             ) from problem
         kept = torch.cuda.memory_allocated(self._device) - before
         self._parts[name] = kept
-        passing = torch.cuda.max_memory_allocated(self._device) - before - kept
+        most = torch.cuda.max_memory_allocated(self._device)
+        self._most_allocated_bytes = max(self._most_allocated_bytes, most)
+        passing = most - before - kept
         if passing > kept:
             self._parts[f"{name}, while it ran"] = passing
+
+    def room_for_pool(self, share: float, trial_bytes: int) -> int:
+        """Bytes that a pool may take, if all that is on the GPU is to take `share` of it. Not above 0: none are left.
+
+        To be asked when all parts are there and have run their largest step, with a pool of `trial_bytes`. What others
+        have on this GPU is theirs: the driver's context, NCCL's buffers, other processes.
+        """
+        free, total = torch.cuda.mem_get_info(self._device)
+        reserved = torch.cuda.memory_reserved(self._device)  # what torch has freed and keeps is in it
+        taken = total - free - reserved + max(reserved, self._most_allocated_bytes) - trial_bytes
+        room = int(share * total) - taken - LATER_BYTES
+        if room > 0:
+            _log.info(
+                "the GPU's memory: %s of %s may be taken, %s are, %s are left for what comes later: the pool gets %s",
+                *map(self._gib, (int(share * total), total, taken, LATER_BYTES, room)),
+            )
+        return room
+
+    def refuse_pool(self, share: float) -> ValueError:
+        """To be raised where no page has room."""
+        return ValueError(
+            f"the GPU has no room for a pool: device_memory_share = {share:g} of {self._gib(self._total())} are "
+            f"{self._gib(int(share * self._total()))}, and this is there already: {self._told()}, and "
+            f"{self._gib(LATER_BYTES)} for what comes later; a larger share, a smaller max_tokens_per_step or "
+            "max_num_sequences, or more workers (tensor_parallel) leave more"
+        )
+
+    def release(self) -> None:
+        """Gives back what nobody uses any more."""
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def tell(self) -> None:
         """Logs how the memory is divided."""

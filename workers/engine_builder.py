@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -20,7 +20,7 @@ from .execution.gang_messages import Failed, FromWorker, Join, Ready
 from .execution.gang_messages import Progress as ProgressMessage
 from .fairness.prompt_budget import token_interval_of
 from .loop import EngineLoop
-from .memory.pool import PoolGeometry, plan_pool
+from .memory.pool import PoolGeometry, plan_pool, pool_of
 from .models.config import ModelConfig
 from .models.sharding import ModelSharding
 from .models.weights import Progress
@@ -54,15 +54,18 @@ def build_engine(
     """
     model = ModelConfig.from_folder(config.model_path)
     sharding = ModelSharding(model, config.tensor_parallel, expert_sharding=config.expert_sharding)
-    geometry = plan_pool(sharding, config.block_size, getattr(torch, config.dtype), config.pool_bytes)
+    dtype = getattr(torch, config.dtype)
+    if config.pool_bytes is not None:  # too little is refused before workers start
+        plan_pool(sharding, config.block_size, dtype, config.pool_bytes)
     executor: Executor
     if config.tensor_parallel == 1:
         executor = alone = _build_alone(config, on_progress)
-        kernels, device = alone.kernels_name, alone.device.type
+        kernels, device, num_pages = alone.kernels_name, alone.device.type, alone.runner.num_pages
     else:
         if spawn is None:
             raise ValueError(f"tensor_parallel = {config.tensor_parallel}: a way to start workers is needed, or 1")
-        executor, kernels, device = _start_gang(config, on_progress, spawn, host)
+        executor, kernels, device, num_pages = _start_gang(config, on_progress, spawn, host)
+    geometry = pool_of(sharding, config.block_size, dtype, num_pages)
     layout = sharding.layout(config.block_size, config.dtype)
     scheduler = Scheduler(
         _limits(config, geometry, model),
@@ -88,8 +91,8 @@ def _build_alone(config: EngineConfig, on_progress: Progress | None) -> LocalExe
 
 def _start_gang(
     config: EngineConfig, on_progress: Progress | None, spawn: Spawn, host: str
-) -> tuple[GangExecutor, str, str]:
-    """Workers that have loaded their parts, and the names of their kernels and of their device."""
+) -> tuple[GangExecutor, str, str, int]:
+    """Workers that have loaded their parts, the names of their kernels and of their device, and the pages of each."""
     secret = secrets.token_hex(16)
     with socket.create_server((host, 0)) as listener:
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -101,7 +104,16 @@ def _start_gang(
         GangExecutor(connections, store, config.step_deadline_s),
         " and ".join(dict.fromkeys(of.kernels for of in ready)),
         ready[0].device,
+        _pages_of_all(ready),
     )
+
+
+def _pages_of_all(ready: Sequence[Ready]) -> int:
+    """Raises WorkerLostError if workers have pools of different sizes, as some on CPUs and others on GPUs would."""
+    sizes = [of.num_pages for of in ready]
+    if len(set(sizes)) > 1:
+        raise WorkerLostError(f"the workers' pools have {sizes} pages: all must have as many; give pool_bytes")
+    return sizes[0]
 
 
 def _accept(listener: socket.socket, config: EngineConfig, secret: str) -> list[Connection]:

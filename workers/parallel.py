@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from datetime import timedelta
 from typing import Protocol
 
@@ -12,32 +11,36 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
 class Parallel(Protocol):
-    """Collectives among a gang's workers. Every worker calls the same ones in the same order.
-
-    `kind` names what is exchanged, so that `Traffic` can count it.
-    """
+    """Collectives among a gang's workers. Every worker calls the same ones in the same order."""
 
     rank: int
     degree: int
 
-    def all_reduce(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all workers' x, which is overwritten."""
 
-    def all_gather(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All workers' x, by rank: `[degree, *x.shape]`."""
 
 
 class Traffic:
-    """Bytes that each worker sends, by kind, if it sends in a ring: the least that the collectives can take."""
+    """Collectives that a worker took part in, and bytes that it sends if it sends in a ring: the least they can take.
+
+    What a CUDA graph replays is not counted again.
+    """
 
     def __init__(self) -> None:
-        self.sent_bytes: Counter[str] = Counter()
+        self.num_collectives = self.sent_bytes = 0
 
-    def count_all_reduce(self, x: torch.Tensor, degree: int, kind: str) -> None:
-        self.sent_bytes[kind] += 2 * (degree - 1) * x.nbytes // degree
+    def count_all_reduce(self, x: torch.Tensor, degree: int) -> None:
+        self._count(2 * (degree - 1) * x.nbytes // degree)
 
-    def count_all_gather(self, x: torch.Tensor, degree: int, kind: str) -> None:
-        self.sent_bytes[kind] += (degree - 1) * x.nbytes
+    def count_all_gather(self, x: torch.Tensor, degree: int) -> None:
+        self._count((degree - 1) * x.nbytes)
+
+    def _count(self, sent_bytes: int) -> None:
+        self.num_collectives += 1
+        self.sent_bytes += sent_bytes
 
 
 class Alone:
@@ -46,10 +49,10 @@ class Alone:
     rank = 0
     degree = 1
 
-    def all_reduce(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def all_gather(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x.unsqueeze(0)
 
 
@@ -69,16 +72,16 @@ class ProcessGroup:
             device_id=device if device.type == "cuda" else None,  # NCCL connects now, not in the first step
         )
 
-    def all_reduce(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if x.numel() > 0:
-            self.traffic.count_all_reduce(x, self.degree, kind)
+            self.traffic.count_all_reduce(x, self.degree)
             torch.distributed.all_reduce(x)
         return x
 
-    def all_gather(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         gathered = x.new_empty(self.degree * x.numel())
         if x.numel() > 0:
-            self.traffic.count_all_gather(x, self.degree, kind)
+            self.traffic.count_all_gather(x, self.degree)
             torch.distributed.all_gather_into_tensor(gathered, x.flatten())
         return gathered.view(self.degree, *x.shape)
 

@@ -104,5 +104,5 @@ def _build(settings: WorkerSettings, leader: _Leader) -> LocalExecutor:
             leader.tell(MoveEnded(end))
 
     executor.wake_on_copy_end(tell_ended)
-    leader.tell(Ready(executor.kernels_name, executor.device.type))
+    leader.tell(Ready(executor.kernels_name, executor.device.type, executor.runner.num_pages))
     return executor

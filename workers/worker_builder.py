@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from ..adapters.store.store import AdapterStore
 from ..kernels.backend import Kernels, choose_kernels
-from .config import EngineConfig
-from .device import resolve_device
+from .config import CPU_POOL_BYTES, EngineConfig
+from .device import check_dtype, resolve_device
 from .device_memory import DeviceMemory
 from .execution.adapter_loader import AdapterLoader
 from .execution.executor import LocalExecutor
@@ -21,7 +23,7 @@ from .execution.runner import Runner
 from .memory.host_adapter_cache import HostAdapterCache
 from .memory.page_arrays import DevicePages, DiskPages, HostPages, PageArray
 from .memory.pinned_memory import PinnedArena
-from .memory.pool import PoolGeometry, make_pool, plan_pool
+from .memory.pool import PoolGeometry, make_pool, plan_pool, pool_of
 from .models.config import ModelConfig
 from .models.decoder import load_decoder
 from .models.rotary import rotary_tables
@@ -45,38 +47,76 @@ def build_executor(
     on_progress = on_progress or _ignore
     torch.set_num_threads(config.num_threads)
     device, dtype = resolve_device(config.device), getattr(torch, config.dtype)
+    check_dtype(device, dtype)
     model = ModelConfig.from_folder(config.model_path)
     sharding = ModelSharding(model, parallel.degree, parallel.rank, config.expert_sharding)
-    geometry = plan_pool(sharding, config.block_size, dtype, config.pool_bytes)
+    context = config.context_of(model.max_model_len)
     layout = sharding.layout(config.block_size, config.dtype)
     on_compile = partial(on_progress, "compiling kernels")
     kernels = choose_kernels(
         device, dtype, config.num_threads, config.cache_path, on_compile, slow_ones=config.slow_kernels == "allow"
     )
     memory = DeviceMemory(device)
-    with memory.part("the pool"):
-        pool = make_pool(geometry, device)
     with memory.part("weights"):
         decoder = load_decoder(sharding, Checkpoint(config.model_path, dtype, device, on_progress), kernels)
-        rotary = rotary_tables(model.rotaries, model.head_dim, config.context_of(model.max_model_len), device)
-    runner = Runner(decoder, kernels, parallel, pool, geometry, layout, rotary)
+        rotary = rotary_tables(model.rotaries, model.head_dim, context, device)
+
+    def ready_runner(geometry: PoolGeometry) -> Runner:
+        """With a pool. On a GPU all is computed once that a request may ask for, and measured."""
+        with memory.part("the pool"):
+            pool = make_pool(geometry, device)
+        runner = Runner(decoder, kernels, parallel, pool, geometry, layout, rotary)
+        if device.type == "cuda":
+            with memory.part("chunks of prompts"):
+                runner.keep_tables(config.max_num_sequences, context)
+                runner.warm_up(config.max_tokens_per_step, config.max_num_sequences)
+            with memory.part("graphs"):
+                runner.record_decodes(CudaRecorder())
+        return runner
+
+    if device.type == "cuda":
+        on_progress("recording the GPU's work", 0, 1)
+    pool_bytes = config.pool_bytes or (CPU_POOL_BYTES if device.type == "cpu" else None)
+    if pool_bytes is None:
+        one_page = pool_of(sharding, config.block_size, dtype, 1)
+        geometry = replace(one_page, num_pages=_num_pages_left(ready_runner, one_page, memory, config, parallel))
+    else:
+        geometry = plan_pool(sharding, config.block_size, dtype, pool_bytes)
+    runner = ready_runner(geometry)
+    if device.type == "cuda":
+        memory.tell()
+        on_progress("recording the GPU's work", 1, 1)
     cache = HostAdapterCache(
         AdapterStore(config.store_path), layout, config.host_bytes, _arena(config.host_bytes, geometry, device)
     )
-    mover = PageMover(_page_arrays(config, geometry, pool, kernels), device)
-    if device.type == "cuda":
-        on_progress("recording the GPU's work", 0, 1)
-        with memory.part("chunks of prompts"):
-            runner.keep_tables(config.max_num_sequences, config.context_of(model.max_model_len))
-            runner.warm_up(config.max_tokens_per_step)
-        with memory.part("graphs"):
-            runner.record_decodes(CudaRecorder())
-        memory.tell()
-        on_progress("recording the GPU's work", 1, 1)
-    loader = AdapterLoader(cache, pool, kernels, config.store_deadline_s)
+    mover = PageMover(_page_arrays(config, geometry, runner.pool, kernels), device)
+    loader = AdapterLoader(cache, runner.pool, kernels, config.store_deadline_s)
     # Tokens are fed where the worker that chooses them computes all.
     make = FeedingExecutor if device.type == "cuda" and parallel.degree == 1 else LocalExecutor
     return make(runner, loader, mover, kernels.choice, device, thread)
+
+
+def _num_pages_left(
+    ready_runner: Callable[[PoolGeometry], Runner],
+    one_page: PoolGeometry,
+    memory: DeviceMemory,
+    config: EngineConfig,
+    parallel: Parallel,
+) -> int:
+    """Pages that a GPU has room for beside all else, on that worker of the gang that has the least.
+
+    All else is there once, with a pool of one page, is measured, and is made again with the real pool, since graphs
+    hold its address. Raises ValueError if nothing is left.
+    """
+    runner = ready_runner(one_page)
+    room = memory.room_for_pool(config.device_memory_share, one_page.page_bytes)
+    mine = torch.tensor([max(room, 0) // one_page.page_bytes], device=runner.pool.device)
+    num_pages = int(parallel.all_gather(mine).min())
+    if num_pages < 1:
+        raise memory.refuse_pool(config.device_memory_share)
+    del runner
+    memory.release()
+    return num_pages
 
 
 def _ignore(what: str, done: int, total: int) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
 from typing import Final
 
 from redis.asyncio import Redis
 
+from ..ended_tasks import end_tasks
 from ..errors import RegistryUnavailable
 from ..registry.redis_deadline import answered_within
 from .change_scripts import FORGET_KEYS_KEYS, FORGET_KEYS_SCRIPT
@@ -32,10 +32,7 @@ class EndedKeys:
         self._task = asyncio.create_task(self._forget_forever(), name="ended keys")
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await end_tasks(self._task)
 
     async def forget(self) -> bool:
         """Deletes at most PAGE_SIZE of the keys that ended longest ago; whether there may be more.
@@ -46,9 +43,7 @@ class EndedKeys:
             return bool(await self._script(keys=FORGET_KEYS_KEYS, args=[KEPT_S, PAGE_SIZE]) == PAGE_SIZE)
 
     async def _forget_forever(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        while not task.cancelling():  # asked here, because the Redis client may swallow the exception of `stop`
+        while True:
             rest_s = REST_S
             try:
                 if await self.forget():

@@ -27,9 +27,8 @@ Dtype = Literal["float32", "bfloat16"]
 class ModuleOffsets:
     """Offsets of one module in the virtual array of a layer, in elements."""
 
-    rank: int  # rows of B
-    a_rows: int  # rows of A that this worker has: all of the rank, or an equal part of it
-    a: int  # A [a_rows, in]
+    rank: int
+    a: int  # A [rank, in]
     b: int  # B transposed [rank, out]
     stride: int  # from one expert's matrices to the next one's
 
@@ -40,8 +39,6 @@ class ModulePart:
 
     inputs: tuple[int, int]  # start, stop
     outputs: tuple[int, int]  # start, stop
-    num_parts: int  # the number of equal parts of A's rows
-    part: int  # the index of the part that is packed
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -74,14 +71,9 @@ class AdapterLayout:
         """This worker's part of a module."""
         num_in, num_out = self.shape.modules[module]
         if self.sharding is None:
-            return ModulePart((0, num_in), (0, num_out), 1, 0)
-        degree, rank = self.sharding.degree, self.sharding.rank
-        if module in self.sharding.outputs:
-            return ModulePart((0, num_in), self.sharding.outputs[module], degree, rank)
-        if module not in self.sharding.inputs:
-            return ModulePart((0, num_in), (0, num_out), 1, 0)
-        share = num_out // degree
-        return ModulePart(self.sharding.inputs[module], (rank * share, (rank + 1) * share), 1, 0)
+            return ModulePart((0, num_in), (0, num_out))
+        inputs = self.sharding.inputs.get(module, (0, num_in))
+        return ModulePart(inputs, self.sharding.outputs.get(module, (0, num_out)))
 
     def offsets(self, module_ranks: Mapping[str, int]) -> dict[str, ModuleOffsets]:
         """Offsets of the present modules, in packing order."""
@@ -90,11 +82,9 @@ class AdapterLayout:
         for module in self.shape.modules:
             if module_ranks.get(module, 0) == 0:
                 continue
-            part = self.part(module)
-            rank = module_ranks[module] if self.sharding is None else self.sharding.padded(module_ranks[module])
-            a_rows, (a_width, b_width) = rank // part.num_parts, part.widths
-            stride = a_rows * a_width + rank * b_width
-            found[module] = ModuleOffsets(rank, a_rows, start, start + a_rows * a_width, stride)
+            rank, (a_width, b_width) = module_ranks[module], self.part(module).widths
+            stride = rank * (a_width + b_width)
+            found[module] = ModuleOffsets(rank, start, start + rank * a_width, stride)
             start += stride * self.shape.count(module)
         return found
 

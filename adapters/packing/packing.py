@@ -28,13 +28,12 @@ def pack(content: AdapterContent, layout: AdapterLayout) -> Tensor:
         array = np.zeros(num_pages * layout.slab, dtype)
         for module, place in offsets.items():
             part = layout.part(module)
-            first_row = part.part * place.a_rows
             for index, member in enumerate(layout.shape.members(module)):
                 found = content.matrices.get((layer, member))
                 if found is None:
                     continue
                 a_start, b_start = place.a + index * place.stride, place.b + index * place.stride
-                a = found.a[first_row : first_row + place.a_rows, slice(*part.inputs)]
+                a = found.a[:, slice(*part.inputs)]
                 b = found.b[slice(*part.outputs)].astype(np.float32)
                 with np.errstate(over="ignore"):  # what overflows is told below
                     array[a_start : a_start + a.size] = a.astype(dtype).reshape(-1)

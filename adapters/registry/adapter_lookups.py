@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from ..adapter import AdapterVersion
+from ..ended_tasks import end_tasks
 from ..errors import RegistryUnavailable
 from .events import AdapterDeleted, AdapterSet, RegistryEvent
 from .kept_adapters import Name
@@ -71,9 +72,7 @@ class AdapterLookups:
     async def stop(self) -> None:
         """Those who still wait are told that the registry is away."""
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await end_tasks(task)
         for name in [*self._under_way, *self._waiting]:
             self._answer(name, RegistryUnavailable("this router ends: try again"))
 

@@ -7,10 +7,10 @@ import logging
 import random
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from hashlib import sha256
 
 from ..adapter import AdapterVersion
+from ..ended_tasks import end_tasks
 from ..errors import RegistryUnavailable
 from ..tenants.records import KeyRecord, TenantRecord
 from ..versions.pins import KnownPins, Pin, pin_of, read_pin
@@ -81,12 +81,9 @@ class RegistryView:
         self._task = asyncio.create_task(self._follow(), name="registry view")
 
     async def stop(self) -> None:
-        tasks = [task for task in (self._task, self._filler) if task is not None]
+        tasks = (self._task, self._filler)
         self._task = self._filler = None
-        for task in tasks:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        await end_tasks(*tasks)
         await self._lookups.stop()
         self._connected = False
 
@@ -251,9 +248,7 @@ class RegistryView:
 
     async def _follow(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
-        task = asyncio.current_task()
-        assert task is not None
-        while not task.cancelling():  # asked here, because the Redis client may swallow the exception of `stop`
+        while True:
             try:
                 if not self._connected:
                     await self._reconnect()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from motet.adapters.packing.layout import AdapterLayout, Dtype
 from motet.adapters.packing.packing import PAGE_DTYPES
 from motet.adapters.store.store import AdapterStore
 from motet.benchmarks.gpu.machine import Machine
+from motet.benchmarks.gpu.roofline import DecodeStep, DeviceLimits, Floor, roofline
 from motet.kernels.backend import Kernels
 from motet.workers.engine import Engine
 from motet.workers.execution.adapter_loader import AdapterLoader
@@ -41,12 +44,11 @@ from motet.workers.wire.messages import AdapterRef, GangInfo, SamplingParams, Se
 
 RANK = 16
 BLOCK = 16
-MAX_TOKENS = 2048  # of a step
 
 
 @dataclass(frozen=True)
 class Size:
-    """`context`: tokens of each sequence when decodes are timed."""
+    """`context`: tokens of each sequence when decodes are timed; of all but the first where that is `longest`."""
 
     config: dict[str, object]
     num_sequences: int
@@ -56,13 +58,25 @@ class Size:
     pool_bytes: int
     host_bytes: int  # for adapters, and as much for KV behind the pool
     num_logprobs: int | None = None
+    longest: int | None = None
+    max_tokens: int = 2048  # of a step
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Tokens of each sequence's prompt."""
+        return (self.longest or self.context, *(self.context,) * (self.num_sequences - 1))
 
 
 @dataclass(frozen=True)
 class Served:
-    step_s: float  # median of the steps in which every sequence decodes
+    steps_s: tuple[float, ...]  # of the steps in which every sequence decodes
     token_ids: list[list[int]]  # by sequence
     logprobs: torch.Tensor  # of all tokens, if asked for
+
+    @property
+    def step_s(self) -> float:
+        """The median; NaN: there was no such step."""
+        return statistics.median(self.steps_s) if self.steps_s else float("nan")
 
 
 LLAMA_3_8B = {
@@ -89,7 +103,7 @@ TINY = LLAMA_3_8B | {
 }
 FULL_SIZE = Size(LLAMA_3_8B, 64, 1024, 96, (0, 1, 8, 64), 40 << 30, 8 << 30)
 CHECK_SIZE = Size(TINY, 9, 40, 24, (0, 3), 8 << 20, 1 << 20, num_logprobs=0)
-DRY_SIZE = Size(TINY, 3, 10, 2, (0, 2), 4 << 20, 1 << 20, num_logprobs=0)
+DRY_SIZE = Size(TINY, 3, 10, 2, (0, 2), 4 << 20, 1 << 20, num_logprobs=0, max_tokens=64)
 
 
 class RandomWeights:
@@ -131,10 +145,10 @@ class RandomStore(AdapterStore):
 
 
 class Bench:
-    """An engine, and the bytes that its decode step must read. Benches of one size have equal weights and adapters."""
+    """An engine, and the floor of its decode step. Benches of one size have equal weights and adapters."""
 
     def __init__(self, machine: Machine, size: Size, kernels: Kernels) -> None:
-        model = _model(size)
+        model = model_of(size)
         sharding = ModelSharding(model)
         dtype_name: Dtype = "float32" if machine.dtype == torch.float32 else "bfloat16"
         layout = sharding.layout(BLOCK, dtype_name)
@@ -143,11 +157,12 @@ class Bench:
         decoder = load_decoder(sharding, RandomWeights(machine), kernels)
         rotary = rotary_tables(model.rotaries, model.head_dim, model.max_model_len, machine.device)
         self.runner = Runner(decoder, kernels, Alone(), pool, geometry, layout, rotary)
-        if not machine.is_dry:
+        on_gpu = machine.device.type == "cuda"
+        if on_gpu:
             self.runner.keep_tables(size.num_sequences, model.max_model_len)
-            self.runner.warm_up(MAX_TOKENS)
+            self.runner.warm_up(size.max_tokens, size.num_sequences)
             self.runner.record_decodes(CudaRecorder())
-        num_host_pages, pinned = size.host_bytes // geometry.page_bytes, not machine.is_dry
+        num_host_pages, pinned = size.host_bytes // geometry.page_bytes, on_gpu
         arena = PinnedArena(num_host_pages, geometry) if pinned else None
         host = HostAdapterCache(RandomStore(layout), layout, size.host_bytes, arena)
         loader = AdapterLoader(host, pool, kernels, store_deadline_s=60.0)
@@ -156,10 +171,10 @@ class Bench:
             "host": HostPages(num_host_pages, geometry, pinned),
         }
         mover = PageMover(tiers, machine.device)
-        make = LocalExecutor if machine.is_dry else FeedingExecutor
+        make = FeedingExecutor if on_gpu else LocalExecutor
         executor = make(self.runner, loader, mover, kernels.choice, machine.device)
         limits = GangLimits(
-            model.max_model_len, model.vocab_size, BLOCK, geometry.num_pages, MAX_TOKENS, size.num_sequences
+            model.max_model_len, model.vocab_size, BLOCK, geometry.num_pages, size.max_tokens, size.num_sequences
         )
         scheduler = Scheduler(
             limits,
@@ -181,29 +196,29 @@ class Bench:
             vocab_size=model.vocab_size,
         )
         self.engine = Engine(scheduler, executor, info)
-        self._model, self._layout, self._next_id = model, layout, 0
+        self.model, self._layout, self._next_id = model, layout, 0
         self._size, self._num_rounds = size, 0
 
-    def decode_bytes(self, num_adapters: int) -> int:
-        """Weights, KV and adapters that a decode step of all sequences reads."""
-        model, size = self._model, self._size
-        linears = sum(num_in * num_out for num_in, num_out in model.shape.modules.values()) * model.num_layers
-        weights = linears + model.vocab_size * model.hidden_size
-        kv = size.num_sequences * (size.context + size.num_steps // 2) * 2 * model.num_kv_heads * model.head_dim
-        ranks = dict.fromkeys(self._layout.shape.modules, RANK)
-        adapters = num_adapters * self._layout.num_elements(ranks) * model.num_layers
-        return (weights + kv * model.num_layers + adapters) * (2 if self._layout.dtype == "bfloat16" else 4)
+    def floor(self, num_adapters: int, limits: DeviceLimits) -> Floor:
+        """Of a decode step of all sequences, halfway through `serve`."""
+        size, newest = self._size, self._size.num_steps // 2
+        element_bytes = 2 if self._layout.dtype == "bfloat16" else 4
+        contexts = tuple(context + newest for context in size.contexts)
+        return roofline(self.model, DecodeStep(contexts, num_adapters, RANK, element_bytes), limits)
 
-    def serve(self, num_adapters: int) -> Served:
-        """All sequences at once, each on one of `num_adapters` in turn, or on the base. Always the same prompts."""
+    def serve(self, num_adapters: int, on_decode: Callable[[int], None] = lambda num_decodes: None) -> Served:
+        """All sequences at once, each on one of `num_adapters` in turn, or on the base. Always the same prompts.
+
+        `on_decode` is called after each step in which every sequence has decoded, with the number of such steps.
+        """
         size, modules = self._size, dict.fromkeys(self._layout.shape.modules, RANK)
         generator = torch.Generator().manual_seed(num_adapters)
         told: dict[int, list[SequenceUpdate]] = {}
         self._num_rounds += 1
         tenant = f"round-{self._num_rounds}"  # shares no KV with other rounds, whatever they ask
-        for index in range(size.num_sequences):
+        for index, context in enumerate(size.contexts):
             ref = AdapterRef(str(index % num_adapters), modules) if num_adapters else None
-            prompt = torch.randint(0, self._model.vocab_size, (size.context,), generator=generator).tolist()
+            prompt = torch.randint(0, self.model.vocab_size, (context,), generator=generator).tolist()
             sampling = SamplingParams(
                 max_tokens=size.num_steps + 1, temperature=0.0, ignore_eos=True, num_logprobs=size.num_logprobs
             )
@@ -225,6 +240,7 @@ class Bench:
                 told[update.sequence_id].append(update)
             if len(updates) == size.num_sequences and all(len(heard) > 1 for heard in told.values()):
                 times.append(took)
+                on_decode(len(times))
             if self.engine.waits:
                 time.sleep(0.001)
         self.engine.check_integrity()
@@ -232,11 +248,10 @@ class Bench:
         if {len(tokens) for tokens in token_ids} != {size.num_steps + 1}:
             raise RuntimeError(f"a sequence ended with other than {size.num_steps + 1} tokens")
         logprobs = [said.chosen for heard in told.values() for update in heard for said in update.logprobs or ()]
-        step_s = sorted(times)[len(times) // 2] if times else float("nan")
-        return Served(step_s, token_ids, torch.tensor(logprobs))
+        return Served(tuple(times), token_ids, torch.tensor(logprobs))
 
 
-def _model(size: Size) -> ModelConfig:
+def model_of(size: Size) -> ModelConfig:
     """As it is read from a folder."""
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(size.config))

@@ -41,7 +41,7 @@ def time_engine(machine: Machine) -> Iterator[Row]:
         step_s = bench.serve(num_adapters).step_s
         base_s = step_s if base_s is None else base_s
         what = f"B {size.num_sequences}, context {size.context}, {num_adapters} adapters"
-        floor_s = machine.floor_s(bench.decode_bytes(num_adapters))
+        floor_s = None if machine.limits is None else bench.floor(num_adapters, machine.limits).seconds
         speed = f"{size.num_sequences / step_s:.0f} tokens/s, {base_s / step_s:.2f} of the base's"
         note = kernels.choice if machine.is_dry else f"{speed} ({kernels.choice})"
         yield Row("engine decode step", what, None, None, None if machine.is_dry else step_s, floor_s, note=note)

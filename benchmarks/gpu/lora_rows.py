@@ -50,7 +50,7 @@ class LoraCase:
             )
             self.pool[torch.tensor(pages, device=machine.device)] = content * 0.05
             at = layout.offsets(dict.fromkeys(MODULES, rank))
-            slices = tuple(ModuleSlice(at[m].rank, at[m].a_rows, at[m].a, at[m].b) for m in MODULES)
+            slices = tuple(ModuleSlice(at[m].rank, at[m].rank, at[m].a, at[m].b) for m in MODULES)
             self.adapters.append(PagedAdapter(pages, slices))
 
     def matrices(self, adapter: PagedAdapter, module: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from motet.benchmarks.gpu.roofline import DeviceLimits
+
 _REPLAYS = 20
 
 
@@ -21,14 +23,24 @@ class Machine:
     is_dry: bool
     copied_bytes_per_s: float | None = None
     matrix_flops_per_s: float | None = None
+    launch_s: float | None = None  # of a kernel with nothing to do, in a graph of such
 
     @staticmethod
     def find(is_dry: bool) -> Machine:
-        """The first GPU and its two ceilings, or a dry one."""
+        """The first GPU and its limits, or a dry one."""
         if is_dry:
             return Machine(torch.device("cpu"), torch.float32, True)
         device = torch.device("cuda", 0)
-        return Machine(device, torch.bfloat16, False, _copied_bytes_per_s(device), _matrix_flops_per_s(device))
+        limits = _copied_bytes_per_s(device), _matrix_flops_per_s(device), _launch_s(device)
+        torch.cuda.empty_cache()
+        return Machine(device, torch.bfloat16, False, *limits)
+
+    @property
+    def limits(self) -> DeviceLimits | None:
+        """What was measured, for a `roofline`; None: nothing was."""
+        if self.copied_bytes_per_s is None or self.matrix_flops_per_s is None or self.launch_s is None:
+            return None
+        return DeviceLimits("measured", self.copied_bytes_per_s, self.matrix_flops_per_s, self.launch_s)
 
     def floor_s(self, num_bytes: float, flops: float = 0.0) -> float | None:
         """The least time possible: bytes over copy bandwidth or operations over matrix rate, whichever is more."""
@@ -128,3 +140,9 @@ def _matrix_flops_per_s(device: torch.device) -> float:
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * 8192**3 / _graph_time_s([lambda: torch.mm(a, b, out=out)])
+
+
+def _launch_s(device: torch.device) -> float:
+    """Of a kernel that adds to one number, in a graph of many."""
+    number = torch.zeros(1, device=device)
+    return _graph_time_s([lambda: number.add_(1.0)] * 1000)

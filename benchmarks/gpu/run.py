@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     machine = Machine.find(arguments.dry)
     report = Report(machine, torch.__version__, triton.__version__)
-    for name, section in _sections(machine, arguments.only):
+    for name, section in sections(machine, arguments.only):
         if time.perf_counter() - started > arguments.deadline_s:
             report.left_out(name, f"{arguments.deadline_s:g} s were over")
             continue
@@ -79,7 +79,8 @@ def _run(arguments: argparse.Namespace) -> int:
     return 1 if report.is_bad else 0
 
 
-def _sections(machine: Machine, only: str | None) -> Iterator[tuple[str, Callable[[], Iterator[Row]]]]:
+def sections(machine: Machine, only: str | None) -> Iterator[tuple[str, Callable[[], Iterator[Row]]]]:
+    """The sections by name, in their order. `only`: "kernels" or "engine"."""
     from motet.benchmarks.gpu import attention_rows, engine_rows, lora_rows, peft_rows, row_rows
     from motet.kernels.backend import choose_kernels, triton_kernels
 

@@ -22,12 +22,12 @@ class ThreadGroup:
         self.traffic = Traffic()
         self._board, self._barrier = board, barrier
 
-    def all_reduce(self, x: torch.Tensor, kind: str) -> torch.Tensor:
-        self.traffic.count_all_reduce(x, self.degree, kind)
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.traffic.count_all_reduce(x, self.degree)
         return x.copy_(torch.stack(self._exchange(x)).float().sum(0))
 
-    def all_gather(self, x: torch.Tensor, kind: str) -> torch.Tensor:
-        self.traffic.count_all_gather(x, self.degree, kind)
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        self.traffic.count_all_gather(x, self.degree)
         return torch.stack(self._exchange(x))
 
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ... import __version__
 from ...adapters.registry.registry_scripts import PREFIX
+from ...workers.config import CPU_POOL_BYTES
 from ..application.base_fingerprint import identify_base
 from ..config import MotetConfig
 from .feasibility import Demand, Node, can_host, why_no_place
@@ -57,7 +58,7 @@ def check_nodes(config: MotetConfig) -> None:
         marker=marker,
         redis_url=config.redis_url,
         redis_key=f"{PREFIX}joining:{marker}",
-        memory_bytes=config.pool_bytes,
+        memory_bytes=config.pool_bytes or CPU_POOL_BYTES,  # on a CPU; of a GPU its worker takes what is left
     )
     with expected.prepared(MARKER_TTL_S):
         problems = _ask_nodes(hosts, expected)

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 
 from ...adapters.packing.packing import PAGE_DTYPES
+from ...workers.config import CPU_POOL_BYTES, FLOAT32_ON_A_GPU
 from ...workers.device_probe import probe_device
 from ...workers.models.config import ModelConfig
 from ...workers.models.weights import open_checkpoint
@@ -38,17 +39,23 @@ def check_sizes(config: MotetConfig) -> list[str]:
     """Warnings and errors as of `check_settings`, of what an update may change while motet runs."""
     model = ModelConfig.from_folder(config.model_path)
     page_bytes = model.num_layers * model.slab(config.block_size) * PAGE_DTYPES[config.dtype].itemsize
-    pool = shortest_byte_size(config.pool_bytes)
-    if config.pool_bytes < page_bytes:
-        raise ConfigError("--pool-bytes", pool, f"one page of this model takes {page_bytes} bytes")
+    pool_bytes = config.pool_bytes
+    if pool_bytes is not None and pool_bytes < page_bytes:
+        size = shortest_byte_size(pool_bytes)
+        raise ConfigError("--pool-bytes", size, f"one page of this model takes {page_bytes} bytes")
     if config.address is None:  # nodes of a cluster check this themselves
         device = probe_device(config.device)
+        if device.kind == "cpu":
+            pool_bytes = pool_bytes or CPU_POOL_BYTES
+        elif config.dtype == "float32":
+            raise ConfigError("--dtype", config.dtype, FLOAT32_ON_A_GPU)
         memory_bytes, num_pools = device.memory_bytes, 1  # a GPU for each worker
         if memory_bytes is None:
             memory_bytes, num_pools = psutil.virtual_memory().total, config.scaling.max_gangs * config.tensor_parallel
-        if config.pool_bytes * num_pools > memory_bytes:
+        if pool_bytes is not None and pool_bytes * num_pools > memory_bytes:
             has, what = format_byte_size(memory_bytes), "this machine" if device.kind == "cpu" else "a GPU here"
-            raise ConfigError("--pool-bytes", pool, f"{what} has {has} of memory: give less")
+            size = shortest_byte_size(pool_bytes)
+            raise ConfigError("--pool-bytes", size, f"{what} has {has} of memory: give less")
     open_checkpoint(config.model_path, "numpy")
     warnings = []
     length = min(config.max_model_len or model.max_model_len, model.max_model_len)
@@ -59,7 +66,9 @@ def check_sizes(config: MotetConfig) -> list[str]:
             f"--max-num-sequences {config.max_num_sequences} is more than the tokens of a step: "
             f"{config.max_tokens_per_step} run at once; --max-tokens-per-step {config.max_num_sequences} serves all"
         )
-    num_tokens = config.pool_bytes // page_bytes * config.block_size
+    if pool_bytes is None:
+        return warnings  # what a GPU has left is known when it has loaded the model
+    num_tokens = pool_bytes // page_bytes * config.block_size
     if num_tokens < length:
         needed = -(-length // config.block_size) * page_bytes
         warnings.append(

@@ -5,15 +5,28 @@ from __future__ import annotations
 from typing import Annotated
 
 from .serving import Serving
-from .setting import Bytes, BytesOrNone, Count, Setting
+from .setting import Bytes, BytesOrNone, Count, Setting, Share
 
 
 class Memory(Serving, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Memory."""
 
     pool_bytes: Annotated[
-        Bytes, Setting("Memory of each worker, on its device, for the pages of KV and adapters.", "live")
-    ] = 1 << 30
+        Bytes | None,
+        Setting(
+            "Memory of each worker, on its device, for the pages of KV and adapters.",
+            "live",
+            unset="1 GiB on a CPU, and on a GPU what is left of --device-memory-share",
+        ),
+    ] = None
+    device_memory_share: Annotated[
+        Share,
+        Setting(
+            "Share of its GPU's memory that a worker may take where --pool-bytes is not given, with all that others "
+            "have there: after weights, the largest step and graphs, which it measures, the rest is its pool.",
+            "live",
+        ),
+    ] = 0.9
     host_bytes: Annotated[
         BytesOrNone,
         Setting(

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 
 from ..experts import ExpertGroups
-from ..plain.experts import PlainExperts
-from .experts_device import grouped_linear_kernel
+from .experts_device import combine_pairs_kernel, group_kernel, grouped_linear_kernel
 
 
-class TritonExperts(PlainExperts):
-    """`experts.ExpertKernels`; `linear` is one launch for all experts and never waits for the device."""
+@dataclass(frozen=True)
+class TritonGroups(ExpertGroups):
+    """All pairs of the batch, whoever's experts they chose, since only the device knows how many those are."""
+
+    experts: torch.Tensor  # [num_pairs] int64, counted from this worker's first; as many as it has: another worker's
+    places: torch.Tensor  # [num_rows, top_k] int64, where each row's pairs stand
+
+
+class TritonExperts:
+    """`experts.ExpertKernels`: one launch for each operation, over all experts. Never waits for the device."""
+
+    def group(self, experts: torch.Tensor, weights: torch.Tensor, first: int, num_experts: int) -> TritonGroups:
+        num_rows, top_k = experts.shape
+        num_pairs, device = num_rows * top_k, experts.device
+        rows, own, places = (torch.empty(num_pairs, dtype=torch.int64, device=device) for _ in range(3))
+        factors = torch.empty(num_pairs, dtype=torch.float32, device=device)
+        offsets = torch.empty(num_experts + 1, dtype=torch.int64, device=device)
+        group_kernel[(triton.cdiv(num_pairs + num_experts + 1, 64),)](
+            experts.contiguous(),
+            weights.contiguous(),
+            rows,
+            factors,
+            own,
+            places,
+            offsets,
+            num_pairs,
+            first,
+            num_experts,
+            top_k,
+            BLOCK=64,
+            WIDTH=128,
+            num_warps=4,
+        )
+        return TritonGroups(rows, factors, offsets, own, places.view(num_rows, top_k))
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
+        """See `experts.ExpertKernels.linear`. What comes out for pairs of other workers' experts may be anything."""
         num_pairs, (num_experts, num_out, num_in) = len(x), weight.shape
         out = torch.empty((num_pairs, num_out), dtype=x.dtype, device=x.device)
         if num_pairs == 0:
@@ -42,5 +76,29 @@ class TritonExperts(PlainExperts):
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             num_warps=4,
             num_stages=3,
+        )
+        return out
+
+    def combine(self, x: torch.Tensor, groups: ExpertGroups, num_rows: int) -> torch.Tensor:
+        """See `experts.ExpertKernels.combine`. Each row's pairs are added in the order in which it chose them."""
+        assert isinstance(groups, TritonGroups), "groups are those of `group`"
+        width = x.shape[1]
+        out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+        if num_rows == 0:
+            return out
+        assert x.stride(1) == 1, "rows are contiguous"
+        columns = min(int(triton.next_power_of_2(width)), 1024)
+        combine_pairs_kernel[(num_rows, triton.cdiv(width, columns))](
+            x,
+            groups.weights,
+            groups.places,
+            groups.offsets,
+            out,
+            width,
+            x.stride(0),
+            len(groups.offsets) - 1,
+            TOP_K=groups.places.shape[1],
+            COLUMNS=columns,
+            num_warps=4,
         )
         return out

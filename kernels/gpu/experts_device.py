@@ -56,3 +56,77 @@ def grouped_linear_kernel(
         acc = tl.dot(inputs, tl.trans(weights), acc, input_precision=PRECISION)
     place = out + row[:, None] * num_out + column[None, :]
     tl.store(place, acc.to(out.dtype.element_ty), mask=here[:, None] & wanted[None, :])
+
+
+@triton.jit
+def _own_expert(experts, pair, inside, first, num_experts, beyond):
+    """Each pair's expert, counted from this worker's first; num_experts: another worker's; `beyond`: no pair."""
+    expert = tl.load(experts + pair, mask=inside, other=0) - first
+    expert = tl.where((expert >= 0) & (expert < num_experts), expert, num_experts)
+    return tl.where(inside, expert, beyond)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def group_kernel(
+    experts,  # [num_pairs] int64, the experts that each row chose, row by row
+    weights,  # [num_pairs]
+    rows,  # [num_pairs] int64
+    factors,  # [num_pairs] float32
+    own,  # [num_pairs] int64
+    places,  # [num_pairs] int64
+    offsets,  # [num_experts + 1] int64
+    num_pairs,
+    first,
+    num_experts,
+    top_k,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """One program counts for BLOCK pairs how many stand before each: of lesser experts, and earlier ones of its own.
+
+    That is its place in a stable sort. After the pairs come the experts' borders, before which pairs of lesser experts
+    stand.
+    """
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_pair, border = index < num_pairs, index - num_pairs
+    expert = _own_expert(experts, index, is_pair, first, num_experts, border)
+    earlier = tl.where(is_pair, index, 0)
+    place = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, num_pairs, WIDTH):
+        other = start + tl.arange(0, WIDTH)
+        theirs = _own_expert(experts, other, other < num_pairs, first, num_experts, num_experts + 1)
+        is_before = theirs[None, :] < expert[:, None]
+        is_before |= (theirs[None, :] == expert[:, None]) & (other[None, :] < earlier[:, None])
+        place += tl.sum(is_before.to(tl.int32), 1)
+    tl.store(places + index, place, mask=is_pair)
+    tl.store(rows + place, (index // top_k).to(tl.int64), mask=is_pair)
+    tl.store(own + place, expert, mask=is_pair)
+    tl.store(factors + place, tl.load(weights + index, mask=is_pair, other=0.0).to(tl.float32), mask=is_pair)
+    tl.store(offsets + border, place, mask=(border >= 0) & (border <= num_experts))
+
+
+@triton.jit
+def combine_pairs_kernel(
+    x,  # [num_pairs, width]
+    weights,  # [num_pairs] float32
+    places,  # [num_rows, TOP_K] int64
+    offsets,  # [num_experts + 1] int64
+    out,  # [num_rows, width]
+    width,
+    x_row,
+    num_experts,
+    TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One program adds up COLUMNS of one row's pairs. Of other workers' pairs, which stand last, it reads nothing."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    num_own = tl.load(offsets + num_experts)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for choice in tl.static_range(TOP_K):
+        place = tl.load(places + row * TOP_K + choice)
+        here = column < tl.where(place < num_own, width, 0)
+        factor = tl.load(weights + place)
+        part = tl.load(x + place * x_row + column, mask=here, other=0.0).to(tl.float32)
+        total += tl.where(here, part * factor, 0.0)
+    tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=column < width)

@@ -16,7 +16,7 @@ from .lora_device import expand_kernel, shrink_kernel
 
 log = logging.getLogger(__name__)
 
-_LEAST_TILE = 16  # fewest elements of a row that a matrix instruction takes
+LEAST_TILE = 16  # fewest elements of a row that a matrix instruction takes
 _ROWS_OF_SHORT_TILES = 256  # most rows of a segment in short tiles; for more, tall tiles read its matrices less often
 _LEAST_STEPS = 2  # fewest tiles of x's columns in a split
 
@@ -60,13 +60,13 @@ class TritonLora:
     def prepare(
         self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device
     ) -> TritonLoraBatch | PlainLoraBatch:
-        if _tile_width(geometry) < _LEAST_TILE:
+        if tile_width(geometry) < LEAST_TILE:
             if not self._has_warned:
                 log.warning("plain torch LoRA serves, several times slower: no runs of 16 elements in pages and rows")
             self._has_warned = True
             return self._twin.prepare(segments, geometry, device)
         longest = max((segment.end - segment.start for segment in segments), default=0)
-        tile_rows = _tile_rows(longest)
+        tile_rows = tile_rows_of(longest)
         tiles = [
             (row, min(tile_rows, segment.end - row), index)
             for index, segment in enumerate(segments)
@@ -84,7 +84,7 @@ class TritonLora:
             [number for table in tables for number in table], dtype=torch.int64, pin_memory=device.type == "cuda"
         ).to(device, non_blocking=True)
         on_tiles, on_parts, on_first_pages, on_pages = torch.split(flat, [len(table) for table in tables])
-        ranks = _rounded(max((at.a_rows for at in slices), default=0))
+        ranks = ranks_of(max((at.a_rows for at in slices), default=0))
         return TritonLoraBatch(
             geometry,
             on_tiles.view(-1, 3),
@@ -99,7 +99,7 @@ class TritonLora:
         self, num_rows: int, num_pages: int, ranks: int, geometry: LoraGeometry, device: torch.device
     ) -> TritonLoraBatch | None:
         """See `lora.CapturableLora`. None: rows of this base cannot be cut into runs of 16 elements."""
-        if _tile_width(geometry) < _LEAST_TILE:
+        if tile_width(geometry) < LEAST_TILE:
             return None
 
         def zeros(*shape: int) -> torch.Tensor:
@@ -107,7 +107,7 @@ class TritonLora:
 
         modules = len(geometry.sides)
         tables = zeros(num_rows, 3), zeros(num_rows, modules, 4), zeros(num_rows), zeros(num_pages)
-        return TritonLoraBatch(geometry, *tables, _tile_rows(num_rows), _rounded(ranks))
+        return TritonLoraBatch(geometry, *tables, tile_rows_of(num_rows), ranks_of(ranks))
 
     def refill(self, reserved: TritonLoraBatch, batch: TritonLoraBatch | PlainLoraBatch | None) -> bool:
         """See `lora.CapturableLora`."""
@@ -187,7 +187,7 @@ class TritonLora:
             return
         assert y.stride(1) == 1 and shrunk.stride(1) == 1, "rows are contiguous"
         sides = [batch.geometry.sides[module] for module in modules]
-        width = min(_tile_width(batch.geometry), self._tuning.expand_width)
+        width = min(tile_width(batch.geometry), self._tuning.expand_width)
         if len(batch.tiles) == 0:
             return
         outputs = [num_out for _, num_out in sides]
@@ -215,7 +215,7 @@ class TritonLora:
         )
 
     def _shrink_width(self, batch: TritonLoraBatch) -> int:
-        return min(_tile_width(batch.geometry), self._tuning.shrink_width)
+        return min(tile_width(batch.geometry), self._tuning.shrink_width)
 
     def _num_splits(self, batch: TritonLoraBatch, modules: tuple[int, ...]) -> int:
         """Splits of a shrink, a power of two: enough programs to fill the GPU, at least _LEAST_STEPS tiles for each."""
@@ -227,12 +227,12 @@ class TritonLora:
         return splits
 
 
-def _tile_rows(longest: int) -> int:
+def tile_rows_of(longest: int) -> int:
     """Rows of a tile, where `longest` is the number of rows of the longest segment."""
     return 64 if longest > _ROWS_OF_SHORT_TILES else 16
 
 
-def _tile_width(geometry: LoraGeometry) -> int:
+def tile_width(geometry: LoraGeometry) -> int:
     """The largest power of two that divides every run of a row."""
     return geometry.tile & -geometry.tile
 
@@ -246,5 +246,6 @@ def _precision(x: torch.Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def _rounded(ranks: int) -> int:
+def ranks_of(ranks: int) -> int:
+    """Elements reserved for the vector of a row and module, where adapters have up to `ranks` rows of A."""
     return max(-(-ranks // 16) * 16, 16)

@@ -35,7 +35,7 @@ from .bodies import TenantBody, TenantChanges, given, quota_of
 TENANTS: Final = "/v1/admin/tenants"
 AUDIT: Final = "/v1/admin/audit"
 _MAX_ENTRIES: Final = 1000  # of the log, in one answer
-_ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
+_ENTRY_ID: Final = re.compile(r"([0-9]{1,20})-([0-9]{1,20})")  # of a Redis stream: two numbers of 64 bits, not both 0
 _new: Final = msgspec.json.Decoder(TenantBody)
 _changes: Final = msgspec.json.Decoder(TenantChanges)
 
@@ -146,7 +146,7 @@ class TenantsApi:
         """The newest entries, or those before the entry `after`; with `tenant` only those about it."""
         self._door.check_operator(request)
         wanted = page_request(request)
-        if wanted.after is not None and not _ENTRY_ID.fullmatch(wanted.after):
+        if wanted.after is not None and not _is_entry_id(wanted.after):
             raise invalid_value("after", "it is no id of an entry.")
         tenant = request.query_params.get("tenant", "")
         with as_api_errors():
@@ -181,3 +181,8 @@ def _route(method: str, path: str, handler: Any, summary: str, answers: dict[int
     return RouteSpec(
         method=method, path=path, handler=handler, scope="operator", summary=summary, answers=answers, **more
     )
+
+
+def _is_entry_id(text: str) -> bool:
+    match = _ENTRY_ID.fullmatch(text)
+    return match is not None and 0 < max(int(match[1]), int(match[2])) < 1 << 64

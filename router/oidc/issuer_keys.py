@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 import jwt
 
+from ...adapters.ended_tasks import end_tasks
 from .oidc_config import LOOPBACK, is_safe
 
 _log = logging.getLogger(__name__)
@@ -63,9 +64,7 @@ class IssuerKeys:
             await asyncio.wait_for(fetched.wait(), wait_s)
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
 
     def ask(self) -> None:
         """A token names a key that is not here: the keys are fetched soon, but not more often than ASKED_GAP_S."""

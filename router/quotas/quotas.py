@@ -19,6 +19,7 @@ from uuid import uuid4
 
 from redis.asyncio import Redis
 
+from ...adapters.ended_tasks import end_tasks
 from ..accounts.account import Account, Asked
 from ..tenants.identity import Identity
 from .bounds import Bounds, bounds_of
@@ -70,10 +71,7 @@ class Quotas:
         self._keeper = asyncio.create_task(self._keep(), name="quotas")
 
     async def stop(self) -> None:
-        tasks = [task for task in (self._keeper, self._returner) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(self._keeper, self._returner)
         await self._redis.close()
 
     async def open(self, asked: Asked) -> Account:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
+from ...adapters.ended_tasks import end_tasks
 from ...adapters.versions.pins import KnownPins
 from ...workers.wire.messages import GangInfo, News, Pinned
 from .pin_places import PinPlaces
@@ -55,9 +56,7 @@ class PinKeeper:
         self._task = asyncio.create_task(self._look_forever(), name="pins")
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        await end_tasks(self._task)
 
     def states(self, digest: str) -> Mapping[str, str | None]:
         """The gangs that are to keep the adapter, by their ids; None: it is there, or empty: it comes, or why not."""

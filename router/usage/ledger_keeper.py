@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from ...adapters.ended_tasks import end_tasks
 from ...adapters.errors import RegistryUnavailable
 from ...adapters.ledger.archive import LedgerArchive
 from ...adapters.ledger.entry import Entry
@@ -69,9 +70,7 @@ class LedgerKeeper:
 
     async def stop(self) -> None:
         """Sends what is left, if Redis answers; else it stays on disk for another router."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         try:
             async with asyncio.timeout(_CLOSING_S):
                 await self.ship()

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Final
 
 from ...adapters.adapter import AdapterVersion
+from ...adapters.ended_tasks import end_tasks
 from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.canary_counts import Arm, CanaryCounts, Outcome
 from ...adapters.registry.registry_view import RegistryView
@@ -58,10 +59,7 @@ class CanaryBook:
 
     async def stop(self) -> None:
         """Tells Redis what is not told yet, if it answers."""
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await end_tasks(self._task)
         with suppress(RegistryUnavailable):
             for _ in range(_MAX_FAILED // _MAX_BATCH):
                 await self.flush()
@@ -118,9 +116,7 @@ class CanaryBook:
                     self._failures.drop(place)
 
     async def _flush_forever(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        while not task.cancelling():  # asked here, because the Redis client may swallow the exception of `stop`
+        while True:
             try:
                 await self.flush()
             except RegistryUnavailable:

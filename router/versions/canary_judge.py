@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Final
 from uuid import uuid4
 
+from ...adapters.ended_tasks import end_tasks
 from ...adapters.errors import NoSuchName, RegistryUnavailable
 from ...adapters.registry.canary_counts import CanaryCounts
 from ...adapters.tenants.audit_entry import Actor, AuditEntry
@@ -36,9 +37,7 @@ class CanaryJudge:
     async def stop(self) -> None:
         if self._task is None:
             return
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
+        await end_tasks(self._task)
         with suppress(RegistryUnavailable):
             await self._counts.hold_judging(self._id, 0)
 
@@ -90,9 +89,7 @@ class CanaryJudge:
                 _log.warning("the canary of an adapter was rolled back", extra={"tenant": tenant, "model": name})
 
     async def _judge_forever(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        while not task.cancelling():  # asked here, because the Redis client may swallow the exception of `stop`
+        while True:
             try:
                 await self.judge()
             except RegistryUnavailable:

@@ -39,8 +39,7 @@ def pack_by_torch(content: AdapterContent, layout: AdapterLayout) -> torch.Tenso
     arrays = torch.zeros(num_layers, num_pages * layout.slab, dtype=dtype)
     for (layer, module), found in content.matrices.items():
         part, place = layout.part(module), layout.offsets(ranks)[module]
-        rows = slice(part.part * place.a_rows, (part.part + 1) * place.a_rows)
-        a = as_torch(found.a)[rows, slice(*part.inputs)].to(dtype).flatten()
+        a = as_torch(found.a)[:, slice(*part.inputs)].to(dtype).flatten()
         scaled = as_torch(found.b)[slice(*part.outputs)].to(torch.float32) * found.scaling
         b = scaled.T.flatten().to(dtype)
         arrays[layer, place.a : place.a + len(a)] = a

@@ -50,6 +50,23 @@ def test_the_pool_of_a_gpu_is_measured_by_its_memory(tmp_path: Path, monkeypatch
         check_settings(config(tmp_path, pool_bytes=2 << 30))
 
 
+def test_the_pool_of_a_gpu_need_not_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of it is known later; of a CPU a pool of the default's size is checked."""
+    monkeypatch.setattr(device_probe, "has_driver", lambda: True)
+    monkeypatch.setattr(device_probe, "ask_torch", lambda name: DeviceFacts("cuda", 1 << 20))
+    assert check_settings(config(tmp_path, pool_bytes=None)) == []
+    with pytest.raises(ConfigError, match=r"--pool-bytes.*1GiB.*this machine has"):
+        check_settings(config(tmp_path, pool_bytes=None, device="cpu", max_gangs=10_000))
+
+
+def test_float32_is_refused_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_probe, "has_driver", lambda: True)
+    monkeypatch.setattr(device_probe, "ask_torch", lambda name: DeviceFacts("cuda", 1 << 40))
+    with pytest.raises(ConfigError, match=r"--dtype.*float32 is not served on a GPU"):
+        check_settings(config(tmp_path, dtype="float32"))
+    assert check_settings(config(tmp_path, dtype="float32", device="cpu")) == []
+
+
 def test_what_is_served_otherwise_than_asked_is_said(tmp_path: Path) -> None:
     (short,) = check_settings(config(tmp_path, pool_bytes=64 << 10))
     assert "--pool-bytes" in short

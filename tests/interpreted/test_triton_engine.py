@@ -45,7 +45,9 @@ class Bench:
 @pytest.fixture(scope="module", params=["llama", "gemma2", "mixtral"])
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder = tmp_path_factory.mktemp(request.param)
-    model_path = write_model(request.param, folder / "model")
+    # Rows of experts' adapters with runs of 16 elements, as Triton needs them.
+    changes = {"intermediate_size": 48} if request.param == "mixtral" else {}
+    model_path = write_model(request.param, folder / "model", **changes)
     adapters = write_adapters(model_path, folder / "adapters")
     return Bench(Oracle(model_path, adapters), Stock.make(model_path, adapters, folder / "store"))
 
@@ -75,7 +77,4 @@ def test_exact(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
             heard = torch.tensor(said.top_logprobs)[torch.tensor(said.top_ids).argsort()]
             torch.testing.assert_close(heard, row, atol=TOLERANCE, rtol=0)
             assert row.max() - row[token_id] < TOLERANCE
-    if bench.stock.layout.shape.experts is None:
-        assert replays and set(replays) <= set(bucket_sizes(4))
-    else:
-        assert not replays, "the host brings the adapters of experts together"
+    assert replays and set(replays) <= set(bucket_sizes(4))

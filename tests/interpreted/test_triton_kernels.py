@@ -20,10 +20,8 @@ from motet.kernels.backend import triton_kernels
 from motet.kernels.gpu.lora import TritonLora
 from motet.kernels.lora import ABSENT, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from motet.kernels.plain import attention as plain_attention
-from motet.kernels.plain.experts import PlainExperts
 from motet.kernels.plain.lora import PlainLora
 from motet.workers.execution.inputs import make_inputs
-from motet.workers.models.experts import choose_experts
 from motet.workers.models.rotary import rotary_table
 from motet.workers.models.rotary_config import RotaryConfig
 from motet.workers.plan import SequencePlan, StepPlan, packed
@@ -208,7 +206,7 @@ def adapters_in_pool(
             content[:size] = torch.randn(size, generator=generator) * 0.1
             pool[list(pages), 1] = content.view(-1, slab)
             at = layout.offsets(ranks)
-            places = (ModuleSlice(at[m].rank, at[m].a_rows, at[m].a, at[m].b) if m in at else ABSENT for m in MODULES)
+            places = (ModuleSlice(at[m].rank, at[m].rank, at[m].a, at[m].b) if m in at else ABSENT for m in MODULES)
             segments.append(LoraSegment(start, start + num_rows, PagedAdapter(pages, tuple(places))))
         start += num_rows
     return pool, segments, geometry, start
@@ -347,24 +345,3 @@ def test_norm_of_heads_side_by_side() -> None:
     q, k = heads.split([4, 2], dim=1)
     for x in (q, k):
         close(KERNELS.rms_norm(x, weight, 1e-6), norms.rms_norm(x, weight, 1e-6))
-
-
-@settings(deadline=None, max_examples=20)
-@given(
-    num_rows=st.sampled_from([0, 1, 5, 40]),
-    num_experts=st.integers(1, 6),
-    top_k=st.integers(1, 3),
-    seed=st.integers(0, 2**20),
-)
-def test_experts(num_rows: int, num_experts: int, top_k: int, seed: int) -> None:
-    """Some experts get most rows and others none; some belong to another worker."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(num_rows, num_experts, generator=generator) * 4
-    chosen, weights = choose_experts(logits, min(top_k, num_experts), False)
-    first = num_experts // 3
-    x = torch.randn(num_rows, 72, generator=generator)
-    weight = torch.randn(num_experts - first, 150, 72, generator=generator) * 0.1
-    twin = PlainExperts()
-    groups = KERNELS.experts.group(chosen, weights, first, num_experts - first)
-    expected = twin.linear(x[groups.rows], weight, groups)
-    close(KERNELS.experts.linear(x[groups.rows], weight, groups), expected)

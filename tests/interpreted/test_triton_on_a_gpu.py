@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from motet.kernels.gpu.expert_lora import TritonExpertLora
+from motet.kernels.gpu.experts import TritonExperts
+from motet.kernels.plain.expert_lora import HostExpertLora, HostExpertLoraBatch
+from motet.kernels.plain.experts import PlainExperts
 from motet.tests.rigs.engine_rig import EngineRig, Stock
-from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, write_adapters, write_model
+from motet.tests.rigs.gang_rig import gang
+from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, write_adapters, write_expert_adapter, write_model
+from motet.tests.rigs.stand_in_gpu.capture import GraphError
+from motet.tests.rigs.stand_in_gpu.gpu_worker import run_recording_worker
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import stand_in_gpu
 from motet.workers.wire.messages import SamplingParams
 
+# Of what it throws away: lanes behind a mask hold what memory that nobody has written holds.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
 ADAPTER = RECIPES[0].name
 NUM_TOKENS = 3  # the interpreter is slow
+SMALL: dict[str, Any] = {"max_num_sequences": 2, "max_model_len": 24, "max_tokens_per_step": 16}
+
+
+def llama(folder: Path) -> Stock:
+    model = write_model("llama", folder / "model")
+    adapter = write_adapters(model, folder / "adapters")[ADAPTER]
+    return Stock.make(model, {ADAPTER: adapter}, folder / "store")
+
+
+def mixtral(folder: Path) -> Stock:
+    """With an adapter of its experts, whose rows have runs of 16 elements as Triton needs them."""
+    model = write_model("mixtral", folder / "model", intermediate_size=48, num_hidden_layers=1)
+    return Stock.make(model, {ADAPTER: write_expert_adapter(model, folder / "adapter")}, folder / "store")
 
 
 def answers(rig: EngineRig) -> list[list[int]]:
@@ -29,17 +54,13 @@ def answers(rig: EngineRig) -> list[list[int]]:
     return [told.token_ids for told in rig.told.values()]
 
 
-# Of what it throws away: lanes behind a mask hold what memory that nobody has written holds.
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_decodes_are_replayed_and_give_the_cpus_tokens(tmp_path: Path) -> None:
-    model = write_model("llama", tmp_path / "model")
-    adapter = write_adapters(model, tmp_path / "adapters")[ADAPTER]
-    stock = Stock.make(model, {ADAPTER: adapter}, tmp_path / "store")
-    with stock.engine(40) as rig:
+@pytest.mark.parametrize("family", [llama, mixtral])
+def test_decodes_are_replayed_and_give_the_cpus_tokens(family: Callable[[Path], Stock], tmp_path: Path) -> None:
+    stock = family(tmp_path)
+    with stock.engine(60) as rig:
         here = answers(rig)
     with stand_in_gpu() as gpu:
-        small = {"max_num_sequences": 2, "max_model_len": 24, "max_tokens_per_step": 16}
-        with stock.engine(40, device="cuda", **small) as rig:
+        with stock.engine(60, device="cuda", **SMALL) as rig:
             assert rig.engine.info.kernels.startswith("triton")
             gpu.tally.clear()
             assert answers(rig) == here
@@ -47,3 +68,46 @@ def test_decodes_are_replayed_and_give_the_cpus_tokens(tmp_path: Path) -> None:
         assert len(gpu.tally.waits_of("worker")) <= num_steps, "the host waits for a step's tokens, and nothing else"
         assert gpu.tally.replays > 0
         assert gpu.tally.launches["chunk_kernel"] > 0, "prompts run outside of the graphs"
+        if family is mixtral:
+            assert gpu.tally.launches["pair_tiles_kernel"] > 0, "the adapter has parts for experts"
+
+
+def test_a_gang_of_two_replays_its_decodes(tmp_path: Path) -> None:
+    """What the workers exchange is in the graphs."""
+    model = write_model("llama", tmp_path / "model", num_hidden_layers=2)
+    adapter = write_adapters(model, tmp_path / "adapters")[ADAPTER]
+    stock = Stock.make(model, {ADAPTER: adapter}, tmp_path / "store")
+    with stock.engine(60) as rig:
+        here = answers(rig)
+    with gang(stock.gang_config(60, 2, device="cuda", **SMALL), run_recording_worker) as (engine, workers):
+        there = answers(EngineRig(engine, stock.refs))
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert there == here
+
+
+def brought_together_by_the_host(expert_lora: TritonExpertLora, batch: Any, groups: Any, first: int) -> Any:
+    return HostExpertLora.of_pairs(expert_lora._twin, HostExpertLoraBatch((), batch.geometry), groups, first)
+
+
+@pytest.mark.parametrize(
+    ("owner", "old"),
+    [
+        (TritonExperts, {"group": PlainExperts.group, "combine": PlainExperts.combine}),
+        (TritonExperts, {"linear": PlainExperts.linear}),
+        (TritonExpertLora, {"of_pairs": brought_together_by_the_host}),
+    ],
+)
+def test_experts_that_ask_the_host_cannot_be_recorded(
+    owner: type, old: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pairs counted by `nonzero` and `bincount`, products by `tolist`, adapters by `tolist`: each put back is found."""
+    stock = mixtral(tmp_path)
+    for name, method in old.items():
+        monkeypatch.setattr(owner, name, method)
+    small = {**SMALL, "max_num_sequences": 1, "max_tokens_per_step": 2}
+    with stand_in_gpu() as gpu:
+        with pytest.raises(GraphError, match="while a graph is captured"):
+            stock.engine(60, device="cuda", **small)
+        lines = {wait.line.partition(":")[0] for wait in gpu.tally.waits_of("worker")}
+        assert lines & {"kernels/plain/experts.py", "kernels/plain/expert_lora.py"}, "chunks wait for them, too"
+        gpu.problems.clear()

@@ -50,7 +50,7 @@ def place(
             dense[layer, module] = (a, b)
         pool[list(pages), layer] = virtual.view(len(pages), -1).to(pool.dtype)
     slices = tuple(
-        ModuleSlice(offsets[m].rank, offsets[m].a_rows, offsets[m].a, offsets[m].b) if m in offsets else ABSENT
+        ModuleSlice(offsets[m].rank, offsets[m].rank, offsets[m].a, offsets[m].b) if m in offsets else ABSENT
         for m in MODULES
     )
     return PagedAdapter(pages, slices), dense

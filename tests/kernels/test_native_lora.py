@@ -56,7 +56,7 @@ def test_lora(
             content[:size] = torch.randn(size, generator=generator) * 0.1
             pool[list(pages), 1] = content.view(-1, slab).to(dtype)
             at = layout.offsets(ranks)
-            places = (ModuleSlice(at[m].rank, at[m].a_rows, at[m].a, at[m].b) if m in at else ABSENT for m in MODULES)
+            places = (ModuleSlice(at[m].rank, at[m].rank, at[m].a, at[m].b) if m in at else ABSENT for m in MODULES)
             segments.append(LoraSegment(start, start + num_rows, PagedAdapter(pages, tuple(places))))
         start += num_rows
     twin = PlainLora()

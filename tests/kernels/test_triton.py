@@ -27,7 +27,8 @@ KERNELS = triton_kernels(META, torch.bfloat16)
 # Llama-3-8B, as its engine holds it.
 NUM_LAYERS, HEADS, KV_HEADS, HEAD_DIM, SLAB = 32, 32, 8, 128, 32768
 SIDES = ((4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 14336), (4096, 14336), (14336, 4096))
-WITHOUT_PRODUCTS = {"combine_kernel", "write_kv_kernel", "norm_kernel", "gated_kernel"}
+PAIRS = {"group_kernel", "combine_pairs_kernel", "pair_tiles_kernel"}
+WITHOUT_PRODUCTS = {"combine_kernel", "write_kv_kernel", "norm_kernel", "gated_kernel"} | PAIRS
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -97,6 +98,18 @@ def experts(num_pairs: int) -> None:
     KERNELS.experts.linear(bf16(num_pairs, 4096), bf16(8, 28672, 4096), groups)
 
 
+def expert_pairs(num_rows: int) -> None:
+    """Qwen3-30B-A3B, every row with an adapter of all experts."""
+    chosen = torch.empty(num_rows, 8, dtype=torch.int64, device=META)
+    groups = KERNELS.experts.group(chosen, torch.empty(num_rows, 8, device=META), 0, 128)
+    KERNELS.experts.combine(bf16(8 * num_rows, 2048), groups, num_rows)
+    geometry = LoraGeometry(48, 16384, 256, ((2048, 768), (2048, 768), (768, 2048)))
+    expert = PagedAdapter(tuple(range(40)), (ModuleSlice(16, 16, 0, 0),) * 3)
+    segments = [LoraSegment(0, num_rows, PagedAdapter(expert.pages, (), (expert,) * 128))]
+    prepared = KERNELS.expert_lora.prepare(segments, geometry, META)
+    KERNELS.expert_lora.of_pairs(prepared, groups, 0)
+
+
 ATTENTION = {"decode_kernel", "combine_kernel", "chunk_kernel"}
 CASES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "decode": (lambda: attend((1,) * 64), {"decode_kernel", "combine_kernel"}),
@@ -112,6 +125,8 @@ CASES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "64 adapters": (lambda: lora(64, 1), {"shrink_kernel", "expand_kernel"}),
     "one adapter": (lambda: lora(1, 2048), {"shrink_kernel", "expand_kernel"}),
     "rows": (rows, {"norm_kernel", "gated_kernel"}),
+    "pairs of decodes": (lambda: expert_pairs(64), PAIRS),
+    "pairs of a chunk": (lambda: expert_pairs(2048), PAIRS),
     "few pairs": (lambda: experts(64), {"grouped_linear_kernel"}),
     "many pairs": (lambda: experts(4096), {"grouped_linear_kernel"}),
 }

@@ -15,10 +15,12 @@ from motet.adapters.packing.layout import AdapterLayout, Dtype
 from motet.adapters.store.store import AdapterStore
 from motet.tests.rigs.part_configs import engine_config
 from motet.tests.rigs.patience import PATIENCE_S
+from motet.workers.config import EngineConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.execution.executor import LocalExecutor
 from motet.workers.models.config import ModelConfig
+from motet.workers.models.sharding import layouts_of_gang
 from motet.workers.plan import StepPlan
 from motet.workers.scheduling.measured_costs import MeasuredCosts
 from motet.workers.wire.messages import (
@@ -75,6 +77,23 @@ class Stock:
         ranks = {} if adapter is None else self.refs[adapter].module_ranks
         return -(-(num_tokens - 1) // self.block_size) + self.layout.num_pages(ranks)  # the last token has no KV
 
+    def gang_config(self, num_pages: int, degree: int, **settings: Any) -> EngineConfig:
+        """Of a gang whose workers have pools of so many pages; the store gets the adapters as they pack them."""
+        model, store = ModelConfig.from_folder(self.model_path), AdapterStore(self.store_path)
+        expert_sharding = settings.get("expert_sharding", "tensor")
+        layouts = layouts_of_gang(model, degree, self.block_size, self.layout.dtype, expert_sharding)
+        for ref in self.refs.values():
+            store.put(store.load_content(ref.digest), layouts)
+        page_bytes = self.page_bytes * layouts[0].slab // self.layout.slab
+        return engine_config(
+            model_path=self.model_path,
+            store_path=self.store_path,
+            dtype=self.layout.dtype,
+            block_size=self.block_size,
+            tensor_parallel=degree,
+            **{"pool_bytes": num_pages * page_bytes, **settings},
+        )
+
     @property
     def page_bytes(self) -> int:
         return self.layout.shape.num_layers * self.layout.slab * (4 if self.layout.dtype == "float32" else 2)
@@ -85,9 +104,8 @@ class Stock:
             model_path=self.model_path,
             store_path=self.store_path,
             dtype=self.layout.dtype,
-            pool_bytes=num_pages * self.page_bytes,
             block_size=self.block_size,
-            **settings,
+            **{"pool_bytes": num_pages * self.page_bytes, **settings},
         )
         return EngineRig(build_engine(config), self.refs)
 

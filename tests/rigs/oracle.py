@@ -175,10 +175,13 @@ RECIPES: tuple[AdapterRecipe, ...] = (
 )
 
 
-def write_model(name: str, folder: Path) -> Path:
-    """Writes the variant's random model in Hugging Face format, in float32."""
+def write_model(name: str, folder: Path, **changes: int) -> Path:
+    """Writes the variant's random model in Hugging Face format, in float32. `changes` are fields of its config."""
     variant = VARIANTS[name]
     config = variant.config()
+    for field_name, value in changes.items():
+        assert hasattr(config, field_name), field_name
+        setattr(config, field_name, value)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _redraw(model, torch.Generator().manual_seed(list(VARIANTS).index(name)))
     model.save_pretrained(folder, max_shard_size="100KB" if variant.sharded else "1GB")
@@ -216,6 +219,19 @@ def write_adapters(model_path: Path, folder: Path) -> dict[str, Path]:
         model.save_pretrained(folder / recipe.name)
         found[recipe.name] = folder / recipe.name
     return found
+
+
+def write_expert_adapter(model_path: Path, folder: Path) -> Path:
+    """A PEFT folder with matrices for attention and for every expert of a base whose experts are fused."""
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=6, target_modules=["q_proj"], target_parameters=experts)
+    model, generator = get_peft_model(base, config), torch.Generator().manual_seed(7)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            _draw(parameter, parameter.shape[1] ** -0.5 if "lora_A" in name else 0.4, generator)
+    model.save_pretrained(folder)
+    return folder
 
 
 @dataclass(frozen=True)

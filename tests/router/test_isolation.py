@@ -71,7 +71,6 @@ async def asked(
         return await client.request(method or route.method, path, headers=headers, **body)
 
 
-@pytest.mark.parametrize("told", CREDENTIALS)
 def is_deletion(route: RouteSpec) -> tuple[bool, int]:
     """For an order in which whole things are deleted after all else was done with them and their parts."""
     return route.method == "DELETE", -len(route.path)

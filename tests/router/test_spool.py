@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -217,6 +218,29 @@ async def test_lines_of_progress_do_not_hold_the_event_loop(tmp_path: Path) -> N
     assert spool.num_waiting_bytes == 0
     assert holds.longest_s < took_s / 3, f"{holds.longest_s:.4f} s of {took_s:.4f}, {number} lines: {holds.what}"
     await spool.close()
+
+
+async def test_a_keeper_stops_though_a_cancellation_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As what writes to Redis may lose it: `adapters/ended_tasks.py`."""
+    lost = []
+
+    async def loses_one(keeper: LedgerKeeper) -> int:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            lost.append(keeper)
+        return 0
+
+    monkeypatch.setattr(LedgerKeeper, "adopt", loses_one)
+    spool = Spool(tmp_path, 1 << 30, min_free_bytes=0)
+    await spool.start()
+    ledger: Any = AsyncMock()
+    keeper = LedgerKeeper(spool, Metering(spool), ledger, ledger, tmp_path)
+    keeper.start()
+    await asyncio.sleep(0)
+    async with asyncio.timeout(PATIENCE_S):
+        await keeper.stop()
+    assert lost == [keeper]
 
 
 async def test_uploads_that_fill_the_disk_leave_room_for_the_ledger(

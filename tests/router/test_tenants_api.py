@@ -74,7 +74,9 @@ async def test_what_is_refused(rig: TenantsRig) -> None:
     assert await rig.refused("POST", f"{TENANTS}/none/keys", json={}) == (404, "tenant_not_found")
     assert await rig.refused("GET", f"{KEYS}/0123456789abcdef") == (404, "key_not_found")
     assert await rig.refused("GET", f"{KEYS}/zz") == (404, "key_not_found")
-    assert await rig.refused("GET", f"{AUDIT}?after=x") == (400, "invalid_value")
+    for nobodys in ("x", "0-0", "99999999999999999999-0", "1-18446744073709551616"):
+        assert await rig.refused("GET", f"{AUDIT}?after={nobodys}") == (400, "invalid_value"), nobodys
+    assert (await rig.done("GET", f"{AUDIT}?after=0-1"))["data"] == []
 
 
 async def test_only_operators_administer(rig: TenantsRig) -> None:

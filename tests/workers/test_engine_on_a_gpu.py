@@ -11,20 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from motet.adapters.format.validation import validate
-from motet.adapters.store.store import AdapterStore
 from motet.benchmarks.gpu.engine_bench import DRY_SIZE, Bench
 from motet.benchmarks.gpu.machine import Machine
 from motet.kernels import joint_sampling
 from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, write_adapters, write_model
-from motet.tests.rigs.part_configs import engine_config
-from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins, run_worker_on_gpu, twins
+from motet.tests.rigs.stand_in_gpu.gpu_worker import UNEVEN_BYTES, gpu_of_twins, run_worker_on_gpu, twins
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu
 from motet.tests.rigs.stand_in_gpu.tally import Wait
+from motet.workers import device, device_memory, worker_builder
+from motet.workers.config import CPU_POOL_BYTES
 from motet.workers.models.config import ModelConfig
-from motet.workers.models.sharding import ModelSharding, layouts_of_gang
 from motet.workers.wire.engine_load import EngineCounters
 from motet.workers.wire.messages import SamplingParams
 
@@ -88,12 +86,28 @@ def same(ours: list[Told], theirs: list[Told]) -> None:
             assert said.top_ids == heard.top_ids
 
 
-def test_every_family_answers_as_on_the_cpu(stock: Stock) -> None:
+@pytest.fixture(scope="module")
+def on_the_cpu(stock: Stock) -> list[Told]:
     """The base and adapters in one batch, with draws, penalties and log-probabilities."""
     with stock.engine(60) as rig:
-        here = ask_all(rig, prompts(3))
+        return ask_all(rig, prompts(3))
+
+
+def test_every_family_answers_as_on_the_cpu(stock: Stock, on_the_cpu: list[Told]) -> None:
     with gpu_of_twins(), stock.engine(60, device="cuda") as rig:
-        same(ask_all(rig, prompts(3)), here)
+        same(ask_all(rig, prompts(3)), on_the_cpu)
+
+
+@pytest.mark.parametrize("expert_sharding", ["tensor", "expert"])
+def test_a_gang_of_two_answers_as_one_does(stock: Stock, on_the_cpu: list[Told], expert_sharding: str) -> None:
+    """Each worker on a stand-in of its own, gloo between them."""
+    if expert_sharding == "expert" and ModelConfig.from_folder(stock.model_path).experts is None:
+        pytest.skip("a base without experts is cut in one way")
+    config = stock.gang_config(60, 2, device="cuda", expert_sharding=expert_sharding)
+    with gang(config, run_worker_on_gpu) as (engine, workers):
+        there = ask_all(EngineRig(engine, stock.refs), prompts(3))
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    same(there, on_the_cpu)
 
 
 def test_pages_move_between_the_tiers_beside_the_steps(llama: Stock, tmp_path: Path) -> None:
@@ -135,34 +149,20 @@ def test_what_a_worker_takes_of_its_gpu_is_measured(llama: Stock, caplog: pytest
     with gpu_of_twins() as gpu, caplog.at_level(logging.INFO, "motet.workers.device_memory"):
         with llama.engine(60, device="cuda"):
             taken = gpu.streams.num_allocated_bytes
-        assert "the GPU's memory: the pool 0.00 GiB, weights 0.00 GiB, chunks of prompts" in caplog.text
+        assert "the GPU's memory: weights 0.00 GiB, the pool 0.00 GiB, chunks of prompts" in caplog.text
         gpu.streams.total_bytes = gpu.streams.num_allocated_bytes + taken - 1000
         with pytest.raises(
-            ValueError, match=r"no room for [a-z ]+: the pool 0\.00 GiB.* a smaller pool_bytes leaves more"
+            ValueError, match=r"no room for [a-z ]+: weights 0\.00 GiB.* a smaller pool_bytes .*leaves more"
         ):
             llama.engine(60, device="cuda")
 
 
-def test_a_gang_of_two_answers_as_one_does(llama: Stock, tmp_path: Path) -> None:
-    """Each worker on a stand-in of its own."""
-    model = ModelConfig.from_folder(llama.model_path)
-    store, folder = AdapterStore(tmp_path / "store"), llama.model_path.parent / "adapters"
-    for name in llama.refs:
-        about = (folder / name / "adapter_config.json").read_bytes()
-        content = validate(about, folder / name / "adapter_model.safetensors", model.shape)
-        store.put(content, layouts_of_gang(model, 2, llama.block_size, "float32"))
-    sharding = ModelSharding(model, 2)
-    config = engine_config(
-        llama.model_path,
-        tmp_path / "store",
-        dtype="float32",
-        pool_bytes=60 * model.num_layers * sharding.slab(llama.block_size) * 4,
-        block_size=llama.block_size,
-        tensor_parallel=2,
-        device="cuda",
-    )
+def test_workers_of_a_gang_have_the_pool_of_the_smallest_gpu(llama: Stock) -> None:
+    config = llama.gang_config(60, 2, device="cuda", pool_bytes=None, device_memory_share=1.0)
     with gang(config, run_worker_on_gpu) as (engine, workers):
         there = ask_all(EngineRig(engine, llama.refs), prompts(4))
+        pool_bytes = engine.info.num_pages * engine.info.page_bytes
+    assert 8 * UNEVEN_BYTES < pool_bytes <= 9 * UNEVEN_BYTES
     assert [worker.exitcode for worker in workers] == [0, 0]
     with llama.engine(60) as rig:
         same(there, ask_all(rig, prompts(4)))
@@ -179,3 +179,41 @@ def test_the_benchmark_for_gpus_runs_with_its_tiers() -> None:
         bench.engine.close()
         assert gpu.tally.copies_of("page-mover"), "filled pages go to host memory"
     assert served.token_ids == expected.token_ids
+
+
+def test_the_pool_of_a_gpu_is_what_is_left(llama: Stock, caplog: pytest.LogCaptureFixture) -> None:
+    """All pages that have room beside the weights, the largest step and what is stated for later; and no more."""
+    total = device_memory.LATER_BYTES + (1 << 27)
+    with gpu_of_twins() as gpu, caplog.at_level(logging.INFO, "motet.workers.device_memory"):
+        gpu.streams.total_bytes = total
+        with llama.engine(60, device="cuda", pool_bytes=None, device_memory_share=0.999) as rig:
+            num_pages = rig.engine.info.num_pages
+            pool_bytes, allocated = num_pages * llama.page_bytes, gpu.streams.num_allocated_bytes
+            there = ask_all(rig, prompts(4))
+            assert gpu.streams.num_peak_bytes <= int(0.999 * total) - device_memory.LATER_BYTES + llama.page_bytes
+    left = int(0.999 * total) - device_memory.LATER_BYTES - allocated
+    assert 0 <= left < 0.1 * pool_bytes, "what the largest step takes for a while, and a part of a page"
+    assert "the pool gets" in caplog.text
+    with llama.engine(60) as rig:
+        same(there, ask_all(rig, prompts(4)))
+
+
+def test_a_gpu_with_nothing_left_says_what_is_there(llama: Stock) -> None:
+    with gpu_of_twins() as gpu:
+        gpu.streams.total_bytes = device_memory.LATER_BYTES
+        told = r"no room for a pool: device_memory_share = 0\.9 .* weights .* a larger share"
+        with pytest.raises(ValueError, match=told):
+            llama.engine(60, device="cuda", pool_bytes=None)
+
+
+def test_float32_is_refused_on_a_gpu(llama: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in lets it in, to compare tokens; a worker does not."""
+    with gpu_of_twins():
+        monkeypatch.setattr(worker_builder, "check_dtype", device.check_dtype)
+        with pytest.raises(ValueError, match=r"float32 is not served on a GPU.* and float32 with device cpu"):
+            llama.engine(60, device="cuda")
+
+
+def test_a_cpu_takes_a_pool_of_its_own_size(llama: Stock) -> None:
+    with llama.engine(60, pool_bytes=None) as rig:
+        assert rig.engine.info.num_pages == CPU_POOL_BYTES // llama.page_bytes

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from motet.kernels import pages
-from motet.kernels.lora import LoraGeometry
 from motet.kernels.plain.experts import PlainExperts
 from motet.tests.rigs.engine_rig import Stock
 from motet.tests.rigs.oracle import write_model
@@ -30,6 +29,7 @@ from motet.workers.memory.host_adapter_cache import HostAdapterCache
 from motet.workers.memory.page_arrays import DevicePages, DiskPages, HostPages
 from motet.workers.memory.pinned_memory import PinnedArena
 from motet.workers.memory.pool import PoolGeometry, make_pool
+from motet.workers.models.step_adapters import StepAdapters
 from motet.workers.plan import MoveEnd, PageMove
 from motet.workers.wire.messages import SamplingParams
 
@@ -193,10 +193,13 @@ def test_a_graph_does_not_outlive_what_it_reads(gpu: StandInGpu) -> None:
 
 
 class NoAdapters:
-    """A backend whose adapters no graph can hold."""
+    """Those of a base whose adapters no graph can hold."""
 
-    def reserve(self, *_: object) -> None:
+    def reserve(self, num_rows: int) -> None:
         return None
+
+    def refill(self, reserved: StepAdapters, step: StepAdapters) -> bool:
+        raise AssertionError("there is no room that could be filled")
 
 
 def test_all_graphs_write_their_logits_into_one_buffer(gpu: StandInGpu) -> None:
@@ -204,9 +207,7 @@ def test_all_graphs_write_their_logits_into_one_buffer(gpu: StandInGpu) -> None:
     table = torch.randn(9, 7, device=GPU)
     graphs = DecodeGraphs(
         lambda token_ids, attention, lora: table[token_ids],
-        NoAdapters(),  # type: ignore[arg-type]
-        LoraGeometry(1, 32, 16, ()),
-        num_pages=4,
+        NoAdapters(),
         rows=DeviceRows(PageTables(6, 2, GPU), 8),
         vocab_size=7,
         device=GPU,

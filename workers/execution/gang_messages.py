@@ -21,10 +21,11 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The worker's part of the base is loaded."""
+    """The worker's part of the base is loaded. `num_pages`: of its pool, as many as of every other worker's."""
 
     kernels: str
     device: str
+    num_pages: int
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

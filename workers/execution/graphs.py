@@ -12,12 +12,19 @@ from typing import Protocol
 
 import torch
 
-from ...adapters.adapter import MAX_RANK
 from ...kernels.attention import AttentionBatch
-from ...kernels.lora import CapturableLora, LoraBatch, LoraGeometry
+from ..models.step_adapters import StepAdapters
 from .device_rows import DeviceInputs, DeviceRows
 
-Forward = Callable[[torch.Tensor, AttentionBatch, LoraBatch | None], torch.Tensor]  # logits of all rows
+Forward = Callable[[torch.Tensor, AttentionBatch, StepAdapters | None], torch.Tensor]  # logits of all rows
+
+
+class Reserved(Protocol):
+    """`AdapterTables`, as far as graphs need them."""
+
+    def reserve(self, num_rows: int) -> StepAdapters | None: ...
+
+    def refill(self, reserved: StepAdapters, step: StepAdapters) -> bool: ...
 
 
 class Recording(Protocol):
@@ -31,9 +38,9 @@ Record = Callable[[Callable[[], torch.Tensor]], Recording]
 @dataclass
 class _Bucket:
     num_rows: int
-    lora: LoraBatch | None  # None: no row has an adapter
+    adapters: StepAdapters | None  # None: no row has an adapter
     recording: Recording
-    filled_with: LoraBatch | None = None
+    filled_with: StepAdapters | None = None
 
 
 class DecodeGraphs:
@@ -42,59 +49,57 @@ class DecodeGraphs:
     def __init__(
         self,
         forward: Forward,
-        lora: CapturableLora,
-        geometry: LoraGeometry,
-        num_pages: int,
+        adapters: Reserved,
         rows: DeviceRows,
         vocab_size: int,
         device: torch.device,
         record: Record,
     ) -> None:
-        """Records all of them. `num_pages`: of the pool; `record`: see `CudaRecorder`."""
-        self._forward, self._lora, self._geometry = forward, lora, geometry
-        self._num_pages, self._device, self._record = num_pages, device, record
+        """Records all of them. `record`: see `CudaRecorder`."""
+        self._forward, self._adapters, self._record = forward, adapters, record
         self._rows, max_rows = rows, rows.tables.num_sequences
         # Of all recordings, of which each would keep its own: they never run at the same time.
         self._logits = torch.zeros((max_rows, vocab_size), dtype=torch.float32, device=device)
         # The largest first: the smaller ones then fit into its memory.
         sizes = sorted(bucket_sizes(max_rows), reverse=True)
         self._buckets = {
-            (size, adapters): self._recorded(size, adapters) for size in sizes for adapters in (False, True)
+            (size, has_adapters): self._recorded(size, has_adapters) for size in sizes for has_adapters in (False, True)
         }
         self._sizes = sizes[::-1]
 
-    def logits(self, inputs: DeviceInputs, lora: LoraBatch | None) -> torch.Tensor | None:
+    def logits(self, inputs: DeviceInputs, adapters: StepAdapters | None) -> torch.Tensor | None:
         """`[num_rows, vocab]`, valid until the next call; None: this step is not one that was recorded."""
         if not inputs.is_decode:
             return None
         num_rows = len(inputs.sample_ids)
         size = next(size for size in self._sizes if size >= num_rows)
-        bucket = self._buckets.get((size, lora is not None))
-        if bucket is None or not self._filled(bucket, lora):
+        bucket = self._buckets.get((size, adapters is not None))
+        if bucket is None or not self._filled(bucket, adapters):
             return None
         self._rows.fill(inputs.rows, size)
         return bucket.recording.replay()[:num_rows]
 
-    def _recorded(self, size: int, adapters: bool) -> _Bucket | None:
-        lora = None
-        if adapters:
-            lora = self._lora.reserve(size, self._num_pages, MAX_RANK, self._geometry, self._device)
-            if lora is None:
+    def _recorded(self, size: int, has_adapters: bool) -> _Bucket | None:
+        adapters = None
+        if has_adapters:
+            adapters = self._adapters.reserve(size)
+            if adapters is None:
                 return None
 
         def compute() -> torch.Tensor:
             # A new batch each time: backends remember what they derived from a batch, and must derive it in here.
             token_ids, batch = self._rows.fixed(size)
-            return self._logits[:size].copy_(self._forward(token_ids, batch, lora))
+            return self._logits[:size].copy_(self._forward(token_ids, batch, adapters))
 
-        return _Bucket(size, lora, self._record(compute))
+        return _Bucket(size, adapters, self._record(compute))
 
-    def _filled(self, bucket: _Bucket, lora: LoraBatch | None) -> bool:
-        if lora is None or bucket.filled_with is lora:
+    def _filled(self, bucket: _Bucket, adapters: StepAdapters | None) -> bool:
+        if adapters is None or bucket.adapters is None or bucket.filled_with is adapters:
             return True
-        if not self._lora.refill(bucket.lora, lora):
+        bucket.filled_with = None
+        if not self._adapters.refill(bucket.adapters, adapters):
             return False
-        bucket.filled_with = lora
+        bucket.filled_with = adapters
         return True
 
 

@@ -10,19 +10,21 @@ from ...adapters.adapter import EXPERT_MODULES, MODULES
 from ...adapters.packing.layout import AdapterLayout
 from ...kernels.attention import AttentionBatch
 from ...kernels.backend import Kernels
-from ...kernels.lora import ABSENT, LoraBatch, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
+from ...kernels.lora import ABSENT, LoraSegment, ModuleSlice, PagedAdapter
 from ..decoding.token_choice import begin_sample, sample
-from ..decoding.token_counts import PenalisedSequences
+from ..decoding.token_counts import PenalisedSequences, TokenCounts
 from ..memory.pool import PoolGeometry, kv_view
 from ..models.context import ForwardContext
 from ..models.decoder import Decoder
+from ..models.step_adapters import AdapterTables, StepAdapters
 from ..parallel import Parallel
-from ..plan import Residence, SampledToken, SequencePlan, StepPlan, packed
+from ..plan import Residence, SampledToken, SeenTokens, StepPlan, packed
 from .begun_step import BegunStep
 from .device_rows import DeviceInputs, DeviceRows
 from .graphs import DecodeGraphs, Record
 from .inputs import StepInputs, make_inputs
 from .page_tables import PageTables
+from .warm_up import ALL_WAYS, StepLimits, as_plan, largest_steps, warm_up_steps
 
 
 class Runner:
@@ -41,19 +43,21 @@ class Runner:
         self._decoder, self._kernels, self._parallel = decoder, kernels, parallel
         self._pool, self._geometry = pool, geometry
         self._layout, self._rotary, self._kv = layout, rotary, kv_view(pool, geometry)
-        widths = {module: layout.part(module).widths for module in layout.shape.modules}
-        self._lora_geometry = LoraGeometry(
-            geometry.num_layers, geometry.slab, layout.tile, tuple(widths.get(module, (0, 0)) for module in MODULES)
-        )
-        self._expert_geometry = None
-        if layout.shape.experts is not None:
-            sides = tuple(widths[module] for module in EXPERT_MODULES)
-            self._expert_geometry = LoraGeometry(geometry.num_layers, geometry.slab, layout.tile, sides)
+        self._tables = AdapterTables(kernels, layout, geometry.num_pages, pool.device)
         self._known: dict[str, tuple[Residence, PagedAdapter]] = {}  # adapters of the last plan, by digest
-        self._lora_batch: tuple[tuple[LoraSegment, ...], LoraBatch] = ((), None)
+        self._adapters: tuple[tuple[LoraSegment, ...], StepAdapters | None] = ((), None)  # of the last step with any
         self._rows: DeviceRows | None = None  # None: a step's tensors are made of its plan alone
         self._graphs: DecodeGraphs | None = None
         self.penalised = PenalisedSequences()  # of the gang's first worker, which chooses the tokens
+
+    @property
+    def pool(self) -> torch.Tensor:
+        return self._pool
+
+    @property
+    def num_pages(self) -> int:
+        """Of the pool."""
+        return self._geometry.num_pages
 
     @torch.inference_mode()
     def keep_tables(self, max_num_sequences: int, max_model_len: int) -> None:
@@ -65,18 +69,15 @@ class Runner:
     def record_decodes(self, record: Record) -> None:
         """Records the decodes of all numbers of sequences that the tables have room for; see `graphs.DecodeGraphs`.
 
-        Records nothing where a graph cannot be used: with kernels that need the host, with workers that exchange, and
-        with experts, whose adapters are sorted on the host.
+        Records nothing with kernels that need the host. The workers of a gang record the same steps in the same order:
+        what they exchange is in the graphs.
         """
         assert self._rows is not None, "what a recorded pass reads must stay where it is: keep_tables comes first"
-        lora = self._kernels.capturable_lora
-        if lora is None or self._parallel.degree > 1 or self._expert_geometry is not None:
+        if not self._tables.can_be_recorded:
             return
         self._graphs = DecodeGraphs(
-            lambda token_ids, attention, batch: self._forward(token_ids, attention, batch, (), None),
-            lora,
-            self._lora_geometry,
-            self._geometry.num_pages,
+            lambda token_ids, attention, adapters: self._forward(token_ids, attention, adapters, None),
+            self._tables,
             self._rows,
             self._decoder.vocab_size,
             self._pool.device,
@@ -84,24 +85,24 @@ class Runner:
         )
 
     @torch.inference_mode()
-    def warm_up(self, most_tokens: int) -> None:
-        """Computes prompt chunks of a few lengths and throws them away, so that no request waits for a compiler.
+    def warm_up(self, max_tokens: int, max_num_sequences: int) -> None:
+        """Computes steps and throws them away, so that no request waits for a compiler; see `warm_up.warm_up_steps`.
 
-        The last step has `most_tokens`, as large as one can be, so that what it takes is measured before requests come.
-        May be called only before the first plan: the pages that it writes to are free then.
+        The last steps are the largest that can be, and choose tokens in all ways, so that what they take is measured
+        before requests come. May be called only before the first plan: it writes to pages, which are free then.
         """
-        block_size = self._geometry.block_size
-        longest = min(len(self._rotary[0]), self._geometry.num_pages * block_size)  # tokens of a sequence
-        few = [[num_tokens] for num_tokens in (2, 16, 128) if num_tokens <= min(longest, most_tokens)]
-        if self._rows is not None:
-            most_tokens = min(most_tokens, longest * self._rows.tables.num_sequences)
-        full, rest = divmod(most_tokens, longest)
-        for lengths in (*few, [longest] * full + [rest] * (rest > 0)):  # kernels choose their tiles by length
-            chunks = tuple(
-                SequencePlan(index, (0,) * length, 0, packed(range(-(-length // block_size))), None, None)
-                for index, length in enumerate(lengths)
-            )
-            self._logits(self._inputs(StepPlan(0, chunks, (), ())))
+        limits = StepLimits(max_tokens, max_num_sequences, longest=len(self._rotary[0]))
+        modules = self._layout.shape.modules
+        ranks = dict.fromkeys(modules, 16)
+        pages = (0,) * self._layout.num_pages(ranks)
+        adapters = [Residence(f"warm-up {index}", ranks, pages) for index in range(max_num_sequences)]
+        steps = (*(warm_up_steps(limits) if self._kernels.compiles else ()), *largest_steps(limits))
+        for number, step in enumerate(steps):
+            plan = as_plan(step, number, self._geometry.block_size, adapters)
+            logits = self._logits(self._inputs(plan))
+        if self._parallel.rank == 0:
+            seen = TokenCounts(SeenTokens(packed([0]), packed([1])))
+            sample(logits, [ALL_WAYS] * len(logits), self._kernels.sampling, [seen] * len(logits))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> dict[int, SampledToken | None]:
@@ -156,19 +157,18 @@ class Runner:
         return make_inputs(plan, adapters, self._geometry.block_size, self._pool.device)
 
     def _logits(self, inputs: StepInputs | DeviceInputs) -> torch.Tensor:
-        lora = self._lora(inputs.segments)
+        adapters = self._adapters_of(inputs.segments)
         if self._graphs is not None and isinstance(inputs, DeviceInputs):
-            recorded = self._graphs.logits(inputs, lora)
+            recorded = self._graphs.logits(inputs, adapters)
             if recorded is not None:
                 return recorded
-        return self._forward(inputs.token_ids, inputs.attention, lora, inputs.segments, inputs.sample_rows)
+        return self._forward(inputs.token_ids, inputs.attention, adapters, inputs.sample_rows)
 
     def _forward(
         self,
         token_ids: torch.Tensor,
         attention: AttentionBatch,
-        lora: LoraBatch | None,
-        segments: tuple[LoraSegment, ...],
+        adapters: StepAdapters | None,
         sample_rows: torch.Tensor | None,
     ) -> torch.Tensor:
         """The logits of `sample_rows`; None: of all rows."""
@@ -177,23 +177,19 @@ class Runner:
             self._parallel,
             self._pool,
             attention,
-            lora,
-            segments,
-            self._expert_geometry,
+            None if adapters is None else adapters.lora,
+            None if adapters is None else adapters.experts,
             self._rotary,
             self._kv,
         )
         hidden = self._decoder.hidden_states(token_ids, context)
         return self._decoder.logits(hidden if sample_rows is None else hidden[sample_rows], context)
 
-    def _lora(self, segments: tuple[LoraSegment, ...]) -> LoraBatch | None:
+    def _adapters_of(self, segments: tuple[LoraSegment, ...]) -> StepAdapters | None:
         """The segments as the kernels need them; the last step's are used again if they are the same, as in decode."""
-        if not segments:
-            return None
-        if self._lora_batch[0] != segments:
-            batch = self._kernels.lora.prepare(segments, self._lora_geometry, self._pool.device)
-            self._lora_batch = (segments, batch)
-        return self._lora_batch[1]
+        if segments and self._adapters[0] != segments:
+            self._adapters = (segments, self._tables.prepare(segments))
+        return self._adapters[1] if segments else None
 
     def _paged(self, residence: Residence) -> PagedAdapter:
         known = self._known.get(residence.digest)
@@ -204,7 +200,7 @@ class Runner:
         def slices(modules: Iterable[str], expert: int) -> tuple[ModuleSlice, ...]:
             found = (offsets.get(module) for module in modules)
             return tuple(
-                ModuleSlice(at.rank, at.a_rows, at.a + expert * at.stride, at.b + expert * at.stride) if at else ABSENT
+                ModuleSlice(at.rank, at.rank, at.a + expert * at.stride, at.b + expert * at.stride) if at else ABSENT
                 for at in found
             )
 

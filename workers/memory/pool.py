@@ -31,13 +31,16 @@ class PoolGeometry:
 
 def plan_pool(sharding: ModelSharding, block_size: int, dtype: torch.dtype, pool_bytes: int) -> PoolGeometry:
     """The pool of one worker: as many pages as fit into `pool_bytes`. Raises ValueError if that is none."""
-    config, slab = sharding.config, sharding.slab(block_size)
-    page_bytes = config.num_layers * slab * dtype.itemsize
+    page_bytes = pool_of(sharding, block_size, dtype, 1).page_bytes
     if pool_bytes < page_bytes:
         raise ValueError(f"pool_bytes = {pool_bytes}: a page of this model takes {page_bytes}, and one is needed")
-    return PoolGeometry(
-        pool_bytes // page_bytes, config.num_layers, slab, block_size, sharding.num_kv_heads, config.head_dim, dtype
-    )
+    return pool_of(sharding, block_size, dtype, pool_bytes // page_bytes)
+
+
+def pool_of(sharding: ModelSharding, block_size: int, dtype: torch.dtype, num_pages: int) -> PoolGeometry:
+    """The pool of one worker that has so many pages."""
+    config, slab = sharding.config, sharding.slab(block_size)
+    return PoolGeometry(num_pages, config.num_layers, slab, block_size, sharding.num_kv_heads, config.head_dim, dtype)
 
 
 def make_pool(geometry: PoolGeometry, device: torch.device) -> torch.Tensor:

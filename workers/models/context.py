@@ -9,7 +9,8 @@ import torch
 from ...adapters.adapter import MODULES
 from ...kernels.attention import AttentionBatch
 from ...kernels.backend import Kernels
-from ...kernels.lora import LoraBatch, LoraGeometry, LoraSegment
+from ...kernels.expert_lora import ExpertLoraBatch
+from ...kernels.lora import LoraBatch
 from ..parallel import Parallel
 
 # Modules that share an input are computed together, with one product of the base, one shrink and one expand. These are
@@ -29,7 +30,6 @@ class ForwardContext:
     pool: torch.Tensor  # [num_pages, num_layers, slab]
     attention: AttentionBatch
     lora: LoraBatch | None  # None: no row has an adapter
-    segments: tuple[LoraSegment, ...]  # rows that have an adapter
-    expert_geometry: LoraGeometry | None  # of the adapters' parts for experts; None: the base has no experts
+    expert_lora: ExpertLoraBatch | None  # None: no row has an adapter with parts for experts
     rotary: tuple[torch.Tensor, ...]  # by layer, [num_positions, 2, head_dim // 2] each
     kv: torch.Tensor  # view of the pool: [num_pages, num_layers, 2, block_size, num_kv_heads, head_dim]

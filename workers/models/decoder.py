@@ -9,7 +9,7 @@ import torch
 from ...kernels.backend import Kernels, LinearWeight, plain_kernels
 from .context import ForwardContext
 from .layer_loader import load_layer, load_norm
-from .layers import BASE, DecoderLayer
+from .layers import DecoderLayer
 from .sharding import ModelSharding, Range
 from .weight_source import WeightSource
 
@@ -51,7 +51,7 @@ class Decoder:
         share = -(-self.vocab_size // context.parallel.degree)
         padded = own.new_zeros(len(hidden), share)
         padded[:, : own.shape[1]] = own
-        gathered = context.parallel.all_gather(padded, BASE)  # [degree, num_rows, share]
+        gathered = context.parallel.all_gather(padded)  # [degree, num_rows, share]
         return gathered.transpose(0, 1).flatten(1)[:, : self.vocab_size].float()
 
     def _embed(self, token_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -60,7 +60,7 @@ class Decoder:
         start, stop = self.vocabulary
         mine = (token_ids >= start) & (token_ids < stop)
         found = self.embedding[(token_ids - start).clamp(0, max(stop - start - 1, 0))] * mine.unsqueeze(1)
-        return context.parallel.all_reduce(found, BASE)
+        return context.parallel.all_reduce(found)
 
 
 def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Kernels | None = None) -> Decoder:

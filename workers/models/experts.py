@@ -10,8 +10,9 @@ from ...kernels.backend import LinearWeight
 from ...kernels.experts import ExpertWeight
 from .config import Activation
 from .context import ForwardContext
-from .expert_lora import expert_lora
-from .layers import BASE, gated
+from .layers import gated
+
+GATE_UP, DOWN = (0, 1), (2,)  # indices in EXPERT_MODULES
 
 
 @dataclass(frozen=True)
@@ -42,30 +43,31 @@ class ExpertMlp:
     down: ExpertWeight  # [this worker's experts, hidden, its features]
     first: int  # index of this worker's first expert
     num_experts: int  # of this worker
-    is_cut: bool  # True: workers share the features of each expert; False: this worker's experts are whole
     top_k: int
     normalized: bool  # the chosen experts' weights add up to one
     activation: Activation
     shared: SharedExpert | None
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
-        kernels = context.kernels.experts
+        kernels, lora = context.kernels.experts, context.kernels.lora
         # Every worker chooses by itself; the same x gives the same choice.
         chosen, weights = choose_experts(context.kernels.linear(x, self.router, None), self.top_k, self.normalized)
         groups = kernels.group(chosen, weights, self.first, self.num_experts)
-        lora = expert_lora(groups, self.first, self.is_cut, context)
+        adapters = None
+        if context.expert_lora is not None:
+            adapters = context.kernels.expert_lora.of_pairs(context.expert_lora, groups, self.first)
         pairs = x[groups.rows]
         gate_up = kernels.linear(pairs, self.gate_up, groups)
-        if lora is not None:
-            lora.add_gate_up(pairs, gate_up, layer, context)
+        if adapters is not None:
+            lora.add(gate_up, pairs, context.pool, layer, adapters, GATE_UP)
         inner = gated(gate_up, self.activation, context.kernels)
         down = kernels.linear(inner, self.down, groups)
-        if lora is not None:
-            lora.add_down(inner, down, layer, context)
+        if adapters is not None:
+            lora.add(down, inner, context.pool, layer, adapters, DOWN)
         y = kernels.combine(down, groups, len(x))
         if self.shared is not None:
             y = y + self.shared(x, self.activation, context)
-        return context.parallel.all_reduce(y, BASE)
+        return context.parallel.all_reduce(y)
 
 
 def choose_experts(logits: torch.Tensor, top_k: int, normalized: bool) -> tuple[torch.Tensor, torch.Tensor]:

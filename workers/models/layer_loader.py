@@ -103,7 +103,6 @@ class _LayerLoader:
             down=self._pack_experts(torch.stack(down)),
             first=first,
             num_experts=stop - first,
-            is_cut=self._sharding.expert_sharding == "tensor",
             top_k=config.top_k,
             normalized=config.normalized,
             activation=self._config.activation,

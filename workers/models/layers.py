@@ -11,32 +11,19 @@ from ...kernels.backend import Kernels, LinearWeight
 from .config import Activation
 from .context import ForwardContext
 
-# What workers exchange vectors for; their bytes are counted for each kind.
-BASE = "base"
-ADAPTERS = "adapters"
-
 
 @dataclass(frozen=True)
 class ColumnLinear:
-    """This worker's outputs of one or more modules that share an input, side by side, with the rows' adapters.
-
-    Each worker has a part of A's rows, so the rank-sized vectors are gathered from all workers.
-    """
+    """This worker's outputs of one or more modules that share an input, side by side, with the rows' adapters."""
 
     weight: LinearWeight  # [sum of this worker's out, in]
     bias: torch.Tensor | None
     modules: tuple[int, ...]
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
-        y, lora = context.kernels.linear(x, self.weight, self.bias), context.kernels.lora
-        if context.lora is None:
-            return y
-        if context.parallel.degree == 1:
-            lora.add(y, x, context.pool, layer, context.lora, self.modules)
-        else:
-            shrunk = lora.shrink(x, context.pool, layer, context.lora, self.modules)
-            gathered = context.parallel.all_gather(shrunk, ADAPTERS)
-            lora.expand(y, gathered, context.pool, layer, context.lora, self.modules)
+        y = context.kernels.linear(x, self.weight, self.bias)
+        if context.lora is not None:
+            context.kernels.lora.add(y, x, context.pool, layer, context.lora, self.modules)
         return y
 
 
@@ -44,7 +31,7 @@ class ColumnLinear:
 class RowLinear:
     """All outputs of one module, with the rows' adapters; each worker has a part of the inputs, and all get the result.
 
-    Each worker adds its outputs of the adapters to its partial sum, so that one all-reduce completes base and adapters.
+    What a worker's inputs give in base and adapters is one partial sum, and one all-reduce adds these up.
     """
 
     weight: LinearWeight  # [out, this worker's in]
@@ -52,19 +39,10 @@ class RowLinear:
     modules: tuple[int, ...]
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
-        parallel, lora = context.parallel, context.kernels.lora
         y = context.kernels.linear(x, self.weight, self.bias)
-        if parallel.degree == 1:
-            if context.lora is not None:
-                lora.add(y, x, context.pool, layer, context.lora, self.modules)
-            return y
         if context.lora is not None:
-            width = y.shape[1] // parallel.degree
-            shrunk = lora.shrink(x, context.pool, layer, context.lora, self.modules)
-            summed = parallel.all_reduce(shrunk, ADAPTERS).unsqueeze(0)
-            own = y[:, parallel.rank * width : (parallel.rank + 1) * width]
-            lora.expand(own, summed, context.pool, layer, context.lora, self.modules)
-        return parallel.all_reduce(y, BASE)
+            context.kernels.lora.add(y, x, context.pool, layer, context.lora, self.modules)
+        return context.parallel.all_reduce(y)
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, tee
 from operator import attrgetter
 
+from ..fairness.page_times import PageTimes
 from ..fairness.preemption import gives_place
 from ..fairness.prices import OUTPUT_TOKEN, prompt_price
 from ..fairness.prompt_budget import share_prompt_tokens
 from ..fairness.standing import Standing
 from ..fairness.standings import Standings
 from ..memory.adapter_cache import AdapterState
-from ..memory.page_times import PageTimes
 from ..memory.paged_memory import PagedMemory
 from ..wire.messages import AdapterRef
 from ..wire.page_keys import PageKey

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from ..fairness.page_times import PageTimes
 from ..fairness.preemption import choose_victim
 from ..fairness.prices import OUTPUT_TOKEN
 from ..fairness.standings import Standings
-from ..memory.page_times import PageTimes
 from ..memory.paged_memory import PagedMemory
 from .admission import OlderSequences
 from .gang_load import StepCounts

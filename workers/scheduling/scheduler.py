@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
+from ..fairness.page_times import PageTimes
 from ..fairness.prices import load_price
 from ..fairness.prompt_budget import tokens_in_time
 from ..fairness.standings import Scheduling, Standings
 from ..memory.adapter_cache import AdapterState
 from ..memory.host_news import HostNews
-from ..memory.page_times import PageTimes
 from ..memory.paged_memory import PagedMemory
 from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats, SampledToken, StepPlan, StepResult
 from ..wire.engine_load import EngineLoad

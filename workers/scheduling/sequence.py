@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
+from ..fairness.page_times import HeldPages
 from ..fairness.preemption import Rank
 from ..fairness.standing import Standing
-from ..memory.page_times import HeldPages
 from ..plan import Int32s, SamplePlan, SeenTokens, packed
 from ..wire.messages import SamplingParams, SequenceRequest
 from ..wire.page_keys import PageKey

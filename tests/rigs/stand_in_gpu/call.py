@@ -21,7 +21,13 @@ class Signature:
 def signature_of(func: Any) -> Signature:
     arguments = func._schema.arguments
     written = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    if is_collective(func):
+        written = (arguments[0].name,)  # what torch's schemas of collectives do not say
     return Signature(func._schema.name.rpartition("::")[2], tuple(a.name for a in arguments), written)
+
+
+def is_collective(func: Any) -> bool:
+    return bool(func.namespace == "c10d")
 
 
 class Call:

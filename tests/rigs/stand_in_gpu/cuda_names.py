@@ -75,6 +75,9 @@ def cuda_names(
             timeline.finish(timeline.mark(number))
         streams.wait_for_host("torch.cuda.synchronize()", {})
 
+    def set_sync_debug_mode(mode: str) -> None:
+        streams.warns_of_waits = mode == "warn"
+
     def reset_peak(device: object = None) -> None:
         streams.num_peak_bytes = streams.num_allocated_bytes
 
@@ -99,6 +102,7 @@ def cuda_names(
         "get_device_properties": always(properties),
         "mem_get_info": lambda device=None: (streams.total_bytes - streams.num_allocated_bytes, streams.total_bytes),
         "memory_allocated": lambda device=None: streams.num_allocated_bytes,
+        "memory_reserved": lambda device=None: streams.num_allocated_bytes,  # nothing is kept of what was freed
         "max_memory_allocated": lambda device=None: streams.num_peak_bytes,
         "reset_peak_memory_stats": reset_peak,
         "empty_cache": always(None),
@@ -109,6 +113,7 @@ def cuda_names(
         "default_stream": lambda device=None: streams._default,
         "stream": stream,
         "synchronize": synchronize,
+        "set_sync_debug_mode": set_sync_debug_mode,
         "graph": graph,
         "CUDAGraph": lambda **_: Graph(captures, operations, tally),
         "graph_pool_handle": lambda: object(),

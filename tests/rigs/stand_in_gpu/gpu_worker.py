@@ -13,8 +13,10 @@ import torch
 from motet.kernels import pages
 from motet.kernels.backend import Kernels, plain_kernels
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu, stand_in_gpu
-from motet.workers import worker_builder
+from motet.workers import device_memory, worker_builder
 from motet.workers.worker import WorkerSettings, run_worker
+
+UNEVEN_BYTES = 16 << 20  # that the GPU of each worker of a gang has less than the one before
 
 
 def twins() -> Kernels:
@@ -30,13 +32,30 @@ def gpu_of_twins() -> Iterator[StandInGpu]:
         yield gpu
 
 
-def run_worker_on_gpu(settings: WorkerSettings) -> None:
-    """`run_worker` of a gang; gloo exchanges what NCCL would. The process fails if the stand-in finds a problem."""
+@contextmanager
+def gloo_for_nccl() -> Iterator[None]:
     join = torch.distributed.init_process_group
 
     def init(backend: str, *, device_id: torch.device | None, **rest: Any) -> None:
         assert (backend, device_id) == ("nccl", torch.device("cuda", 0))
         join("gloo", **rest)
 
-    with gpu_of_twins(), mock.patch.object(torch.distributed, "init_process_group", init):
+    with mock.patch.object(torch.distributed, "init_process_group", init):
+        yield
+
+
+def run_worker_on_gpu(settings: WorkerSettings) -> None:
+    """`run_worker` of a gang. The process fails if the stand-in finds a problem.
+
+    Its workers' GPUs have different sizes, a little over `device_memory.LATER_BYTES`.
+    """
+    with gpu_of_twins() as gpu, gloo_for_nccl():
+        gpu.streams.total_bytes = device_memory.LATER_BYTES + (10 - settings.rank) * UNEVEN_BYTES
         run_worker(settings)
+
+
+def run_recording_worker(settings: WorkerSettings) -> None:
+    """The same with Triton's kernels, interpreted. The process fails if no decode was replayed, too."""
+    with stand_in_gpu() as gpu, gloo_for_nccl():
+        run_worker(settings)
+        assert gpu.tally.replays > 0, "every decode was launched kernel by kernel"

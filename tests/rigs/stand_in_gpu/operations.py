@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from motet.tests.rigs.stand_in_gpu.call import Call, leaves, mapped
+from motet.tests.rigs.stand_in_gpu.call import Call, is_collective, leaves, mapped
 from motet.tests.rigs.stand_in_gpu.capture import Captures, Use
 from motet.tests.rigs.stand_in_gpu.device_tensor import DeviceTensor
 from motet.tests.rigs.stand_in_gpu.pinned_memory import PinnedMemory, poison
@@ -80,6 +82,8 @@ class Operations:
     def wait(self, why: str) -> None:
         """The host waits for all that this thread's stream was given."""
         self._captures.refuse(why)
+        if self._streams.warns_of_waits:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
         stream = self._streams.current.number
         self._streams.wait_for_host(why, self._timeline.mark(stream), stream)
 
@@ -112,6 +116,7 @@ class Operations:
             self.wait(f"{call.name}: the host needs what the device has computed")
         written = [x for x in call.written if isinstance(x, DeviceTensor)]
         plain, shapes = call.mapped(_plain), [x.inner.shape for x in written]
+        carry_out = partial(_exchanged, plain) if is_collective(call.func) else plain
 
         used = list(_used(call, ours))
 
@@ -119,18 +124,20 @@ class Operations:
             return [each.now() for each in used]
 
         self._captures.save(written)
-        touched = uses()
-        out = plain()
+        capture, work = self._captures.current, None
+        if capture is None:
+            touched, out = uses(), carry_out()
+        else:
+            out = call.mapped(_plain_at_first_rows(call))() if call.name in BY_ROWS else carry_out()
         assert shapes == [x.inner.shape for x in written], f"{call.func} changes a tensor's shape in place"
         if _is_view(out, plain.tensors, plain.written):
             return self._wrapped_all(out, ours, None)
-        capture, work = self._captures.current, None
         if capture is None:
             work = self.launch(call.name)
             for memory, cells, writes in touched:
                 memory.use(cells, work, writes=writes)
         elif any(isinstance(x, torch.Tensor) for x in leaves((out,))):
-            capture.record(plain, out, uses)
+            capture.record(carry_out, out, uses)
         if call.name in EMPTY:
             poison(out)
             work = None
@@ -220,6 +227,25 @@ class Operations:
 
     def _count_copy(self, kind: Any, tensor: torch.Tensor, waits: bool) -> None:
         self._tally.copies.append(Copy(kind, tensor.numel() * tensor.itemsize, waits, product_line(), thread_name()))
+
+
+def _plain_at_first_rows(call: Call) -> Callable[[Any], Any]:
+    """While a graph is captured indices may hold nothing yet, and only shapes count: all of them are zero."""
+    indices = {id(x) for x in leaves((call.given.get("indices"), call.given.get("index")))}
+
+    def change(x: Any) -> Any:
+        return torch.zeros_like(x.inner) if isinstance(x, DeviceTensor) and id(x) in indices else _plain(x)
+
+    return change
+
+
+def _exchanged(collective: Call) -> Any:
+    """What a collective gives: gloo's own threads compute it beside the host, where NCCL would in the stream."""
+    out = collective()
+    for each in leaves((out,)):
+        if isinstance(each, torch.ScriptObject):
+            torch.distributed.Work.unbox(each).wait()
+    return out
 
 
 def _is_gpu(device: Any) -> bool:

@@ -25,6 +25,7 @@ from motet.tests.rigs.stand_in_gpu.streams import Streams
 from motet.tests.rigs.stand_in_gpu.tally import Tally
 from motet.tests.rigs.stand_in_gpu.timeline import Timeline
 from motet.tests.rigs.stand_in_gpu.triton_launches import interpreted_launches
+from motet.workers import worker_builder
 
 _CUDA, _META = 1, 14  # c10::DeviceType
 _NUM_DEVICE_TYPES = 21
@@ -109,6 +110,7 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
             mock.patch.object(torch.Tensor, "tolist", tolist),
             mock.patch.object(torch, "Generator", _Generator),
             mock.patch.object(ctypes, "memmove", memmove),
+            mock.patch.object(worker_builder, "check_dtype"),  # float32, refused on a GPU, has the CPU's numbers here
             interpreted_launches(gpu.operations, gpu.captures),
             _Mode(gpu.operations),
         ):

@@ -24,6 +24,7 @@ class Streams:
         self._local = threading.local()
         self.total_bytes = TOTAL_BYTES
         self.num_allocated_bytes = self.num_peak_bytes = 0
+        self.warns_of_waits = False  # torch.cuda.set_sync_debug_mode
 
     @property
     def current(self) -> Stream:

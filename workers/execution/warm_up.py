@@ -1,0 +1,114 @@
+"""The steps that a worker computes before it is ready, so that no request waits for a compiler.
+
+Kernels that are compiled for the shapes that they meet choose among few of them, by how many rows, sequences, tiles or
+keys there are: each choice changes at most once where such a number doubles. A ladder of powers of two along each of
+them, to its end, therefore meets every choice that requests can, where the other numbers are as large as they get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..plan import Residence, SamplePlan, SequencePlan, StepPlan, packed
+from ..wire.messages import SamplingParams
+
+_LONG_SEGMENT = 257  # rows with one adapter, for which LoRA's kernels take taller tiles
+_SAMPLE = SamplePlan(SamplingParams(temperature=0.0), 0, 0)
+# Tokens are chosen by everything that a request can ask for.
+ALL_WAYS = SamplePlan(
+    SamplingParams(
+        top_p=0.9,
+        top_k=50,
+        min_p=0.01,
+        seed=0,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias={0: 1.0},
+        num_logprobs=5,
+    ),
+    0,
+    0,
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some tokens of a sequence that has `start` already. `adapter`: its number."""
+
+    num_tokens: int
+    start: int
+    adapter: int
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """How large steps get."""
+
+    max_tokens: int
+    max_sequences: int
+    longest: int  # tokens of a sequence
+
+
+def warm_up_steps(limits: StepLimits) -> Iterator[tuple[Rows, ...]]:
+    """What is computed for each kernel's choice, for kernels that are compiled for what they meet."""
+    most = min(limits.max_tokens, limits.max_sequences * limits.longest)
+    for num_tokens in doubled(2, most):
+        yield tuple(_chunks(num_tokens, limits))
+    decodes = min(limits.max_tokens, limits.max_sequences)
+    end = limits.longest - 1
+    starts = [context - 1 for context in doubled(1, limits.longest)]
+    # Decodes that no graph holds, which prompts of one token are, too: alone, beside a long chunk, beside a short one.
+    for count in doubled(1, decodes):
+        yield tuple(Rows(1, end, index) for index in range(count))
+    for start in starts:
+        yield (Rows(1, start, 0),)
+    for count in doubled(1, decodes - 1):
+        chunk = tuple(_chunks(max(min(_LONG_SEGMENT, most - count), 2), limits))
+        room = min(count, limits.max_tokens - sum(rows.num_tokens for rows in chunk), limits.max_sequences - len(chunk))
+        if room > 0:
+            yield (*chunk, *(Rows(1, end, 1 + index) for index in range(room)))
+    if decodes > 1 and limits.max_tokens > 2 and limits.longest > 1:
+        for start in starts:
+            yield (Rows(2, 0, 0), Rows(1, start, 1))
+
+
+def largest_steps(limits: StepLimits) -> Iterator[tuple[Rows, ...]]:
+    """Those that take the most memory: of prompts as many tokens as can be, then a token of each sequence."""
+    yield tuple(_chunks(min(limits.max_tokens, limits.max_sequences * limits.longest), limits))
+    yield (Rows(1, 0, 0),) * min(limits.max_tokens, limits.max_sequences)
+
+
+def doubled(first: int, last: int) -> Iterator[int]:
+    """`first` times each power of two below `last`, then `last`; nothing if that is less than `first`."""
+    number = first
+    while number < last:
+        yield number
+        number *= 2
+    if last >= first:
+        yield last
+
+
+def as_plan(step: tuple[Rows, ...], number: int, block_size: int, adapters: Sequence[Residence]) -> StepPlan:
+    """A plan of new sequences, which all write to the pool's first page, where nobody reads it. Each gets a token.
+
+    `number`: of the step. `adapters`: as many as there may be sequences.
+    """
+    sequences = []
+    for index, rows in enumerate(step):
+        num_pages = -(-(rows.start + rows.num_tokens) // block_size)
+        sequence_id = number * len(adapters) + index
+        digest, tokens = adapters[rows.adapter].digest, (0,) * rows.num_tokens
+        sequences.append(SequencePlan(sequence_id, tokens, rows.start, packed([0]) * num_pages, digest, _SAMPLE))
+    used = {sequence.adapter for sequence in sequences}
+    return StepPlan(number, tuple(sequences), tuple(each for each in adapters if each.digest in used), ())
+
+
+def _chunks(num_tokens: int, limits: StepLimits) -> Iterator[Rows]:
+    """Prompts of so many tokens together, on one adapter, in as few sequences as can be."""
+    for _ in range(limits.max_sequences):
+        length = min(num_tokens, limits.longest)
+        if length > 0:
+            yield Rows(length, 0, 0)
+        num_tokens -= length

@@ -1,0 +1,76 @@
+"""A step's adapters as the kernels need them: for the modules that all rows go through, and for experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...adapters.adapter import EXPERT_MODULES, MAX_RANK, MODULES
+from ...adapters.packing.layout import AdapterLayout
+from ...kernels.backend import Kernels
+from ...kernels.expert_lora import ExpertLoraBatch
+from ...kernels.lora import LoraBatch, LoraGeometry, LoraSegment
+
+
+@dataclass(frozen=True)
+class StepAdapters:
+    """At least one row has an adapter."""
+
+    lora: LoraBatch
+    experts: ExpertLoraBatch | None  # None: no adapter has parts for experts
+
+
+class AdapterTables:
+    """Makes the tables of steps on one worker's device, and room for those that graphs read."""
+
+    def __init__(self, kernels: Kernels, layout: AdapterLayout, num_pages: int, device: torch.device) -> None:
+        """`num_pages`: of the pool."""
+        self._kernels, self._device, self._num_pages = kernels, device, num_pages
+        widths = {module: layout.part(module).widths for module in layout.shape.modules}
+
+        def of(modules: Sequence[str]) -> LoraGeometry:
+            sides = tuple(widths.get(module, (0, 0)) for module in modules)
+            return LoraGeometry(layout.shape.num_layers, layout.slab, layout.tile, sides)
+
+        self._geometry, self._experts = of(MODULES), layout.shape.experts
+        self._expert_geometry = of(EXPERT_MODULES) if self._experts is not None else None
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether graphs can hold steps with adapters of this base."""
+        kernels = self._kernels
+        has_experts = self._expert_geometry is not None
+        return kernels.capturable_lora is not None and not (has_experts and kernels.capturable_expert_lora is None)
+
+    def prepare(self, segments: Sequence[LoraSegment]) -> StepAdapters | None:
+        """None: no row has an adapter."""
+        if not segments:
+            return None
+        experts = None
+        if self._expert_geometry is not None:
+            experts = self._kernels.expert_lora.prepare(segments, self._expert_geometry, self._device)
+        return StepAdapters(self._kernels.lora.prepare(segments, self._geometry, self._device), experts)
+
+    def reserve(self, num_rows: int) -> StepAdapters | None:
+        """Room for the adapters of so many rows; None: graphs cannot hold adapters of this base."""
+        lora, expert_lora = self._kernels.capturable_lora, self._kernels.capturable_expert_lora
+        assert lora is not None, "only what can be recorded"
+        dense = lora.reserve(num_rows, self._num_pages, MAX_RANK, self._geometry, self._device)
+        experts = None
+        if self._expert_geometry is not None and self._experts is not None and expert_lora is not None:
+            experts = expert_lora.reserve(
+                num_rows, self._num_pages, MAX_RANK, self._experts.num_experts, self._expert_geometry, self._device
+            )
+            if experts is None:
+                return None
+        return None if dense is None else StepAdapters(dense, experts)
+
+    def refill(self, reserved: StepAdapters, step: StepAdapters) -> bool:
+        """Copies a step's adapters into `reserved`. False: they do not fit, and `reserved` holds nothing of use."""
+        lora, expert_lora = self._kernels.capturable_lora, self._kernels.capturable_expert_lora
+        assert lora is not None, "only what can be recorded"
+        if expert_lora is None or reserved.experts is None:
+            return lora.refill(reserved.lora, step.lora)
+        return expert_lora.refill(reserved.experts, step.experts) and lora.refill(reserved.lora, step.lora)
