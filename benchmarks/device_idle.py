@@ -119,7 +119,7 @@ def sleeping(host: Host) -> Iterator[None]:
             device.wait(self._mark)
             return super().read()
 
-    def forward(token_ids: torch.Tensor, attention: Any, lora: Any, segments: Any, sample_rows: Any) -> torch.Tensor:
+    def forward(token_ids: torch.Tensor, attention: Any, adapters: Any, sample_rows: Any) -> torch.Tensor:
         device.launch()
         return logits[: len(token_ids if sample_rows is None else sample_rows)]
 

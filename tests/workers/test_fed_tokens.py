@@ -41,7 +41,9 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
 
 
 @contextmanager
-def engine(stock: Stock, device: str, num_pages: int = 60, **settings: Any) -> Iterator[tuple[EngineRig, StandInGpu]]:
+def engine(
+    stock: Stock, device: str, num_pages: int = 60, **settings: Any
+) -> Iterator[tuple[EngineRig, StandInGpu | None]]:
     on_gpu = gpu_of_twins() if device == "cuda" else nullcontext()
     with on_gpu as gpu, stock.engine(num_pages, device=device, **settings) as rig:
         yield rig, gpu
@@ -76,6 +78,7 @@ def test_the_device_has_the_next_step_before_the_host_knows_the_tokens_of_the_la
 
     def idle() -> tuple[int, int]:
         with engine(stock, "cuda") as (rig, gpu):
+            assert gpu is not None
             ask(rig)
             gpu.tally.clear()
             rig.told.clear()
@@ -131,7 +134,12 @@ def test_draws_that_must_look_through_the_whole_vocabulary_are_known_before_they
         here = ask(rig, temperature=1.5, top_p=0.98)
     monkeypatch.setattr(joint_sampling, "FIRST_LOOK", 4)
     looked, look = list[int](), joint_sampling._looked_through
-    monkeypatch.setattr(joint_sampling, "_looked_through", lambda *given: looked.append(1) or look(*given))
+
+    def counted(*given: Any) -> Any:
+        looked.append(1)
+        return look(*given)
+
+    monkeypatch.setattr(joint_sampling, "_looked_through", counted)
     with engine(stock, "cuda") as (rig, _):
         assert_same(ask(rig, temperature=1.5, top_p=0.98), here)
     assert looked
