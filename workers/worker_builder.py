@@ -12,13 +12,13 @@ import torch
 from ..adapters.store.store import AdapterStore
 from ..kernels.backend import Kernels, choose_kernels
 from .config import CPU_POOL_BYTES, EngineConfig
+from .copies.adapter_loader import AdapterLoader
+from .copies.page_mover import PageMover
 from .device import check_dtype, resolve_device
 from .device_memory import DeviceMemory
-from .execution.adapter_loader import AdapterLoader
 from .execution.executor import LocalExecutor
 from .execution.feeding_executor import FeedingExecutor
 from .execution.graphs import CudaRecorder
-from .execution.page_mover import PageMover
 from .execution.runner import Runner
 from .memory.host_adapter_cache import HostAdapterCache
 from .memory.page_arrays import DevicePages, DiskPages, HostPages, PageArray

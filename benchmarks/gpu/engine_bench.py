@@ -20,12 +20,12 @@ from motet.adapters.store.store import AdapterStore
 from motet.benchmarks.gpu.machine import Machine
 from motet.benchmarks.gpu.roofline import DecodeStep, DeviceLimits, Floor, roofline
 from motet.kernels.backend import Kernels
+from motet.workers.copies.adapter_loader import AdapterLoader
+from motet.workers.copies.page_mover import PageMover
 from motet.workers.engine import Engine
-from motet.workers.execution.adapter_loader import AdapterLoader
 from motet.workers.execution.executor import LocalExecutor
 from motet.workers.execution.feeding_executor import FeedingExecutor
 from motet.workers.execution.graphs import CudaRecorder
-from motet.workers.execution.page_mover import PageMover
 from motet.workers.execution.runner import Runner
 from motet.workers.memory.host_adapter_cache import HostAdapterCache
 from motet.workers.memory.page_arrays import DevicePages, HostPages, PageArray

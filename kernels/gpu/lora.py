@@ -131,7 +131,7 @@ class TritonLora:
         x: torch.Tensor,
         pool: torch.Tensor,
         layer: int,
-        batch: TritonLoraBatch,
+        batch: TritonLoraBatch | PlainLoraBatch,
         modules: tuple[int, ...],
     ) -> None:
         self.expand(y, self.shrink(x, pool, layer, batch, modules).unsqueeze(0), pool, layer, batch, modules)

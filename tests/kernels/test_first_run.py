@@ -91,10 +91,9 @@ def answer(tokens: list[int], chosen: float = -1.0, second: float = -1.1) -> Ans
 
 def test_greedy_tokens_may_differ_in_near_ties_only() -> None:
     expected = answer([1, 2, 3])
-    assert compared([(answer([1, 2, 3], chosen=-1.05), expected)], 0.25) == (
-        pytest.approx(0.05),
-        "1 of 1 alike in all tokens",
-    )
+    difference, alike = compared([(answer([1, 2, 3], chosen=-1.05), expected)], 0.25)
+    assert difference == pytest.approx(0.05)
+    assert alike == "1 of 1 alike in all tokens"
     assert compared([(answer([1, 7, 3]), expected)], 0.25)[0] == pytest.approx(0.1)  # 7 was 0.1 behind
     assert compared([(answer([1, 8, 3]), expected)], 0.25)[0] == float("inf")  # 8 was not near
     assert compared([(Answer(True, error="no page"), expected)], 0.25)[1] == "a sequence failed: no page"
@@ -105,7 +104,7 @@ def result(name: str, *records: dict[str, Any], problem: str | None = None) -> P
 
 
 def row(kernel: str, case: str, **given: Any) -> dict[str, Any]:
-    plain = {"error": None, "tolerance": None, "time_s": None, "others": {}, "note": "", "is_wrong": False}
+    plain: dict[str, Any] = {"error": None, "tolerance": None, "time_s": None, "others": {}, "note": "", "is_wrong": False}
     return {"kind": "row", "kernel": kernel, "case": case, **plain, **given}
 
 

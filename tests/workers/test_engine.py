@@ -15,7 +15,7 @@ from motet.adapters.store.store import AdapterStore
 from motet.tests.rigs.engine_rig import Stock
 from motet.tests.rigs.oracle import write_adapters, write_model
 from motet.tests.rigs.patience import PATIENCE_S, eventually
-from motet.workers.execution import store_readers
+from motet.workers.copies import store_readers
 from motet.workers.memory.host_adapter_cache import HostAdapterCache
 from motet.workers.wire.messages import SamplingParams, SequenceError
 

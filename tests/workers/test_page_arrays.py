@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from motet.kernels.pages import read_pages, write_pages
-from motet.workers.execution.page_mover import PageMover
+from motet.workers.copies.page_mover import PageMover
 from motet.workers.memory.page_arrays import DevicePages, DiskPages, HostPages, PageArray, PageLostError
 from motet.workers.memory.pool import PoolGeometry, make_pool
 from motet.workers.plan import MoveEnd, PageMove

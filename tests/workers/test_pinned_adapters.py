@@ -12,7 +12,7 @@ from motet.adapters.store.store import AdapterStore
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.oracle import write_adapters, write_model
 from motet.tests.rigs.patience import eventually
-from motet.workers.execution import pin_reader
+from motet.workers.copies import pin_reader
 from motet.workers.memory.host_pins import FULL
 from motet.workers.memory.pinned_adapters import FORGET_S, PinnedAdapters
 from motet.workers.wire.messages import Pinned, ResidencyChange, SamplingParams

@@ -11,8 +11,8 @@ import pytest
 
 from motet.adapters.errors import AdapterCorrupt, StoreUnavailable
 from motet.tests.rigs.patience import PATIENCE_S, eventually
-from motet.workers.execution import store_readers
-from motet.workers.execution.store_readers import StoreReaders
+from motet.workers.copies import store_readers
+from motet.workers.copies.store_readers import StoreReaders
 
 
 class Disk:

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
+from ..copies.adapter_loader import AdapterLoader
+from ..copies.page_mover import PageMover
 from ..plan import SampledToken, StepPlan, StepResult
-from .adapter_loader import AdapterLoader
-from .page_mover import PageMover
 from .runner import Runner
 
 

@@ -7,11 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from ..copies.adapter_loader import AdapterLoader
+from ..copies.page_mover import PageMover
 from ..plan import StepPlan, StepResult
-from .adapter_loader import AdapterLoader
 from .begun_step import BegunStep
 from .executor import LocalExecutor
-from .page_mover import PageMover
 from .runner import Runner
 
 
