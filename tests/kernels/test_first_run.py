@@ -104,7 +104,7 @@ def result(name: str, *records: dict[str, Any], problem: str | None = None) -> P
 
 
 def row(kernel: str, case: str, **given: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = {"error": None, "tolerance": None, "time_s": None, "others": {}, "note": "", "is_wrong": False}
+    plain: dict[str, Any] = dict(error=None, tolerance=None, time_s=None, others={}, note="", is_wrong=False)
     return {"kind": "row", "kernel": kernel, "case": case, **plain, **given}
 
 
