@@ -46,6 +46,7 @@ class LedgerKeeper:
         self._spool, self._metering, self._ledger, self._archive = spool, metering, ledger, archive
         self._folder = folder
         self._tasks: list[asyncio.Task[None]] = []
+        self._shipping = asyncio.Lock()  # lines that two have read would be acknowledged twice
         self._behind_since: float | None = None  # time.monotonic(); None: all lines have arrived
         self._progress_s = 0.0  # of processor time, that writing progress took the last time
 
@@ -80,6 +81,10 @@ class LedgerKeeper:
 
     async def ship(self) -> None:
         """Sends all lines to Redis. Raises RegistryUnavailable; what was sent is not sent again."""
+        async with self._shipping:
+            await self._ship()
+
+    async def _ship(self) -> None:
         while (segment := self._spool.oldest_unacknowledged()) is not None:
             if self._behind_since is None:
                 self._behind_since = time.monotonic()

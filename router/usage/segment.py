@@ -63,7 +63,9 @@ class Segment:
         return data[: data.rfind(b"\n") + 1]
 
     def acknowledge(self, num_bytes: int) -> None:
-        """So many more bytes of lines have arrived."""
+        """So many more bytes of lines have arrived. Raises ValueError where there are none, or fewer."""
+        if not 0 < num_bytes <= self.end - self.acknowledged:
+            raise ValueError(f"{num_bytes} of {self.end - self.acknowledged} bytes cannot be acknowledged: {self.path}")
         self.acknowledged += num_bytes
         self._slot = _SLOT_BYTES - self._slot
         told = self.acknowledged.to_bytes(8, "little")

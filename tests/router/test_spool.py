@@ -220,6 +220,25 @@ async def test_lines_of_progress_do_not_hold_the_event_loop(tmp_path: Path) -> N
     await spool.close()
 
 
+async def test_lines_are_sent_once_where_two_send_them(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, 1 << 30, min_free_bytes=0)
+    await spool.start()
+    sent: list[Entry] = []
+
+    async def take(entries: list[Entry]) -> None:
+        await asyncio.sleep(0)
+        sent.extend(entries)
+
+    ledger: Any = SimpleNamespace(take=take)
+    keeper = LedgerKeeper(spool, Metering(spool), ledger, ledger, tmp_path)
+    for number in range(3):
+        write(spool, number)
+        await asyncio.gather(keeper.ship(), keeper.ship(), keeper.ship())
+        assert spool.num_waiting_bytes == 0
+    assert sent == [entry(number) for number in range(3)]
+    await spool.close()
+
+
 async def test_a_keeper_stops_though_a_cancellation_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As what writes to Redis may lose it: `adapters/ended_tasks.py`."""
     lost = []
