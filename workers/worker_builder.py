@@ -11,6 +11,7 @@ import torch
 
 from ..adapters.store.store import AdapterStore
 from ..kernels.backend import Kernels, choose_kernels
+from .checkpoint.device_checkpoint import DeviceCheckpoint
 from .config import CPU_POOL_BYTES, EngineConfig
 from .copies.adapter_loader import AdapterLoader
 from .copies.page_mover import PageMover
@@ -58,7 +59,11 @@ def build_executor(
     )
     memory = DeviceMemory(device)
     with memory.part("weights"):
-        decoder = load_decoder(sharding, Checkpoint(config.model_path, dtype, device, on_progress), kernels)
+        if device.type == "cuda":
+            with DeviceCheckpoint(config.model_path, dtype, device, on_progress) as checkpoint:
+                decoder = load_decoder(sharding, checkpoint, kernels)
+        else:
+            decoder = load_decoder(sharding, Checkpoint(config.model_path, dtype, device, on_progress), kernels)
         rotary = rotary_tables(model.rotaries, model.head_dim, context, device)
 
     def ready_runner(geometry: PoolGeometry) -> Runner:
