@@ -72,7 +72,7 @@ def build_executor(
             pool = make_pool(geometry, device)
         runner = Runner(decoder, kernels, parallel, pool, geometry, layout, rotary)
         if device.type == "cuda":
-            with memory.part("chunks of prompts"):
+            with memory.part("chunks of prompts", recurs=True):
                 runner.keep_tables(config.max_num_sequences, context)
                 runner.warm_up(config.max_tokens_per_step, config.max_num_sequences)
             with memory.part("graphs"):
@@ -80,6 +80,7 @@ def build_executor(
         return runner
 
     if device.type == "cuda":
+        parallel.meet()  # what is computed now has the deadline of a step, and bases do not load equally fast
         on_progress("recording the GPU's work", 0, 1)
     pool_bytes = config.pool_bytes or (CPU_POOL_BYTES if device.type == "cpu" else None)
     if pool_bytes is None:

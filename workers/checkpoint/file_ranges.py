@@ -27,9 +27,7 @@ class FileRanges:
         """
         num_bytes = len(target)
         part_bytes = max(-(-num_bytes // _NUM_READERS), _LEAST_BYTES)
-        parts = [
-            (start + at, target[at : at + part_bytes]) for at in range(0, num_bytes, part_bytes)
-        ]
+        parts = [(start + at, target[at : at + part_bytes]) for at in range(0, num_bytes, part_bytes)]
         try:
             descriptor = self._descriptor(tensor.path)
             if len(parts) == 1:

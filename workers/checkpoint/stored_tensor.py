@@ -40,17 +40,15 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
     try:
         described: dict[str, Any] = json.loads(header)
         found = [
-            _described(path, name, first, one, num_bytes)
-            for name, one in described.items()
-            if name != "__metadata__"
+            _described(path, name, first, one, num_bytes) for name, one in described.items() if name != "__metadata__"
         ]
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{path} is damaged: its header is not that of a safetensors file: {error!r}") from error
     return found
 
 
 def _described(path: Path, name: str, first: int, one: dict[str, Any], num_bytes: int) -> StoredTensor:
-    dtype, shape, (start, end) = one["dtype"], tuple(one["shape"]), one["data_offsets"]
+    dtype, shape, start, end = one["dtype"], tuple(one["shape"]), one["data_offsets"][0], one["data_offsets"][1]
     is_whole = all(isinstance(number, int) and number >= 0 for number in (*shape, start, end))
     if not is_whole or (dtype in ITEM_BYTES and end - start != math.prod(shape) * ITEM_BYTES[dtype]):
         raise ValueError(

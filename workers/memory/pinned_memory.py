@@ -30,7 +30,8 @@ def pinned_pages(num_pages: int, geometry: PoolGeometry) -> torch.Tensor:
 def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype, advice: str) -> torch.Tensor:
     """Zeros in pinned memory, which is unpinned when the tensor itself is gone.
 
-    Whoever keeps a view keeps the tensor as well. Raises ValueError, with the advice, if the driver does not pin so much.
+    Whoever keeps a view keeps the tensor as well. Raises ValueError, which ends in `advice`, if the driver does not pin
+    so much.
     """
     zeros = zeros_in_huge_pages(math.prod(shape), dtype).view(shape)
     runtime, address = torch.cuda.cudart(), zeros.data_ptr()
