@@ -6,7 +6,9 @@ What a graph reads never moves: `DeviceRows`, into which the rows of a step are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -115,22 +117,36 @@ def bucket_sizes(max_rows: int) -> list[int]:
     return sorted(sizes)
 
 
+@contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """Garbage in cycles may hold graphs or pinned memory, and to free these in the middle of a capture breaks it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class CudaRecorder:
     """Records computations as CUDA graphs that share their memory: they never run at the same time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all: torch keeps a workspace of cuBLAS, 32 MiB on Hopper, for each stream that has ever multiplied.
+        self._stream = torch.cuda.Stream()
 
+    @_no_garbage_collected()
     def __call__(self, compute: Callable[[], torch.Tensor]) -> Recording:
         """`compute` is called to compile and to warm up, and once more to be recorded."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             compute()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as the one that copies adapters, may use the GPU meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = compute()
         return _CudaRecording(graph, output)
 
