@@ -153,7 +153,7 @@ def test_a_graph_computes_again_from_what_its_inputs_hold(gpu: StandInGpu) -> No
         return inputs * weight + 1
 
     record = CudaRecorder()
-    recording, other = record(compute), record(lambda cut: inputs - 1)
+    earlier, recording, later = record(lambda cut: inputs - 1), record(compute), record(lambda cut: inputs - 2)
     assert total.tolist() == [0.0] * 3, "what is captured is not computed"
     inputs.copy_(torch.tensor([1.0, 2.0, 3.0]))
     first = recording.replay()
@@ -161,7 +161,9 @@ def test_a_graph_computes_again_from_what_its_inputs_hold(gpu: StandInGpu) -> No
     inputs.fill_(5.0)
     assert recording.replay() is first and first.tolist() == [11.0] * 3
     assert total.tolist() == [6.0, 7.0, 8.0]
-    assert other.replay().tolist() == [4.0] * 3
+    assert later.replay().tolist() == [3.0] * 3
+    assert first.tolist() == [11.0] * 3, "what is in use is not given to a graph that is captured later"
+    assert earlier.replay().tolist() == [4.0] * 3
     assert first.isnan().all().item(), "graphs that share their memory overwrite one another's results"
 
 

@@ -79,9 +79,7 @@ class DecodeGraphs:
         self._sizes = sizes[::-1]
 
     def logits(self, inputs: DeviceInputs, adapters: StepAdapters | None) -> torch.Tensor | None:
-        """`[num_rows, vocab]`, valid until the next call; None: this step is not one that was recorded."""
-        if not inputs.is_decode:
-            return None
+        """`[num_rows, vocab]` of decodes, valid until the next call; None: their adapters do not fit."""
         num_rows = len(inputs.sample_ids)
         size = next(size for size in self._sizes if size >= num_rows)
         bucket = self._buckets.get((size, adapters is not None))

@@ -66,7 +66,7 @@ class MixedGraphs:
         self._sizes = sizes
 
     def hidden_states(self, inputs: DeviceInputs, adapters: StepAdapters | None) -> torch.Tensor | None:
-        """`[num_rows, hidden]`, valid until the next call; None: this step is not one that was recorded."""
+        """`[num_rows, hidden]`, valid until the next call; None: the rows or their adapters do not fit."""
         num_rows = inputs.rows.shape[1]
         size = next((size for size in self._sizes if size >= num_rows), None)
         bucket = None if size is None else self._buckets[size, adapters is not None]

@@ -101,7 +101,7 @@ class Runner:
             self._hidden_states,
             self._kernels.paged_attention,
             Widths(attention.num_heads, attention.head_dim, len(self._decoder.norm)),
-            self._pool.dtype,
+            self._decoder.norm.dtype,
             self._tables,
             self._rows,
             max_tokens,
@@ -182,15 +182,20 @@ class Runner:
 
     def _logits(self, inputs: StepInputs | DeviceInputs) -> torch.Tensor:
         adapters = self._adapters_of(inputs.segments)
-        if self._graphs is not None and isinstance(inputs, DeviceInputs):
-            recorded = self._graphs.logits(inputs, adapters)
+        if isinstance(inputs, DeviceInputs):
+            recorded = self._recorded_logits(inputs, adapters)
             if recorded is not None:
                 return recorded
-        if self._mixed_graphs is not None and isinstance(inputs, DeviceInputs):
-            hidden = self._mixed_graphs.hidden_states(inputs, adapters)
-            if hidden is not None:
-                return self._decoder.logits(hidden[inputs.sample_rows], self._context(inputs.attention, None))
         return self._forward(inputs.token_ids, inputs.attention, adapters, inputs.sample_rows)
+
+    def _recorded_logits(self, inputs: DeviceInputs, adapters: StepAdapters | None) -> torch.Tensor | None:
+        """None: this step is not one that was recorded."""
+        if inputs.is_decode:
+            return None if self._graphs is None else self._graphs.logits(inputs, adapters)
+        hidden = None if self._mixed_graphs is None else self._mixed_graphs.hidden_states(inputs, adapters)
+        if hidden is None:
+            return None
+        return self._decoder.logits(hidden[inputs.sample_rows], self._context(inputs.attention, None))
 
     def _forward(
         self,
