@@ -33,7 +33,7 @@ from motet.kernels.staging import Arriving
 from motet.workers.execution import device_rows
 from motet.workers.execution.executor import LocalExecutor
 from motet.workers.execution.feeding_executor import FeedingExecutor
-from motet.workers.execution.graphs import Compute
+from motet.workers.execution.graphs import Between, Compute
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest
 
 Way = Literal["launched", "recorded"]
@@ -55,12 +55,12 @@ def spin(seconds: float) -> None:
 class Replayed:
     """In place of CUDA graphs: `graphs.Recording`."""
 
-    betweens: list[Callable[[], None]]
+    betweens: list[Between]
     output: torch.Tensor
 
     @staticmethod
     def record(compute: Compute) -> Replayed:
-        betweens: list[Callable[[], None]] = []
+        betweens: list[Between] = []
         return Replayed(betweens, compute(betweens.append))
 
     def replay(self) -> torch.Tensor:

@@ -33,7 +33,8 @@ class Recording(Protocol):
         """Computes what was recorded again, from what its inputs hold now. The output is always the same memory."""
 
 
-Cut = Callable[[Callable[[], None]], None]
+Between = Callable[[], object]
+Cut = Callable[[Between], object]
 Compute = Callable[[Cut], torch.Tensor]  # calls `cut(between)` where each replay is to call `between`
 Record = Callable[[Compute], Recording]
 
@@ -128,11 +129,11 @@ class CudaRecorder:
         with torch.cuda.stream(stream):
             compute(lambda between: None)
         torch.cuda.current_stream().wait_stream(stream)
-        graphs, betweens = [torch.cuda.CUDAGraph()], list[Callable[[], None]]()
+        graphs, betweens = [torch.cuda.CUDAGraph()], list[Between]()
         with ExitStack() as capture:
             capture.enter_context(self._capture(graphs[0]))
 
-            def cut(between: Callable[[], None]) -> None:
+            def cut(between: Between) -> None:
                 capture.close()
                 betweens.append(between)
                 graphs.append(torch.cuda.CUDAGraph())
@@ -149,7 +150,7 @@ class CudaRecorder:
 @dataclass(frozen=True)
 class _CudaRecording:
     graphs: tuple[torch.cuda.CUDAGraph, ...]
-    betweens: tuple[Callable[[], None], ...]  # one less
+    betweens: tuple[Between, ...]  # one less
     output: torch.Tensor
 
     def replay(self) -> torch.Tensor:
