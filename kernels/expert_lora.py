@@ -39,6 +39,7 @@ class CapturableExpertLora(ExpertLoraKernels, Protocol):
     def reserve(
         self,
         num_rows: int,
+        num_segments: int,
         num_pages: int,
         ranks: int,
         num_experts: int,

@@ -112,9 +112,15 @@ class CapturableLora(LoraKernels, Protocol):
     """LoRA whose launches a CUDA graph can record once and replay on other batches."""
 
     def reserve(
-        self, num_rows: int, num_pages: int, ranks: int, geometry: LoraGeometry, device: torch.device
+        self,
+        num_rows: int,
+        num_segments: int,
+        num_pages: int,
+        ranks: int,
+        geometry: LoraGeometry,
+        device: torch.device,
     ) -> LoraBatch | None:
-        """An empty batch with room for these numbers of rows, pages and ranks; None: the geometry does not allow it."""
+        """An empty batch with room for these numbers; None: the geometry does not allow it."""
 
     def refill(self, reserved: LoraBatch, batch: LoraBatch | None) -> bool:
         """Copies `batch` (None: an empty one) into `reserved`. False: it does not fit, and `reserved` is unchanged."""

@@ -76,7 +76,9 @@ def build_executor(
                 runner.keep_tables(config.max_num_sequences, context)
                 runner.warm_up(config.max_tokens_per_step, config.max_num_sequences)
             with memory.part("graphs"):
-                runner.record_decodes(CudaRecorder())
+                record = CudaRecorder()
+                runner.record_decodes(record)
+                runner.record_mixed(config.max_tokens_per_step, record)
         return runner
 
     if device.type == "cuda":

@@ -17,12 +17,16 @@ class SleepingDevice:
     def __init__(self, pass_s: float) -> None:
         self.pass_s = pass_s
         self._busy_until_s = time.perf_counter()
-        self.idle_s: list[float] = []  # before each pass
+        self.idle_s: list[float] = []  # before each pass, and within it for want of launches
 
-    def launch(self) -> None:
+    def launch(self, began_s: float | None = None) -> None:
+        """A pass whose first kernel was launched at `began_s`, and its last one now; None: it is one launch."""
         now_s = time.perf_counter()
-        self.idle_s.append(max(now_s - self._busy_until_s, 0.0))
-        self._busy_until_s = max(now_s, self._busy_until_s) + self.pass_s
+        first_s = now_s if began_s is None else began_s
+        begins_s = max(first_s, self._busy_until_s)
+        ends_s = max(begins_s + self.pass_s, now_s)
+        self.idle_s.append(ends_s - self._busy_until_s - self.pass_s)
+        self._busy_until_s = ends_s
 
     def mark(self) -> float:
         """The moment after all that was launched."""

@@ -116,6 +116,7 @@ class TritonExpertLora:
     def reserve(
         self,
         num_rows: int,
+        num_segments: int,
         num_pages: int,
         ranks: int,
         num_experts: int,
@@ -128,7 +129,7 @@ class TritonExpertLora:
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        num_parts = num_rows * num_experts
+        num_parts = num_segments * num_experts
         tables = zeros(num_rows) - 1, zeros(num_parts, len(geometry.sides), 4), zeros(num_parts), zeros(num_pages)
         return TritonExpertLoraBatch(geometry, *tables, num_experts, tile_rows_of(num_rows), ranks_of(ranks))
 

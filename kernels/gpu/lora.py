@@ -17,6 +17,7 @@ from .lora_device import expand_kernel, shrink_kernel
 log = logging.getLogger(__name__)
 
 LEAST_TILE = 16  # fewest elements of a row that a matrix instruction takes
+_SHORT_TILE, _TALL_TILE = 16, 64  # rows
 _ROWS_OF_SHORT_TILES = 256  # most rows of a segment in short tiles; for more, tall tiles read its matrices less often
 _LEAST_STEPS = 2  # fewest tiles of x's columns in a split
 
@@ -97,7 +98,13 @@ class TritonLora:
         )
 
     def reserve(
-        self, num_rows: int, num_pages: int, ranks: int, geometry: LoraGeometry, device: torch.device
+        self,
+        num_rows: int,
+        num_segments: int,
+        num_pages: int,
+        ranks: int,
+        geometry: LoraGeometry,
+        device: torch.device,
     ) -> TritonLoraBatch | None:
         """See `lora.CapturableLora`. None: rows of this base cannot be cut into runs of 16 elements."""
         if tile_width(geometry) < LEAST_TILE:
@@ -107,7 +114,9 @@ class TritonLora:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         modules = len(geometry.sides)
-        tables = zeros(num_rows, 3), zeros(num_rows, modules, 4), zeros(num_rows), zeros(num_pages)
+        # Short tiles are the most. Each segment's last one may be partly filled.
+        num_tiles = min(num_rows, num_rows // _SHORT_TILE + num_segments)
+        tables = zeros(num_tiles, 3), zeros(num_segments, modules, 4), zeros(num_segments), zeros(num_pages)
         return TritonLoraBatch(geometry, *tables, tile_rows_of(num_rows), ranks_of(ranks))
 
     def refill(self, reserved: TritonLoraBatch, batch: TritonLoraBatch | PlainLoraBatch | None) -> bool:
@@ -241,7 +250,7 @@ class TritonLora:
 
 def tile_rows_of(longest: int) -> int:
     """Rows of a tile, where `longest` is the number of rows of the longest segment."""
-    return 64 if longest > _ROWS_OF_SHORT_TILES else 16
+    return _TALL_TILE if longest > _ROWS_OF_SHORT_TILES else _SHORT_TILE
 
 
 def tile_width(geometry: LoraGeometry) -> int:

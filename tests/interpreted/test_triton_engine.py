@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -14,7 +13,7 @@ from motet.tests.rigs.engine_rig import Stock
 from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, Oracle, write_adapters, write_model
 from motet.workers import worker_builder
 from motet.workers.execution.executor import LocalExecutor
-from motet.workers.execution.graphs import bucket_sizes
+from motet.workers.execution.graphs import Compute, bucket_sizes
 from motet.workers.wire.messages import SamplingParams
 
 TOLERANCE = 1e-3  # of logits in float32
@@ -27,11 +26,11 @@ LENGTHS = (9, 3, 6)  # of prompts, in tokens: the interpreter is slow
 class Rerun:
     """Stands in for a CUDA graph: computes again on the same memory, and counts."""
 
-    compute: Callable[[], torch.Tensor]
+    compute: Compute
     replays: list[int]
 
     def replay(self) -> torch.Tensor:
-        out = self.compute()
+        out = self.compute(lambda between: between())
         self.replays.append(len(out))
         return out
 
@@ -54,7 +53,8 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_exact(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The base and adapters in one batch, prompt chunks beside decodes, against the oracle's answer to each alone."""
-    kernels, replays = triton_kernels(torch.device("cpu"), torch.float32), list[int]()
+    kernels = triton_kernels(torch.device("cpu"), torch.float32)
+    decodes, mixed = list[int](), list[int]()
     monkeypatch.setattr(worker_builder, "choose_kernels", lambda *_, **__: kernels)
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, num_logprobs=VOCAB_SIZE)
     with bench.stock.engine(num_pages=100, max_tokens_per_step=10) as rig:
@@ -62,7 +62,8 @@ def test_exact(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         executor = rig.engine.executor
         assert isinstance(executor, LocalExecutor)
         executor.runner.keep_tables(16, 60)
-        executor.runner.record_decodes(lambda compute: Rerun(compute, replays))
+        executor.runner.record_decodes(lambda compute: Rerun(compute, decodes))
+        executor.runner.record_mixed(10, lambda compute: Rerun(compute, mixed))
         generator = random.Random(5)
         prompts = [[generator.randrange(VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
         for sequence_id, (prompt, adapter) in enumerate(zip(prompts, ADAPTERS, strict=True)):
@@ -77,4 +78,5 @@ def test_exact(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
             heard = torch.tensor(said.top_logprobs)[torch.tensor(said.top_ids).argsort()]
             torch.testing.assert_close(heard, row, atol=TOLERANCE, rtol=0)
             assert row.max() - row[token_id] < TOLERANCE
-    assert replays and set(replays) <= set(bucket_sizes(4))
+    assert decodes and set(decodes) <= set(bucket_sizes(4))
+    assert mixed and set(mixed) == {10}

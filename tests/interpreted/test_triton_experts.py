@@ -110,7 +110,7 @@ def test_pairs_use_their_experts_part_of_their_rows_adapter(
     expert_lora = TritonExpertLora(TritonLora())
     prepared = expert_lora.prepare(segments, GEOMETRY, CPU)
     if reserved:
-        room = expert_lora.reserve(start + 3, len(pool), 32, num_experts, GEOMETRY, CPU)
+        room = expert_lora.reserve(start + 3, len(batch), len(pool), 32, num_experts, GEOMETRY, CPU)
         assert room is not None and expert_lora.refill(room, prepared)
         prepared = room
     host = HostExpertLora(twin)
@@ -156,8 +156,8 @@ def test_a_reserved_batch_refuses_what_has_no_room() -> None:
         (4, 900, 16, [LoraSegment(0, 1, wide)]),  # ranks
         (256, 900, 32, [LoraSegment(0, 300, wide)]),  # so many rows of one adapter that it wants taller tiles
     ):
-        room = expert_lora.reserve(num_rows, num_pages, ranks, 2, GEOMETRY, CPU)
+        room = expert_lora.reserve(num_rows, num_rows, num_pages, ranks, 2, GEOMETRY, CPU)
         assert room is not None
         assert not expert_lora.refill(room, expert_lora.prepare(segments, GEOMETRY, CPU))
         assert (room.row_segments == -1).all()
-    assert expert_lora.reserve(1, 1, 16, 2, LoraGeometry(1, 100, 4, GEOMETRY.sides), CPU) is None
+    assert expert_lora.reserve(1, 1, 1, 16, 2, LoraGeometry(1, 100, 4, GEOMETRY.sides), CPU) is None

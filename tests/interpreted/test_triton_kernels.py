@@ -276,7 +276,7 @@ def test_a_reserved_batch_becomes_any_that_fits(batches: list[list[dict[str, int
     for batch in batches:
         pool, segments, geometry, _num_rows = adapters_in_pool([(ranks, 1) for ranks in batch], 256, generator)
         if reserved is None:
-            reserved = lora.reserve(longest, 4000, 256, geometry, CPU)
+            reserved = lora.reserve(longest, longest, 4000, 256, geometry, CPU)
             assert reserved is not None
         prepared = lora.prepare(segments, geometry, CPU)
         assert lora.refill(reserved, prepared)
@@ -303,11 +303,11 @@ def test_a_reserved_batch_refuses_what_has_no_room() -> None:
         (8, 4000, 32, segments[:1]),  # ranks
         (256, 4000, 64, segments[1:]),  # so many rows of one adapter that it wants wider tiles
     ):
-        reserved = lora.reserve(rows, pages, ranks, geometry, CPU)
+        reserved = lora.reserve(rows, rows, pages, ranks, geometry, CPU)
         assert reserved is not None
         assert not lora.refill(reserved, lora.prepare(given_segments, geometry, CPU))
         assert not reserved.tiles.any()
-    assert lora.reserve(1, 1, 16, LoraGeometry(1, 100, 4, geometry.sides), CPU) is None
+    assert lora.reserve(1, 1, 1, 16, LoraGeometry(1, 100, 4, geometry.sides), CPU) is None
 
 
 @pytest.mark.parametrize("degree", [2, 4])

@@ -23,7 +23,7 @@ from motet.tests.rigs.stand_in_gpu.timeline import OrderError
 from motet.workers.copies.page_mover import PageMover
 from motet.workers.copies.side_stream import SideStream
 from motet.workers.execution.device_rows import DeviceRows
-from motet.workers.execution.graphs import CudaRecorder, DecodeGraphs
+from motet.workers.execution.graphs import CudaRecorder, Cut, DecodeGraphs
 from motet.workers.execution.page_tables import PageTables
 from motet.workers.memory.host_adapter_cache import HostAdapterCache
 from motet.workers.memory.page_arrays import DevicePages, DiskPages, HostPages
@@ -148,12 +148,12 @@ def test_a_graph_computes_again_from_what_its_inputs_hold(gpu: StandInGpu) -> No
     inputs, weight = torch.zeros(3, device=GPU), torch.full((3,), 2.0, device=GPU)
     total = torch.zeros(3, device=GPU)
 
-    def compute() -> torch.Tensor:
+    def compute(cut: Cut) -> torch.Tensor:
         total.add_(inputs)
         return inputs * weight + 1
 
     record = CudaRecorder()
-    recording, other = record(compute), record(lambda: inputs - 1)
+    earlier, recording, later = record(lambda cut: inputs - 1), record(compute), record(lambda cut: inputs - 2)
     assert total.tolist() == [0.0] * 3, "what is captured is not computed"
     inputs.copy_(torch.tensor([1.0, 2.0, 3.0]))
     first = recording.replay()
@@ -161,8 +161,36 @@ def test_a_graph_computes_again_from_what_its_inputs_hold(gpu: StandInGpu) -> No
     inputs.fill_(5.0)
     assert recording.replay() is first and first.tolist() == [11.0] * 3
     assert total.tolist() == [6.0, 7.0, 8.0]
-    assert other.replay().tolist() == [4.0] * 3
+    assert later.replay().tolist() == [3.0] * 3
+    assert first.tolist() == [11.0] * 3, "what is in use is not given to a graph that is captured later"
+    assert earlier.replay().tolist() == [4.0] * 3
     assert first.isnan().all().item(), "graphs that share their memory overwrite one another's results"
+
+
+def test_a_recording_that_is_cut_goes_on_from_what_it_has_computed(gpu: StandInGpu) -> None:
+    """What is called between two graphs is called in each replay; what is free by then may be overwritten."""
+    inputs, between = torch.zeros(3, device=GPU), torch.zeros(3, device=GPU)
+    dropped: list[torch.Tensor] = []
+
+    def compute(cut: Cut) -> torch.Tensor:
+        kept, lost = inputs * 2, inputs * 3
+        dropped[:] = [lost[:]]
+        del lost
+        cut(lambda: between.copy_(inputs + 1))
+        seen = kept + between
+        lost = dropped.pop() + 0
+        del kept
+        cut(lambda: between.copy_(lost))
+        return seen + between
+
+    record = CudaRecorder()
+    recording, other = record(compute), record(lambda cut: inputs - 1)
+    inputs.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    assert recording.replay().tolist() == [7.0, 13.0, 19.0]
+    assert other.replay().tolist() == [0.0, 1.0, 2.0]
+    inputs.fill_(1.0)
+    assert recording.replay().tolist() == [7.0] * 3
+    assert gpu.tally.replays == 7
 
 
 @pytest.mark.parametrize(
@@ -187,7 +215,7 @@ def test_what_a_graph_cannot_hold(gpu: StandInGpu, use: Callable[[torch.Tensor],
 
 def test_a_graph_does_not_outlive_what_it_reads(gpu: StandInGpu) -> None:
     inputs = [torch.zeros(3, device=GPU)]
-    recording = CudaRecorder()(lambda: inputs[0] + 1)
+    recording = CudaRecorder()(lambda cut: inputs[0] + 1)
     inputs.clear()
     found(gpu, GraphError, "which was freed", recording.replay)
 
@@ -195,7 +223,7 @@ def test_a_graph_does_not_outlive_what_it_reads(gpu: StandInGpu) -> None:
 class NoAdapters:
     """Those of a base whose adapters no graph can hold."""
 
-    def reserve(self, num_rows: int) -> None:
+    def reserve(self, num_rows: int, num_segments: int) -> None:
         return None
 
     def refill(self, reserved: StepAdapters, step: StepAdapters) -> bool:

@@ -25,6 +25,7 @@ from .page_tables import PageTables
 _POSITION, _TABLE, _SOURCE, _TOKEN = range(4)  # of each row; its source is a row of the step before, or _GIVEN
 _GIVEN = -1  # the row's token is there
 _PADDING = (-1, 0, _GIVEN, 0)
+MOST_ROWS = 512  # of a recorded step with prompts; beyond, the device takes longer than the host's launches
 
 
 class DeviceRows:
@@ -33,7 +34,7 @@ class DeviceRows:
     def __init__(self, tables: PageTables, block_size: int) -> None:
         self.tables, self._block_size, self._device = tables, block_size, tables.pages.device
         self._chosen = torch.zeros(tables.num_sequences, dtype=torch.int64, device=self._device)  # by the step before
-        self._fixed = torch.zeros((4, tables.num_sequences), dtype=torch.int64, device=self._device)
+        self._fixed = torch.zeros((4, max(tables.num_sequences, MOST_ROWS)), dtype=torch.int64, device=self._device)
         self._padding = torch.tensor(_PADDING, device=self._device).unsqueeze(1)
 
     def inputs(self, plan: StepPlan, adapters: Mapping[str, PagedAdapter], before: BegunStep) -> DeviceInputs:
@@ -86,7 +87,10 @@ class DeviceRows:
             self._fixed[:, num_rows:size].copy_(self._padding)
 
     def fixed(self, size: int) -> tuple[torch.Tensor, AttentionBatch]:
-        """Tokens and batch of so many decodes, from what `fill` put there. Padding has position -1."""
+        """Tokens and batch of so many rows, from what `fill` put there, as if all were decodes.
+
+        Padding has position -1.
+        """
         rows = self._fixed[:, :size]
         batch = self.attention(rows, rows[_TABLE], tuple(range(size + 1)), (), self.tables.most_pages)
         return self.token_ids(rows), batch

@@ -1,14 +1,14 @@
 """Decode steps recorded as CUDA graphs: one launch in place of hundreds, for batches in which every row is a decode.
 
-A graph has a fixed number of rows, a bucket; a smaller batch is padded with rows at position -1, which write nothing.
-What a graph reads never moves: `DeviceRows`, into which the rows of a step are copied before a replay.
+A recording has a fixed number of rows, a bucket; a smaller batch is padded with rows at position -1, which write
+nothing. What it reads never moves: `DeviceRows`, into which the rows of a step are copied before a replay.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +24,7 @@ Forward = Callable[[torch.Tensor, AttentionBatch, StepAdapters | None], torch.Te
 class Reserved(Protocol):
     """`AdapterTables`, as far as graphs need them."""
 
-    def reserve(self, num_rows: int) -> StepAdapters | None: ...
+    def reserve(self, num_rows: int, num_segments: int) -> StepAdapters | None: ...
 
     def refill(self, reserved: StepAdapters, step: StepAdapters) -> bool: ...
 
@@ -34,15 +34,26 @@ class Recording(Protocol):
         """Computes what was recorded again, from what its inputs hold now. The output is always the same memory."""
 
 
-Record = Callable[[Callable[[], torch.Tensor]], Recording]
+Between = Callable[[], object]
+Cut = Callable[[Between], object]
+Compute = Callable[[Cut], torch.Tensor]  # calls `cut(between)` where each replay is to call `between`
+Record = Callable[[Compute], Recording]
 
 
 @dataclass
-class _Bucket:
-    num_rows: int
+class Bucket:
+    """A recording, and the adapters that it reads."""
+
     adapters: StepAdapters | None  # None: no row has an adapter
     recording: Recording
-    filled_with: StepAdapters | None = None
+    _filled_with: StepAdapters | None = None
+
+    def fill(self, step: StepAdapters | None, tables: Reserved) -> bool:
+        """Has it read the adapters of a step. False: they do not fit."""
+        if step is None or self.adapters is None or self._filled_with is step:
+            return True
+        self._filled_with = step if tables.refill(self.adapters, step) else None
+        return self._filled_with is step
 
 
 class DecodeGraphs:
@@ -70,39 +81,28 @@ class DecodeGraphs:
         self._sizes = sizes[::-1]
 
     def logits(self, inputs: DeviceInputs, adapters: StepAdapters | None) -> torch.Tensor | None:
-        """`[num_rows, vocab]`, valid until the next call; None: this step is not one that was recorded."""
-        if not inputs.is_decode:
-            return None
+        """`[num_rows, vocab]` of decodes, valid until the next call; None: their adapters do not fit."""
         num_rows = len(inputs.sample_ids)
         size = next(size for size in self._sizes if size >= num_rows)
         bucket = self._buckets.get((size, adapters is not None))
-        if bucket is None or not self._filled(bucket, adapters):
+        if bucket is None or not bucket.fill(adapters, self._adapters):
             return None
         self._rows.fill(inputs.rows, size)
         return bucket.recording.replay()[:num_rows]
 
-    def _recorded(self, size: int, has_adapters: bool) -> _Bucket | None:
+    def _recorded(self, size: int, has_adapters: bool) -> Bucket | None:
         adapters = None
         if has_adapters:
-            adapters = self._adapters.reserve(size)
+            adapters = self._adapters.reserve(size, num_segments=size)
             if adapters is None:
                 return None
 
-        def compute() -> torch.Tensor:
+        def compute(cut: Cut) -> torch.Tensor:
             # A new batch each time: backends remember what they derived from a batch, and must derive it in here.
             token_ids, batch = self._rows.fixed(size)
             return self._logits[:size].copy_(self._forward(token_ids, batch, adapters))
 
-        return _Bucket(size, adapters, self._record(compute))
-
-    def _filled(self, bucket: _Bucket, adapters: StepAdapters | None) -> bool:
-        if adapters is None or bucket.adapters is None or bucket.filled_with is adapters:
-            return True
-        bucket.filled_with = None
-        if not self._adapters.refill(bucket.adapters, adapters):
-            return False
-        bucket.filled_with = adapters
-        return True
+        return Bucket(adapters, self._record(compute))
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
@@ -138,24 +138,39 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream()
 
     @_no_garbage_collected()
-    def __call__(self, compute: Callable[[], torch.Tensor]) -> Recording:
-        """`compute` is called to compile and to warm up, and once more to be recorded."""
+    def __call__(self, compute: Compute) -> Recording:
+        """`compute` is called to compile and to warm up, and once more to be recorded. A cut begins another graph."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            compute()
+            compute(lambda between: None)
         torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
+        graphs, betweens = [torch.cuda.CUDAGraph()], list[Between]()
+        with ExitStack() as capture:
+            capture.enter_context(self._capture(graphs[0]))
+
+            def cut(between: Between) -> None:
+                capture.close()
+                betweens.append(between)
+                graphs.append(torch.cuda.CUDAGraph())
+                capture.enter_context(self._capture(graphs[-1]))
+
+            output = compute(cut)
+        return _CudaRecording(tuple(graphs), tuple(betweens), output)
+
+    def _capture(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
         # Other threads, such as the one that copies adapters, may use the GPU meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            output = compute()
-        return _CudaRecording(graph, output)
+        return torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
 
 
 @dataclass(frozen=True)
 class _CudaRecording:
-    graph: torch.cuda.CUDAGraph
+    graphs: tuple[torch.cuda.CUDAGraph, ...]
+    betweens: tuple[Between, ...]  # one less
     output: torch.Tensor
 
     def replay(self) -> torch.Tensor:
-        self.graph.replay()
+        for graph, between in zip(self.graphs, self.betweens, strict=False):
+            graph.replay()
+            between()
+        self.graphs[-1].replay()
         return self.output

@@ -53,15 +53,21 @@ class AdapterTables:
             experts = self._kernels.expert_lora.prepare(segments, self._expert_geometry, self._device)
         return StepAdapters(self._kernels.lora.prepare(segments, self._geometry, self._device), experts)
 
-    def reserve(self, num_rows: int) -> StepAdapters | None:
-        """Room for the adapters of so many rows; None: graphs cannot hold adapters of this base."""
+    def reserve(self, num_rows: int, num_segments: int) -> StepAdapters | None:
+        """Room for the adapters of so many rows and segments; None: graphs cannot hold adapters of this base."""
         lora, expert_lora = self._kernels.capturable_lora, self._kernels.capturable_expert_lora
         assert lora is not None, "only what can be recorded"
-        dense = lora.reserve(num_rows, self._num_pages, MAX_RANK, self._geometry, self._device)
+        dense = lora.reserve(num_rows, num_segments, self._num_pages, MAX_RANK, self._geometry, self._device)
         experts = None
         if self._expert_geometry is not None and self._experts is not None and expert_lora is not None:
             experts = expert_lora.reserve(
-                num_rows, self._num_pages, MAX_RANK, self._experts.num_experts, self._expert_geometry, self._device
+                num_rows,
+                num_segments,
+                self._num_pages,
+                MAX_RANK,
+                self._experts.num_experts,
+                self._expert_geometry,
+                self._device,
             )
             if experts is None:
                 return None

@@ -27,6 +27,7 @@ class GraphError(GpuProblem):
 class Capture:
     """What one graph holds."""
 
+    kept: frozenset[int] = frozenset()  # ids of memory of earlier graphs of its pool that was not free when it began
     recorded: list[Callable[[Work], None]] = field(default_factory=list)  # each computes one operation again
     own_memory: dict[int, tuple[WatchedMemory, torch.Tensor]] = field(default_factory=dict)
     saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # memory from outside: content
@@ -34,10 +35,14 @@ class Capture:
     def own(self, memory: WatchedMemory, inner: torch.Tensor) -> None:
         self.own_memory[id(memory)] = (memory, inner)
 
-    def spoil(self) -> None:
-        """Another graph of the same pool has run, or none yet: what lies in this one's memory is worth nothing."""
-        for _, inner in self.own_memory.values():
-            poison(_whole(inner))
+    def spoil(self, kept: frozenset[int] = frozenset()) -> None:
+        """Another graph of the same pool has run, or none yet: what lies in this one's memory is worth nothing.
+
+        `kept`: the other one cannot have taken this memory.
+        """
+        for number, (_, inner) in self.own_memory.items():
+            if number not in kept:
+                poison(_whole(inner))
 
     def record(self, compute: Callable[[], Any], out: Any, uses: Callable[[], list[Use]]) -> None:
         """An operation whose results `out`, plain tensors, stay where they are."""
@@ -55,7 +60,7 @@ class Capture:
         for memory, cells, writes in uses:
             if id(memory) in self.own_memory:
                 continue
-            if memory.is_free:
+            if memory.is_free and id(memory) not in self.kept:
                 problem = GraphError(f"a graph is replayed that uses {memory.what}, which was freed")
                 raise memory.timeline.problem(problem)
             memory.use(cells, work, writes=writes)
@@ -79,9 +84,10 @@ class Captures:
     def current(self) -> Capture | None:
         return getattr(self._local, "capture", None)
 
-    def begin(self) -> None:
+    def begin(self, pool: object) -> None:
         assert self.current is None, "a capture within another"
-        self._local.capture = Capture()
+        before = (memory for each in self._in_pool.get(pool, ()) for memory, _ in each.own_memory.values())
+        self._local.capture = Capture(frozenset(id(memory) for memory in before if not memory.is_free))
 
     def end(self, pool: object) -> Capture:
         """The capture that ends. What it has changed outside is as it was before."""

@@ -26,7 +26,7 @@ class Graph:
         assert self._capture is not None, "a graph is replayed that was not captured"
         self._tally.replays += 1
         for other in self._captures.others(self._pool, self._capture):
-            other.spoil()
+            other.spoil(self._capture.kept)
         self._capture.replay(self._operations.launch("graph"))
 
     def end_capture(self, pool: object) -> None:
@@ -56,7 +56,7 @@ def cuda_names(
         synchronize()  # torch does, before it captures
         streams.set_current(beside)
         beside.wait_stream(before)
-        captures.begin()
+        captures.begin(pool)
         try:
             yield
         except BaseException:
