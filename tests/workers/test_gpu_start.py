@@ -22,7 +22,7 @@ from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu, stand_in_gpu
 from motet.workers import worker_builder
 from motet.workers.checkpoint.staging import STAGING_BYTES
 from motet.workers.device_memory import LATER_BYTES, DeviceMemory
-from motet.workers.execution.graphs import CudaRecorder
+from motet.workers.execution.graphs import CudaRecorder, Cut
 from motet.workers.memory.pinned_memory import pinned_zeros
 from motet.workers.wire.messages import SamplingParams
 from motet.workers.worker import WorkerSettings
@@ -61,7 +61,7 @@ def test_all_recordings_are_made_in_one_stream(gpu: StandInGpu) -> None:
     """torch keeps 32 MiB of cuBLAS for each stream that multiplies, and hands out 32 streams in turn."""
     weight, used = torch.ones((4, 4), device=GPU), set[int]()
 
-    def compute() -> torch.Tensor:
+    def compute(cut: Cut) -> torch.Tensor:
         used.add(gpu.streams.current.number)
         return weight @ weight
 
@@ -82,7 +82,7 @@ def test_no_garbage_is_collected_in_a_capture(gpu: StandInGpu) -> None:
     """What it would free, a graph or pinned memory, CUDA does not free in the middle of a capture."""
     weight = torch.ones(4, device=GPU)
 
-    def compute() -> torch.Tensor:
+    def compute(cut: Cut) -> torch.Tensor:
         Ring()
         return weight + len([[each] for each in range(2000)])
 

@@ -16,7 +16,7 @@ from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu, stand_in_gpu
 from motet.workers import device_memory, worker_builder
 from motet.workers.worker import WorkerSettings, run_worker
 
-UNEVEN_BYTES = 16 << 20  # that the GPU of each worker of a gang has less than the one before
+UNEVEN_BYTES = 48 << 20  # that the GPU of each worker of a gang has less than the one before
 
 
 def twins() -> Kernels:
