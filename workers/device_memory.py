@@ -23,10 +23,14 @@ class DeviceMemory:
         self._device, self._on_gpu = device, device.type == "cuda"
         self._parts: dict[str, int] = {}  # bytes, by what took them
         self._most_allocated_bytes = 0
+        self._passing_bytes = 0  # the most that what recurs takes while it runs
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """What is allocated within this context and kept is this part's. Raises ValueError if it does not fit."""
+    def part(self, name: str, *, recurs: bool = False) -> Iterator[None]:
+        """What is allocated within this context and kept is this part's. Raises ValueError if it does not fit.
+
+        `recurs`: requests let it run again, beside all other parts.
+        """
         if not self._on_gpu:
             yield
             return
@@ -44,6 +48,8 @@ class DeviceMemory:
         most = torch.cuda.max_memory_allocated(self._device)
         self._most_allocated_bytes = max(self._most_allocated_bytes, most)
         passing = most - before - kept
+        if recurs:
+            self._passing_bytes = max(self._passing_bytes, passing)
         if passing > kept:
             self._parts[f"{name}, while it ran"] = passing
 
@@ -53,9 +59,12 @@ class DeviceMemory:
         To be asked when all parts are there and have run their largest step, with a pool of `trial_bytes`. What others
         have on this GPU is theirs: the driver's context, NCCL's buffers, other processes.
         """
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
-        reserved = torch.cuda.memory_reserved(self._device)  # what torch has freed and keeps is in it
-        taken = total - free - reserved + max(reserved, self._most_allocated_bytes) - trial_bytes
+        # What stays, that of graphs included, which nothing else can use: what passes comes on top of both.
+        reserved = torch.cuda.memory_reserved(self._device)
+        most = max(reserved + self._passing_bytes, self._most_allocated_bytes)
+        taken = total - free - reserved + most - trial_bytes
         room = int(share * total) - taken - LATER_BYTES
         if room > 0:
             _log.info(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+_LOOK_AGAIN_S = 0.05  # for a worker that others wait for
 
 
 class Parallel(Protocol):
@@ -21,6 +24,9 @@ class Parallel(Protocol):
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All workers' x, by rank: `[degree, *x.shape]`."""
+
+    def meet(self) -> None:
+        """Returns when all workers have called it, however late one is. Once."""
 
 
 class Traffic:
@@ -55,6 +61,9 @@ class Alone:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x.unsqueeze(0)
 
+    def meet(self) -> None:
+        pass
+
 
 class ProcessGroup:
     """Workers in processes of their own, over torch.distributed: NCCL on GPUs, gloo on CPUs."""
@@ -62,6 +71,7 @@ class ProcessGroup:
     def __init__(self, rank: int, degree: int, store: TCPStore, timeout_s: float, device: torch.device) -> None:
         """Returns when all workers have come. A worker that dies or hangs later makes a collective raise."""
         self.rank, self.degree = rank, degree
+        self._store = store
         self.traffic = Traffic()
         torch.distributed.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -84,6 +94,13 @@ class ProcessGroup:
             self.traffic.count_all_gather(x, self.degree)
             torch.distributed.all_gather_into_tensor(gathered, x.flatten())
         return gathered.view(self.degree, *x.shape)
+
+    def meet(self) -> None:
+        """Raises an error if the leader, whose process has the store, is gone."""
+        keys = [f"worker {rank} is here" for rank in range(self.degree)]
+        self._store.set(keys[self.rank], "")
+        while not self._store.check(keys):  # a wait in the store itself would keep NCCL's own threads from using it
+            time.sleep(_LOOK_AGAIN_S)
 
     def close(self) -> None:
         torch.distributed.destroy_process_group()

@@ -11,6 +11,7 @@ import torch
 
 from ..adapters.store.store import AdapterStore
 from ..kernels.backend import Kernels, choose_kernels
+from .checkpoint.device_checkpoint import DeviceCheckpoint
 from .config import CPU_POOL_BYTES, EngineConfig
 from .copies.adapter_loader import AdapterLoader
 from .copies.page_mover import PageMover
@@ -58,7 +59,11 @@ def build_executor(
     )
     memory = DeviceMemory(device)
     with memory.part("weights"):
-        decoder = load_decoder(sharding, Checkpoint(config.model_path, dtype, device, on_progress), kernels)
+        if device.type == "cuda":
+            with DeviceCheckpoint(config.model_path, dtype, device, on_progress) as checkpoint:
+                decoder = load_decoder(sharding, checkpoint, kernels)
+        else:
+            decoder = load_decoder(sharding, Checkpoint(config.model_path, dtype, device, on_progress), kernels)
         rotary = rotary_tables(model.rotaries, model.head_dim, context, device)
 
     def ready_runner(geometry: PoolGeometry) -> Runner:
@@ -67,7 +72,7 @@ def build_executor(
             pool = make_pool(geometry, device)
         runner = Runner(decoder, kernels, parallel, pool, geometry, layout, rotary)
         if device.type == "cuda":
-            with memory.part("chunks of prompts"):
+            with memory.part("chunks of prompts", recurs=True):
                 runner.keep_tables(config.max_num_sequences, context)
                 runner.warm_up(config.max_tokens_per_step, config.max_num_sequences)
             with memory.part("graphs"):
@@ -77,6 +82,7 @@ def build_executor(
         return runner
 
     if device.type == "cuda":
+        parallel.meet()  # what is computed now has the deadline of a step, and bases do not load equally fast
         on_progress("recording the GPU's work", 0, 1)
     pool_bytes = config.pool_bytes or (CPU_POOL_BYTES if device.type == "cpu" else None)
     if pool_bytes is None:

@@ -30,6 +30,9 @@ class ThreadGroup:
         self.traffic.count_all_gather(x, self.degree)
         return torch.stack(self._exchange(x))
 
+    def meet(self) -> None:
+        self._barrier.wait()
+
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         self._board[self.rank] = x.clone()
         self._barrier.wait()

@@ -7,6 +7,11 @@ import triton.language as tl
 
 
 @triton.jit
+def _later(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
 def _part_of(at, inside, rows, experts, row_segments, num_rows, num_own, first, num_experts):
     """The index of a pair's expert and adapter in the table of parts; -1: it has none, or is another worker's."""
     row = tl.load(rows + at, mask=inside, other=num_rows)
@@ -39,12 +44,14 @@ def pair_tiles_kernel(
     inside = at < num_pairs
     part = _part_of(at, inside, rows, experts, row_segments, num_rows, num_own, first, num_experts)
     before = _part_of(at - 1, inside & (member > 0), rows, experts, row_segments, num_rows, num_own, first, num_experts)
-    begins = (part >= 0) & (part != before)
-    # A part's pairs are neighbours, so those that share one in here are the tile.
-    size = tl.sum((part[:, None] == part[None, :]).to(tl.int64), 1)
-    wanted = begins.to(tl.int32)
+    has_after = (member + 1 < ROWS) & (at + 1 < num_pairs)
+    after = _part_of(at + 1, has_after, rows, experts, row_segments, num_rows, num_own, first, num_experts)
+    # A part's pairs are neighbours, so a tile reaches from where one begins to where it ends. Its last pair writes it.
+    begin = tl.associative_scan(tl.where(part != before, member, 0), 0, _later)
+    ends = (part >= 0) & (part != after)
+    wanted = ends.to(tl.int32)
     base = tl.atomic_add(num_tiles, tl.sum(wanted, 0).to(tl.int64), sem="relaxed")
     place = tiles + (base + tl.cumsum(wanted, 0) - 1) * 3
-    tl.store(place, at.to(tl.int64), mask=begins)
-    tl.store(place + 1, size, mask=begins)
-    tl.store(place + 2, part, mask=begins)
+    tl.store(place, (at - member + begin).to(tl.int64), mask=ends)
+    tl.store(place + 1, (member - begin + 1).to(tl.int64), mask=ends)
+    tl.store(place + 2, part, mask=ends)

@@ -27,6 +27,8 @@ OTHERS = {
     "prefix_cache": False,
     "latency_objectives_s": (("acme", 1.0),),
     "num_threads": 2,
+    "pool_bytes": 1 << 28,
+    "device_memory_share": 0.5,
     "token_interval_s": 0.5,
     "queued_tokens_per_gang": 7777,
     "pool_pressure": 0.5,

@@ -85,25 +85,30 @@ def test_a_gang_of_two_replays_its_decodes(tmp_path: Path) -> None:
     assert there == here
 
 
-def brought_together_by_the_host(expert_lora: TritonExpertLora, batch: Any, groups: Any, first: int) -> Any:
+def of_pairs(expert_lora: TritonExpertLora, batch: Any, groups: Any, first: int) -> Any:
+    """By the host, whichever experts count the pairs."""
     return HostExpertLora.of_pairs(expert_lora._twin, HostExpertLoraBatch((), batch.geometry), groups, first)
 
 
+BROUGHT_TOGETHER = (TritonExpertLora, of_pairs)
+
+
 @pytest.mark.parametrize(
-    ("owner", "old"),
+    "old",
     [
-        (TritonExperts, {"group": PlainExperts.group, "combine": PlainExperts.combine}),
-        (TritonExperts, {"linear": PlainExperts.linear}),
-        (TritonExpertLora, {"of_pairs": brought_together_by_the_host}),
+        [(TritonExperts, PlainExperts.group), (TritonExperts, PlainExperts.combine), BROUGHT_TOGETHER],
+        [(TritonExperts, PlainExperts.linear)],
+        [BROUGHT_TOGETHER],
     ],
+    ids=["groups", "products", "adapters"],
 )
 def test_experts_that_ask_the_host_cannot_be_recorded(
-    owner: type, old: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    old: list[tuple[type, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pairs counted by `nonzero` and `bincount`, products by `tolist`, adapters by `tolist`: each put back is found."""
     stock = mixtral(tmp_path)
-    for name, method in old.items():
-        monkeypatch.setattr(owner, name, method)
+    for owner, method in old:
+        monkeypatch.setattr(owner, method.__name__, method)
     small = {**SMALL, "max_num_sequences": 1, "max_tokens_per_step": 2}
     with stand_in_gpu() as gpu:
         with pytest.raises(GraphError, match="while a graph is captured"):

@@ -18,6 +18,7 @@ from motet.kernels.native.build import COMPILERS
 # Without -O1 they take four times as long to build.
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1", "-O1")
 DEADLINE_S = 3600  # it builds all kernels and runs them some ten times slower: a minute on a fast machine
+pytestmark = pytest.mark.timeout(DEADLINE_S)
 NATIVE = (
     "test_native.py",
     "test_native_lora.py",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from motet.kernels import joint_sampling
 from motet.kernels.staging import Arriving
@@ -20,6 +21,7 @@ from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu
 from motet.tests.rigs.stand_in_gpu.timeline import OrderError
 from motet.workers.execution.feeding_executor import FeedingExecutor
+from motet.workers.execution.runner import Runner
 from motet.workers.wire.messages import SamplingParams
 
 ADAPTER = RECIPES[0].name
@@ -143,6 +145,36 @@ def test_draws_that_must_look_through_the_whole_vocabulary_are_known_before_they
     with engine(stock, "cuda") as (rig, _):
         assert_same(ask(rig, temperature=1.5, top_p=0.98), here)
     assert looked
+
+
+def test_draws_that_are_looked_through_again_have_their_own_logits(
+    stock: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All recordings write into one buffer. The next step, which is fed nothing of this one's, may be one of them."""
+    first, second = ({"max_tokens": 1, "ignore_eos": True, "seed": seed} for seed in (3, 4))
+
+    def asked(rig: EngineRig) -> list[Told]:
+        rig.submit(0, PROMPT, None, SamplingParams(**first, temperature=1.5, top_p=0.98))
+        rig.submit(1, PROMPT[::-1], None, SamplingParams(**second, temperature=0.0))
+        rig.finish()
+        return list(rig.told.values())
+
+    one_prompt = {"max_tokens_per_step": len(PROMPT)}
+    with engine(stock, "cpu", **one_prompt) as (rig, _):
+        here = asked(rig)
+    monkeypatch.setattr(joint_sampling, "FIRST_LOOK", 2)
+    logits_of, buffers = Runner._logits, list[torch.Tensor]()
+
+    def in_one_buffer(runner: Runner, inputs: Any) -> torch.Tensor:
+        logits = logits_of(runner, inputs)
+        if not buffers:
+            buffers.append(torch.zeros_like(logits))
+        return buffers[0].copy_(logits)
+
+    with engine(stock, "cuda", **one_prompt) as (rig, _):
+        monkeypatch.setattr(Runner, "_logits", in_one_buffer)
+        assert_same(asked(rig), here)
+        buffers.clear()
 
 
 async def test_beams_are_those_of_the_cpu(stock: Stock, tmp_path: Path) -> None:

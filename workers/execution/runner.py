@@ -153,8 +153,8 @@ class Runner:
             return BegunStep()
         inputs = self._inputs(plan, before)
         assert self._rows is not None and isinstance(inputs, DeviceInputs), "tokens are fed where tables are kept"
+        before.settle()  # whether or not it feeds this step: the recordings' logits, which it may need, are overwritten
         if inputs.is_fed:
-            before.settle()
             self._rows.feed(before)
         logits = self._logits(inputs)
         # The device is busy with this step already when the host waits for what penalties must know of the last one.

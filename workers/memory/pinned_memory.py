@@ -21,22 +21,28 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of this
 
 
 def pinned_pages(num_pages: int, geometry: PoolGeometry) -> torch.Tensor:
-    """`[num_pages, num_layers, slab]` zeros in pinned memory, which is unpinned when the tensor itself is gone.
-
-    Whoever keeps a view keeps the tensor as well. Raises ValueError if the driver does not pin so much.
-    """
+    """`[num_pages, num_layers, slab]` zeros; see `pinned_zeros`."""
     shape = (num_pages, geometry.num_layers, geometry.slab)
-    pages = zeros_in_huge_pages(math.prod(shape), geometry.dtype).view(shape)
-    runtime, address = torch.cuda.cudart(), pages.data_ptr()
-    status = int(runtime.cudaHostRegister(address, pages.nbytes, _PORTABLE))
+    advice = "host_bytes and kv_host_bytes together must fit into this machine's free memory"
+    return pinned_zeros(shape, geometry.dtype, advice)
+
+
+def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype, advice: str) -> torch.Tensor:
+    """Zeros in pinned memory, which is unpinned when the tensor itself is gone.
+
+    Whoever keeps a view keeps the tensor as well. Raises ValueError, which ends in `advice`, if the driver does not pin
+    so much.
+    """
+    zeros = zeros_in_huge_pages(math.prod(shape), dtype).view(shape)
+    runtime, address = torch.cuda.cudart(), zeros.data_ptr()
+    status = int(runtime.cudaHostRegister(address, zeros.nbytes, _PORTABLE))
     if status != 0:
         raise ValueError(
-            f"{pages.nbytes} bytes of host memory could not be pinned for the GPU (CUDA error {status}): "
-            "host_bytes and kv_host_bytes together must fit into this machine's free memory"
+            f"{zeros.nbytes} bytes of host memory could not be pinned for the GPU (CUDA error {status}): {advice}"
         )
-    memory = pages.untyped_storage()  # stays mapped until it is unpinned
-    weakref.finalize(pages, _unpin, runtime, address, memory)
-    return pages
+    memory = zeros.untyped_storage()  # stays mapped until it is unpinned
+    weakref.finalize(zeros, _unpin, runtime, address, memory)
+    return zeros
 
 
 def _unpin(runtime: object, address: int, memory: torch.UntypedStorage) -> None:

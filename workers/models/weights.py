@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 from safetensors import SafetensorError, safe_open
 
+from ..checkpoint.stored_tensor import stored_tensors
+
 if TYPE_CHECKING:
     import torch
 
@@ -72,7 +74,7 @@ def open_checkpoint(folder: Path, framework: Literal["numpy", "pt"]) -> Mapping[
 
     Raises ValueError for a damaged file, and if there is no tensor.
     """
-    files = [_open(path, framework) for path in _shards(folder)]
+    files = [_open(path, framework) for path in shards(folder)]
     where = {name: file for file in files for name in file.keys()}  # type: ignore[no-untyped-call] # noqa: SIM118
     if not where:
         raise ValueError(f"{folder} has no *.safetensors file with tensors in it")
@@ -83,11 +85,12 @@ def _open(path: Path, framework: str) -> safe_open:
     try:
         return safe_open(path, framework=framework, device="cpu")
     except SafetensorError as error:
+        stored_tensors(path)  # says of which tensor something lacks
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
-def _shards(folder: Path) -> Iterator[Path]:
-    """The files of the index if there is one, else the single file, else all safetensors files."""
+def shards(folder: Path) -> Iterator[Path]:
+    """The safetensors files of a model folder: those of the index if there is one, else the single file, else all."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))

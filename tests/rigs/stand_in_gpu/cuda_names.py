@@ -86,6 +86,7 @@ def cuda_names(
         return 0
 
     def unregister(address: int) -> int:
+        captures.refuse("pinned memory is unpinned")
         pinned.unregister(address)
         return 0
 

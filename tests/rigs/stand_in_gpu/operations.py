@@ -72,8 +72,11 @@ class Operations:
         memory = WatchedMemory(self._timeline, f"memory of {line}", storage.data_ptr(), num_bytes, num_bytes // rows)
         lease = Lease()
         memory.lease = self._streams.watch_lease(lease, memory, stream)
-        if work is not None:
-            memory.use(slice(None), work, writes=True)
+        # Memory that nobody has written may have been another tensor's, which its stream still uses: what that stream
+        # was given last counts as if it had written it.
+        last = work or self._timeline.last_of(stream)
+        if last is not None:
+            memory.use(slice(None), last, writes=True)
         capture = self._captures.current
         if capture is not None:
             capture.own(memory, inner)

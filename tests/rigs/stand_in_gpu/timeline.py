@@ -54,6 +54,12 @@ class Timeline:
             clock[stream] = len(self._lines) - 1
             return Work(stream, clock[stream], clock)
 
+    def last_of(self, stream: int) -> Work | None:
+        """What the stream was given last; None: nothing yet."""
+        with self.lock:
+            clock = self._clocks[stream]
+            return Work(stream, clock[stream], clock) if stream in clock else None
+
     def mark(self, stream: int) -> Clock:
         """The moment after all that the stream was given."""
         with self.lock:

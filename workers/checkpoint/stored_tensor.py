@@ -1,0 +1,63 @@
+"""Where each tensor of a safetensors file lies in it. Reading that needs no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_LENGTH_BYTES = 8  # before the header, which is JSON
+_MAX_HEADER_BYTES = 100_000_000  # the format's own bound
+ITEM_BYTES = {
+    **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1},
+    **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor in row-major order, little-endian."""
+
+    path: Path
+    name: str
+    dtype: str  # the format's name, as in `ITEM_BYTES`
+    shape: tuple[int, ...]
+    start: int  # of its first byte in the file
+    num_bytes: int
+
+
+def stored_tensors(path: Path) -> list[StoredTensor]:
+    """All tensors of a file, by what its header says. Raises ValueError for a file that is damaged or cut short."""
+    num_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        first = _LENGTH_BYTES + header_bytes
+        if num_bytes < _LENGTH_BYTES or header_bytes > _MAX_HEADER_BYTES or first > num_bytes:
+            raise ValueError(f"{path} is damaged: it has {num_bytes} bytes, and its header should end at byte {first}")
+        header = file.read(header_bytes)
+    try:
+        described: dict[str, Any] = json.loads(header)
+        found = [
+            _described(path, name, first, one, num_bytes) for name, one in described.items() if name != "__metadata__"
+        ]
+    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: its header is not that of a safetensors file: {error!r}") from error
+    return found
+
+
+def _described(path: Path, name: str, first: int, one: dict[str, Any], num_bytes: int) -> StoredTensor:
+    dtype, shape, start, end = one["dtype"], tuple(one["shape"]), one["data_offsets"][0], one["data_offsets"][1]
+    is_whole = all(isinstance(number, int) and number >= 0 for number in (*shape, start, end))
+    if not is_whole or (dtype in ITEM_BYTES and end - start != math.prod(shape) * ITEM_BYTES[dtype]):
+        raise ValueError(
+            f"{path} is damaged: tensor {name!r} lies at bytes {start} to {end} of the data, which its shape "
+            f"{list(shape)} in {dtype} does not fill"
+        )
+    if first + end > num_bytes:
+        raise ValueError(
+            f"{path} is damaged: it has {num_bytes} bytes, and tensor {name!r} ends at byte {first + end}: "
+            "the file was not written or copied whole"
+        )
+    return StoredTensor(path, name, dtype, shape, first + start, end - start)
