@@ -1,9 +1,8 @@
-"""What a step of Llama-3-8B asks of a GPU, by count: `python -m motet.tests.rigs.stand_in_gpu.step_counts`.
+"""What a decode step of Llama-3-8B asks of a GPU, by count: `python -m motet.tests.rigs.stand_in_gpu.step_counts`.
 
-64 sequences of 1,024 tokens and more decode on a stand-in, without adapters and with 64; then all but one do beside 256
-tokens of a prompt, recorded and launched kernel by kernel. Models of 1 and 2 layers of that shape, in which only the
-widths are smaller, give what each layer adds: counts depend on no width. One of 4 layers must lie on the same line.
-Triton's kernels are counted and not computed.
+64 sequences of 1,024 tokens and more decode on a stand-in, without adapters and with 64. Models of 1 and 2 layers of
+that shape, in which only the widths are smaller, give what each layer adds: counts depend on no width. One of 4 layers
+must lie on the same line. Triton's kernels are counted and not computed.
 """
 
 from __future__ import annotations
@@ -17,30 +16,25 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 from unittest import mock
 
-import msgspec
 import pytest
 import torch
 
-from motet.adapters.adapter import MODULES
-from motet.benchmarks.gpu.engine_bench import BLOCK, TINY, Bench, Size
+from motet.benchmarks.gpu.engine_bench import TINY, Bench, Size
 from motet.benchmarks.gpu.machine import Machine
 from motet.kernels.backend import triton_kernels
 from motet.tests.rigs.stand_in_gpu import capture, operations
 from motet.tests.rigs.stand_in_gpu.capture import Capture
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu, stand_in_gpu
-from motet.workers.execution.warm_up import Rows, as_plan
-from motet.workers.plan import Residence, StepPlan
 from motet.workers.scheduling.tier_traffic import TierTraffic
 
 LAYERS = 32
 NUM_SEQUENCES, CONTEXT, NUM_STEPS = 64, 1024, 64
 MEASURED = 16  # steps: each sequence gets a new page in one of them
-CHUNK = 256  # tokens of a prompt beside decodes
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one step, in the thread that computes; of decodes means over `MEASURED` steps."""
+    """Of one decode step, in the thread that computes; means over `MEASURED` steps."""
 
     launches: float  # by the host, graphs counted as one
     graph_nodes: float  # operations and kernels within the graph
@@ -95,7 +89,7 @@ def counted(gpu: StandInGpu) -> Iterator[Counter]:
     launch, record, replayed = gpu.operations.launch, Capture.record, Capture.replay
 
     def launched(name: str) -> Any:
-        counter.launches += _is_computing() and name not in operations.EMPTY
+        counter.launches += _is_computing()
         return launch(name)
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -128,40 +122,9 @@ class Measured(Exception):  # noqa: N818
     """The steps that count are over."""
 
 
-def mixed_plan(num_decodes: int, num_tokens: int, start: int, num_adapters: int) -> StepPlan:
-    """The first plan of a worker, on one page: a prompt's tokens beside sequences that decode at `start`."""
-    rows = (Rows(num_tokens, 0, 0), *(Rows(1, start, 1 + index) for index in range(num_decodes)))
-    ranks = dict.fromkeys(MODULES, 16)
-    plan = as_plan(rows, 1, BLOCK, [Residence(str(index), ranks, (0,) * 64) for index in range(1 + num_decodes)])
-    if num_adapters:
-        return plan
-    alone = tuple(msgspec.structs.replace(sequence, adapter=None) for sequence in plan.sequences)
-    return msgspec.structs.replace(plan, sequences=alone, adapters=())
-
-
-def count_mixed(bench: Bench, counter: Counter, plan: StepPlan) -> tuple[Counts, Counts]:
-    """Of a step with a prompt, as it is recorded and as it is launched kernel by kernel from then on."""
-    found = []
-
-    def run() -> None:
-        bench.runner.logits(plan)
-        counter.start()
-        bench.runner.logits(plan)
-        found.append(counter.counts(1))
-
-    for _ in range(2):
-        thread = threading.Thread(target=run, name="worker-mixed")
-        thread.start()
-        thread.join()
-        bench.runner._mixed_graphs = None
-    recorded, launched = found
-    return recorded, launched
-
-
-def count(num_layers: int, num_adapters: int) -> dict[str, Counts]:
-    """By kind of step."""
+def count(num_layers: int, num_adapters: int) -> Counts:
     config = TINY | {"num_hidden_layers": num_layers, "max_position_embeddings": 2048}
-    size = Size(config, NUM_SEQUENCES, CONTEXT, NUM_STEPS, (num_adapters,), 256 << 20, 64 << 20, max_tokens=512)
+    size = Size(config, NUM_SEQUENCES, CONTEXT, NUM_STEPS, (num_adapters,), 256 << 20, 64 << 20)
     with stand_in_gpu() as gpu, counted(gpu) as counter:
         device = torch.device("cuda", 0)
         bench = Bench(Machine(device, torch.float32, is_dry=False), size, triton_kernels(device, torch.float32))
@@ -178,15 +141,13 @@ def count(num_layers: int, num_adapters: int) -> dict[str, Counts]:
                     raise Measured
             return updates
 
-        plan = mixed_plan(NUM_SEQUENCES - 1, CHUNK, CONTEXT - 1, num_adapters)
-        found = dict(zip(("mixed", "mixed, launched"), count_mixed(bench, counter, plan), strict=True))
         with mock.patch.object(bench.engine, "step", watched), pytest.raises(Measured):
             bench.serve(num_adapters)
-        found["decodes"] = counter.counts(MEASURED)
+        counts = counter.counts(MEASURED)
         bench.engine.close()
         gpu.problems.clear()  # kernels that compute nothing write nothing either
         del bench
-    return found
+    return counts
 
 
 def main() -> None:
@@ -196,11 +157,11 @@ def main() -> None:
     result: dict[str, object] = {}
     for num_adapters in arguments.adapters:
         found = {num: count(num, num_adapters) for num in (1, 2, 4)}
-        for kind in found[1]:
-            one, two, four = (found[num][kind] for num in (1, 2, 4))
-            if four != one.at(4, two, 1, 2):
-                raise RuntimeError(f"{kind}: each layer does not add the same: {one}, {two}, {four}")
-            result[f"{kind}, {num_adapters} adapters"] = asdict(one.at(LAYERS, two, 1, 2))
+        for num, counts in found.items():
+            print(f"{num_adapters} adapters, {num} layers: {counts}", flush=True)
+        if found[4] != found[1].at(4, found[2], 1, 2):
+            raise RuntimeError("each layer does not add the same")
+        result[f"{num_adapters}_adapters"] = asdict(found[1].at(LAYERS, found[2], 1, 2))
     print(json.dumps({"benchmark": "step_counts", "layers": LAYERS, **result}))
 
 
