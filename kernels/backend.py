@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from . import norms, pages
 from .attention import PagedAttention, WriteKV
 from .expert_lora import CapturableExpertLora, ExpertLoraKernels
 from .experts import ExpertKernels, ExpertWeight
+from .float8 import Float8Kernels
 from .gpu.flash_attention import FlashAttention, FlashPackage, find_flash_attention
 from .lora import CapturableLora, LoraKernels
 from .native import onednn_linear
@@ -34,6 +36,7 @@ from .native.sampling import NativeSampling
 from .plain import attention as plain_attention
 from .plain.expert_lora import HostExpertLora
 from .plain.experts import PlainExperts
+from .plain.float8 import PlainFloat8
 from .plain.lora import PlainLora
 from .plain.sampling import PlainSampling
 from .sampling import SamplingKernels
@@ -72,6 +75,12 @@ class Kernels:
     capturable_expert_lora: CapturableExpertLora | None = None  # likewise, of `expert_lora`
     compiles: bool = False  # for shapes as they come: a worker computes all kinds of steps before it is ready
     others: Mapping[str, str] = field(default_factory=dict)  # operations that another library computes: its name
+    float8: Float8Kernels | None = None  # of the linears of layers; None: these are like all others
+
+    @cached_property
+    def layer_linear(self) -> Linear:
+        """The linear of a layer's own projections, of a weight that was packed for it."""
+        return self.linear if self.float8 is None else self.float8.linear
 
     @property
     def choice(self) -> str:
@@ -190,6 +199,16 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         compiles=on_gpu,
         others=others,
     )
+
+
+def with_float8_weights(kernels: Kernels) -> Kernels:
+    """The same, but that layers' linears have weights of eight bits: cuBLAS's on a GPU, elsewhere the plain twin's."""
+    if kernels.name != "triton":
+        return replace(kernels, float8=PlainFloat8(), others={**kernels.others, "layers' linears": "torch in float8"})
+    from .gpu.float8 import ScaledFloat8
+
+    product = kernels.others["linear"]
+    return replace(kernels, float8=ScaledFloat8(), others={**kernels.others, "layers' linears": f"{product} in float8"})
 
 
 class OnlySlowKernels(ValueError):  # noqa: N818

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from .config import FLOAT32_ON_A_GPU, Device
+from .config import FLOAT8_ON_A_CPU, FLOAT32_ON_A_GPU, Device, WeightsDtype
 
 
 def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
     """Raises ValueError for a dtype that is not to be served there: float32 on a GPU."""
     if device.type == "cuda" and dtype == torch.float32:
         raise ValueError(FLOAT32_ON_A_GPU)
+
+
+def check_weights_dtype(device: torch.device, weights_dtype: WeightsDtype) -> None:
+    """Raises ValueError for weights that cannot be multiplied there."""
+    if weights_dtype == "dtype":
+        return
+    if device.type != "cuda":
+        raise ValueError(f"weights_dtype = {weights_dtype!r}: {FLOAT8_ON_A_CPU}")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 9:
+        raise ValueError(
+            f"weights_dtype = {weights_dtype!r}: this GPU has the compute capability {major}.{minor}, and 9.0 or more "
+            "is needed; weights_dtype = 'dtype' is served"
+        )
 
 
 def resolve_device(name: Device) -> torch.device:

@@ -10,12 +10,12 @@ from functools import partial
 import torch
 
 from ..adapters.store.store import AdapterStore
-from ..kernels.backend import Kernels, choose_kernels
+from ..kernels.backend import Kernels, choose_kernels, with_float8_weights
 from .checkpoint.device_checkpoint import DeviceCheckpoint
-from .config import CPU_POOL_BYTES, EngineConfig
+from .config import CPU_POOL_BYTES, FLOAT8_EXPERTS, EngineConfig
 from .copies.adapter_loader import AdapterLoader
 from .copies.page_mover import PageMover
-from .device import check_dtype, resolve_device
+from .device import check_dtype, check_weights_dtype, resolve_device
 from .device_memory import DeviceMemory
 from .execution.executor import LocalExecutor
 from .execution.feeding_executor import FeedingExecutor
@@ -49,7 +49,10 @@ def build_executor(
     torch.set_num_threads(config.num_threads)
     device, dtype = resolve_device(config.device), getattr(torch, config.dtype)
     check_dtype(device, dtype)
+    check_weights_dtype(device, config.weights_dtype)
     model = ModelConfig.from_folder(config.model_path)
+    if config.weights_dtype == "float8" and model.experts is not None:
+        raise ValueError(f"weights_dtype = {config.weights_dtype!r}: {FLOAT8_EXPERTS}")
     sharding = ModelSharding(model, parallel.degree, parallel.rank, config.expert_sharding)
     context = config.context_of(model.max_model_len)
     layout = sharding.layout(config.block_size, config.dtype)
@@ -57,6 +60,8 @@ def build_executor(
     kernels = choose_kernels(
         device, dtype, config.num_threads, config.cache_path, on_compile, slow_ones=config.slow_kernels == "allow"
     )
+    if config.weights_dtype == "float8":
+        kernels = with_float8_weights(kernels)
     memory = DeviceMemory(device)
     with memory.part("weights"):
         if device.type == "cuda":

@@ -16,7 +16,7 @@ from motet.benchmarks.gpu.lora_rows import TINY as TINY_SIDES
 from motet.benchmarks.gpu.machine import Machine, Row
 from motet.benchmarks.gpu.roofline import DATA_SHEETS, DeviceLimits, explained, num_launches, table
 from motet.benchmarks.gpu.step_profile import StepProfile
-from motet.kernels.backend import Kernels, choose_kernels
+from motet.kernels.backend import Kernels, choose_kernels, with_float8_weights
 from motet.kernels.lora import LoraSegment
 
 _TIMED, _WATCHED = 10, 8  # decode steps, one after the other
@@ -42,6 +42,16 @@ def decode_size(num_sequences: int, is_dry: bool, **changed: Any) -> Size:
 def time_decodes(machine: Machine, kernels: Kernels | None, num_sequences: int) -> Iterator[Record]:
     """A step without and with adapters. `kernels`: None: the best there are."""
     yield from _explained(machine, kernels, decode_size(num_sequences, machine.is_dry), f"B {num_sequences}")
+
+
+def time_float8_decodes(machine: Machine, kernels: Kernels | None, num_sequences: int) -> Iterator[Record]:
+    """The same with weights of eight bits in the layers' linears, where the GPU has products of them."""
+    if torch.cuda.get_device_capability(machine.device)[0] < 9:
+        yield {"kind": "fact", "name": "float8", "value": "needs compute capability 9.0"}
+        return
+    chosen = with_float8_weights(kernels or choose_kernels(machine.device, machine.dtype, 1))
+    size = decode_size(num_sequences, machine.is_dry)
+    yield from _explained(machine, chosen, size, f"B {num_sequences}, float8 weights")
 
 
 def time_long_beside_short(machine: Machine, kernels: Kernels | None) -> Iterator[Record]:
@@ -110,7 +120,7 @@ def _explained(machine: Machine, kernels: Kernels | None, size: Size, case: str)
             "step_s": step_s,
             "lines": [asdict(line) for line in lines],
             "launches": sum(kernel.launches for kernel in kernels_seen),
-            "expected_launches": num_launches(bench.model, num_adapters > 0),
+            "expected_launches": num_launches(bench.model, num_adapters > 0, bench.weights_in_float8),
             "kernels": [asdict(kernel) for kernel in kernels_seen[:20]],
         }
     bench.engine.close()

@@ -200,13 +200,15 @@ class Bench:
         self.engine = Engine(scheduler, executor, info)
         self.model, self._layout, self._next_id = model, layout, 0
         self._size, self._num_rounds = size, 0
+        self.weights_in_float8 = kernels.float8 is not None
 
     def floor(self, num_adapters: int, limits: DeviceLimits) -> Floor:
         """Of a decode step of all sequences, halfway through `serve`."""
         size, newest = self._size, self._size.num_steps // 2
         element_bytes = 2 if self._layout.dtype == "bfloat16" else 4
         contexts = tuple(context + newest for context in size.contexts)
-        return roofline(self.model, DecodeStep(contexts, num_adapters, RANK, element_bytes), limits)
+        step = DecodeStep(contexts, num_adapters, RANK, element_bytes, self.weights_in_float8)
+        return roofline(self.model, step, limits)
 
     def bring_adapters(self, num_adapters: int) -> None:
         """Has them in the pool, so that no sequence of `serve` waits for its adapter while others decode."""

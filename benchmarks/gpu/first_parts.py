@@ -38,6 +38,7 @@ def parts(is_dry: bool) -> tuple[Part, ...]:
         ("decode-1", 120.0, partial(_decodes, num_sequences=1)),
         ("decode-64", 180.0, partial(_decodes, num_sequences=64)),
         ("decode-256", 150.0, partial(_decodes, num_sequences=256)),
+        ("decode-64-float8", 120.0, _float8_decodes),
         ("layers", 90.0, _layers),
         ("sweep", 120.0, _sweep),
         ("long", 120.0, _long),
@@ -54,6 +55,7 @@ _TIMED = (
     "time_write_kv",
     "time_lora",
     "time_norm",
+    "time_float8",
     "time_activations",
     "time_experts",
     "time_page_copies",
@@ -104,6 +106,13 @@ def _decodes(is_dry: bool, num_sequences: int) -> Iterator[Record]:
 
     with ExitStack() as stack:
         yield from time_decodes(_machine(is_dry, stack), _twins(is_dry), num_sequences)
+
+
+def _float8_decodes(is_dry: bool) -> Iterator[Record]:
+    from motet.benchmarks.gpu.decode_rows import time_float8_decodes
+
+    with ExitStack() as stack:
+        yield from time_float8_decodes(_machine(is_dry, stack), _twins(is_dry), 64)
 
 
 def _layers(is_dry: bool) -> Iterator[Record]:

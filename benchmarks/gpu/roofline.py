@@ -43,6 +43,7 @@ DATA_SHEETS = {
 # Of a layer: two norms, four products, rotary embedding with the write of KV, attention and its combination of splits,
 # the activation. An adapter adds a shrink and an expand for each of the four products.
 _LAUNCHES_A_LAYER, _LAUNCHES_OF_ADAPTERS = 10, 8
+_LAUNCHES_OF_FLOAT8 = 4  # the inputs of each product are quantised
 _OTHER_LAUNCHES = 4  # embedding, last norm, head, logits to float32
 
 
@@ -54,6 +55,7 @@ class DecodeStep:
     num_adapters: int = 0
     rank: int = 16
     element_bytes: int = 2
+    weights_in_float8: bool = False  # those of the layers' linears
 
 
 @dataclass(frozen=True)
@@ -86,31 +88,35 @@ def roofline(model: ModelConfig, step: DecodeStep, limits: DeviceLimits) -> Floo
     if model.experts is not None:
         raise ValueError("a model with experts has no floor that is known before a batch chooses its experts")
     sides = model.shape.modules.values()
-    weights = model.num_layers * sum(num_in * num_out for num_in, num_out in sides)
-    weights += model.vocab_size * model.hidden_size  # the head; of the embedding only the batch's rows are read
+    linears = model.num_layers * sum(num_in * num_out for num_in, num_out in sides)
+    head = model.vocab_size * model.hidden_size  # of the embedding only the batch's rows are read
+    weights_bytes = (linears + head) * step.element_bytes
+    products_s = 2 * len(step.contexts) * (linears + head) / limits.flops_per_s
+    if step.weights_in_float8:  # with a scale in float32 for each output, and products at twice the rate
+        scales = model.num_layers * sum(num_out for _, num_out in sides)
+        weights_bytes = linears + 4 * scales + head * step.element_bytes
+        products_s = 2 * len(step.contexts) * (linears / 2 + head) / limits.flops_per_s
     token = 2 * model.num_kv_heads * model.head_dim  # keys and values of a layer
     kv = token * sum(min(context, window or context) for window in model.sliding_windows for context in step.contexts)
     adapter = model.num_layers * step.rank * sum(num_in + num_out for num_in, num_out in sides)
-    products_s = 2 * len(step.contexts) * weights / limits.flops_per_s
 
-    def read(name: str, num_elements: int, at_least_s: float = 0.0) -> Component:
-        num_bytes = num_elements * step.element_bytes
+    def read(name: str, num_bytes: int, at_least_s: float = 0.0) -> Component:
         return Component(name, num_bytes, max(num_bytes / limits.bytes_per_s, at_least_s))
 
-    launches = num_launches(model, step.num_adapters > 0)
+    launches = num_launches(model, step.num_adapters > 0, step.weights_in_float8)
     return Floor(
         (
-            read("weights", weights, products_s),
-            read("KV", kv),
-            read("adapters", step.num_adapters * adapter),
+            read("weights", weights_bytes, products_s),
+            read("KV", kv * step.element_bytes),
+            read("adapters", step.num_adapters * adapter * step.element_bytes),
             Component("launches", 0, launches * limits.launch_s),
         )
     )
 
 
-def num_launches(model: ModelConfig, adapters: bool) -> int:
+def num_launches(model: ModelConfig, adapters: bool, weights_in_float8: bool = False) -> int:
     """Kernels of a decode step, with one for each operation that the product has."""
-    layer = _LAUNCHES_A_LAYER + _LAUNCHES_OF_ADAPTERS * adapters
+    layer = _LAUNCHES_A_LAYER + _LAUNCHES_OF_ADAPTERS * adapters + _LAUNCHES_OF_FLOAT8 * weights_in_float8
     layer += 2 * model.family.qk_norm + 2 * model.family.post_norms
     return model.num_layers * layer + _OTHER_LAUNCHES
 
@@ -140,7 +146,7 @@ class Line:
 _KERNELS_OF = {  # parts of names, in lower case; the first component with one that fits
     "adapters": ("shrink_kernel", "expand_kernel"),
     "KV": ("decode_kernel", "combine_kernel", "chunk_kernel", "flash", "fmha"),
-    "weights": ("gemm", "gemv", "cutlass", "nvjet", "cublas", "xmma", "splitk", "grouped_linear"),
+    "weights": ("gemm", "gemv", "cutlass", "nvjet", "cublas", "xmma", "splitk", "grouped_linear", "quantise"),
 }
 OTHER_KERNELS = "other kernels"
 
@@ -186,12 +192,15 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, help="tokens of each of them")
     parser.add_argument("--adapters", type=int, default=64, help="different ones in the batch")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--weights-dtype", choices=("dtype", "float8"), default="dtype", help="of the layers' linears")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder:
         make_importable(Path(folder))
         from motet.benchmarks.gpu.engine_bench import FULL_SIZE, model_of
 
-        step = DecodeStep((arguments.context,) * arguments.batch, arguments.adapters, arguments.rank)
+        contexts = (arguments.context,) * arguments.batch
+        in_float8 = arguments.weights_dtype == "float8"
+        step = DecodeStep(contexts, arguments.adapters, arguments.rank, weights_in_float8=in_float8)
         floor = roofline(model_of(FULL_SIZE), step, DATA_SHEETS[arguments.device])
     print(table(explained(floor, None, ())))
     gigabytes = ", ".join(f"{part.name} {part.num_bytes / 1e9:.2f} GB" for part in floor.components if part.num_bytes)

@@ -1,4 +1,7 @@
-"""Norms, activations, grouped expert products and page copies: checked against float64, timed against floors."""
+"""Norms, linears of eight bits, activations, grouped expert products and page copies.
+
+Checked against float64, and timed against floors.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from collections.abc import Iterator
 import torch
 
 from motet.benchmarks.gpu.machine import Machine, Row, relative_error
-from motet.kernels.backend import Kernels
+from motet.kernels.backend import Kernels, with_float8_weights
+from motet.kernels.plain.float8 import PlainFloat8
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -31,6 +35,34 @@ def time_norm(machine: Machine, kernels: Kernels) -> Iterator[Row]:
             others["torch"] = other_s
         floor_s = machine.floor_s(4 * x.numel() * x.element_size())
         yield Row("add + norm", f"{rows} rows of {width}", error, TOLERANCE[machine.dtype], time_s, floor_s, others)
+
+
+def time_float8(machine: Machine, kernels: Kernels) -> Iterator[Row]:
+    """Llama-3-8B's down projection with weights of eight bits: the bits of quantised rows, then the product."""
+    if not machine.is_dry and torch.cuda.get_device_capability(machine.device)[0] < 9:
+        return
+    float8, twin = with_float8_weights(kernels).float8, PlainFloat8()
+    assert float8 is not None
+    num_in, num_out = (14336, 4096) if not machine.is_dry else (96, 64)
+    weight = torch.randn(num_out, num_in, dtype=machine.dtype, device=machine.device) * num_in**-0.5
+    packed = [float8.pack(weight) for _ in range(4)]  # each in memory of its own
+    for rows in (1, 64, 2048) if not machine.is_dry else (3,):
+        x = torch.randn(rows, num_in, dtype=machine.dtype, device=machine.device)
+        (values, scales), (expected, expected_scales) = float8.quantise(x), twin.quantise(x)
+        different = (values.view(torch.uint8) != expected.view(torch.uint8)).sum() + (scales != expected_scales).sum()
+        time_s = machine.time_s([lambda x=x: float8.quantise(x)] * 4)  # type: ignore[misc]
+        floor_s = machine.floor_s(x.numel() * (x.element_size() + 1))
+        yield Row("float8 rows, bits", f"{rows} rows of {num_in}", float(different), 0.0, time_s, floor_s)
+        reference = (expected.double() * expected_scales) @ (packed[0].values.double() * packed[0].scales).t()
+        error = relative_error(float8.linear(x, packed[0], None), reference)
+        time_s = machine.time_s([lambda x=x, w=w: float8.linear(x, w, None) for w in packed])  # type: ignore[misc]
+        floor_s = machine.floor_s(weight.numel() + (num_in + num_out) * rows * x.element_size())
+        others = {}
+        other_s = machine.time_s([lambda x=x: kernels.linear(x, weight, None)] * 4)  # type: ignore[misc]
+        if other_s is not None:
+            others[f"linear, {machine.dtype}".replace("torch.", "")] = other_s
+        what = f"{rows} rows, {num_in} to {num_out}"
+        yield Row("float8 linear", what, error, TOLERANCE[machine.dtype], time_s, floor_s, others)
 
 
 def time_activations(machine: Machine, kernels: Kernels) -> Iterator[Row]:

@@ -94,6 +94,7 @@ def sections(machine: Machine, only: str | None) -> Iterator[tuple[str, Callable
             attention_rows.time_write_kv,
             lora_rows.time_lora,
             row_rows.time_norm,
+            row_rows.time_float8,
             row_rows.time_activations,
             row_rows.time_experts,
             row_rows.time_page_copies,

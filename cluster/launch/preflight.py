@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from ...adapters.packing.packing import PAGE_DTYPES
-from ...workers.config import CPU_POOL_BYTES, FLOAT32_ON_A_GPU
+from ...workers.config import CPU_POOL_BYTES, FLOAT8_EXPERTS, FLOAT8_ON_A_CPU, FLOAT32_ON_A_GPU
 from ...workers.device_probe import probe_device
 from ...workers.models.config import ModelConfig
 from ...workers.models.weights import open_checkpoint
@@ -43,10 +43,14 @@ def check_sizes(config: MotetConfig) -> list[str]:
     if pool_bytes is not None and pool_bytes < page_bytes:
         size = shortest_byte_size(pool_bytes)
         raise ConfigError("--pool-bytes", size, f"one page of this model takes {page_bytes} bytes")
+    if config.weights_dtype == "float8" and model.experts is not None:
+        raise ConfigError("--weights-dtype", config.weights_dtype, FLOAT8_EXPERTS)
     if config.address is None:  # nodes of a cluster check this themselves
         device = probe_device(config.device)
         if device.kind == "cpu":
             pool_bytes = pool_bytes or CPU_POOL_BYTES
+            if config.weights_dtype == "float8":
+                raise ConfigError("--weights-dtype", config.weights_dtype, FLOAT8_ON_A_CPU)
         elif config.dtype == "float32":
             raise ConfigError("--dtype", config.dtype, FLOAT32_ON_A_GPU)
         memory_bytes, num_pools = device.memory_bytes, 1  # a GPU for each worker

@@ -10,7 +10,7 @@ import msgspec
 from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_name
 from ...adapters.packing.layout import Dtype
-from ...workers.config import Device, SlowKernels
+from ...workers.config import Device, SlowKernels, WeightsDtype
 from .setting import Count, Folder, Refusal, Setting
 from .setting_field import fields_of
 
@@ -46,6 +46,13 @@ class Serving(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Device, Setting("What gangs compute on. auto: an NVIDIA GPU for each worker where there is one.")
     ] = "auto"
     dtype: Annotated[Dtype, Setting("Type of the weights, of the KV and of packed adapters.")] = "bfloat16"
+    weights_dtype: Annotated[
+        WeightsDtype,
+        Setting(
+            "Type of the weights of the layers' linears. dtype: that of --dtype. float8: half of it, quantised as the "
+            "base is read, and what comes in at each step; for dense bases on GPUs of compute capability 9.0 or more."
+        ),
+    ] = "dtype"
     max_model_len: Annotated[
         Count | None,
         Setting("Most tokens of a prompt and its completion together.", "live", unset="the model's"),

@@ -1,11 +1,12 @@
-"""Norms and gated activations in Triton, the host side. The device side is `rows_device.py`."""
+"""Norms, gated activations and rows of eight bits in Triton, the host side. The device side is `rows_device.py`."""
 
 from __future__ import annotations
 
 import torch
 import triton
 
-from .rows_device import gated_kernel, norm_kernel
+from ..float8 import FLOAT8
+from .rows_device import gated_kernel, norm_kernel, quantise_kernel
 
 _PIECE = 1024  # the most columns that one program of a gated activation computes
 
@@ -32,6 +33,26 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `norms.gelu_tanh_mul`."""
     return _gated(gate_up, gelu=True)
+
+
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Float8Kernels.quantise`."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    num_rows, width = x.shape
+    values = torch.empty((num_rows, width), dtype=FLOAT8, device=x.device)
+    scales = torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
+    if num_rows:
+        block = triton.next_power_of_2(width)
+        quantise_kernel[(num_rows,)](
+            x,
+            values.view(torch.uint8),
+            scales,
+            x.stride(0),
+            WIDTH=width,
+            BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16),
+        )
+    return values, scales
 
 
 def _norm(

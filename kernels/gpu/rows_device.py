@@ -1,4 +1,4 @@
-"""Norms and gated activations in Triton, the device side. The host side is `rows.py`."""
+"""Norms, gated activations and rows of eight bits in Triton, the device side. The host side is `rows.py`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+_SMALLEST_SCALE = tl.constexpr(2.0**-126)
 
 
 @triton.jit
@@ -58,3 +59,28 @@ def gated_kernel(gate_up, out, gate_up_row, WIDTH: tl.constexpr, BLOCK: tl.const
         active = gate / (1.0 + tl.exp(-gate))
     product = active.to(up.dtype).to(tl.float32) * up.to(tl.float32)
     tl.store(out + row * WIDTH + column, product.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def quantise_kernel(x, values, scales, x_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """One program quantises a row of x: its scale, and each element over it as the bits of a float8_e4m3fn.
+
+    `values` are bytes. Their bits are put together here: neither all chips nor the interpreter round to this type.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    live = column < WIDTH
+    wide = tl.load(x + row * x_row + column, mask=live, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(wide), 0), 448.0), _SMALLEST_SCALE)
+    quotient = tl.div_rn(wide, scale)
+    size = tl.minimum(tl.abs(quotient), 448.0)
+    bits = size.to(tl.int32, bitcast=True)
+    # Of float32's 23 bits of mantissa 3 stay, rounded to even; its exponent is 120 more than that of float8.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Under 2^-6 the steps are 2^-9, as float32's are from 2^14 on: the sum is rounded as it should be.
+    small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0.015625, small, normal)
+    code = tl.where(quotient != quotient, 0x7F, code)  # what is not a number stays none
+    sign = (quotient.to(tl.int32, bitcast=True) >> 24) & 0x80
+    tl.store(values + row * WIDTH + column, (code | sign).to(tl.uint8), mask=live)
+    tl.store(scales + row, scale)

@@ -13,6 +13,7 @@ from motet.cluster.config import MotetConfig
 from motet.cluster.launch.local_serve import free_ports
 from motet.cluster.launch.preflight import check_data_dir, check_settings
 from motet.cluster.settings.config_error import ConfigError
+from motet.tests.rigs.oracle import write_model
 from motet.workers import device_probe
 from motet.workers.device_probe import DeviceFacts
 
@@ -65,6 +66,17 @@ def test_float32_is_refused_where_there_is_a_gpu(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigError, match=r"--dtype.*float32 is not served on a GPU"):
         check_settings(config(tmp_path, dtype="float32"))
     assert check_settings(config(tmp_path, dtype="float32", device="cpu")) == []
+
+
+def test_weights_of_eight_bits_are_for_dense_bases_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"--weights-dtype = 'float8': .* CPUs serve those of dtype"):
+        check_settings(config(tmp_path, weights_dtype="float8", device="cpu"))
+    monkeypatch.setattr(device_probe, "has_driver", lambda: True)
+    monkeypatch.setattr(device_probe, "ask_torch", lambda name: DeviceFacts("cuda", 1 << 40))
+    assert check_settings(config(tmp_path, weights_dtype="float8")) == []
+    model = write_model("mixtral", tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"--weights-dtype = 'float8': .* this one has experts"):
+        check_settings(config(tmp_path, model, weights_dtype="float8"))
 
 
 def test_what_is_served_otherwise_than_asked_is_said(tmp_path: Path) -> None:

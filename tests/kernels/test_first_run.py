@@ -25,7 +25,8 @@ from motet.workers.wire.messages import TokenLogprobs
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 3600  # of a program that takes half a minute on a fast machine
 pytestmark = pytest.mark.timeout(DEADLINE_S)
-PARTS = {"versions", "demo", "checks", "times", "decode-1", "decode-64", "decode-256", "layers", "sweep", "long"}
+DECODES = {"decode-1", "decode-64", "decode-256", "decode-64-float8"}
+PARTS = {"versions", "demo", "checks", "times", *DECODES, "layers", "sweep", "long"}
 BAD_PARTS = """
 import ctypes, sys, time
 from pathlib import Path

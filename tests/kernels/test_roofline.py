@@ -38,6 +38,17 @@ def test_llama_3_8b_at_batch_64_takes_at_least_8_6_ms_on_an_h100() -> None:
     assert floor.num_bytes == weights.num_bytes + kv.num_bytes + adapters.num_bytes
 
 
+def test_weights_of_eight_bits_halve_what_layers_read() -> None:
+    weights, *rest = roofline(LLAMA, replace(STEP, weights_in_float8=True), H100).components
+    layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
+    outputs = 4096 + 1024 + 1024 + 4096 + 2 * 14336 + 4096
+    assert weights.num_bytes == 32 * (layer + 4 * outputs) + 2 * 128256 * 4096
+    assert [part.num_bytes for part in rest] == [part.num_bytes for part in roofline(LLAMA, STEP, H100).components[1:]]
+    assert rest[-1].floor_s == pytest.approx((32 * 22 + 4) * 1e-6)
+    many = roofline(LLAMA, DecodeStep((10,) * 1024, weights_in_float8=True), H100).components[0]
+    assert many.floor_s == pytest.approx(2 * 1024 * (32 * layer / 2 + 128256 * 4096) / 989e12)
+
+
 def test_what_a_step_has_not_costs_nothing() -> None:
     weights, kv, adapters, launches = roofline(LLAMA, DecodeStep((1,)), H100).components
     assert adapters.num_bytes == 0
@@ -62,6 +73,7 @@ def test_large_batches_are_bound_by_products() -> None:
         ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "weights"),
         ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>", "weights"),
         ("void gemv2T_kernel_val<int, int, __nv_bfloat16>", "weights"),
+        ("quantise_kernel", "weights"),
         ("decode_kernel", "KV"),
         ("void flash::FlashAttnFwdSm90<...>", "KV"),
         ("shrink_kernel", "adapters"),

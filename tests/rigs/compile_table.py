@@ -56,6 +56,7 @@ INTENTS = {
     "combine_pairs_kernel": Intent((6, 6, 6)),
     "pair_tiles_kernel": Intent((6, 6, 6)),
     "norm_kernel": Intent((2, 2, 2)),
+    "quantise_kernel": Intent((2, 2, 2)),
     "gated_kernel": Intent((8, 8, 8)),
 }
 

@@ -12,6 +12,7 @@ import torch
 from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import triton_kernels
 from motet.kernels.experts import ExpertGroups
+from motet.kernels.gpu.float8 import ScaledFloat8
 from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 
 META = torch.device("meta")  # shapes and strides, no memory: real sizes cost nothing
@@ -88,6 +89,12 @@ def rows() -> None:
     KERNELS.gelu_tanh_mul(bf16(64, 28672))
 
 
+def float8() -> None:
+    """Inputs of q, k, v and of down."""
+    for width in (4096, 14336):
+        ScaledFloat8().quantise(bf16(64, width))
+
+
 def experts(num_pairs: int) -> None:
     """Mixtral 8x7B."""
     offsets = torch.empty(9, dtype=torch.int64, device=META)
@@ -124,6 +131,7 @@ CASES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "64 adapters": (lambda: lora(64, 1), {"shrink_kernel", "expand_kernel"}),
     "one adapter": (lambda: lora(1, 2048), {"shrink_kernel", "expand_kernel"}),
     "rows": (rows, {"norm_kernel", "gated_kernel"}),
+    "float8": (float8, {"quantise_kernel"}),
     "pairs of decodes": (lambda: expert_pairs(64), PAIRS),
     "pairs of a chunk": (lambda: expert_pairs(2048), PAIRS),
     "few pairs": (lambda: experts(64), {"grouped_linear_kernel"}),

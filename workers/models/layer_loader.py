@@ -40,6 +40,8 @@ class _LayerLoader:
         self.prefix = f"model.layers.{index}."
         self._index, self._sharding, self._checkpoint = index, sharding, checkpoint
         self._config, self._pack, self._pack_experts = sharding.config, kernels.pack_linear, kernels.pack_experts
+        self._float8 = kernels.float8
+        self._pack_layer = kernels.pack_linear if kernels.float8 is None else kernels.float8.pack
 
     def norm(self, name: str) -> torch.Tensor:
         return load_norm(f"{self.prefix}{name}", self._config.hidden_size, self._sharding, self._checkpoint)
@@ -56,7 +58,7 @@ class _LayerLoader:
             if config.qkv_bias
         ]
         return Attention(
-            qkv=ColumnLinear(self._pack(torch.cat(weights)), torch.cat(biases) if biases else None, QKV),
+            qkv=ColumnLinear(self._pack_layer(torch.cat(weights)), torch.cat(biases) if biases else None, QKV),
             output=self._row_linear("self_attn.o_proj", num_query, query, OUTPUT, config.output_bias),
             head_norm=self._head_norm(),
             num_heads=sharding.heads[1] - sharding.heads[0],
@@ -75,7 +77,7 @@ class _LayerLoader:
         ]
         weight = torch.cat([self._rows(name, config.hidden_size, width, own) for name in names])
         return GatedMlp(
-            ColumnLinear(self._pack(weight), torch.cat(biases) if biases else None, GATE_UP),
+            ColumnLinear(self._pack_layer(weight), torch.cat(biases) if biases else None, GATE_UP),
             self._row_linear("mlp.down_proj", width, own, DOWN, config.mlp_bias),
             config.activation,
         )
@@ -132,9 +134,12 @@ class _LayerLoader:
 
     def _row_linear(self, name: str, num_in: int, own: Range, modules: tuple[int, ...], has_bias: bool) -> RowLinear:
         hidden = self._config.hidden_size
-        weight = self._columns(name, num_in, hidden, own)
+        if self._float8 is None:
+            packed = self._pack(self._columns(name, num_in, hidden, own))
+        else:  # a row's scale is that of all its inputs, so that gangs of all sizes have the same weights
+            packed = self._float8.pack(self._rows(name, num_in, hidden, None), own)
         bias = self._checkpoint.take(f"{self.prefix}{name}.bias", (hidden,)) if has_bias else None
-        return RowLinear(self._pack(weight), bias if self._sharding.rank == 0 else None, modules)
+        return RowLinear(packed, bias if self._sharding.rank == 0 else None, modules)
 
     def _rows(self, name: str, num_in: int, num_out: int, own: Range | None) -> torch.Tensor:
         return self._checkpoint.take(f"{self.prefix}{name}.weight", (num_out, num_in), rows=own)

@@ -21,7 +21,7 @@ class ColumnLinear:
     modules: tuple[int, ...]
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
-        y = context.kernels.linear(x, self.weight, self.bias)
+        y = context.kernels.layer_linear(x, self.weight, self.bias)
         if context.lora is not None:
             context.kernels.lora.add(y, x, context.pool, layer, context.lora, self.modules)
         return y
@@ -39,7 +39,7 @@ class RowLinear:
     modules: tuple[int, ...]
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
-        y = context.kernels.linear(x, self.weight, self.bias)
+        y = context.kernels.layer_linear(x, self.weight, self.bias)
         if context.lora is not None:
             context.kernels.lora.add(y, x, context.pool, layer, context.lora, self.modules)
         return context.parallel.all_reduce(y)
