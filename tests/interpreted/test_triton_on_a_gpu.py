@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {"max_num_sequences": 2, "max_model_len": 24, "max_token
 
 
 def llama(folder: Path) -> Stock:
-    model = write_model("llama", folder / "model")
+    model = write_model("llama", folder / "model", num_hidden_layers=2)
     adapter = write_adapters(model, folder / "adapters")[ADAPTER]
     return Stock.make(model, {ADAPTER: adapter}, folder / "store")
 
