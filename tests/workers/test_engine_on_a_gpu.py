@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ import torch
 from motet.benchmarks.gpu.engine_bench import DRY_SIZE, Bench
 from motet.benchmarks.gpu.machine import Machine
 from motet.kernels import joint_sampling
+from motet.kernels.joint_sampling import ChoicesUnderWay, RowChoice
+from motet.kernels.plain.sampling import draw_alone
+from motet.kernels.sampling import Draw
 from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, write_adapters, write_model
@@ -22,7 +26,11 @@ from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu
 from motet.tests.rigs.stand_in_gpu.tally import Wait
 from motet.workers import device, device_memory, worker_builder
 from motet.workers.config import CPU_POOL_BYTES
+from motet.workers.decoding.token_choice import uniform
+from motet.workers.decoding.token_counts import TokenCounts
+from motet.workers.execution import runner
 from motet.workers.models.config import ModelConfig
+from motet.workers.plan import SamplePlan
 from motet.workers.wire.engine_load import EngineCounters
 from motet.workers.wire.messages import SamplingParams
 
@@ -125,12 +133,36 @@ def test_pages_move_between_the_tiers_beside_the_steps(llama: Stock, tmp_path: P
 
 
 def waits_beside_kernels(gpu: StandInGpu) -> list[Wait]:
-    """Those of the thread that computes, but for those in the twins of the kernels: Triton's have none."""
-    return [wait for wait in gpu.tally.waits_of("worker") if not wait.line.startswith("kernels/plain/")]
+    """Those of the thread that computes, but for those in the twins of the kernels: Triton's have none.
+
+    The twin that chooses tokens is for CPUs.
+    """
+    return [
+        wait
+        for wait in gpu.tally.waits_of("worker")
+        if not wait.line.startswith("kernels/plain/") or wait.line.startswith("kernels/plain/sampling.py")
+    ]
+
+
+def chosen_one_by_one(
+    logits: torch.Tensor, plans: Sequence[SamplePlan], counts: Sequence[TokenCounts | None] = ()
+) -> ChoicesUnderWay:
+    """As tokens were chosen on a GPU once: penalties row by row, and each draw told to the host."""
+    for row, (plan, seen) in enumerate(zip(plans, counts or [None] * len(plans), strict=True)):
+        asked = plan.params
+        if seen is not None:
+            at = torch.frombuffer(seen.token_ids, dtype=torch.int32).long().to(logits.device)
+            values = logits[row].index_select(0, at)
+            factor = asked.repetition_penalty
+            logits[row].index_copy_(0, at, torch.where(values > 0, values / factor, values * factor))
+        if asked.temperature > 0:
+            draw = Draw(asked.temperature, asked.top_k, asked.top_p, asked.min_p, uniform(plan.seed, plan.index))
+            logits[row, draw_alone(logits[row], draw)] = 1e3
+    return ChoicesUnderWay(logits, [RowChoice(None, None, {}, plan.params.num_logprobs) for plan in plans])
 
 
 def test_the_host_waits_for_a_steps_tokens_alone(llama: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each step that chooses tokens; inputs put back that go one by one are found."""
+    """Once for each step that chooses tokens. Inputs that go one by one and draws row by row, put back, are found."""
 
     def waits() -> tuple[int, int]:
         with gpu_of_twins() as gpu, llama.engine(60, device="cuda") as rig:
@@ -140,9 +172,15 @@ def test_the_host_waits_for_a_steps_tokens_alone(llama: Stock, monkeypatch: pyte
 
     num_waits, num_steps = waits()
     assert NUM_TOKENS <= num_waits <= num_steps
-    monkeypatch.setattr(joint_sampling, "staged", lambda device, *tensors: [x.to(device) for x in tensors])
-    num_waits, num_steps = waits()
-    assert num_waits > 3 * num_steps
+    one_by_one: dict[str, tuple[object, object]] = {
+        "staged": (joint_sampling, lambda device, *tensors: [x.to(device) for x in tensors]),
+        "begin_sample": (runner, chosen_one_by_one),
+    }
+    for name, (owner, old) in one_by_one.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, old)
+            num_waits, num_steps = waits()
+        assert num_waits > 3 * num_steps, name
 
 
 def test_what_a_worker_takes_of_its_gpu_is_measured(llama: Stock, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,8 +1,8 @@
 """What a decode step of Llama-3-8B asks of a GPU, by count: `python -m motet.tests.rigs.stand_in_gpu.step_counts`.
 
 64 sequences of 1,024 tokens and more decode on a stand-in, without adapters and with 64. Models of 1 and 2 layers of
-that shape, in which only the widths are smaller, give what each layer adds: counts depend on no width. One of 4 layers
-must lie on the same line. Triton's kernels are counted and not computed.
+that shape, in which only the widths are smaller, give what each layer adds; one of 4 layers must lie on the same line,
+and one of other widths must be counted alike. Triton's kernels are counted and not computed.
 """
 
 from __future__ import annotations
@@ -10,69 +10,84 @@ from __future__ import annotations
 import argparse
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
+from motet.benchmarks.gpu import engine_bench
 from motet.benchmarks.gpu.engine_bench import TINY, Bench, Size
 from motet.benchmarks.gpu.machine import Machine
 from motet.kernels.backend import triton_kernels
 from motet.tests.rigs.stand_in_gpu import capture, operations
 from motet.tests.rigs.stand_in_gpu.capture import Capture
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu, stand_in_gpu
-from motet.workers.scheduling.tier_traffic import TierTraffic
+from motet.workers.plan import StepPlan
+from motet.workers.scheduling.tier_traffic import TierSizes
 
 LAYERS = 32
-NUM_SEQUENCES, CONTEXT, NUM_STEPS = 64, 1024, 64
-MEASURED = 16  # steps: each sequence gets a new page in one of them
+FIRST, MEASURED = 4, 16  # decode steps: in so many each sequence gets one new page
+OTHER_WIDTHS = {"vocab_size": 211, "hidden_size": 128, "intermediate_size": 160}
+
+
+@dataclass(frozen=True)
+class Load:
+    num_sequences: int = 64
+    context: int = 1024
+    num_steps: int = 64  # in the last 32 of them all decode: prompts take as many
+    max_tokens: int = 2048  # of a step
+    pool_bytes: int = 256 << 20
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one decode step, in the thread that computes; means over `MEASURED` steps."""
+    """Of `MEASURED` decode steps, in the thread that computes."""
 
-    launches: float  # by the host, graphs counted as one
-    graph_nodes: float  # operations and kernels within the graph
-    copies_to_device: float
-    bytes_to_device: float
-    copies_to_host: float
-    bytes_to_host: float
-    waits: float
+    launches: int  # by the host: operations, kernels, copies; a graph is one
+    within_the_graph: int  # operations and kernels
+    copies_to_device: int
+    bytes_to_device: int
+    copies_to_host: int
+    bytes_to_host: int
+    waits: int
+    idle_waits: int  # of these, such as leave the device without work
 
-    def at(self, layers: int, other: Counts, of: int, other_of: int) -> Counts:
-        """These are of a model with `of` layers, `other` of one with `other_of`; what it is with so many."""
+    def a_step(self) -> dict[str, float]:
+        return {name: number / MEASURED for name, number in asdict(self).items()}
 
-        def line(a: float, b: float) -> float:
-            return a + (b - a) / (other_of - of) * (layers - of)
 
-        ours, theirs = asdict(self), asdict(other)
-        return Counts(**{each.name: round(line(ours[each.name], theirs[each.name]), 2) for each in fields(self)})
+def at_layers(layers: int, one: Counts, two: Counts) -> Counts:
+    """Those of a model with so many layers, on the line through models of 1 and 2."""
+    return Counts(*(a + (b - a) * (layers - 1) for a, b in zip(astuple(one), astuple(two), strict=True)))
 
 
 class Counter:
-    """Counts what the computing thread launches."""
+    """Counts what the computing thread does from one of its steps to another."""
 
     def __init__(self, gpu: StandInGpu) -> None:
-        self.gpu, self.launches, self.nodes = gpu, 0, 0
+        self.gpu, self.launches, self.nodes, self.decodes = gpu, 0, 0, 0
+        self.counts: Counts | None = None
 
-    def start(self) -> None:
-        self.gpu.tally.clear()
-        self.launches = self.nodes = 0
+    def begin(self, is_counted: bool) -> None:
+        """The computing thread, which does one thing after the other, begins a step; True: all sequences decode."""
+        self.decodes += is_counted
+        if self.decodes == FIRST:
+            self.gpu.tally.clear()
+            self.launches = self.nodes = 0
+        elif self.decodes == FIRST + MEASURED:
+            self.counts = self.counts or self._counted()
 
-    def counts(self, num_steps: int) -> Counts:
-        copies = self.gpu.tally.copies_of("worker")
+    def _counted(self) -> Counts:
+        copies, waits = self.gpu.tally.copies_of("worker"), self.gpu.tally.waits_of("worker")
         to_device = [copy.num_bytes for copy in copies if copy.kind == "to device"]
         to_host = [copy.num_bytes for copy in copies if copy.kind == "to host"]
-        numbers = (
+        return Counts(
             *(self.launches, self.nodes, len(to_device), sum(to_device), len(to_host), sum(to_host)),
-            len(self.gpu.tally.waits_of("worker")),
+            *(len(waits), sum(wait.leaves_idle for wait in waits)),
         )
-        return Counts(*(round(number / num_steps, 2) for number in numbers))
 
 
 def _is_computing() -> bool:
@@ -113,55 +128,59 @@ def counted(gpu: StandInGpu) -> Iterator[Counter]:
         mock.patch.object(Capture, "replay", noted),
         mock.patch.object(operations, "poison", lambda tensor: tensor.zero_()),
         mock.patch.object(capture, "poison", lambda tensor: tensor.zero_()),
-        mock.patch.object(TierTraffic, "plan_moves", return_value=()),  # those are other threads'
+        mock.patch.object(engine_bench, "TierSizes", lambda host: TierSizes()),  # copies of KV are other threads'
     ):
         yield counter
 
 
-class Measured(Exception):  # noqa: N818
-    """The steps that count are over."""
-
-
-def count(num_layers: int, num_adapters: int) -> Counts:
-    config = TINY | {"num_hidden_layers": num_layers, "max_position_embeddings": 2048}
-    size = Size(config, NUM_SEQUENCES, CONTEXT, NUM_STEPS, (num_adapters,), 256 << 20, 64 << 20)
+def count(
+    num_layers: int, num_adapters: int, widths: Mapping[str, int] | None = None, load: Load | None = None
+) -> Counts:
+    load = load or Load()
+    longest = 2 * (load.context + load.num_steps)
+    config = TINY | {"num_hidden_layers": num_layers, "max_position_embeddings": longest} | dict(widths or {})
+    sizes = load.num_sequences, load.context, load.num_steps, (num_adapters,)
+    size = Size(config, *sizes, load.pool_bytes, load.pool_bytes // 4, max_tokens=load.max_tokens)
     with stand_in_gpu() as gpu, counted(gpu) as counter:
         device = torch.device("cuda", 0)
         bench = Bench(Machine(device, torch.float32, is_dry=False), size, triton_kernels(device, torch.float32))
-        step, decodes = bench.engine.step, 0
 
-        def watched() -> Any:
-            nonlocal decodes
-            updates = step()
-            if len(updates) == NUM_SEQUENCES:
-                decodes += 1
-                if decodes == 4:
-                    counter.start()
-                elif decodes == 4 + MEASURED:
-                    raise Measured
-            return updates
+        def watched(compute: Callable[..., Any]) -> Callable[..., Any]:
+            def step(plan: StepPlan, *rest: Any) -> Any:
+                num_decodes = sum(s.sample is not None and len(s.token_ids) == 1 for s in plan.sequences)
+                counter.begin(num_decodes == load.num_sequences)
+                return compute(plan, *rest)
 
-        with mock.patch.object(bench.engine, "step", watched), pytest.raises(Measured):
-            bench.serve(num_adapters)
-        counts = counter.counts(MEASURED)
+            return step
+
+        for name in ("run", "begin"):
+            setattr(bench.runner, name, watched(getattr(bench.runner, name)))
+        bench.serve(num_adapters)
         bench.engine.close()
         gpu.problems.clear()  # kernels that compute nothing write nothing either
         del bench
-    return counts
+    assert counter.counts is not None, f"no {FIRST + MEASURED} steps in which all decode"
+    return counter.counts
+
+
+def counts_of_llama(num_adapters: int) -> Counts:
+    """Raises RuntimeError if counts do not grow by the layer alone."""
+    found = {layers: count(layers, num_adapters) for layers in (1, 2, 4)}
+    if found[4] != at_layers(4, found[1], found[2]):
+        raise RuntimeError(f"4 layers are not on the line through 1 and 2: {found}")
+    if (other := count(1, num_adapters, OTHER_WIDTHS)) != found[1]:
+        raise RuntimeError(f"counts depend on widths: {other} in place of {found[1]}")
+    return at_layers(LAYERS, found[1], found[2])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--adapters", type=int, nargs="*", default=[0, 64], help="(default 0 64)")
-    arguments = parser.parse_args()
     result: dict[str, object] = {}
-    for num_adapters in arguments.adapters:
-        found = {num: count(num, num_adapters) for num in (1, 2, 4)}
-        for num, counts in found.items():
-            print(f"{num_adapters} adapters, {num} layers: {counts}", flush=True)
-        if found[4] != found[1].at(4, found[2], 1, 2):
-            raise RuntimeError("each layer does not add the same")
-        result[f"{num_adapters}_adapters"] = asdict(found[1].at(LAYERS, found[2], 1, 2))
+    for num_adapters in parser.parse_args().adapters:
+        counts = counts_of_llama(num_adapters).a_step()
+        result[f"{num_adapters}_adapters"] = counts
+        print(f"{num_adapters} adapters, a step: " + ", ".join(f"{name} {number:g}" for name, number in counts.items()))
     print(json.dumps({"benchmark": "step_counts", "layers": LAYERS, **result}))
 
 
