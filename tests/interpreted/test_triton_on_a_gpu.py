@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from motet.adapters.adapter import EXPERT_MODULES
+from motet.kernels.backend import plain_kernels, triton_kernels, with_float8_weights
 from motet.kernels.gpu.expert_lora import TritonExpertLora
 from motet.kernels.gpu.experts import TritonExperts
 from motet.kernels.plain.expert_lora import HostExpertLora, HostExpertLoraBatch
@@ -118,3 +120,26 @@ def test_experts_that_ask_the_host_cannot_be_recorded(
         lines = {wait.line.partition(":")[0] for wait in gpu.tally.waits_of("worker")}
         assert lines & {"kernels/plain/experts.py", "kernels/plain/expert_lora.py"}, "chunks wait for them, too"
         gpu.problems.clear()
+
+
+def test_linears_of_eight_bits_are_recorded() -> None:
+    """Rows are quantised and multiplied without the host; a replay computes from what its input holds then."""
+    kernels = with_float8_weights(triton_kernels(torch.device("cuda"), torch.bfloat16))
+    assert kernels.choice.endswith("layers' linears by cuBLAS in float8")
+    twin = with_float8_weights(plain_kernels())
+    assert kernels.float8 is not None and twin.float8 is not None
+    first, second, weight = torch.randn(3, 32), torch.randn(3, 32), torch.randn(48, 32)
+    with stand_in_gpu() as gpu:
+        x, packed = first.to("cuda"), kernels.float8.pack(weight.to("cuda"))
+        kernels.layer_linear(x, packed, None)
+        graph = torch.cuda.CUDAGraph()
+        gpu.tally.clear()
+        with torch.cuda.graph(graph):
+            y = kernels.layer_linear(x, packed, None)
+        x.copy_(second.to("cuda"))
+        graph.replay()
+        got = y.cpu()
+        assert gpu.tally.replays == 1
+        del x, y, packed, graph
+    expected = twin.layer_linear(second, twin.float8.pack(weight), None)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)  # float32, summed in another order
