@@ -128,7 +128,7 @@ def counted(gpu: StandInGpu) -> Iterator[Counter]:
         mock.patch.object(Capture, "replay", noted),
         mock.patch.object(operations, "poison", lambda tensor: tensor.zero_()),
         mock.patch.object(capture, "poison", lambda tensor: tensor.zero_()),
-        mock.patch.object(engine_bench, "TierSizes", lambda host: TierSizes()),  # copies of KV are other threads'
+        mock.patch.object(engine_bench, "TierSizes", return_value=TierSizes()),  # copies of KV are other threads'
     ):
         yield counter
 

@@ -21,6 +21,9 @@ from motet.tests.rigs.stand_in_gpu.timeline import GpuProblem, Work
 from motet.tests.rigs.stand_in_gpu.watched_memory import WatchedMemory
 
 
+_POOL = "workers/memory/pool.py"  # where it is made
+
+
 class OutsideError(GpuProblem):
     """A program loads or stores outside of the memory that its kernel was given."""
 
@@ -61,6 +64,11 @@ class _Addresses:
         return found  # type: ignore[return-value]
 
 
+def _is_scattered(x: DeviceTensor) -> bool:
+    """Whether a kernel uses only parts of it. The pool of a base of one layer is contiguous."""
+    return not x.inner.is_contiguous() or _POOL in x.memory.what
+
+
 @contextmanager
 def interpreted_launches(operations: Operations, captures: Captures) -> Iterator[None]:
     """Launches take tensors of the device. Does nothing where kernels are not interpreted."""
@@ -84,8 +92,8 @@ def interpreted_launches(operations: Operations, captures: Captures) -> Iterator
         if len(ours) < sum(isinstance(x, torch.Tensor) for x in given):
             problem = f"{product_line()}: {name} gets tensors of the host and of the device"
             raise ours[0].memory.timeline.problem(MixedDevicesError(problem))
-        # A view of a page in each layer, say: only the addresses tell which pages are used.
-        scattered = list({id(x.memory): x.memory for x in ours if not x.inner.is_contiguous()}.values())
+        # A layer's part of each page of the pool, say: only the addresses tell which pages are used.
+        scattered = list({id(x.memory): x.memory for x in ours if _is_scattered(x)}.values())
         whole: list[Use] = [
             (x.memory, x.memory.cells_of(x.inner), True) for x in ours if all(x.memory is not m for m in scattered)
         ]
