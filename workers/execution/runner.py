@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
 from ...adapters.adapter import EXPERT_MODULES, MODULES
 from ...adapters.packing.layout import AdapterLayout
-from ...kernels.attention import AttentionBatch
+from ...kernels.attention import AttentionBatch, PagedAttention
 from ...kernels.backend import Kernels
 from ...kernels.lora import ABSENT, LoraSegment, ModuleSlice, PagedAdapter
 from ..decoding.token_choice import begin_sample, sample
@@ -23,6 +24,7 @@ from .begun_step import BegunStep
 from .device_rows import DeviceInputs, DeviceRows
 from .graphs import DecodeGraphs, Record
 from .inputs import StepInputs, make_inputs
+from .mixed_graphs import MixedGraphs, Widths
 from .page_tables import PageTables
 from .warm_up import ALL_WAYS, StepLimits, as_plan, largest_steps, warm_up_steps
 
@@ -48,6 +50,7 @@ class Runner:
         self._adapters: tuple[tuple[LoraSegment, ...], StepAdapters | None] = ((), None)  # of the last step with any
         self._rows: DeviceRows | None = None  # None: a step's tensors are made of its plan alone
         self._graphs: DecodeGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None
         self.penalised = PenalisedSequences()  # of the gang's first worker, which chooses the tokens
 
     @property
@@ -81,6 +84,27 @@ class Runner:
             self._rows,
             self._decoder.vocab_size,
             self._pool.device,
+            record,
+        )
+
+    @torch.inference_mode()
+    def record_mixed(self, max_tokens: int, record: Record) -> None:
+        """Records steps with prompts, as far as that pays; see `mixed_graphs.MixedGraphs`. `max_tokens`: of a plan.
+
+        All else is as in `record_decodes`.
+        """
+        assert self._rows is not None, "what a recorded pass reads must stay where it is: keep_tables comes first"
+        if not self._tables.can_be_recorded:
+            return
+        attention = self._decoder.layers[0].attention  # all layers' heads are alike
+        self._mixed_graphs = MixedGraphs(
+            self._hidden_states,
+            self._kernels.paged_attention,
+            Widths(attention.num_heads, attention.head_dim, len(self._decoder.norm)),
+            self._decoder.norm.dtype,
+            self._tables,
+            self._rows,
+            max_tokens,
             record,
         )
 
@@ -158,11 +182,20 @@ class Runner:
 
     def _logits(self, inputs: StepInputs | DeviceInputs) -> torch.Tensor:
         adapters = self._adapters_of(inputs.segments)
-        if self._graphs is not None and isinstance(inputs, DeviceInputs):
-            recorded = self._graphs.logits(inputs, adapters)
+        if isinstance(inputs, DeviceInputs):
+            recorded = self._recorded_logits(inputs, adapters)
             if recorded is not None:
                 return recorded
         return self._forward(inputs.token_ids, inputs.attention, adapters, inputs.sample_rows)
+
+    def _recorded_logits(self, inputs: DeviceInputs, adapters: StepAdapters | None) -> torch.Tensor | None:
+        """None: this step is not one that was recorded."""
+        if inputs.is_decode:
+            return None if self._graphs is None else self._graphs.logits(inputs, adapters)
+        hidden = None if self._mixed_graphs is None else self._mixed_graphs.hidden_states(inputs, adapters)
+        if hidden is None:
+            return None
+        return self._decoder.logits(hidden[inputs.sample_rows], self._context(inputs.attention, None))
 
     def _forward(
         self,
@@ -172,7 +205,24 @@ class Runner:
         sample_rows: torch.Tensor | None,
     ) -> torch.Tensor:
         """The logits of `sample_rows`; None: of all rows."""
-        context = ForwardContext(
+        context = self._context(attention, adapters)
+        hidden = self._decoder.hidden_states(token_ids, context)
+        return self._decoder.logits(hidden if sample_rows is None else hidden[sample_rows], context)
+
+    def _hidden_states(
+        self,
+        token_ids: torch.Tensor,
+        attention: AttentionBatch,
+        adapters: StepAdapters | None,
+        attend: PagedAttention,
+    ) -> torch.Tensor:
+        """The last layer's states of all rows, with `attend` for the kernels' own attention."""
+        context = self._context(attention, adapters)
+        kernels = replace(self._kernels, paged_attention=attend)
+        return self._decoder.hidden_states(token_ids, replace(context, kernels=kernels))
+
+    def _context(self, attention: AttentionBatch, adapters: StepAdapters | None) -> ForwardContext:
+        return ForwardContext(
             self._kernels,
             self._parallel,
             self._pool,
@@ -182,8 +232,6 @@ class Runner:
             self._rotary,
             self._kv,
         )
-        hidden = self._decoder.hidden_states(token_ids, context)
-        return self._decoder.logits(hidden if sample_rows is None else hidden[sample_rows], context)
 
     def _adapters_of(self, segments: tuple[LoraSegment, ...]) -> StepAdapters | None:
         """The segments as the kernels need them; the last step's are used again if they are the same, as in decode."""
