@@ -6,6 +6,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import msgspec
 import torch
@@ -99,7 +100,7 @@ def _start_gang(
         for rank in range(config.tensor_parallel):
             spawn(WorkerSettings(config, rank, host, listener.getsockname()[1], store.port, secret))
         connections = _accept(listener, config, secret)
-    ready = [_await_ready(rank, connection, on_progress) for rank, connection in enumerate(connections)]
+    ready = _await_all_ready(connections, on_progress)
     return (
         GangExecutor(connections, store, config.step_deadline_s),
         " and ".join(dict.fromkeys(of.kernels for of in ready)),
@@ -140,6 +141,20 @@ def _accept(listener: socket.socket, config: EngineConfig, secret: str) -> list[
         else:
             connection.close()
     return [found[rank] for rank in range(config.tensor_parallel)]
+
+
+def _await_all_ready(connections: Sequence[Connection], on_progress: Progress | None) -> list[Ready]:
+    """By rank. Raises WorkerLostError as soon as one of them is lost, which others may wait for."""
+    with ThreadPoolExecutor(len(connections), thread_name_prefix="gang-start") as threads:
+        told = [threads.submit(_await_ready, rank, each, on_progress) for rank, each in enumerate(connections)]
+        try:
+            for each in as_completed(told):
+                each.result()
+        except BaseException:
+            for connection in connections:
+                connection.close()  # which ends the other waits
+            raise
+    return [each.result() for each in told]
 
 
 def _await_ready(rank: int, connection: Connection, on_progress: Progress | None) -> Ready:

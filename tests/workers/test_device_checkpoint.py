@@ -245,7 +245,8 @@ def test_large_pieces_are_read_by_several_threads(tmp_path: Path, monkeypatch: p
 
 
 def test_tensors_that_do_not_fit_the_model(tmp_path: Path, gpu: StandInGpu) -> None:
-    folder = write(tmp_path, torch.bfloat16, weight=(6, 8), wide=(1, 9000), **{"rotary_emb.inv_freq": (4,)})
+    shapes: dict[str, Any] = {"weight": (6, 8), "wide": (1, 9000), "rotary_emb.inv_freq": (4,)}
+    folder = write(tmp_path, torch.bfloat16, **shapes)
     with DeviceCheckpoint(folder, torch.bfloat16, CUDA, staging_bytes=STAGING_BYTES) as checkpoint:
         with pytest.raises(ValueError, match=r"'weight' has shape \(6, 8\): config\.json needs \(8, 6\)"):
             checkpoint.take("weight", (8, 6))

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import gc
 import logging
+import socket
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 
+from motet.kernels.pinned_zeros import pinned_zeros
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import write_model
+from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins, run_worker_on_gpu
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu, stand_in_gpu
-from motet.workers import worker_builder
+from motet.workers import engine_builder, worker_builder
 from motet.workers.checkpoint.staging import STAGING_BYTES
 from motet.workers.device_memory import LATER_BYTES, DeviceMemory
+from motet.workers.execution.connection import Connection
+from motet.workers.execution.executor import WorkerLostError
+from motet.workers.execution.gang_messages import Failed
 from motet.workers.execution.graphs import CudaRecorder, Cut
-from motet.workers.memory.pinned_memory import pinned_zeros
 from motet.workers.wire.messages import SamplingParams
 from motet.workers.worker import WorkerSettings
 
@@ -174,3 +181,19 @@ def test_workers_wait_for_the_slowest_load_without_a_steps_deadline(stock: Stock
         rig.finish()
         assert len(rig.told[0].token_ids) == 2
     assert [worker.exitcode for worker in workers] == [0, 0]
+
+
+def test_a_worker_that_is_lost_while_others_wait_for_it_ends_the_start() -> None:
+    """The first worker waits in silence for the second, which cannot load."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = [Connection(socket.create_connection(listener.getsockname())) for _ in range(2)]
+        ours = [Connection(listener.accept()[0]) for _ in range(2)]
+    with ThreadPoolExecutor(1) as thread:
+        start = thread.submit(engine_builder._await_all_ready, ours, None)
+        theirs[1].send(msgspec.msgpack.encode(Failed("the file was cut short")))
+        try:
+            with pytest.raises(WorkerLostError, match="worker 1 could not load the model: the file was cut short"):
+                start.result(PATIENCE_S)
+        finally:
+            for connection in theirs:
+                connection.close()

@@ -12,11 +12,10 @@ from types import TracebackType
 
 import torch
 
-from ..models.weights import Progress, shards
 from .file_ranges import FileRanges
-from .load_progress import LoadProgress
+from .load_progress import LoadProgress, OnProgress
 from .staging import STAGING_BYTES, Staging
-from .stored_tensor import StoredTensor, stored_tensors
+from .stored_tensor import StoredTensor, shards, stored_tensors
 
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
@@ -34,7 +33,7 @@ class DeviceCheckpoint:
         folder: Path,
         dtype: torch.dtype,
         device: torch.device,
-        on_progress: Progress | None = None,
+        on_progress: OnProgress | None = None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
         """Raises ValueError for a damaged file, and if there is no tensor."""
@@ -124,6 +123,6 @@ class DeviceCheckpoint:
 
     def _read(self, stored: StoredTensor, start: int, num_bytes: int) -> torch.Tensor:
         taken = self._staging.take(num_bytes)
-        self._files.read(stored, start, memoryview(taken.numpy()))
+        self._files.read(stored, start, memoryview(taken.numpy().data))
         self._progress.read(num_bytes)
         return taken

@@ -10,6 +10,8 @@ _log = logging.getLogger(__name__)
 _INTERVAL_S = 5.0  # between two lines of the log
 _GIB = 1 << 30
 
+OnProgress = Callable[[str, int, int], None]  # what, done, total
+
 
 class LoadProgress:
     """Counts bytes: those of the base that are done with, and those that were read, fewer in a gang."""
@@ -17,7 +19,7 @@ class LoadProgress:
     def __init__(
         self,
         total_bytes: int,
-        on_progress: Callable[[str, int, int], None] | None = None,
+        on_progress: OnProgress | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`total_bytes`: of the base. `on_progress`: called with what is done, and with done and total bytes, whenever

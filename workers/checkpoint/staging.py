@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..memory.pinned_memory import pinned_zeros
+from ...kernels.pinned_zeros import pinned_zeros
 
 STAGING_BYTES = 64 << 20
 _ALIGNMENT_BYTES = 512  # of what is copied: the GPU's own allocations have it, too

@@ -1,9 +1,10 @@
-"""Where each tensor of a safetensors file lies in it. Reading that needs no torch."""
+"""Which files a base has, and where each tensor lies in them. Reading that needs no torch."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,3 +62,18 @@ def _described(path: Path, name: str, first: int, one: dict[str, Any], num_bytes
             "the file was not written or copied whole"
         )
     return StoredTensor(path, name, dtype, shape, first + start, end - start)
+
+
+def shards(folder: Path) -> Iterator[Path]:
+    """The safetensors files of a model folder: those of the index if there is one, else the single file, else all."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        for name in names:
+            if Path(name).name != name:
+                raise ValueError(f"{index} names a file outside its folder: {name!r}")
+            yield folder / name
+    elif single.is_file():
+        yield single
+    else:
+        yield from sorted(folder.glob("*.safetensors"))

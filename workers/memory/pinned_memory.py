@@ -1,12 +1,7 @@
-"""Host memory that a GPU copies from and to by itself, taken once when a worker starts.
-
-torch's own pinned memory would round each tensor up to a power of two, and each new one stalls all launches while the
-driver maps it. So plain memory is registered with the driver instead, whole and once.
-"""
+"""Pages of host memory that a GPU copies from and to by itself, taken once when a worker starts."""
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from bisect import insort
@@ -14,10 +9,8 @@ from itertools import pairwise
 
 import torch
 
-from ...kernels.huge_pages import zeros_in_huge_pages
+from ...kernels.pinned_zeros import pinned_zeros
 from .pool import PoolGeometry
-
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of this process
 
 
 def pinned_pages(num_pages: int, geometry: PoolGeometry) -> torch.Tensor:
@@ -25,28 +18,6 @@ def pinned_pages(num_pages: int, geometry: PoolGeometry) -> torch.Tensor:
     shape = (num_pages, geometry.num_layers, geometry.slab)
     advice = "host_bytes and kv_host_bytes together must fit into this machine's free memory"
     return pinned_zeros(shape, geometry.dtype, advice)
-
-
-def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype, advice: str) -> torch.Tensor:
-    """Zeros in pinned memory, which is unpinned when the tensor itself is gone.
-
-    Whoever keeps a view keeps the tensor as well. Raises ValueError, which ends in `advice`, if the driver does not pin
-    so much.
-    """
-    zeros = zeros_in_huge_pages(math.prod(shape), dtype).view(shape)
-    runtime, address = torch.cuda.cudart(), zeros.data_ptr()
-    status = int(runtime.cudaHostRegister(address, zeros.nbytes, _PORTABLE))
-    if status != 0:
-        raise ValueError(
-            f"{zeros.nbytes} bytes of host memory could not be pinned for the GPU (CUDA error {status}): {advice}"
-        )
-    memory = zeros.untyped_storage()  # stays mapped until it is unpinned
-    weakref.finalize(zeros, _unpin, runtime, address, memory)
-    return zeros
-
-
-def _unpin(runtime: object, address: int, memory: torch.UntypedStorage) -> None:
-    runtime.cudaHostUnregister(address)  # type: ignore[attr-defined]
 
 
 class PinnedArena:

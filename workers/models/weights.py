@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from safetensors import SafetensorError, safe_open
 
-from ..checkpoint.stored_tensor import stored_tensors
+from ..checkpoint.stored_tensor import shards, stored_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -87,18 +86,3 @@ def _open(path: Path, framework: str) -> safe_open:
     except SafetensorError as error:
         stored_tensors(path)  # says of which tensor something lacks
         raise ValueError(f"{path} is damaged: {error}") from error
-
-
-def shards(folder: Path) -> Iterator[Path]:
-    """The safetensors files of a model folder: those of the index if there is one, else the single file, else all."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        for name in names:
-            if Path(name).name != name:
-                raise ValueError(f"{index} names a file outside its folder: {name!r}")
-            yield folder / name
-    elif single.is_file():
-        yield single
-    else:
-        yield from sorted(folder.glob("*.safetensors"))

@@ -20,7 +20,6 @@ from motet.tests.rigs.stand_in_gpu.tally import product_line
 from motet.tests.rigs.stand_in_gpu.timeline import GpuProblem, Work
 from motet.tests.rigs.stand_in_gpu.watched_memory import WatchedMemory
 
-
 _POOL = "workers/memory/pool.py"  # where it is made
 
 
