@@ -115,7 +115,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
         found.last_address = max(found.last_address, address + num_bytes)
         return num_bytes
 
-    monkeypatch.setattr(file_ranges.os, "preadv", counted)
+    monkeypatch.setattr(os, "preadv", counted)
     return found
 
 
@@ -220,7 +220,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, gpu: StandInGpu, monkeypatch
     def fail(*_: object) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(file_ranges.os, "preadv", fail)
+    monkeypatch.setattr(os, "preadv", fail)
     folder = write(tmp_path, torch.bfloat16, weight=(61, 101))
     with (
         DeviceCheckpoint(folder, torch.bfloat16, CUDA) as checkpoint,

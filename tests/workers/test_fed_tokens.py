@@ -151,11 +151,10 @@ def test_draws_that_are_looked_through_again_have_their_own_logits(
     stock: Stock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All recordings write into one buffer. The next step, which is fed nothing of this one's, may be one of them."""
-    first, second = ({"max_tokens": 1, "ignore_eos": True, "seed": seed} for seed in (3, 4))
 
     def asked(rig: EngineRig) -> list[Told]:
-        rig.submit(0, PROMPT, None, SamplingParams(**first, temperature=1.5, top_p=0.98))
-        rig.submit(1, PROMPT[::-1], None, SamplingParams(**second, temperature=0.0))
+        rig.submit(0, PROMPT, None, SamplingParams(max_tokens=1, ignore_eos=True, seed=3, temperature=1.5, top_p=0.98))
+        rig.submit(1, PROMPT[::-1], None, SamplingParams(max_tokens=1, ignore_eos=True, seed=4, temperature=0.0))
         rig.finish()
         return list(rig.told.values())
 

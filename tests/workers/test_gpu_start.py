@@ -31,6 +31,7 @@ from motet.workers.execution.connection import Connection
 from motet.workers.execution.executor import WorkerLostError
 from motet.workers.execution.gang_messages import Failed
 from motet.workers.execution.graphs import CudaRecorder, Cut
+from motet.workers.models import decoder
 from motet.workers.wire.messages import SamplingParams
 from motet.workers.worker import WorkerSettings
 
@@ -154,7 +155,7 @@ def test_what_passes_in_a_step_is_room_beside_the_graphs(monkeypatch: pytest.Mon
 def run_worker_that_waits(settings: WorkerSettings) -> None:
     """The first worker fails if it computes with others before the second has loaded, which takes a while."""
     flag = Path(settings.config.store_path).parent / "second has loaded"
-    load, exchange = worker_builder.load_decoder, torch.distributed.all_reduce
+    load, exchange = decoder.load_decoder, torch.distributed.all_reduce
 
     def load_late(*given: Any) -> Any:
         loaded = load(*given)
