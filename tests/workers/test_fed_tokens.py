@@ -154,7 +154,8 @@ def test_draws_that_are_looked_through_again_have_their_own_logits(
 
     def asked(rig: EngineRig) -> list[Told]:
         rig.submit(0, PROMPT, None, SamplingParams(max_tokens=1, ignore_eos=True, seed=3, temperature=1.5, top_p=0.98))
-        rig.submit(1, PROMPT[::-1], None, SamplingParams(max_tokens=1, ignore_eos=True, seed=4, temperature=0.0))
+        one_token = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0, logit_bias={7: 60.0})
+        rig.submit(1, [token + 1 for token in PROMPT], None, one_token)  # with other logits than the first
         rig.finish()
         return list(rig.told.values())
 
