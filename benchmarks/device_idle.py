@@ -72,7 +72,7 @@ class Host:
         if way == "fed":
             logits = torch.zeros(SIZE.num_sequences, VOCAB_SIZE)
             bench.runner.keep_tables(SIZE.num_sequences, 512)
-            bench.runner.record_decodes(lambda compute: Replays(device, logits))
+            bench.runner.record_decodes(SIZE.max_tokens, lambda compute: Replays(device, logits))
             old = bench.engine.executor
             assert isinstance(old, LocalExecutor)
             bench.engine.executor = FeedingExecutor(bench.runner, old.loader, old.mover, "", old.device)

@@ -79,7 +79,7 @@ class Host:
         self.bench = bench = Bench(Machine(torch.device("cpu"), torch.float32, is_dry=True), SIZE, kernels)
         self.way, self.device, self._num_adapters, self._num_asked = way, device, num_adapters, 0
         bench.runner.keep_tables(SIZE.num_sequences, 512)
-        bench.runner.record_decodes(Replayed.record)
+        bench.runner.record_decodes(SIZE.max_tokens, Replayed.record)
         if way == "recorded":
             bench.runner.record_mixed(SIZE.max_tokens, Replayed.record)
         old = bench.engine.executor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -33,6 +34,8 @@ from .models.weights import Checkpoint, Progress
 from .parallel import Parallel
 from .plan import Tier
 from .scheduling.tier_traffic import TierSizes
+
+_log = logging.getLogger(__name__)
 
 
 def build_executor(
@@ -82,8 +85,9 @@ def build_executor(
                 runner.warm_up(config.max_tokens_per_step, config.max_num_sequences)
             with memory.part("graphs"):
                 record = CudaRecorder()
-                runner.record_decodes(record)
+                runner.record_decodes(config.max_tokens_per_step, record)
                 runner.record_mixed(config.max_tokens_per_step, record)
+            pool[0].zero_()  # all that was written there: attention may multiply what it does not see
         return runner
 
     if device.type == "cuda":
@@ -93,6 +97,13 @@ def build_executor(
     if pool_bytes is None:
         one_page = pool_of(sharding, config.block_size, dtype, 1)
         geometry = replace(one_page, num_pages=_num_pages_left(ready_runner, one_page, memory, config, parallel))
+        num_tokens = geometry.num_pages * config.block_size
+        if num_tokens < context:
+            _log.warning(
+                "what the GPU has left holds %d tokens and the context has %d: longer requests are refused; does "
+                "another process use this GPU?",
+                *(num_tokens, context),
+            )
     else:
         geometry = plan_pool(sharding, config.block_size, dtype, pool_bytes)
     runner = ready_runner(geometry)

@@ -162,7 +162,7 @@ class Bench:
             self.runner.keep_tables(size.num_sequences, model.max_model_len)
             self.runner.warm_up(size.max_tokens, size.num_sequences)
             record = CudaRecorder()
-            self.runner.record_decodes(record)
+            self.runner.record_decodes(size.max_tokens, record)
             self.runner.record_mixed(size.max_tokens, record)
         num_host_pages, pinned = size.host_bytes // geometry.page_bytes, on_gpu
         arena = PinnedArena(num_host_pages, geometry) if pinned else None

@@ -62,7 +62,7 @@ def test_exact(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         executor = rig.engine.executor
         assert isinstance(executor, LocalExecutor)
         executor.runner.keep_tables(16, 60)
-        executor.runner.record_decodes(lambda compute: Rerun(compute, decodes))
+        executor.runner.record_decodes(10, lambda compute: Rerun(compute, decodes))
         executor.runner.record_mixed(10, lambda compute: Rerun(compute, mixed))
         generator = random.Random(5)
         prompts = [[generator.randrange(VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]

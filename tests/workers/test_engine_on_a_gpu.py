@@ -29,6 +29,7 @@ from motet.workers.config import CPU_POOL_BYTES
 from motet.workers.decoding.token_choice import uniform
 from motet.workers.decoding.token_counts import TokenCounts
 from motet.workers.execution import runner
+from motet.workers.execution.executor import LocalExecutor
 from motet.workers.models.config import ModelConfig
 from motet.workers.plan import SamplePlan
 from motet.workers.wire.engine_load import EngineCounters
@@ -193,6 +194,14 @@ def test_what_a_worker_takes_of_its_gpu_is_measured(llama: Stock, caplog: pytest
             ValueError, match=r"no room for [a-z ]+: weights 0\.00 GiB.* a smaller pool_bytes .*leaves more"
         ):
             llama.engine(60, device="cuda")
+
+
+def test_what_a_start_has_computed_leaves_nothing_in_the_pool(llama: Stock) -> None:
+    """Attention may multiply what it does not see, and the adapters of the start are no numbers that anybody chose."""
+    with gpu_of_twins(), llama.engine(60, device="cuda") as rig:
+        executor = rig.engine.executor
+        assert isinstance(executor, LocalExecutor)
+        assert not executor.runner.pool.cpu().any()
 
 
 def test_workers_of_a_gang_have_the_pool_of_the_smallest_gpu(llama: Stock) -> None:

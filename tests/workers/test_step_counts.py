@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
 
 from motet.tests.rigs.stand_in_gpu.step_counts import MEASURED, Counts, Load, count
-from motet.workers.execution.graphs import DecodeGraphs
+from motet.workers.execution.graphs import Bucket
 
 FEW = Load(2, context=20, num_steps=24, max_tokens=120, pool_bytes=8 << 20)
 MANY = replace(FEW, num_sequences=6)
@@ -41,8 +41,8 @@ def test_adapters_are_within_the_graph(few: Counts, monkeypatch: pytest.MonkeyPa
     assert 0 <= num_more < FEW.num_sequences
     assert replace(there, within_the_graph=few.within_the_graph, launches=few.launches) == few
     monkeypatch.setattr(
-        DecodeGraphs,
-        "_filled",
-        lambda graphs, bucket, adapters: adapters is None or graphs._adapters.refill(bucket.adapters, adapters),
+        Bucket,
+        "fill",
+        lambda bucket, step, tables: step is None or bucket.adapters is None or tables.refill(bucket.adapters, step),
     )
     assert count(1, 2, load=FEW).launches >= there.launches + MEASURED

@@ -47,5 +47,6 @@ class FeedingExecutor(LocalExecutor):
         self._last = self.runner.begin(plan, self._last)
         return self._last
 
+    @torch.inference_mode()  # as the step was launched: what is drawn again is put into its tokens
     def _await(self, plan: StepPlan, launched: Future[BegunStep]) -> StepResult:
         return self._result_of(plan, launched.result().tokens)

@@ -64,13 +64,14 @@ class DecodeGraphs:
         forward: Forward,
         adapters: Reserved,
         rows: DeviceRows,
+        max_rows: int,
         vocab_size: int,
         device: torch.device,
         record: Record,
     ) -> None:
-        """Records all of them. `record`: see `CudaRecorder`."""
+        """Records all of them. `max_rows`: of a step; `record`: see `CudaRecorder`."""
         self._forward, self._adapters, self._record = forward, adapters, record
-        self._rows, max_rows = rows, rows.tables.num_sequences
+        self._rows = rows
         # Of all recordings, of which each would keep its own: they never run at the same time.
         self._logits = torch.zeros((max_rows, vocab_size), dtype=torch.float32, device=device)
         # The largest first: the smaller ones then fit into its memory.

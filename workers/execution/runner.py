@@ -69,8 +69,8 @@ class Runner:
         self._rows = DeviceRows(tables, self._geometry.block_size)
 
     @torch.inference_mode()
-    def record_decodes(self, record: Record) -> None:
-        """Records the decodes of all numbers of sequences that the tables have room for; see `graphs.DecodeGraphs`.
+    def record_decodes(self, max_tokens: int, record: Record) -> None:
+        """Records the decodes of all numbers of sequences that a plan can have; see `graphs.DecodeGraphs`.
 
         Records nothing with kernels that need the host. The workers of a gang record the same steps in the same order:
         what they exchange is in the graphs.
@@ -82,6 +82,7 @@ class Runner:
             lambda token_ids, attention, adapters: self._forward(token_ids, attention, adapters, None),
             self._tables,
             self._rows,
+            min(max_tokens, self._rows.tables.num_sequences),
             self._decoder.vocab_size,
             self._pool.device,
             record,
@@ -101,7 +102,7 @@ class Runner:
             self._hidden_states,
             self._kernels.paged_attention,
             Widths(attention.num_heads, attention.head_dim, len(self._decoder.norm)),
-            self._decoder.norm.dtype,
+            self._pool.dtype,  # of what passes between layers; norms may have another
             self._tables,
             self._rows,
             max_tokens,
