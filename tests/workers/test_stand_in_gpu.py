@@ -237,6 +237,7 @@ def test_all_graphs_write_their_logits_into_one_buffer(gpu: StandInGpu) -> None:
         lambda token_ids, attention, lora: table[token_ids],
         NoAdapters(),
         rows=DeviceRows(PageTables(6, 2, GPU), 8),
+        max_rows=6,
         vocab_size=7,
         device=GPU,
         record=CudaRecorder(),
