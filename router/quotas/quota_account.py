@@ -25,16 +25,18 @@ class Opened:
 class QuotaAccount:
     """`held`: what the router gave the answer of its share, by rate; None: Redis keeps what it was given.
 
-    `lease`: names it among all that are made. `on_end` gets it and the tokens that it has used.
+    `lease`: names it among all that are made. `is_unheard`: Redis has not been asked under it. `on_end` gets it and the
+    tokens that it has used.
     """
 
-    __slots__ = ("_on_end", "asked", "bounds", "headers", "held", "lease", "num_tokens")
+    __slots__ = ("_on_end", "asked", "bounds", "headers", "held", "is_unheard", "lease", "num_tokens")
 
     def __init__(self, bounds: Bounds, lease: str, asked: Asked, on_end: Callable[[QuotaAccount, int], None]) -> None:
         self.bounds, self.lease, self.asked = bounds, lease, asked
         self.num_tokens = asked.num_prompt_tokens + asked.num_new_tokens  # that it may use
         self.headers: Headers = []
         self.held: list[Held] | None = None
+        self.is_unheard = False
         self._on_end = on_end
 
     @property

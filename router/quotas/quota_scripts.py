@@ -177,6 +177,25 @@ else
 end
 return is_its and now or 0
 """
+# KEYS: as above. ARGV: lease, its life, 1: streams of the tenant are bounded, 1: those of the key are, milliseconds for
+# which the answer is kept. A router let the answer through under this lease while it could not ask: what the answer
+# holds goes over to it, places too, so that it has none twice, and who takes it up again after that is known.
+HOLD_SCRIPT = """
+local time = redis.call('TIME')
+local now, life = time[1] * 1000000 + time[2], tonumber(ARGV[2])
+local held = redis.call('GET', KEYS[4])
+local had, most, returns, charges = string.match(held or ' 0 -1', '^(%S*) (%S+) (%S+)(.*)$')
+if had == ARGV[1] then return now end
+for i = 1, 2 do
+  if ARGV[2 + i] == '1' then
+    if had ~= '' then redis.call('ZREM', KEYS[1 + i], had) end
+    redis.call('ZADD', KEYS[1 + i], now + life, ARGV[1])
+    redis.call('PEXPIRE', KEYS[1 + i], math.ceil(life / 500))
+  end
+end
+redis.call('SET', KEYS[4], string.format('%s %s %.0f%s', ARGV[1], most, returns + 1, charges), 'PX', ARGV[5])
+return now
+"""
 # KEYS: a sorted set of streams. ARGV: life of a lease, then leases whose streams go on.
 RENEW_SCRIPT = """
 local time = redis.call('TIME')

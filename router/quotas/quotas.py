@@ -151,9 +151,9 @@ class Quotas:
         # What is resumed was admitted at a router that is gone, and none can tell others of that now.
         has_room = account.asked.is_resumed or all(room is None or room > 0 for room in rooms)
         taken = {} if account.asked.is_resumed or not has_room else costs
-        admitted, standing, account.held = self._shares.open(
-            bounds, self._known.of(bounds), taken, _now_us(), num_routers
-        )
+        admitted, standing, held = self._shares.open(bounds, self._known.of(bounds), taken, _now_us(), num_routers)
+        account.held = None if account.asked.is_resumed else held
+        account.is_unheard = account.is_kept
         streams = [(limit or 0) - max(0, room or 0) for limit, room in zip(limits, rooms, strict=True)]
         standing = replace(standing, tenant_streams=streams[0], key_streams=streams[1])
         if not has_room:
@@ -238,7 +238,7 @@ class Quotas:
 
     def _go_back(self) -> None:
         # Before anything that is asked from now on.
-        for reply in self._report_shares():
+        for reply in (*self._report_shares(), *self._hold_unheard()):
             reply.add_done_callback(self._hear)
         self._shares.clear()
         self._state = "fleet"
@@ -259,8 +259,8 @@ class Quotas:
         for (lease, _), reply in zip(unsent, told, strict=True):
             if not isinstance(reply, BaseException):
                 self._unsent.pop(lease, None)
-        renewed = await asyncio.gather(*self._redis.renew(self._accounts), return_exceptions=True)
-        for reply in (*heard, *voided, *told, *renewed):
+        goes_on = *self._hold_unheard(), *self._redis.renew(self._accounts)
+        for reply in (*heard, *voided, *told, *await asyncio.gather(*goes_on, return_exceptions=True)):
             if isinstance(reply, BaseException):
                 raise reply
 
@@ -270,6 +270,16 @@ class Quotas:
         for report, reply in zip(reports, replies, strict=True):
             reply.add_done_callback(partial(self._hear_report, report))
         return replies
+
+    def _hold_unheard(self) -> Sequence[asyncio.Future[int]]:
+        accounts = [account for account in self._accounts.values() if account.is_unheard]
+        replies = [self._redis.hold(account) for account in accounts]
+        for account, reply in zip(accounts, replies, strict=True):
+            reply.add_done_callback(partial(self._hear_hold, account))
+        return replies
+
+    def _hear_hold(self, account: QuotaAccount, reply: asyncio.Future[int]) -> None:
+        account.is_unheard = not _is_well(reply)
 
     def _hear_report(self, report: Report, reply: asyncio.Future[int]) -> None:
         if _is_well(reply):

@@ -12,7 +12,16 @@ from .bounds import Bounds
 from .gcra import Bucket
 from .local_shares import Report
 from .quota_account import Opened, QuotaAccount
-from .quota_scripts import OPEN_SCRIPT, RENEW_SCRIPT, REPORT_SCRIPT, USE_SCRIPT, VOID_SCRIPT, Outcome, QuotaKeys
+from .quota_scripts import (
+    HOLD_SCRIPT,
+    OPEN_SCRIPT,
+    RENEW_SCRIPT,
+    REPORT_SCRIPT,
+    USE_SCRIPT,
+    VOID_SCRIPT,
+    Outcome,
+    QuotaKeys,
+)
 from .script_batches import ScriptBatches
 from .standing import Costs, Standing
 
@@ -28,7 +37,7 @@ class RedisQuotas:
     """Each method is one call of a script. All raise RedisAway, some of them when what they return is awaited."""
 
     def __init__(self, client: Redis, wait_s: float) -> None:
-        scripts = OPEN_SCRIPT, USE_SCRIPT, VOID_SCRIPT, RENEW_SCRIPT, REPORT_SCRIPT
+        scripts = OPEN_SCRIPT, USE_SCRIPT, VOID_SCRIPT, HOLD_SCRIPT, RENEW_SCRIPT, REPORT_SCRIPT
         self._batches = ScriptBatches(client, scripts, wait_s)
 
     async def close(self) -> None:
@@ -56,6 +65,13 @@ class RedisQuotas:
         """Gives back what the lease was given, now or later: `open` was not heard of. May be said again."""
         keys = [*_keys_of(opened.bounds, opened.response_id), QuotaKeys(opened.bounds.life).done(opened.lease)]
         return self._batches.call(VOID_SCRIPT, keys, [opened.lease, DONE_KEPT_MS, int(opened.is_resumed)])
+
+    def hold(self, account: QuotaAccount) -> asyncio.Future[int]:
+        """The answer goes on under its lease, of which Redis was not asked. To say it again changes nothing."""
+        bounds = account.bounds
+        is_bound = [int(limit is not None) for limit in (bounds.tenant_streams, bounds.key_streams)]
+        keys = _keys_of(bounds, account.asked.response_id)
+        return self._batches.call(HOLD_SCRIPT, keys, [account.lease, _LEASE_US, *is_bound, ANSWER_KEPT_MS])
 
     def renew(self, accounts: Mapping[str, QuotaAccount]) -> Sequence[asyncio.Future[int]]:
         """Says that the streams of these answers, by lease, go on."""

@@ -27,15 +27,18 @@ NARROW = edge_limits(max_connections=64, max_connections_per_source=4, max_reque
 
 
 class Echo(http.server.BaseHTTPRequestHandler):
-    """Answers with the headers that have come; /held waits until the client goes, /N answers N in plain text."""
+    """Answers with the headers that have come; /held begins and does not end, /N answers N in plain text."""
 
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         self.rfile.read(int(self.headers.get("content-length") or 0))
         if self.path == "/held":
+            self.send_response(200)
+            self.end_headers()
             with suppress(ConnectionError):
                 self.connection.recv(1)
+            self.close_connection = True
             return
         is_error = self.path[1:].isdigit()
         body = b"no JSON" if is_error else json.dumps(dict(self.headers)).encode()
@@ -80,6 +83,8 @@ def held(stack: ExitStack, port: int, count: int, *, headers: bytes = b"", sourc
         one = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S, source_address=(source, 0))
         stack.callback(one.close)
         one.sendall(b"GET /held HTTP/1.1\r\nHost: motet\r\n" + headers + b"\r\n")
+        # Else a later request may overtake it, be counted in its place, and it is the one that is refused.
+        assert one.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
 
 
 def status_soon(port: int, request: bytes, wanted: int, source: str = "127.0.0.1") -> tuple[int, dict[str, str], bytes]:

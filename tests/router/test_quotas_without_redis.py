@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -289,6 +290,38 @@ async def test_what_redis_gave_and_told_too_late_is_given_back(server: RedisServ
         assert standing.tenant_streams == standing.key_streams == (0 if is_resumed else 1)
         assert left["tokens"] >= (700 if is_resumed else 400)  # 300 were taken each time
         assert left["requests"] >= (99 if is_resumed else 98)
+
+
+@pytest.mark.parametrize("begins_where", ["in redis", "in its share"])
+async def test_a_stream_that_is_taken_up_while_redis_is_away_has_one_place(
+    server: RedisServer, begins_where: str
+) -> None:
+    quota = Quota(requests_per_minute=100, tokens_per_minute=1000, concurrent_streams=2)
+    who = identity(quota, quota)
+    one, another = (partial(asked, who, prompt=100, new=300, response_id=name) for name in ("cmpl-1", "cmpl-2"))
+    async with routers(server.url, 1, wait_s=1.0) as (other,):
+        async with routers(server.url, 1, wait_s=1.0) as (dead,):
+            if begins_where == "in its share":
+                await lose_with_paused(server, dead)
+            for stream in (one, another):
+                await dead.open(stream())
+            if begins_where == "in its share":
+                go_on(server)
+                await eventually(lambda: not dead.is_local)
+        await other.look(who)
+        pause(server)
+        await lose(other)
+        again = await other.open(one(is_resumed=True))
+        go_on(server)
+        await eventually(lambda: not other.is_local)
+        await other.open(another(is_resumed=True))  # all places are taken, and one of them is its own
+        again.settle(ending(prompt=100, completion=100))
+        standing = await other.look(who)
+        assert standing is not None
+        assert standing.tenant_streams == standing.key_streams == 1
+        left = {rate.name: standing.left(index) for index, rate in enumerate(standing.bounds.rates)}
+        assert left["tokens"] >= (400 if begins_where == "in redis" else 200)  # 400 were taken twice, 200 given back
+        assert left["requests"] >= 98
 
 
 async def test_what_is_told_of_a_share_counts_once_however_late_redis_says_that_it_heard(server: RedisServer) -> None:

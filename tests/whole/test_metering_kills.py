@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import httpx
@@ -24,12 +25,14 @@ NUM_TOKENS: Final = 350
 OPTIONS: Final = ("--gangs", "2", "--routers", "2", "--dtype", "float32")
 # Of all tokens, when Redis, a gang and a router are killed. Gangs are ahead of what clients read, so it is soon.
 MOMENTS: Final = (0.02, 0.05, 0.1)
-# No more than the streams need: what comes back at another router must not be charged again.
+# As much at each router as the streams need: one that has to wait for Redis goes by its share.
 QUOTA: Final = {
-    "requests_per_minute": NUM_STREAMS,
-    "tokens_per_minute": NUM_STREAMS * (NUM_TOKENS + 50),
-    "concurrent_streams": NUM_STREAMS,
+    "requests_per_minute": 2 * NUM_STREAMS,
+    "tokens_per_minute": 2 * NUM_STREAMS * (NUM_TOKENS + 50),
+    "concurrent_streams": 2 * NUM_STREAMS,
 }
+# Once all have begun, nothing is left for another one: what comes back at another router must not be charged again.
+BEGUN_QUOTA: Final = {"requests_per_minute": 1, "tokens_per_minute": 1, "concurrent_streams": NUM_STREAMS}
 JOBS: Final = [
     Job(
         "acme",
@@ -47,11 +50,14 @@ JOBS: Final = [
 
 
 class Kills:
-    """Reads streams, and calls a function once when all of them have begun and so many tokens have come."""
+    """Reads streams, and calls a function once when all of them have begun and so many tokens have come.
+
+    `num_returns`: of clients whose connections broke.
+    """
 
     def __init__(self, kills: Mapping[int, Callable[[], object]]) -> None:
         self._kills = dict(kills)
-        self.num_returns = 0  # of clients whose connections broke
+        self.num_returns = 0
         self._num_begun = self._num_tokens = 0
         self._lock = threading.Lock()
 
@@ -75,9 +81,8 @@ class Kills:
             self._num_begun += is_first
             self._num_tokens += num_tokens
             is_time = [at for at in self._kills if self._num_begun == NUM_STREAMS and at <= self._num_tokens]
-            due = [self._kills.pop(at) for at in is_time]
-        for kill in due:
-            kill()
+            for at in is_time:  # one after the other, while all streams wait
+                self._kills.pop(at)()
 
 
 @pytest.fixture
@@ -91,13 +96,16 @@ def test_streams_under_kills_are_metered_once(motet: RunningMotet) -> None:
         assert motet.upload(NAME, DEMO / "adapters" / style).status_code == 201
     with motet.http() as http:
         http.put(f"/v1/adapters/{NAME}/canary", json={"version": 1, "share": 0.5}).raise_for_status()
-        operators = {"Authorization": f"Bearer {motet.operator_key()}"}
-        http.patch("/v1/admin/tenants/acme", json={"quota": QUOTA}, headers=operators).raise_for_status()
+        set_quota(motet, QUOTA)
         eventually(lambda: all(is_left(http, name) for name in QUOTA), lambda: f"{limits(http)}")
 
         at = [int(moment * NUM_STREAMS * NUM_TOKENS) for moment in MOMENTS]
         victims = (motet.redis_process(), motet.gang_processes()[0], motet.router_processes()[0])
-        kills = Kills(dict(zip(at, [victim.kill for victim in victims], strict=True)))
+        deeds: list[Callable[[], object]] = [
+            partial(set_quota, motet, BEGUN_QUOTA),
+            *(victim.kill for victim in victims),
+        ]
+        kills = Kills(dict(zip([0, *at], deeds, strict=True)))
         heard = stream_all(motet, JOBS, Meter(), kills.read)
         assert [len(one.token_ids) for one in heard] == [NUM_TOKENS] * NUM_STREAMS
         assert kills.num_left == 0
@@ -115,6 +123,12 @@ def test_streams_under_kills_are_metered_once(motet: RunningMotet) -> None:
         assert (
             0 < counted <= sum(job.body["model"] == NAME for job in JOBS)
         )  # the dead router told until the last 0.2 s
+
+
+def set_quota(motet: RunningMotet, quota: Mapping[str, int]) -> None:
+    operators = {"Authorization": f"Bearer {motet.operator_key()}"}
+    with motet.http() as http:
+        http.patch("/v1/admin/tenants/acme", json={"quota": quota}, headers=operators).raise_for_status()
 
 
 def expected_usage(heard: Sequence[Heard]) -> Counter[str]:
@@ -143,4 +157,4 @@ def limits(http: httpx.Client) -> dict[str, Any]:
 def is_left(http: httpx.Client, name: str) -> bool:
     """Whether all of a quota is."""
     found = limits(http)
-    return bool(found) and found[name]["remaining"] == QUOTA[name]
+    return bool(found) and found[name]["remaining"] == found[name]["limit"]
