@@ -25,7 +25,7 @@ class SleepingDevice:
         first_s = now_s if began_s is None else began_s
         begins_s = max(first_s, self._busy_until_s)
         ends_s = max(begins_s + self.pass_s, now_s)
-        self.idle_s.append(ends_s - self._busy_until_s - self.pass_s)
+        self.idle_s.append(max(0.0, ends_s - self._busy_until_s - self.pass_s))  # not -0.0, as rounded
         self._busy_until_s = ends_s
 
     def mark(self) -> float:
