@@ -266,19 +266,22 @@ class FleetDispatcher:
         return has_room
 
     def _lost(self, sequences: list[OpenSequence], reason: str) -> None:
-        """Sends the sequences of a gang that was lost elsewhere, in the order in which they were submitted there."""
+        """Sends the sequences of a gang that was lost elsewhere, in the order in which they were submitted there.
+
+        The reason is the log's: an engine that failed says in it what it was at, which may be another tenant's.
+        """
         for sequence in sequences:
             limit = MAX_LOSSES if sequence.has_begun else MAX_LOSSES_BEFORE_BEGUN
             if self._closed:
                 sequence.fail("gang_lost", "this router is shutting down")
             elif sequence.stays:  # it was for that gang
-                sequence.fail("gang_lost", f"the gang was lost that it was brought to: {reason}")
+                sequence.fail("gang_lost", "the gang was lost that it was brought to")
             elif sequence.num_losses >= limit:
-                message = f"{limit} gangs were lost with this request before its next token, the last one to: {reason}"
-                sequence.fail("gang_lost", message)
+                name = sequence.request.key or "a sequence"
+                _log.warning("%s is given up after %d gangs, the last one lost to: %s", name, limit, reason)
+                sequence.fail("gang_lost", f"{limit} gangs were lost with this request before its next token")
             elif sequence.num_vain_tries >= MAX_VAIN_TRIES:
-                message = f"{MAX_VAIN_TRIES} gangs were lost as this request came to them, the last one to: {reason}"
-                sequence.fail("gang_lost", message)
+                sequence.fail("gang_lost", f"{MAX_VAIN_TRIES} gangs were lost as this request came to them")
             else:
                 self._num_resumed += not sequence.is_overfull
                 self._send(sequence)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
 from motet.tests.rigs.oracle import write_adapters, write_model
+from motet.workers.execution.executor import LocalExecutor
 from motet.workers.wire.messages import SamplingParams, SequenceRequest
 from motet.workers.wire.short_digest import short_digest
 
@@ -117,3 +119,20 @@ def test_one_whose_file_is_damaged_says_so(stock: Stock, tmp_path: Path) -> None
     finally:
         for path, content in saved.items():
             path.write_bytes(content)
+
+
+def test_a_fault_of_the_worker_is_told_in_the_log_alone(stock: Stock, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("at another tenant's adapter")
+
+    with stock.engine(num_pages=60) as rig:
+        executor = rig.engine.executor
+        assert isinstance(executor, LocalExecutor)
+        loader = executor.loader
+        loader._kernels = replace(loader._kernels, write_pages=fail)
+        preload(rig, 0, next(iter(stock.refs)))
+        rig.finish()
+        error = rig.told[0].error
+        assert error is not None and error.kind == "adapter_failed"
+        assert error.message.endswith("could not be loaded")
+    assert "another tenant" in caplog.text

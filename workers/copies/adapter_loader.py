@@ -101,8 +101,7 @@ class AdapterLoader:
         except AdapterError as error:
             is_unavailable = isinstance(error, StoreUnavailable)
             self._ended.put(AdapterFailure(residence.digest, str(error), is_unavailable))
-        except Exception as error:
+        except Exception:  # which is no client's to read
             _log.exception("adapter %s could not be loaded", residence.digest)
-            message = f"adapter {residence.digest} could not be loaded: {type(error).__name__}: {error}"
-            self._ended.put(AdapterFailure(residence.digest, message))
+            self._ended.put(AdapterFailure(residence.digest, f"adapter {residence.digest} could not be loaded"))
         self.on_end()
