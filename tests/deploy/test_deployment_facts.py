@@ -306,7 +306,7 @@ def test_files_of_ray_stay_far_below_their_volume(name: str) -> None:
 
 def test_the_shipper_reads_the_logs_that_are_written() -> None:
     manifests = kustomized(OVERLAYS / "high-availability")
-    (config,) = (one for one in manifests if one["kind"] == "ConfigMap")
+    (config,) = (one for one in manifests if one["kind"] == "ConfigMap" and "fluent-bit.yaml" in one["data"])
     (tail,) = yaml.safe_load(config["data"]["fluent-bit.yaml"])["pipeline"]["inputs"]
     assert f"/tmp/ray/session_latest/logs/{FOLDER}/*.log" in tail["path"].split(",")
     for group, pod in pod_templates(only(manifests, "RayService")):

@@ -183,6 +183,7 @@ def test_a_planted_fault_is_caught_by_name(name: str, plant: Plant) -> None:
         ("NetworkPolicy", "motet-clients", lambda m: m["spec"]["ingress"][0].update(form=[]), "form"),
         ("NetworkPolicy", "motet-clients", lambda m: m["spec"].update(policyTypes="Ingress"), "policyTypes"),
         ("PersistentVolumeClaim", "motet-store", lambda m: m["spec"].update(storageClas="x"), "storageClas"),
+        ("PrometheusRule", "motet", lambda m: m["spec"]["groups"][0]["rules"][0].update(exprs="up"), "exprs"),
         ("PodMonitor", "motet", lambda m: m["spec"]["podMetricsEndpoints"][0].update(prot="x"), "prot"),
         ("Service", "motet", lambda m: m.update(kind="Servce"), "no such kind"),
     ],

@@ -151,3 +151,12 @@ def _renamed() -> set[str]:
     """Old names, which the page lists beside the new ones."""
     table = PAGE.read_text().partition("## Names that changed")[2].partition("\n## ")[0]
     return set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE))
+
+
+def test_kubernetes_gets_the_same_rules_and_dashboard() -> None:
+    """Neither kustomize nor helm reads outside of its folder, so each has copies."""
+    component = ROOT / "deploy" / "kustomize" / "components" / "prometheus"
+    chart = ROOT / "deploy" / "helm" / "motet" / "prometheus"
+    assert yaml.safe_load((component / "prometheus-rule.yaml").read_text())["spec"] == yaml.safe_load(RULES.read_text())
+    for copy in (chart / RULES.name, chart / "dashboard.json", component / "dashboard.json"):
+        assert copy.read_bytes() == (FOLDER / copy.name).read_bytes(), copy

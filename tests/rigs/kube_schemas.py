@@ -87,6 +87,50 @@ POD_MONITOR = {
     "additionalProperties": False,
     "required": ["apiVersion", "kind", "metadata", "spec"],
 }
+RULE = {
+    "type": "object",
+    "properties": {
+        "record": {"type": "string", "pattern": "^[a-zA-Z_:][a-zA-Z0-9_:]*$"},
+        "alert": {"type": "string", "minLength": 1},
+        "expr": {"type": "string", "minLength": 1},
+        "for": {"type": "string", "pattern": "^[0-9]+[smh]$"},
+        "labels": LABELS,
+        "annotations": LABELS,
+    },
+    "additionalProperties": False,
+    "required": ["expr"],
+}
+PROMETHEUS_RULE = {
+    "type": "object",
+    "properties": {
+        "apiVersion": {"const": "monitoring.coreos.com/v1"},
+        "kind": {"const": "PrometheusRule"},
+        "metadata": METADATA,
+        "spec": {
+            "type": "object",
+            "properties": {
+                "groups": {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {
+                        "type": "object",
+                        "properties": {
+                            "name": {"type": "string", "minLength": 1},
+                            "rules": {"type": "array", "items": RULE},
+                        },
+                        "additionalProperties": False,
+                        "required": ["name", "rules"],
+                    },
+                },
+            },
+            "additionalProperties": False,
+            "required": ["groups"],
+        },
+    },
+    "additionalProperties": False,
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+}
+OF_PROMETHEUS = {"PodMonitor": POD_MONITOR, "PrometheusRule": PROMETHEUS_RULE}
 
 
 def schema_problems(manifest: Manifest) -> Iterator[str]:
@@ -102,8 +146,8 @@ def schema_problems(manifest: Manifest) -> Iterator[str]:
                 "spec": template["spec"],
             }
             yield from (f"RayService {name}: pod of {group}: {problem}" for problem in _of_kubernetes(pod))
-    elif kind == "PodMonitor":
-        yield from (f"PodMonitor {name}: {problem}" for problem in _against(POD_MONITOR, manifest))
+    elif kind in OF_PROMETHEUS:
+        yield from (f"{kind} {name}: {problem}" for problem in _against(OF_PROMETHEUS[kind], manifest))
     else:
         yield from (f"{kind} {name}: {problem}" for problem in _of_kubernetes(manifest))
 

@@ -140,6 +140,25 @@ async def test_a_gang_at_the_same_address_is_found_again(dispatcher: FleetDispat
     await server.stop()
 
 
+async def test_a_client_does_not_read_what_an_engine_failed_at(
+    dispatcher: FleetDispatcher, start_gang: StartGang, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be another tenant's."""
+    reader = asyncio.create_task(read(submit(dispatcher, 500, None)))
+    for name in ("a", "b"):
+        gang = await start_gang()
+        gang.engine.paused = True
+        dispatcher.update({name: gang.address})
+        await eventually(lambda gang=gang: gang.engine.num_running == 1)  # type: ignore[misc]
+        await eventually(lambda: all(one._last_arrived == one._last_id for one in dispatcher._fleet.connected))
+        gang.engine.fails = True
+        gang.engine.paused = False
+    _, last = await reader
+    assert last.error is not None and last.error.kind == "gang_lost"
+    assert last.error.message == "2 gangs were lost with this request before its next token"
+    assert "the last one lost to: the engine failed: as told" in caplog.text
+
+
 async def test_no_gang_within_the_wait() -> None:
     dispatcher = FleetDispatcher(TOKEN, gang_wait_s=0.05, adapter_pages=adapter_pages, admission=admission_config())
     _, last = await read(submit(dispatcher, 0, 1))

@@ -259,24 +259,6 @@ async def test_what_kills_gangs_does_not_kill_them_all(cluster: Cluster) -> None
     assert "3 gangs" in innocent.error.message
 
 
-async def test_a_client_does_not_read_what_an_engine_failed_at(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It may be another tenant's."""
-    reader = Reader(cluster.submit(500, None), 500)
-    for _ in range(2):
-        gang = await cluster.add()
-        gang.engine.paused = True
-        await eventually(lambda gang=gang: gang.engine.num_running == 1 and cluster.all_arrived)  # type: ignore[misc]
-        gang.engine.fails = True
-        gang.engine.paused = False
-        await fail(cluster, gang)
-    await reader.task
-    assert reader.error is not None
-    assert reader.error.message == "2 gangs were lost with this request before its next token"
-    assert "the last one lost to: the engine failed: as told" in caplog.text
-
-
 async def kill_as_it_arrives(cluster: Cluster, num_gangs: int) -> Reader:
     """Submits a sequence; each gang that it is sent to dies before it can have received it."""
     gangs = [await cluster.add() for _ in range(num_gangs)]
