@@ -6,7 +6,7 @@ import random
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from motet.tests.rigs.scheduler_rig import (
@@ -38,6 +38,7 @@ from motet.workers.wire.messages import ResidencyChange, SamplingParams, Sequenc
     tiers=st.sampled_from([TierSizes(), TierSizes(3), TierSizes(60), TierSizes(2, 9), TierSizes(6, 60)]),
     way=st.sampled_from(["one by one", "overlapping", "feeding"]),
 )
+@example(seed=6284, num_pages=8, budget=3, tiers=TierSizes(6, 60), way="overlapping")  # held once it has started
 def test_random_workload_ends_with_every_page_accounted_for(
     seed: int, num_pages: int, budget: int, tiers: TierSizes, way: str
 ) -> None:

@@ -82,7 +82,9 @@ class Admission:
             prompts, is_first = [], False
         for sequence in self._running.prompts:  # what others left over, because their prefixes are there or are coming
             is_held = self._pressure.is_held(sequence.standing)
-            more = min(sequence.num_unplanned - num_tokens.get(sequence, 0), min(budget, beside) if is_held else budget)
+            # Who starts pays for what is cached, and may be held only since then: `beside` is below 0 then.
+            most = max(0, min(budget, beside)) if is_held else budget
+            more = min(sequence.num_unplanned - num_tokens.get(sequence, 0), most)
             num_tokens[sequence] = num_tokens.get(sequence, 0) + more
             budget, beside = budget - more, beside - (more if is_held else 0)
         chunks = [plan_chunk(sequence, number) for sequence, number in num_tokens.items() if number]
