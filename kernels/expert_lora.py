@@ -48,5 +48,8 @@ class CapturableExpertLora(ExpertLoraKernels, Protocol):
     ) -> ExpertLoraBatch | None:
         """A batch without adapters, with room for these numbers; None: the geometry does not allow it."""
 
+    def part(self, reserved: ExpertLoraBatch, num_rows: int, num_segments: int) -> ExpertLoraBatch:
+        """See `lora.CapturableLora.part`."""
+
     def refill(self, reserved: ExpertLoraBatch, batch: ExpertLoraBatch | None) -> bool:
         """Copies `batch` (None: no adapters) into `reserved`. False: it does not fit, and `reserved` is unchanged."""

@@ -122,5 +122,11 @@ class CapturableLora(LoraKernels, Protocol):
     ) -> LoraBatch | None:
         """An empty batch with room for these numbers; None: the geometry does not allow it."""
 
+    def part(self, reserved: LoraBatch, num_rows: int, num_segments: int) -> LoraBatch:
+        """`reserved` as a batch with room for fewer rows and segments, for which less is launched.
+
+        It is the same memory: to copy a batch into one of them leaves nothing of use in the others.
+        """
+
     def refill(self, reserved: LoraBatch, batch: LoraBatch | None) -> bool:
         """Copies `batch` (None: an empty one) into `reserved`. False: it does not fit, and `reserved` is unchanged."""

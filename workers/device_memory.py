@@ -22,8 +22,14 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         self._device, self._on_gpu = device, device.type == "cuda"
         self._parts: dict[str, int] = {}  # bytes, by what took them
+        self._said: dict[str, str] = {}  # what else is known of a part
         self._most_allocated_bytes = 0
         self._passing_bytes = 0  # the most that what recurs takes while it runs
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the GPU."""
+        return int(torch.cuda.mem_get_info(self._device)[1])
 
     @contextmanager
     def part(self, name: str, *, recurs: bool = False) -> Iterator[None]:
@@ -40,7 +46,7 @@ class DeviceMemory:
             yield
         except torch.OutOfMemoryError as problem:
             raise ValueError(
-                f"the GPU has no room for {name}: {self._told()}, and {self._gib(self._total())} in all; "
+                f"the GPU has no room for {name}: {self._told()}, and {self._gib(self.total_bytes)} in all; "
                 "a smaller pool_bytes or, where that is unset, a smaller device_memory_share leaves more"
             ) from problem
         kept = torch.cuda.memory_allocated(self._device) - before
@@ -52,6 +58,10 @@ class DeviceMemory:
             self._passing_bytes = max(self._passing_bytes, passing)
         if passing > kept:
             self._parts[f"{name}, while it ran"] = passing
+
+    def tell_of(self, name: str, what: str) -> None:
+        """Has `tell` and errors say this, too, of a part that is there."""
+        self._said[name] = what
 
     def room_for_pool(self, share: float, trial_bytes: int) -> int:
         """Bytes that a pool may take, if all that is on the GPU is to take `share` of it. Not above 0: none are left.
@@ -76,8 +86,8 @@ class DeviceMemory:
     def refuse_pool(self, share: float) -> ValueError:
         """To be raised where no page has room."""
         return ValueError(
-            f"the GPU has no room for a pool: device_memory_share = {share:g} of {self._gib(self._total())} are "
-            f"{self._gib(int(share * self._total()))}, and this is there already: {self._told()}, and "
+            f"the GPU has no room for a pool: device_memory_share = {share:g} of {self._gib(self.total_bytes)} are "
+            f"{self._gib(int(share * self.total_bytes))}, and this is there already: {self._told()}, and "
             f"{self._gib(LATER_BYTES)} for what comes later; a larger share, a smaller max_tokens_per_step or "
             "max_num_sequences, or more workers (tensor_parallel) leave more"
         )
@@ -91,13 +101,14 @@ class DeviceMemory:
         """Logs how the memory is divided."""
         if self._on_gpu:
             free = torch.cuda.mem_get_info(self._device)[0]
-            _log.info("the GPU's memory: %s; %s of %s free", self._told(), self._gib(free), self._gib(self._total()))
+            _log.info("the GPU's memory: %s; %s of %s free", self._told(), self._gib(free), self._gib(self.total_bytes))
 
     def _told(self) -> str:
-        return ", ".join(f"{name} {self._gib(taken)}" for name, taken in self._parts.items()) or "nothing is there yet"
-
-    def _total(self) -> int:
-        return int(torch.cuda.mem_get_info(self._device)[1])
+        parts = [
+            f"{name} {self._gib(taken)}" + (f" ({self._said[name]})" if name in self._said else "")
+            for name, taken in self._parts.items()
+        ]
+        return ", ".join(parts) or "nothing is there yet"
 
     @staticmethod
     def _gib(num_bytes: int) -> str:

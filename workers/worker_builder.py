@@ -74,11 +74,14 @@ def build_executor(
             decoder = load_decoder(sharding, Checkpoint(config.model_path, dtype, device, on_progress), kernels)
         rotary = rotary_tables(model.rotaries, model.head_dim, context, device)
 
-    def ready_runner(geometry: PoolGeometry) -> Runner:
-        """With a pool. On a GPU all is computed once that a request may ask for, and measured."""
+    def ready_runner(geometry: PoolGeometry, most_pages: int) -> Runner:
+        """With a pool. On a GPU all is computed once that a request may ask for, and measured.
+
+        `most_pages`: for which the tables of recorded steps have room.
+        """
         with memory.part("the pool"):
             pool = make_pool(geometry, device)
-        runner = Runner(decoder, kernels, parallel, pool, geometry, layout, rotary)
+        runner = Runner(decoder, kernels, parallel, pool, geometry, layout, rotary, most_pages)
         if device.type == "cuda":
             with memory.part("chunks of prompts", recurs=True):
                 runner.keep_tables(config.max_num_sequences, context)
@@ -87,6 +90,7 @@ def build_executor(
                 record = CudaRecorder()
                 runner.record_decodes(config.max_tokens_per_step, record)
                 runner.record_mixed(config.max_tokens_per_step, record)
+            memory.tell_of("graphs", record.told())
             pool[0].zero_()  # all that was written there: attention may multiply what it does not see
         return runner
 
@@ -106,7 +110,7 @@ def build_executor(
             )
     else:
         geometry = plan_pool(sharding, config.block_size, dtype, pool_bytes)
-    runner = ready_runner(geometry)
+    runner = ready_runner(geometry, geometry.num_pages)
     if device.type == "cuda":
         memory.tell()
         on_progress("recording the GPU's work", 1, 1)
@@ -121,7 +125,7 @@ def build_executor(
 
 
 def _num_pages_left(
-    ready_runner: Callable[[PoolGeometry], Runner],
+    ready_runner: Callable[[PoolGeometry, int], Runner],
     one_page: PoolGeometry,
     memory: DeviceMemory,
     config: EngineConfig,
@@ -130,9 +134,10 @@ def _num_pages_left(
     """Pages that a GPU has room for beside all else, on that worker of the gang that has the least.
 
     All else is there once, with a pool of one page, is measured, and is made again with the real pool, since graphs
-    hold its address. Raises ValueError if nothing is left.
+    hold its address. Tables of pages are measured as if the pool had all of the GPU. Raises ValueError if nothing is
+    left.
     """
-    runner = ready_runner(one_page)
+    runner = ready_runner(one_page, memory.total_bytes // one_page.page_bytes)
     room = memory.room_for_pool(config.device_memory_share, one_page.page_bytes)
     mine = torch.tensor([max(room, 0) // one_page.page_bytes], device=runner.pool.device)
     num_pages = int(parallel.all_gather(mine).min())

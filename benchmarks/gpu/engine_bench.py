@@ -156,7 +156,7 @@ class Bench:
         pool = make_pool(geometry, machine.device)
         decoder = load_decoder(sharding, RandomWeights(machine), kernels)
         rotary = rotary_tables(model.rotaries, model.head_dim, model.max_model_len, machine.device)
-        self.runner = Runner(decoder, kernels, Alone(), pool, geometry, layout, rotary)
+        self.runner = Runner(decoder, kernels, Alone(), pool, geometry, layout, rotary, geometry.num_pages)
         on_gpu = machine.device.type == "cuda"
         if on_gpu:
             self.runner.keep_tables(size.num_sequences, model.max_model_len)

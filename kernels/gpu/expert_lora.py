@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -132,6 +132,16 @@ class TritonExpertLora:
         num_parts = num_segments * num_experts
         tables = zeros(num_rows) - 1, zeros(num_parts, len(geometry.sides), 4), zeros(num_parts), zeros(num_pages)
         return TritonExpertLoraBatch(geometry, *tables, num_experts, tile_rows_of(num_rows), ranks_of(ranks))
+
+    def part(self, reserved: TritonExpertLoraBatch, num_rows: int, num_segments: int) -> TritonExpertLoraBatch:
+        num_parts = num_segments * reserved.num_experts
+        return replace(
+            reserved,
+            row_segments=reserved.row_segments[:num_rows],
+            parts=reserved.parts[:num_parts],
+            first_pages=reserved.first_pages[:num_parts],
+            tile_rows=tile_rows_of(num_rows),
+        )
 
     def refill(
         self, reserved: TritonExpertLoraBatch, batch: TritonExpertLoraBatch | HostExpertLoraBatch | None

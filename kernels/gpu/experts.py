@@ -10,6 +10,8 @@ import triton
 from ..experts import ExpertGroups
 from .experts_device import combine_pairs_kernel, group_kernel, grouped_linear_kernel
 
+_TILES_TOGETHER = 32  # whose rows of x a cache holds while a weight's columns go by: 17 MB of 4,096 numbers each
+
 
 @dataclass(frozen=True)
 class TritonGroups(ExpertGroups):
@@ -59,11 +61,12 @@ class TritonExperts:
         # for any groups; programs of tiles that are not needed end at once.
         num_tiles = triton.cdiv(num_pairs, rows) + min(num_experts, num_pairs)
         columns = 128 if rows == 16 else 64
-        grouped_linear_kernel[(triton.cdiv(num_out, columns), num_tiles)](
+        grouped_linear_kernel[(triton.cdiv(num_out, columns) * num_tiles,)](
             x,
             weight,
             groups.offsets,
             out,
+            num_tiles,
             num_experts,
             num_in,
             num_out,
@@ -74,6 +77,7 @@ class TritonExperts:
             ROWS=rows,
             COLUMNS=columns,
             DEPTH=64,
+            TOGETHER=_TILES_TOGETHER,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             num_warps=4,
             num_stages=3,

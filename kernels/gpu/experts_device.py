@@ -6,12 +6,13 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def grouped_linear_kernel(
     x,  # [num_pairs, num_in], sorted by expert
     weight,  # [num_experts, num_out, num_in]
     offsets,  # [num_experts + 1] int64
     out,  # [num_pairs, num_out]
+    num_tiles,  # as many as there are programs for; some may not be needed
     num_experts,
     num_in,
     num_out,
@@ -22,10 +23,19 @@ def grouped_linear_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    TOGETHER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program computes COLUMNS outputs of one tile of pairs, all of one expert. Tiles count expert by expert."""
-    tile = tl.program_id(1)
+    """One program computes COLUMNS outputs of one tile of pairs, all of one expert. Tiles count expert by expert.
+
+    Tiles come first, so that those of one expert read the same part of its weight, which is larger than any cache; and
+    only TOGETHER of them before the next columns, so that these find x in the cache.
+    """
+    group = TOGETHER * tl.cdiv(num_out, COLUMNS)
+    first_tile = tl.program_id(0) // group * TOGETHER
+    height = tl.minimum(num_tiles - first_tile, TOGETHER)
+    place = tl.program_id(0) % group
+    tile, block = first_tile + place % height, place // height
     expert = tl.arange(0, EXPERTS)
     known = expert < num_experts
     starts = tl.load(offsets + expert, mask=known, other=0)
@@ -40,7 +50,7 @@ def grouped_linear_kernel(
     end = tl.sum(tl.where(mine, starts + counts, 0), 0)
     row, column, depth = (
         first + tl.arange(0, ROWS),
-        tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS),
+        block * COLUMNS + tl.arange(0, COLUMNS),
         tl.arange(0, DEPTH),
     )
     here, wanted = row < end, column < num_out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -113,11 +113,19 @@ class TritonLora:
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        modules = len(geometry.sides)
-        # Short tiles are the most. Each segment's last one may be partly filled.
-        num_tiles = min(num_rows, num_rows // _SHORT_TILE + num_segments)
+        modules, num_tiles = len(geometry.sides), _most_tiles(num_rows, num_segments)
         tables = zeros(num_tiles, 3), zeros(num_segments, modules, 4), zeros(num_segments), zeros(num_pages)
         return TritonLoraBatch(geometry, *tables, tile_rows_of(num_rows), ranks_of(ranks))
+
+    def part(self, reserved: TritonLoraBatch, num_rows: int, num_segments: int) -> TritonLoraBatch:
+        """See `lora.CapturableLora`."""
+        return replace(
+            reserved,
+            tiles=reserved.tiles[: _most_tiles(num_rows, num_segments)],
+            parts=reserved.parts[:num_segments],
+            first_pages=reserved.first_pages[:num_segments],
+            tile_rows=tile_rows_of(num_rows),
+        )
 
     def refill(self, reserved: TritonLoraBatch, batch: TritonLoraBatch | PlainLoraBatch | None) -> bool:
         """See `lora.CapturableLora`."""
@@ -161,7 +169,9 @@ class TritonLora:
         shape = (len(modules), splits, len(x), batch.ranks)
         shrunk = torch.empty(shape, dtype=torch.float32, device=x.device)
         if len(batch.tiles):
-            shrink_kernel[(len(modules), len(batch.tiles), splits)](
+            # Tiles lie on the axis without a limit to speak of. Modules come first: they share a tile's rows of x, and
+            # the next tile mostly A of the same adapter. Splits share nothing.
+            shrink_kernel[(len(batch.tiles) * len(modules), splits)](
                 x,
                 pool[:, layer],
                 *batch.tensors,
@@ -171,6 +181,7 @@ class TritonLora:
                 len(x),
                 batch.ranks,
                 **_modules(modules),
+                SLOTS=len(modules),
                 NUM_MODULES=len(batch.geometry.sides),
                 NUM_IN=num_in,
                 SLAB=batch.geometry.slab,
@@ -202,7 +213,8 @@ class TritonLora:
             return
         outputs = [num_out for _, num_out in sides]
         steps = self._num_steps([num_out // width for num_out in outputs], len(batch.tiles))
-        expand_kernel[(sum(triton.cdiv(num_out // width, steps) for num_out in outputs), len(batch.tiles))](
+        # Tiles come first: those of one adapter read the same columns of B, while no two programs share any of y.
+        expand_kernel[(len(batch.tiles), sum(triton.cdiv(num_out // width, steps) for num_out in outputs))](
             y,
             shrunk,
             pool[:, layer],
@@ -251,6 +263,11 @@ class TritonLora:
 def tile_rows_of(longest: int) -> int:
     """Rows of a tile, where `longest` is the number of rows of the longest segment."""
     return _TALL_TILE if longest > _ROWS_OF_SHORT_TILES else _SHORT_TILE
+
+
+def _most_tiles(num_rows: int, num_segments: int) -> int:
+    """Of any batch with so many. Short tiles are the most; each segment's last one may be partly filled."""
+    return min(num_rows, num_rows // _SHORT_TILE + num_segments)
 
 
 def tile_width(geometry: LoraGeometry) -> int:

@@ -74,6 +74,7 @@ def shrink_kernel(
     MODULE_0: tl.constexpr,
     MODULE_1: tl.constexpr,
     MODULE_2: tl.constexpr,
+    SLOTS: tl.constexpr,  # modules of this launch
     NUM_MODULES: tl.constexpr,
     NUM_IN: tl.constexpr,
     SLAB: tl.constexpr,
@@ -83,8 +84,8 @@ def shrink_kernel(
     PRECISION: tl.constexpr,
 ):
     """One program computes x Aᵀ of one tile and module, over one split of x's columns."""
-    slot, split = tl.program_id(0), tl.program_id(2)
-    tile = tiles + tl.program_id(1) * 3
+    slot, split = tl.program_id(0) % SLOTS, tl.program_id(1)
+    tile = tiles + tl.program_id(0) // SLOTS * 3
     first_row, count = tl.load(tile), tl.load(tile + 1)
     if count == 0:
         return
@@ -153,12 +154,12 @@ def expand_kernel(
     PRECISION: tl.constexpr,
 ):
     """One program adds the output of one tile's adapter to up to `steps` times WIDTH columns of y, of one module."""
-    tile = tiles + tl.program_id(1) * 3
+    tile = tiles + tl.program_id(0) * 3
     first_row, count = tl.load(tile), tl.load(tile + 1)
     if count == 0:
         return
     segment = tl.load(tile + 2)
-    block = tl.program_id(0)
+    block = tl.program_id(1)
     slot, module, width, column = 0, MODULE_0, OUT_0, 0
     num_before = tl.cdiv(OUT_0 // WIDTH, steps)
     if block >= num_before:

@@ -64,6 +64,17 @@ def test_experts(num_rows: int, num_experts: int, top_k: int, seed: int) -> None
     close(experts.combine(found, groups, num_rows), twin.combine(expected, expected_groups, num_rows))
 
 
+def test_products_of_more_tiles_than_are_taken_together() -> None:
+    """45 tiles at most, of which 42 are needed: 32 go through three blocks of columns before the others do."""
+    generator = torch.Generator().manual_seed(2)
+    num_pairs, num_experts = 80, 40
+    x, weight = torch.randn(num_pairs, 40, generator=generator), torch.randn(num_experts, 260, 40, generator=generator)
+    chosen = torch.arange(num_pairs).clamp(max=num_experts - 1).unsqueeze(1)  # 41 pairs are of the last expert
+    groups = KERNELS.experts.group(chosen, torch.ones(num_pairs, 1), 0, num_experts)
+    expected = torch.stack([row @ weight[expert].T for row, expert in zip(x, chosen[:, 0].tolist(), strict=True)])
+    close(KERNELS.experts.linear(x, weight, groups), expected)
+
+
 def adapters(ranks: list[int], num_experts: int, generator: torch.Generator) -> tuple[torch.Tensor, list[PagedAdapter]]:
     """A pool that is NaN wherever no adapter is; an adapter of rank 0 has no parts for experts."""
     sizes = [sum(sum(sides) * rank for sides in GEOMETRY.sides) for rank in ranks]
@@ -110,8 +121,10 @@ def test_pairs_use_their_experts_part_of_their_rows_adapter(
     expert_lora = TritonExpertLora(TritonLora())
     prepared = expert_lora.prepare(segments, GEOMETRY, CPU)
     if reserved:
-        room = expert_lora.reserve(start + 3, len(batch), len(pool), 32, num_experts, GEOMETRY, CPU)
-        assert room is not None and expert_lora.refill(room, prepared)
+        whole = expert_lora.reserve(start + 40, len(batch) + 2, len(pool), 32, num_experts, GEOMETRY, CPU)
+        assert whole is not None
+        room = expert_lora.part(whole, start + 3, len(batch))
+        assert expert_lora.refill(room, prepared)
         prepared = room
     host = HostExpertLora(twin)
     told = host.prepare(segments, GEOMETRY, CPU)

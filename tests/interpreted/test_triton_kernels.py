@@ -275,8 +275,9 @@ def test_a_reserved_batch_becomes_any_that_fits(batches: list[list[dict[str, int
     for batch in batches:
         pool, segments, geometry, _num_rows = adapters_in_pool([(ranks, 1) for ranks in batch], 256, generator)
         if reserved is None:
-            reserved = lora.reserve(longest, longest, 4000, 256, geometry, CPU)
-            assert reserved is not None
+            whole = lora.reserve(longest + 40, longest + 3, 4000, 256, geometry, CPU)
+            assert whole is not None
+            reserved = lora.part(whole, longest, longest)
         prepared = lora.prepare(segments, geometry, CPU)
         assert lora.refill(reserved, prepared)
         x = torch.randn(longest, 48, generator=generator)

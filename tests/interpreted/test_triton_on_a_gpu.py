@@ -22,6 +22,7 @@ from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, write_adapters, write_e
 from motet.tests.rigs.stand_in_gpu.capture import GraphError
 from motet.tests.rigs.stand_in_gpu.gpu_worker import run_recording_worker
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import stand_in_gpu
+from motet.tests.rigs.stand_in_gpu.triton_launches import GridError
 from motet.workers.wire.messages import SamplingParams
 
 # Of what it throws away: lanes behind a mask hold what memory that nobody has written holds.
@@ -119,6 +120,16 @@ def test_experts_that_ask_the_host_cannot_be_recorded(
             stock.engine(60, device="cuda", **small)
         lines = {wait.line.partition(":")[0] for wait in gpu.tally.waits_of("worker")}
         assert lines & {"kernels/plain/experts.py", "kernels/plain/expert_lora.py"}, "chunks wait for them, too"
+        gpu.problems.clear()
+
+
+def test_a_grid_that_no_gpu_launches_is_found() -> None:
+    """The interpreter would run it. Norms have their heads along y."""
+    norm = triton_kernels(torch.device("cuda"), torch.bfloat16).rms_norm
+    with stand_in_gpu() as gpu:
+        heads, weight = torch.zeros(1, 65_536, 1, device="cuda"), torch.ones(1, device="cuda")
+        with pytest.raises(GridError, match=r"norm_kernel: no GPU launches a grid of \(1, 65536\)"):
+            norm(heads, weight, 1e-5)
         gpu.problems.clear()
 
 

@@ -24,6 +24,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from motet.tests.rigs.launch_grid import grid_problem
+
 _TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"}
 _OPTIONS = ("num_warps", "num_stages")
 
@@ -135,8 +137,8 @@ def recorded() -> Iterator[list[Launch]]:
     launches: list[Launch] = []
 
     def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        assert all(0 < side < 2**31 for side in grid), f"{self.__name__}: no grid {grid}"
-        assert all(side < 65536 for side in grid[1:]), f"{self.__name__}: no grid {grid}"
+        problem = grid_problem(self.__name__, grid)
+        assert problem is None, problem
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         named = dict(zip(self.arg_names, args, strict=False)) | kwargs
         assert named.keys() == set(self.arg_names), f"{self.__name__}: {named.keys() ^ set(self.arg_names)}"

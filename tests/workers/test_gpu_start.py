@@ -79,6 +79,22 @@ def test_all_recordings_are_made_in_one_stream(gpu: StandInGpu) -> None:
     assert recordings[0].replay().tolist() == [[4.0] * 4] * 4
 
 
+def test_recording_tells_how_far_it_is(gpu: StandInGpu, caplog: pytest.LogCaptureFixture) -> None:
+    """Not at each graph: of a step with prompts there are as many as layers, and one."""
+    caplog.set_level(logging.INFO, "motet.workers.execution.graphs")
+    now, weight = 100.0, torch.ones(4, device=GPU)
+
+    def compute(cut: Cut) -> torch.Tensor:
+        cut(lambda: None)
+        return weight + 1
+
+    record = CudaRecorder(clock=lambda: now)
+    for now in (100.0, 101.0, 107.0, 108.0):  # noqa: B007
+        record(compute)
+    assert [each.getMessage() for each in caplog.records] == ["recording steps: 6 graphs in 7.0 s so far"]
+    assert record.told() == "8 graphs in 8.0 s"
+
+
 class Ring:
     """Garbage that only a collection finds, with pinned memory in it."""
 

@@ -39,6 +39,9 @@ class NoRoom(PlainLora):
     def reserve(self, *_: object) -> None:
         return None
 
+    def part(self, *_: object) -> None:
+        raise AssertionError("there is no room that could be parted")
+
     def refill(self, *_: object) -> bool:
         return False
 
@@ -61,7 +64,7 @@ def runner_of(model_path: Path, max_num_sequences: int) -> Runner:
     geometry = pool_of(sharding, 16, torch.bfloat16, 8)
     rotary = rotary_tables(model.rotaries, model.head_dim, MAX_TOKENS, CPU)
     layout = sharding.layout(16, "bfloat16")
-    runner = Runner(decoder, kernels, Alone(), make_pool(geometry, CPU), geometry, layout, rotary)
+    runner = Runner(decoder, kernels, Alone(), make_pool(geometry, CPU), geometry, layout, rotary, geometry.num_pages)
     runner.keep_tables(max_num_sequences, MAX_TOKENS)
     return runner
 

@@ -25,6 +25,7 @@ from motet.workers.copies.side_stream import SideStream
 from motet.workers.execution.device_rows import DeviceRows
 from motet.workers.execution.graphs import CudaRecorder, Cut, DecodeGraphs
 from motet.workers.execution.page_tables import PageTables
+from motet.workers.execution.recorded_adapters import RecordedAdapters
 from motet.workers.memory.host_adapter_cache import HostAdapterCache
 from motet.workers.memory.page_arrays import DevicePages, DiskPages, HostPages
 from motet.workers.memory.pinned_memory import PinnedArena
@@ -226,6 +227,9 @@ class NoAdapters:
     def reserve(self, num_rows: int, num_segments: int) -> None:
         return None
 
+    def part(self, reserved: StepAdapters, num_rows: int, num_segments: int) -> StepAdapters:
+        raise AssertionError("there is no room that could be parted")
+
     def refill(self, reserved: StepAdapters, step: StepAdapters) -> bool:
         raise AssertionError("there is no room that could be filled")
 
@@ -235,7 +239,7 @@ def test_all_graphs_write_their_logits_into_one_buffer(gpu: StandInGpu) -> None:
     table = torch.randn(9, 7, device=GPU)
     graphs = DecodeGraphs(
         lambda token_ids, attention, lora: table[token_ids],
-        NoAdapters(),
+        RecordedAdapters(NoAdapters(), 6, 6),
         rows=DeviceRows(PageTables(6, 2, GPU), 8),
         max_rows=6,
         vocab_size=7,

@@ -5,26 +5,22 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
 
-from motet.kernels.backend import triton_kernels
 from motet.tests.rigs.engine_rig import Stock
 from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, write_adapters, write_model
-from motet.tests.rigs.specialisations import Specialisation, launched_specialisations
-from motet.tests.rigs.stand_in_gpu.stand_in_gpu import stand_in_gpu
-from motet.workers import worker_builder
+from motet.tests.rigs.specialisations import Specialisation, recorded_gpu
 from motet.workers.execution import runner
-from motet.workers.execution.warm_up import Rows, StepLimits, doubled, largest_steps, warm_up_steps
+from motet.workers.execution.warm_up import Rows, StepLimits, as_plan, doubled, largest_steps, warm_up_steps
+from motet.workers.plan import INT32_BYTES, Residence
 from motet.workers.wire.messages import SamplingParams
 
+LONGEST = 1024  # tokens: four splits of a decode
 ADAPTERS = (None, RECIPES[0].name, RECIPES[1].name)
 LIMITS = {"max_num_sequences": 6, "max_tokens_per_step": 320}  # more rows than LoRA's short tiles take
 CHOSEN: dict[str, Any] = {"max_tokens": 3, "ignore_eos": True}
@@ -38,26 +34,10 @@ WAYS = (
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Stock:
     folder = tmp_path_factory.mktemp("llama")
-    model = write_model("llama", folder / "model")
+    model = write_model("llama", folder / "model", max_position_embeddings=LONGEST)
     adapters = write_adapters(model, folder / "adapters")
     chosen = {name: adapters[name] for name in ADAPTERS if name is not None}
     return Stock.make(model, chosen, folder / "store", block_size=16, dtype="bfloat16")
-
-
-@contextmanager
-def recorded_gpu() -> Iterator[set[Specialisation]]:
-    """Workers with Triton's kernels, whose launches are recorded. Linears give zeros, so that logits are finite."""
-
-    def zeros(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return torch.zeros((len(x), len(weight)), dtype=x.dtype, device=x.device)
-
-    kernels = replace(triton_kernels(torch.device("cuda"), torch.bfloat16), linear=zeros)
-    with (
-        stand_in_gpu(),
-        mock.patch.object(worker_builder, "choose_kernels", return_value=kernels),
-        launched_specialisations() as found,
-    ):
-        yield found
 
 
 def specialisations_of(stock: Stock, seed: int) -> tuple[set[Specialisation], set[Specialisation]]:
@@ -66,7 +46,7 @@ def specialisations_of(stock: Stock, seed: int) -> tuple[set[Specialisation], se
     with recorded_gpu() as found, stock.engine(200, device="cuda", **LIMITS) as rig:
         before = set(found)
         for sequence_id in range(24):
-            prompt = generator.choices(range(VOCAB_SIZE), k=generator.choice((1, 2, 9, 40, 130, 250)))
+            prompt = generator.choices(range(VOCAB_SIZE), k=generator.choice((1, 2, 9, 40, 130, 250, 700)))
             rig.submit(sequence_id, prompt, generator.choice(ADAPTERS), WAYS[sequence_id % len(WAYS)])
             for _ in range(generator.choice((0, 0, 1, 3))):
                 rig.step()
@@ -86,7 +66,7 @@ def test_steps_that_are_left_out_are_missed(llama: Stock, monkeypatch: pytest.Mo
     """Prompts alone, as a worker once computed them, leave kernels to be compiled while it serves."""
     monkeypatch.setattr(runner, "warm_up_steps", lambda limits: ((Rows(length, 0, 0),) for length in (2, 16, 128)))
     _, later = specialisations_of(llama, seed=1)
-    assert {name for name, *_ in later} == {"split_kernel", "decode_kernel"}
+    assert {name for name, *_ in later} == {"split_kernel", "decode_kernel", "combine_kernel"}
 
 
 @pytest.mark.parametrize("limits", [StepLimits(320, 6, 256), StepLimits(2048, 256, 8192), StepLimits(4, 9, 3)])
@@ -98,6 +78,42 @@ def test_steps_stay_within_the_limits(limits: StepLimits) -> None:
         assert all(rows.num_tokens > 0 and rows.start + rows.num_tokens <= limits.longest for rows in step)
     assert max(sum(rows.num_tokens for rows in step) for step in steps) == limits.max_tokens
     assert len(steps) < 100
+
+
+def test_other_sequences_beside_a_long_one_need_no_kernel_of_their_own(
+    llama: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels choose by the longest sequence: the same steps with all of them long, or with half of them."""
+    found = compiled_for(llama)
+
+    def longer(limits: StepLimits) -> Iterator[tuple[Rows, ...]]:
+        for share in (1, 2):
+            for step in warm_up_steps(limits):
+                is_long = [rows.num_tokens == 1 and index % share == 0 for index, rows in enumerate(step)]
+                yield tuple(
+                    replace(rows, start=limits.longest - 1) if long else rows
+                    for rows, long in zip(step, is_long, strict=True)
+                )
+
+    monkeypatch.setattr(runner, "warm_up_steps", longer)
+    assert compiled_for(llama) <= found
+
+
+def compiled_for(stock: Stock) -> set[Specialisation]:
+    """What is launched before an engine is ready."""
+    with recorded_gpu() as found, stock.engine(200, device="cuda", **LIMITS):
+        return set(found)
+
+
+def test_warm_up_writes_few_pages() -> None:
+    """Of 4,096 sequences of 131,072 tokens 8,192 pages each, which take 0.4 GB to bring to a GPU, in every step."""
+    limits, block_size = StepLimits(8192, 4096, 131_072), 16
+    adapters = [Residence(str(index), {}, ()) for index in range(limits.max_sequences)]
+    for number, step in enumerate(warm_up_steps(limits)):
+        plan = as_plan(step, number, block_size, adapters)
+        num_pages = [len(sequence.pages) // INT32_BYTES for sequence in plan.sequences]
+        chunks = limits.max_tokens // block_size + 1
+        assert sum(num_pages) <= limits.longest // block_size + chunks + len(num_pages)
 
 
 def test_one_sequence_of_one_token() -> None:

@@ -7,6 +7,8 @@ nothing. What it reads never moves: `DeviceRows`, into which the rows of a step 
 from __future__ import annotations
 
 import gc
+import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,16 +19,11 @@ import torch
 from ...kernels.attention import AttentionBatch
 from ..models.step_adapters import StepAdapters
 from .device_rows import DeviceInputs, DeviceRows
+from .recorded_adapters import RecordedAdapters
 
+_log = logging.getLogger(__name__)
+_INTERVAL_S = 5.0  # between two lines of the log
 Forward = Callable[[torch.Tensor, AttentionBatch, StepAdapters | None], torch.Tensor]  # logits of all rows
-
-
-class Reserved(Protocol):
-    """`AdapterTables`, as far as graphs need them."""
-
-    def reserve(self, num_rows: int, num_segments: int) -> StepAdapters | None: ...
-
-    def refill(self, reserved: StepAdapters, step: StepAdapters) -> bool: ...
 
 
 class Recording(Protocol):
@@ -40,20 +37,16 @@ Compute = Callable[[Cut], torch.Tensor]  # calls `cut(between)` where each repla
 Record = Callable[[Compute], Recording]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Bucket:
-    """A recording, and the adapters that it reads."""
+    """A recording, and the part of the adapters' tables that it reads."""
 
     adapters: StepAdapters | None  # None: no row has an adapter
     recording: Recording
-    _filled_with: StepAdapters | None = None
 
-    def fill(self, step: StepAdapters | None, tables: Reserved) -> bool:
+    def fill(self, step: StepAdapters | None, adapters: RecordedAdapters) -> bool:
         """Has it read the adapters of a step. False: they do not fit."""
-        if step is None or self.adapters is None or self._filled_with is step:
-            return True
-        self._filled_with = step if tables.refill(self.adapters, step) else None
-        return self._filled_with is step
+        return step is None or self.adapters is None or adapters.hold(self.adapters, step)
 
 
 class DecodeGraphs:
@@ -62,7 +55,7 @@ class DecodeGraphs:
     def __init__(
         self,
         forward: Forward,
-        adapters: Reserved,
+        adapters: RecordedAdapters,
         rows: DeviceRows,
         max_rows: int,
         vocab_size: int,
@@ -94,7 +87,7 @@ class DecodeGraphs:
     def _recorded(self, size: int, has_adapters: bool) -> Bucket | None:
         adapters = None
         if has_adapters:
-            adapters = self._adapters.reserve(size, num_segments=size)
+            adapters = self._adapters.part(size, num_segments=size)
             if adapters is None:
                 return None
 
@@ -131,9 +124,14 @@ def _no_garbage_collected() -> Iterator[None]:
 
 
 class CudaRecorder:
-    """Records computations as CUDA graphs that share their memory: they never run at the same time."""
+    """Records computations as CUDA graphs that share their memory: they never run at the same time.
 
-    def __init__(self) -> None:
+    Every few seconds it logs how many there are.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._began_at, self.num_graphs = clock, clock(), 0
+        self._logged_at = self._began_at
         self._pool = torch.cuda.graph_pool_handle()
         # One for all: torch keeps a workspace of cuBLAS, 32 MiB on Hopper, for each stream that has ever multiplied.
         self._stream = torch.cuda.Stream()
@@ -156,7 +154,14 @@ class CudaRecorder:
                 capture.enter_context(self._capture(graphs[-1]))
 
             output = compute(cut)
+        self.num_graphs += len(graphs)
+        if self._clock() - self._logged_at >= _INTERVAL_S:
+            self._logged_at = self._clock()
+            _log.info("recording steps: %s so far", self.told())
         return _CudaRecording(tuple(graphs), tuple(betweens), output)
+
+    def told(self) -> str:
+        return f"{self.num_graphs} graphs in {self._clock() - self._began_at:.1f} s"
 
     def _capture(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
         # Other threads, such as the one that copies adapters, may use the GPU meanwhile.

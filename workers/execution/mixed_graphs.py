@@ -15,7 +15,8 @@ import torch
 from ...kernels.attention import AttentionBatch, PagedAttention
 from ..models.step_adapters import StepAdapters
 from .device_rows import MOST_ROWS, DeviceInputs, DeviceRows
-from .graphs import Bucket, Cut, Record, Reserved
+from .graphs import Bucket, Cut, Record
+from .recorded_adapters import RecordedAdapters
 
 _ROWS_APART = 64  # of two buckets: what padding costs where products are bound by what they compute stays small
 
@@ -41,7 +42,7 @@ class MixedGraphs:
         attend: PagedAttention,
         widths: Widths,
         dtype: torch.dtype,
-        adapters: Reserved,
+        adapters: RecordedAdapters,
         rows: DeviceRows,
         max_rows: int,
         record: Record,
@@ -79,7 +80,7 @@ class MixedGraphs:
     def _recorded(self, size: int, has_adapters: bool) -> Bucket | None:
         adapters = None
         if has_adapters:
-            adapters = self._adapters.reserve(size, num_segments=min(size, self._rows.tables.num_sequences))
+            adapters = self._adapters.part(size, num_segments=min(size, self._rows.tables.num_sequences))
             if adapters is None:
                 return None
 

@@ -21,11 +21,12 @@ from ..models.step_adapters import AdapterTables, StepAdapters
 from ..parallel import Parallel
 from ..plan import Residence, SampledToken, SeenTokens, StepPlan, packed
 from .begun_step import BegunStep
-from .device_rows import DeviceInputs, DeviceRows
+from .device_rows import MOST_ROWS, DeviceInputs, DeviceRows
 from .graphs import DecodeGraphs, Record
 from .inputs import StepInputs, make_inputs
 from .mixed_graphs import MixedGraphs, Widths
 from .page_tables import PageTables
+from .recorded_adapters import RecordedAdapters
 from .warm_up import ALL_WAYS, StepLimits, as_plan, largest_steps, warm_up_steps
 
 
@@ -41,14 +42,17 @@ class Runner:
         geometry: PoolGeometry,
         layout: AdapterLayout,
         rotary: tuple[torch.Tensor, ...],
+        most_pages: int,
     ) -> None:
+        """`most_pages`: that adapters of a recorded step may lie in."""
         self._decoder, self._kernels, self._parallel = decoder, kernels, parallel
         self._pool, self._geometry = pool, geometry
         self._layout, self._rotary, self._kv = layout, rotary, kv_view(pool, geometry)
-        self._tables = AdapterTables(kernels, layout, geometry.num_pages, pool.device)
+        self._tables = AdapterTables(kernels, layout, most_pages, pool.device)
         self._known: dict[str, tuple[Residence, PagedAdapter]] = {}  # adapters of the last plan, by digest
         self._adapters: tuple[tuple[LoraSegment, ...], StepAdapters | None] = ((), None)  # of the last step with any
         self._rows: DeviceRows | None = None  # None: a step's tensors are made of its plan alone
+        self._recorded_adapters: RecordedAdapters | None = None  # None: nothing is recorded yet
         self._graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
         self.penalised = PenalisedSequences()  # of the gang's first worker, which chooses the tokens
@@ -80,7 +84,7 @@ class Runner:
             return
         self._graphs = DecodeGraphs(
             lambda token_ids, attention, adapters: self._forward(token_ids, attention, adapters, None),
-            self._tables,
+            self._adapters_of_recordings(self._rows),
             self._rows,
             min(max_tokens, self._rows.tables.num_sequences),
             self._decoder.vocab_size,
@@ -103,11 +107,17 @@ class Runner:
             self._kernels.paged_attention,
             Widths(attention.num_heads, attention.head_dim, len(self._decoder.norm)),
             self._pool.dtype,  # of what passes between layers; norms may have another
-            self._tables,
+            self._adapters_of_recordings(self._rows),
             self._rows,
             max_tokens,
             record,
         )
+
+    def _adapters_of_recordings(self, rows: DeviceRows) -> RecordedAdapters:
+        if self._recorded_adapters is None:
+            most = rows.tables.num_sequences
+            self._recorded_adapters = RecordedAdapters(self._tables, max(most, MOST_ROWS), most)
+        return self._recorded_adapters
 
     @torch.inference_mode()
     def warm_up(self, max_tokens: int, max_num_sequences: int) -> None:

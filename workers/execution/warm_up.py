@@ -57,18 +57,17 @@ def warm_up_steps(limits: StepLimits) -> Iterator[tuple[Rows, ...]]:
     for num_tokens in doubled(2, most):
         yield tuple(_chunks(num_tokens, limits))
     decodes = min(limits.max_tokens, limits.max_sequences)
-    end = limits.longest - 1
     starts = [context - 1 for context in doubled(1, limits.longest)]
     # Decodes that no graph holds, which prompts of one token are, too: alone, beside a long chunk, beside a short one.
     for count in doubled(1, decodes):
-        yield tuple(Rows(1, end, index) for index in range(count))
+        yield tuple(_decodes(count, limits))
     for start in starts:
         yield (Rows(1, start, 0),)
     for count in doubled(1, decodes - 1):
         chunk = tuple(_chunks(max(min(_LONG_SEGMENT, most - count), 2), limits))
         room = min(count, limits.max_tokens - sum(rows.num_tokens for rows in chunk), limits.max_sequences - len(chunk))
         if room > 0:
-            yield (*chunk, *(Rows(1, end, 1 + index) for index in range(room)))
+            yield (*chunk, *_decodes(room, limits, first_adapter=1))
     if decodes > 1 and limits.max_tokens > 2 and limits.longest > 1:
         for start in starts:
             yield (Rows(2, 0, 0), Rows(1, start, 1))
@@ -103,6 +102,13 @@ def as_plan(step: tuple[Rows, ...], number: int, block_size: int, adapters: Sequ
         sequences.append(SequencePlan(sequence_id, tokens, rows.start, packed([0]) * num_pages, digest, _SAMPLE))
     used = {sequence.adapter for sequence in sequences}
     return StepPlan(number, tuple(sequences), tuple(each for each in adapters if each.digest in used), ())
+
+
+def _decodes(count: int, limits: StepLimits, first_adapter: int = 0) -> Iterator[Rows]:
+    """As many sequences, on an adapter each. Kernels choose by the longest, so one is as long as can be, and no other:
+    tables of them all would take minutes and memory that no request asks for."""
+    for index in range(count):
+        yield Rows(1, limits.longest - 1 if index == 0 else 0, first_adapter + index)
 
 
 def _chunks(num_tokens: int, limits: StepLimits) -> Iterator[Rows]:

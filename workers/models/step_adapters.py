@@ -26,7 +26,7 @@ class AdapterTables:
     """Makes the tables of steps on one worker's device, and room for those that graphs read."""
 
     def __init__(self, kernels: Kernels, layout: AdapterLayout, num_pages: int, device: torch.device) -> None:
-        """`num_pages`: of the pool."""
+        """`num_pages`: that adapters of a recorded step may lie in."""
         self._kernels, self._device, self._num_pages = kernels, device, num_pages
         widths = {module: layout.part(module).widths for module in layout.shape.modules}
 
@@ -72,6 +72,15 @@ class AdapterTables:
             if experts is None:
                 return None
         return None if dense is None else StepAdapters(dense, experts)
+
+    def part(self, reserved: StepAdapters, num_rows: int, num_segments: int) -> StepAdapters:
+        """`reserved`, in the same memory, as if it had been reserved for these fewer rows and segments."""
+        lora, expert_lora = self._kernels.capturable_lora, self._kernels.capturable_expert_lora
+        assert lora is not None, "only what can be recorded"
+        dense, experts = lora.part(reserved.lora, num_rows, num_segments), reserved.experts
+        if expert_lora is not None and experts is not None:
+            experts = expert_lora.part(experts, num_rows, num_segments)
+        return StepAdapters(dense, experts)
 
     def refill(self, reserved: StepAdapters, step: StepAdapters) -> bool:
         """Copies a step's adapters into `reserved`. False: they do not fit, and `reserved` holds nothing of use."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from motet.tests.rigs.launch_grid import grid_problem
 from motet.tests.rigs.stand_in_gpu.call import leaves
 from motet.tests.rigs.stand_in_gpu.capture import Captures, Use
 from motet.tests.rigs.stand_in_gpu.device_tensor import DeviceTensor
@@ -21,6 +22,10 @@ from motet.tests.rigs.stand_in_gpu.timeline import GpuProblem, Work
 from motet.tests.rigs.stand_in_gpu.watched_memory import WatchedMemory
 
 _POOL = "workers/memory/pool.py"  # where it is made
+
+
+class GridError(GpuProblem):
+    """A launch has more programs along y or z than CUDA takes."""
 
 
 class OutsideError(GpuProblem):
@@ -91,6 +96,9 @@ def interpreted_launches(operations: Operations, captures: Captures) -> Iterator
         if len(ours) < sum(isinstance(x, torch.Tensor) for x in given):
             problem = f"{product_line()}: {name} gets tensors of the host and of the device"
             raise ours[0].memory.timeline.problem(MixedDevicesError(problem))
+        refused = grid_problem(name, executor.grid)
+        if refused is not None:
+            raise ours[0].memory.timeline.problem(GridError(f"{product_line()}: {refused}"))
         # A layer's part of each page of the pool, say: only the addresses tell which pages are used.
         scattered = list({id(x.memory): x.memory for x in ours if _is_scattered(x)}.values())
         whole: list[Use] = [
