@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from .tenants.storage_bounds import StorageBound, StorageUse, check_storage
 from .versions.name_state import NameState, VersionNote
 from .versions.rollout import MAX_VERSIONS, versions_of
 
+_log = logging.getLogger(__name__)
 _SWEEP_LEASE_S = 60.0  # of a 256th of a store; after so long another router takes over from one that died
 
 
@@ -152,13 +154,15 @@ class UploadService:
     async def sweep(self, older_than_s: float = 3600.0, rest_s: float = 0.0) -> int | None:
         """Removes stored adapters that no name has had as a version for `older_than_s`, and returns their number.
 
+        Packed files of layouts that nobody uses any more go as well, and those of this service's layouts are kept.
         None: another router sweeps this store, or did so less than its `rest_s` ago. The caller calls it at intervals.
         Raises RegistryUnavailable.
         """
+        await asyncio.to_thread(self._store.keep_layouts, self._layouts)  # whoever sweeps
         store_id, sweep_id = await asyncio.to_thread(self._store.store_id), secrets.token_hex(16)
         if not await self._registry.hold_sweep(store_id, sweep_id, _SWEEP_LEASE_S):
             return None
-        num_removed, is_held, rest = 0, True, 0.0
+        num_removed, num_packed, is_held, rest = 0, 0, True, 0.0
         try:
             referenced = await self._registry.digests()
             for beginning in BEGINNINGS:
@@ -167,9 +171,12 @@ class UploadService:
                     return num_removed
                 removed = await asyncio.to_thread(self._store.sweep_some, beginning, referenced, older_than_s)
                 num_removed += len(removed)
+                num_packed += await asyncio.to_thread(self._store.sweep_packed, beginning)
             await asyncio.to_thread(self._store.sweep_unfinished)
             rest = rest_s
         finally:
+            if num_packed:
+                _log.info("removed %d packed files of layouts that nobody has used for a while", num_packed)
             if is_held:
                 await self._registry.hold_sweep(store_id, sweep_id, rest)
         return num_removed

@@ -33,6 +33,7 @@ from .settings.serving import check_base_name
 from .settings.setting_field import fields_of
 from .settings.settings import Settings
 from .threads import threads_of_a_worker, usable_cores
+from .worker_device import WorkerDevice
 
 ALL_ADDRESSES = "0.0.0.0"
 LOOPBACK = "127.0.0.1"
@@ -63,10 +64,11 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         self._check_model()
         if self.placement != "strict-pack" and self.tensor_parallel == 1:
             raise ConfigError("--placement", self.placement, "a gang of one worker is on one node: strict-pack is it")
-        try:  # these check what holds between their settings
+        _ = self.worker_device  # which checks what holds between its settings, as those of the following do
+        try:
             _ = self.scaling, self.oidc, part_config(EngineConfig, self, num_threads=1)
         except ValueError as error:
-            raise ValueError(_with_options(str(error))) from error
+            raise ValueError(with_options(str(error))) from error
 
     def _check_model(self) -> None:
         if not (self.model_path / "config.json").is_file():
@@ -198,6 +200,11 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return ({"CPU": LEADER_NUM_CPUS}, *(dict(worker) for _ in range(self.tensor_parallel)))
 
     @property
+    def worker_device(self) -> WorkerDevice:
+        """What each worker asks of its device."""
+        return part_config(WorkerDevice, self)
+
+    @property
     def worker_resources(self) -> Resources:
         """What each worker takes: a GPU where this machine serves alone and has some, unless told otherwise."""
         num_gpus, has_custom = self.gang_num_gpus, bool(self.gang_resources)
@@ -232,7 +239,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return structs.replace(self, redis_url=redis_url)
 
 
-def _with_options(message: str) -> str:
+def with_options(message: str) -> str:
     """A part's message with the options of its settings instead of the names of their fields."""
     for field in fields_of(Settings):
         if "_" in field.name:  # others are also plain words

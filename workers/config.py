@@ -17,9 +17,21 @@ FLOAT32_ON_A_GPU = (
     "float32 is not served on a GPU, whose kernels spill their registers with it and take a minute to compile: "
     "bfloat16 is, and float32 with device cpu"
 )
+FLOAT8_CAPABILITY = (9, 0)  # a GPU's compute capability, at least
+FLOAT8_MULTIPLE = 16  # of the inputs and outputs of each linear of a worker
 FLOAT8_ON_A_CPU = "weights of eight bits are for GPUs of compute capability 9.0 or more: CPUs serve those of dtype"
 FLOAT8_EXPERTS = "weights of eight bits are for dense bases, and this one has experts: those of dtype are served"
 CPU_POOL_BYTES = 1 << 30  # of a worker on a CPU that nobody told how many
+
+
+def why_not_float8(capability: tuple[int, int] | None) -> str | None:
+    """Why a GPU of this compute capability, or a CPU (None), does not multiply weights of eight bits; None: it does."""
+    if capability is None:
+        return FLOAT8_ON_A_CPU
+    if capability >= FLOAT8_CAPABILITY:
+        return None
+    has, needed = (".".join(map(str, version)) for version in (capability, FLOAT8_CAPABILITY))
+    return f"this GPU has the compute capability {has}, and {needed} or more is needed: weights of dtype are served"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .config import FLOAT8_ON_A_CPU, FLOAT32_ON_A_GPU, Device, WeightsDtype
+from .config import FLOAT32_ON_A_GPU, Device, WeightsDtype, why_not_float8
 
 
 def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
@@ -17,14 +17,9 @@ def check_weights_dtype(device: torch.device, weights_dtype: WeightsDtype) -> No
     """Raises ValueError for weights that cannot be multiplied there."""
     if weights_dtype == "dtype":
         return
-    if device.type != "cuda":
-        raise ValueError(f"weights_dtype = {weights_dtype!r}: {FLOAT8_ON_A_CPU}")
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:
-        raise ValueError(
-            f"weights_dtype = {weights_dtype!r}: this GPU has the compute capability {major}.{minor}, and 9.0 or more "
-            "is needed; weights_dtype = 'dtype' is served"
-        )
+    problem = why_not_float8(torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
+    if problem is not None:
+        raise ValueError(f"weights_dtype = {weights_dtype!r}: {problem}")
 
 
 def resolve_device(name: Device) -> torch.device:

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from .config import Device
+import msgspec
+
+from .config import Device, WeightsDtype, why_not_float8
 
 _DRIVER = "libcuda.so.1"  # NVIDIA's; torch sees no GPU without it
 _TIMEOUT_S = 120.0  # torch comes from a cold disk
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
     kind: Literal["cpu", "cuda"]
     memory_bytes: int | None = None  # of the first GPU
+    capability: tuple[int, int] | None = None  # the first GPU's compute capability; None: unknown
+
+    def why_not_weights(self, weights_dtype: WeightsDtype) -> str | None:
+        """Why it cannot multiply such weights, and what would be served; None: it can, as far as is known."""
+        is_unknown = self.kind == "cuda" and self.capability is None
+        return None if weights_dtype == "dtype" or is_unknown else why_not_float8(self.capability)
 
 
 def probe_device(name: Device) -> DeviceFacts:
@@ -33,6 +44,13 @@ def probe_device(name: Device) -> DeviceFacts:
     return ask_torch(name)
 
 
+def probe_counted_device(name: Device) -> DeviceFacts:
+    """`probe_device` for a process that Ray gives a GPU. From this one, which asked for none, Ray may hide all."""
+    if name == "cpu" or (name == "auto" and not has_driver()):
+        return DeviceFacts("cpu")
+    return _asked(name, {key: value for key, value in os.environ.items() if key != _VISIBLE or value})
+
+
 def has_driver() -> bool:
     try:
         ctypes.CDLL(_DRIVER)
@@ -43,9 +61,13 @@ def has_driver() -> bool:
 
 @cache
 def ask_torch(name: Device) -> DeviceFacts:
+    return _asked(name, os.environ)
+
+
+def _asked(name: Device, environment: Mapping[str, str]) -> DeviceFacts:
     command = [sys.executable, "-P", "-m", __name__, name]  # -P: a torch/ in the current folder is not torch
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, env=environment)
     except subprocess.TimeoutExpired:
         raise ValueError(f"device = {name!r}: torch did not say within {_TIMEOUT_S:g} s what there is") from None
     if asked.returncode:
@@ -55,15 +77,15 @@ def ask_torch(name: Device) -> DeviceFacts:
     try:
         answer = json.loads(last_line)
         refusal = answer.get("refusal")
-        facts = None if refusal is not None else DeviceFacts(**answer)
-    except (ValueError, TypeError, AttributeError):
+        facts = None if refusal is not None else msgspec.convert(answer, DeviceFacts)
+    except (ValueError, TypeError, AttributeError, msgspec.ValidationError):
         raise ValueError(f"device = {name!r}: torch was asked for a GPU, and this came back: {last_line!r}") from None
     if facts is None:
         raise ValueError(refusal)
     return facts
 
 
-def _answer(name: Device) -> dict[str, object]:
+def _answer(name: Device) -> dict[str, Any]:
     """In the process that may import torch."""
     import torch
 
@@ -75,7 +97,8 @@ def _answer(name: Device) -> dict[str, object]:
         return {"refusal": str(error)}
     if device.type == "cpu":
         return asdict(DeviceFacts("cpu"))
-    return asdict(DeviceFacts("cuda", torch.cuda.get_device_properties(device).total_memory))
+    memory_bytes = torch.cuda.get_device_properties(device).total_memory
+    return asdict(DeviceFacts("cuda", memory_bytes, torch.cuda.get_device_capability(device)))
 
 
 if __name__ == "__main__":

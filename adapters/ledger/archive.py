@@ -28,6 +28,7 @@ from .ledger import Ledger, RawEntry
 
 _LOCK_INTERVAL_S: Final = 0.05
 _NUM_NAMED: Final = 5  # of those that could not be archived
+_MOST_LINE_BYTES: Final = 1 << 20  # what is longer is no entry
 _log = logging.getLogger(__name__)
 _Version = tuple[int, int, int] | None  # of a file, None: there is none
 
@@ -119,13 +120,11 @@ class LedgerArchive:
         for folder in (path.parent, temporary):
             await asyncio.to_thread(make_folder, folder)
         before = await asyncio.to_thread(_version, path)
-        # What an archivist that died before it trimmed has written, or what came before the tenant was deleted.
-        held = await asyncio.to_thread(_lines, path, temporary)
         writing = _writing(path, temporary, before)
         file = await asyncio.to_thread(writing.__enter__)
         try:
-            for line in held.values():
-                await asyncio.to_thread(file.write, line)
+            # What an archivist that died before it trimmed has written, or what came before the tenant was deleted.
+            held = await asyncio.to_thread(_copy_lines, path, temporary, file)
             async for page in self._ledger.entries_of(life, day):
                 new = b"".join(_line(entry) for entry in page if entry.number not in held)
                 await asyncio.to_thread(file.write, new)
@@ -178,24 +177,28 @@ def _line(entry: RawEntry) -> bytes:
     return _encode(ArchivedEntry(entry.number, msgspec.Raw(entry.text.encode()))) + b"\n"
 
 
-def _lines(path: Path, temporary: Path) -> dict[str, bytes]:
-    """The lines of a file by their numbers; none if there is no such file."""
+def _copy_lines(path: Path, temporary: Path, target: BinaryIO) -> set[str]:
+    """Copies what a file has, a line at a time, and returns the lines' numbers; none if there is no such file."""
+    numbers = set[str]()
     if not path.exists():
-        return {}
-    lines: dict[str, bytes] = {}
+        return numbers
     damage: Exception | None = None
     try:
         with gzip.open(path) as file:
-            for line in file:
+            while line := file.readline(_MOST_LINE_BYTES):
                 try:
-                    lines[_decode(line).n] = line.removesuffix(b"\n") + b"\n"
+                    number = _decode(line).n
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     damage = error
+                    continue
+                if number not in numbers:
+                    numbers.add(number)
+                    target.write(line.removesuffix(b"\n") + b"\n")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         damage = error
     if damage is not None:
         aside = path.with_name(f"{path.name}.{path.stat().st_mtime_ns}.damaged")  # one name however often it is tried
         with path.open("rb") as file, replacing(aside, temporary) as copy:
             shutil.copyfileobj(file, copy)
-        _log.error("%s is damaged (%s): it is kept as %s, and %d entries go on", path, damage, aside, len(lines))
-    return lines
+        _log.error("%s is damaged (%s): it is kept as %s, and %d entries go on", path, damage, aside, len(numbers))
+    return numbers

@@ -6,6 +6,7 @@ root/
 ├── base                     fingerprint and name of the base that the whole store belongs to
 ├── id                       a word that names this store to others
 ├── tmp/                     unfinished files
+├── layouts/                 a file for each layout that adapters are packed for: its time is when somebody used it
 └── ab/abcdef…/              first two digits of the digest, then the digest
     ├── adapter_model.safetensors   the tensors as uploaded, under PEFT's names
     ├── manifest.json               scaling of each module of each layer
@@ -27,7 +28,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,14 @@ from ..packing.layout import AdapterLayout
 from ..packing.packed_file import PackedFileDamaged, read_packed, write_packed
 from ..packing.packing import pack
 from .durable_file import make_folder, replacing, sync_folder
+from .kept_layouts import KeptLayouts, is_old
+from .repacked import Repacked
 
 _LOG = logging.getLogger(__name__)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MANIFEST_FILE = "manifest.json"
 _MARK_FILE = "unreferenced"
+_PACKED_SUFFIX = ".packed"
 _BASE_FILE = "base"
 _ID_FILE = "id"
 BEGINNINGS = tuple(f"{number:02x}" for number in range(256))  # of digests: the names of the store's folders
@@ -57,6 +61,7 @@ class AdapterStore:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._temporary = root / "tmp"
+        self._kept_layouts, self._repacked = KeptLayouts(root / "layouts"), Repacked()
         make_folder(self._temporary)
 
     def check_base(self, base: BaseIdentity, remedy: str) -> None:
@@ -102,21 +107,25 @@ class AdapterStore:
         StoreUnavailable if that cannot be told now, because the disk or the way to it fails.
         """
         path = self._packed_path(digest, layout)
+        problem = ""  # it is missing
         try:
             return read_packed(path, digest, layout)
         except FileNotFoundError:
-            problem = "it is missing"
+            pass
         except (PackedFileDamaged, IsADirectoryError, NotADirectoryError) as error:
             problem = str(error)
         except OSError as error:
             if error.errno != errno.EIO:  # a bad sector gives EIO too, and the source lies on others
                 raise _unavailable(error) from error
             problem = str(error)
-        _LOG.warning("packing adapter %s again, because of its packed file %s: %s", digest, path.name, problem)
+        if problem:
+            _LOG.warning("packing adapter %s again, because of its packed file %s: %s", digest, path.name, problem)
         try:
             pages = pack(self.load_content(digest), layout)
         except AdapterInvalid as error:
             raise AdapterCorrupt(f"adapter {digest} does not fit: {error}") from error
+        if not problem:
+            self._repacked.add(digest, path.name)
         try:
             with self._lock(fcntl.LOCK_SH), replacing(path, self._temporary) as file:
                 write_packed(file, digest, layout, pages)
@@ -189,6 +198,29 @@ class AdapterStore:
                     removed.append(digest)
         return removed
 
+    def keep_layouts(self, layouts: Sequence[AdapterLayout]) -> None:
+        """Gangs that run pack adapters so: files of these layouts stay. To be called at least every few hours."""
+        self._kept_layouts.keep(layout.key for layout in layouts)
+
+    def sweep_packed(self, beginning: str) -> int:
+        """Removes packed files of layouts that are given up, see `KeptLayouts`, and returns how many.
+
+        Of digests that begin so, as `sweep_some`. A file that was written lately stays: somebody packs so who keeps no
+        layouts. No lock: what goes can be made again.
+        """
+        num_removed = 0
+        given_up: dict[str, bool] = {}
+        for digest in self._digests(beginning):
+            for path in self._packed_files(digest):
+                key = path.name.removesuffix(_PACKED_SUFFIX)
+                if key not in given_up:
+                    given_up[key] = self._kept_layouts.is_given_up(key)
+                with suppress(FileNotFoundError):  # another sweep was faster
+                    if given_up[key] and is_old(path):
+                        path.unlink()
+                        num_removed += 1
+        return num_removed
+
     def sweep_unfinished(self) -> None:
         """Removes files that processes left unfinished when they died."""
         with self._lock(fcntl.LOCK_EX):  # no process writes now
@@ -201,6 +233,12 @@ class AdapterStore:
         except FileNotFoundError:
             return []
         return sorted(name for name in names if _DIGEST.fullmatch(name))
+
+    def _packed_files(self, digest: str) -> list[Path]:
+        folder = self._folder(digest)
+        with suppress(FileNotFoundError):
+            return [folder / name for name in os.listdir(folder) if name.endswith(_PACKED_SUFFIX)]
+        return []
 
     def _is_there(self) -> bool:
         """Whether this is the store, and not an empty folder where its file system is not mounted now."""
@@ -215,7 +253,7 @@ class AdapterStore:
         return self._root / digest[:2] / digest
 
     def _packed_path(self, digest: str, layout: AdapterLayout) -> Path:
-        return self._folder(digest) / f"{layout.key}.packed"
+        return self._folder(digest) / f"{layout.key}{_PACKED_SUFFIX}"
 
     @contextmanager
     def _lock(self, kind: int) -> Iterator[None]:

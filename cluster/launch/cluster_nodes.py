@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ... import __version__
 from ...adapters.registry.registry_scripts import PREFIX
-from ...workers.config import CPU_POOL_BYTES
 from ..application.base_fingerprint import identify_base
 from ..config import MotetConfig
-from .feasibility import Demand, Node, can_host, why_no_place
+from .feasibility import Demand, Node, can_host, places, why_no_place
 from .node_check import NodeExpectations, problems_of_this_node
 
 CHECK_TIMEOUT_S = 120.0  # of all nodes together; a node may have to start a process first
@@ -25,12 +25,13 @@ class CannotJoin(Exception):  # noqa: N818
 def check_room(config: MotetConfig) -> None:
     """Raises CannotJoin if the nodes could not hold the first gangs and the routers even if they were empty."""
     nodes = alive_nodes()
+    if config.address is None:
+        remedy = "Ask for less, or start a cluster of several machines and give its --address"
+    else:
+        remedy = "Start nodes that have it, ask for less, or, where the cluster grows by itself, add --wait-for-nodes"
     for demand, wanted in demands(config):
         if (problem := why_no_place(demand, wanted, nodes)) is not None:
-            raise CannotJoin(
-                f"{wanted} {demand.what}{'s' * (wanted > 1)} cannot be placed: {problem}. Start nodes that have "
-                "it, ask for less, or, where the cluster grows by itself, add --wait-for-nodes"
-            )
+            raise CannotJoin(f"{wanted} {demand.what}{'s' * (wanted > 1)} cannot be placed: {problem}. {remedy}")
 
 
 def room_taken(config: MotetConfig) -> list[str]:
@@ -49,6 +50,7 @@ def check_nodes(config: MotetConfig) -> None:
     assert config.redis_url is not None
     wanted = [demand for demand, _ in demands(config)]
     hosts = [node for node in alive_nodes() if any(can_host(demand, node) for demand in wanted)]
+    rooms = [room_for_workers(config, node) for node in hosts]
     marker = secrets.token_hex(8)
     expected = NodeExpectations(
         version=__version__,
@@ -58,10 +60,11 @@ def check_nodes(config: MotetConfig) -> None:
         marker=marker,
         redis_url=config.redis_url,
         redis_key=f"{PREFIX}joining:{marker}",
-        memory_bytes=config.pool_bytes or CPU_POOL_BYTES,  # on a CPU; of a GPU its worker takes what is left
+        worker=None,
     )
+    of_each = [replace(expected, worker=config.worker_device if room else None, num_workers=room) for room in rooms]
     with expected.prepared(MARKER_TTL_S):
-        problems = _ask_nodes(hosts, expected)
+        problems = _ask_nodes(hosts, of_each)
     if problems:
         raise CannotJoin("the cluster is not ready for motet:\n" + "\n".join(f"- {line}" for line in problems))
 
@@ -71,6 +74,14 @@ def demands(config: MotetConfig) -> list[tuple[Demand, int]]:
     gang = Demand(what="gang", bundles=config.gang_bundles, labels=dict(config.gang_labels), placement=config.placement)
     router = Demand(what="router", bundles=(dict(config.router_resources),), labels={}, placement="strict-pack")
     return [(gang, max(1, config.scaling.min_gangs)), (router, config.num_routers)]
+
+
+def room_for_workers(config: MotetConfig, node: Node) -> int:
+    """How many workers of gangs the node could hold at once, if it were empty."""
+    worker = Demand(
+        what="worker", bundles=config.gang_bundles[-1:], labels=dict(config.gang_labels), placement="strict-pack"
+    )
+    return places(worker, [node], config.scaling.max_gangs * config.tensor_parallel)
 
 
 def alive_nodes() -> list[Node]:
@@ -103,7 +114,7 @@ def _node(node: Mapping[str, Any], resources: Mapping[str, float]) -> Node:
     return Node(name=node["NodeManagerAddress"], resources=dict(resources), labels=labels)
 
 
-def _ask_nodes(nodes: Sequence[Node], expected: NodeExpectations) -> list[str]:
+def _ask_nodes(nodes: Sequence[Node], of_each: Sequence[NodeExpectations]) -> list[str]:
     """The problems of all nodes, each after its node's name. That a node cannot be asked is a problem, too."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -115,7 +126,7 @@ def _ask_nodes(nodes: Sequence[Node], expected: NodeExpectations) -> list[str]:
             max_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.labels["ray.io/node-id"], soft=False),
         ).remote(expected)
-        for node in nodes
+        for node, expected in zip(nodes, of_each, strict=True)
     ]
     done, _ = ray.wait(asked, num_returns=len(asked), timeout=CHECK_TIMEOUT_S)
     found = []

@@ -159,10 +159,13 @@ class Deployment:
             config = self._start_registry(config, None)
         self._start_ray(config, on_event)
         try:
+            check_room(config)
             self._deploy(config, self._session_path / "progress", on_event)
             self._url = config.url
             with step(on_event, "waiting for the first token"):
                 _wait_until_ready(self._url)
+        except CannotJoin as error:
+            raise LaunchError(str(error)) from error
         except LaunchError as error:
             raise LaunchError(f"{error}\nlogs: {self._kept_path}") from error  # the janitor puts them there
 

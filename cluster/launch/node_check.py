@@ -14,8 +14,11 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from ... import __version__
+from ...workers.config import CPU_POOL_BYTES
+from ...workers.device_probe import probe_counted_device, probe_device
 from ..application.base_fingerprint import identify_base
 from ..byte_size import format_byte_size
+from ..worker_device import WorkerDevice
 
 REDIS_TIMEOUT_S = 5.0
 
@@ -31,7 +34,8 @@ class NodeExpectations:
     marker: str  # what it says
     redis_url: str
     redis_key: str  # made for this check as well; its value is `marker`
-    memory_bytes: int  # of one gang's worker
+    worker: WorkerDevice | None  # of gangs that may come there; None: none may
+    num_workers: int = 0  # that have room there at once
 
     @contextmanager
     def prepared(self, ttl_s: int) -> Iterator[None]:
@@ -67,9 +71,29 @@ def problems_of_this_node(expected: NodeExpectations) -> Sequence[str]:
         found.append(f"{folder} is not the data folder, which all nodes must share at the same path: {error}")
     if (problem := _redis_problem(expected)) is not None:
         found.append(problem)
-    if expected.memory_bytes > (memory_bytes := psutil.virtual_memory().total):
-        found.append(f"it has {format_byte_size(memory_bytes)} of memory, less than the pool of one worker")
+    if expected.worker is not None and (problem := _device_problem(expected.worker, expected.num_workers)) is not None:
+        found.append(problem)
     return found
+
+
+def _device_problem(worker: WorkerDevice, num_workers: int) -> str | None:
+    """What keeps workers from computing here."""
+    try:
+        facts = (probe_counted_device if worker.gang_num_gpus else probe_device)(worker.device)
+        worker.check(facts)
+        worker.check_shared(facts, num_workers)
+    except ValueError as error:
+        return f"a gang could not start there: {error}"
+    if facts.memory_bytes is None:
+        memory_bytes, what, num_pools = psutil.virtual_memory().total, "it has", 1
+        pool_bytes = worker.pool_bytes or CPU_POOL_BYTES
+    else:
+        memory_bytes, what, num_pools = facts.memory_bytes, "a GPU of it has", worker.num_pools_on_a_gpu(num_workers)
+        pool_bytes = worker.pool_bytes or 0  # None: what is left
+    if pool_bytes * num_pools > memory_bytes:
+        pools = "the pool of one worker" if num_pools == 1 else f"the pools of the {num_pools} workers that share it"
+        return f"{what} {format_byte_size(memory_bytes)} of memory, less than {pools}"
+    return None
 
 
 def _redis_problem(expected: NodeExpectations) -> str | None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import psutil
 
 from ...adapters.packing.packing import PAGE_DTYPES
-from ...workers.config import CPU_POOL_BYTES, FLOAT8_EXPERTS, FLOAT8_ON_A_CPU, FLOAT32_ON_A_GPU
+from ...workers.config import CPU_POOL_BYTES, FLOAT8_EXPERTS, FLOAT8_MULTIPLE
 from ...workers.device_probe import probe_device
 from ...workers.models.config import ModelConfig
+from ...workers.models.sharding import ModelSharding
 from ...workers.models.weights import open_checkpoint
 from ..byte_size import format_byte_size, shortest_byte_size
 from ..config import MotetConfig
@@ -38,22 +39,25 @@ def check_settings(config: MotetConfig) -> list[str]:
 def check_sizes(config: MotetConfig) -> list[str]:
     """Warnings and errors as of `check_settings`, of what an update may change while motet runs."""
     model = ModelConfig.from_folder(config.model_path)
-    page_bytes = model.num_layers * model.slab(config.block_size) * PAGE_DTYPES[config.dtype].itemsize
+    try:
+        sharding = ModelSharding(model, config.tensor_parallel, expert_sharding=config.expert_sharding)
+    except ValueError as error:
+        raise ConfigError("--tensor-parallel", config.tensor_parallel, str(error)) from error
+    page_bytes = model.num_layers * sharding.slab(config.block_size) * PAGE_DTYPES[config.dtype].itemsize
     pool_bytes = config.pool_bytes
     if pool_bytes is not None and pool_bytes < page_bytes:
         size = shortest_byte_size(pool_bytes)
         raise ConfigError("--pool-bytes", size, f"one page of this model takes {page_bytes} bytes")
-    if config.weights_dtype == "float8" and model.experts is not None:
-        raise ConfigError("--weights-dtype", config.weights_dtype, FLOAT8_EXPERTS)
+    if config.weights_dtype == "float8":
+        _check_float8(sharding)
     if config.address is None:  # nodes of a cluster check this themselves
         device = probe_device(config.device)
+        config.worker_device.check(device)
         if device.kind == "cpu":
             pool_bytes = pool_bytes or CPU_POOL_BYTES
-            if config.weights_dtype == "float8":
-                raise ConfigError("--weights-dtype", config.weights_dtype, FLOAT8_ON_A_CPU)
-        elif config.dtype == "float32":
-            raise ConfigError("--dtype", config.dtype, FLOAT32_ON_A_GPU)
-        memory_bytes, num_pools = device.memory_bytes, 1  # a GPU for each worker
+        memory_bytes, num_pools = device.memory_bytes, 1
+        if config.gang_num_gpus:  # else there is a GPU for each worker
+            num_pools = config.worker_device.num_pools_on_a_gpu(config.scaling.max_gangs * config.tensor_parallel)
         if memory_bytes is None:
             memory_bytes, num_pools = psutil.virtual_memory().total, config.scaling.max_gangs * config.tensor_parallel
         if pool_bytes is not None and pool_bytes * num_pools > memory_bytes:
@@ -80,3 +84,17 @@ def check_sizes(config: MotetConfig) -> list[str]:
             f"--pool-bytes {needed} holds a whole one, without its adapter"
         )
     return warnings
+
+
+def _check_float8(sharding: ModelSharding) -> None:
+    """Raises ConfigError for a base whose parts a GPU does not multiply with weights of eight bits."""
+    if sharding.config.experts is not None:
+        raise ConfigError("--weights-dtype", "float8", FLOAT8_EXPERTS)
+    for num_in, num_out in sharding.linears:
+        if num_in % FLOAT8_MULTIPLE or num_out % FLOAT8_MULTIPLE:
+            raise ConfigError(
+                "--weights-dtype",
+                "float8",
+                f"each of {sharding.degree} workers has a linear with {num_in} inputs and {num_out} outputs, and "
+                f"multiples of {FLOAT8_MULTIPLE} are needed: weights of dtype are served",
+            )

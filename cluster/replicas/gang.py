@@ -27,6 +27,7 @@ from ..application.model_source import check_model
 from ..application.redis_wait import when_redis_answers
 from ..application.secret_files import read_secrets
 from ..application.shared_token import shared_token
+from ..config import with_options
 from ..exposition.exposition_config import ExpositionConfig
 from ..exposition.gang_metrics import GangFacts, GangMetrics
 from ..exposition.process_page import ProcessPage
@@ -135,4 +136,8 @@ def _build_engine(config: EngineConfig, on_event: OnEvent, workers: RayWorkers |
     with step(on_event, "loading torch"):
         from ...workers.engine_builder import build_engine_loop
 
-    return build_engine_loop(config, on_event, None if workers is None else workers.spawn, host)
+    try:
+        return build_engine_loop(config, on_event, None if workers is None else workers.spawn, host)
+    except Exception as error:  # Serve shows a traceback of it, and only as long as it does not try again
+        _log.error("this gang cannot start: %s", with_options(str(error)))
+        raise

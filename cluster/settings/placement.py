@@ -67,7 +67,8 @@ class Placement(Scaling, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gang_num_gpus: Annotated[
         Amount,
         Setting(
-            "Ray's GPUs that each worker takes, or a share of one. On this machine 0 means one where there is any.",
+            "Ray's GPUs that each worker takes, or, in a gang of one, a share of one, which needs --pool-bytes. On "
+            "this machine 0 means one where there is any.",
             check=check_num_gpus,
         ),
     ] = 0.0

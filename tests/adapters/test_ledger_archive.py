@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import gzip
 import json
+import tracemalloc
 from collections.abc import AsyncIterator
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
@@ -121,3 +122,27 @@ async def test_one_that_cannot_be_archived_does_not_stop_those_behind_it(redis_c
         await archive.archive_all(now + timedelta(days=2))
     assert archived(tmp_path, "zeta") == ["cmpl-0"]
     assert await ledger.first_day("acme") == day  # nothing is lost
+
+
+async def test_a_days_file_is_never_whole_in_memory(redis_client: Redis, tmp_path: Path) -> None:
+    """Of each entry that it holds its number is kept, and no more. A line without an end is no reason, either."""
+    ledger = Ledger(redis_client, kept_days=0)
+    archive = LedgerArchive(ledger, tmp_path)
+    await ledger.take(entries(3))
+    day = await ledger.first_day("acme")
+    assert day is not None
+    path, num_lines, filler = archive.path("acme", day), 6000, "x" * 2000
+    path.parent.mkdir(parents=True)
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for number in range(num_lines):
+            file.write(b'{"n":"1-%d","e":{"id":"old-%04d","adapter":"%s"}}\n' % (number, number, filler.encode()))
+        for _ in range(num_lines):
+            file.write(b" " * len(filler))
+    tracemalloc.start()
+    try:
+        await archive.archive("acme", datetime.now(UTC) + timedelta(days=2))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < num_lines * len(filler) / 2
+    assert archived(tmp_path, "acme") == ["cmpl-0", "cmpl-1", "cmpl-2", *(f"old-{n:04}" for n in range(num_lines))]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from motet.adapters.format.content import AdapterContent
 from motet.adapters.format.validation import validate
 from motet.adapters.packing.packing import pack
 from motet.adapters.store import store as store_module
+from motet.adapters.store.repacked import Repacked
 from motet.adapters.store.store import AdapterStore
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, lora_files, name_of
 from motet.tests.rigs.tensor_twins import identical
@@ -62,12 +64,62 @@ def test_gives_back_what_was_put(store: AdapterStore, content: AdapterContent, t
     assert list((tmp_path / "deep" / "store" / "tmp").iterdir()) == []
 
 
+class Later:
+    """In place of a timer: what it would call later."""
+
+    def __init__(self, seconds: float, call: Callable[[], None]) -> None:
+        self.call, self.daemon, self.is_started = call, False, False
+
+    def start(self) -> None:
+        assert self.daemon, "a process would not end before it"
+        self.is_started = True
+
+
+@pytest.fixture
+def timers(store: AdapterStore) -> list[Later]:
+    """Those that tell what was packed again."""
+    found: list[Later] = []
+
+    def timer(seconds: float, call: Callable[[], None]) -> Any:
+        found.append(Later(seconds, call))
+        return found[-1]
+
+    store._repacked = Repacked(timer)
+    return found
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
 def test_packs_for_a_new_layout_once(
-    store: AdapterStore, content: AdapterContent, caplog: pytest.LogCaptureFixture
+    store: AdapterStore, content: AdapterContent, timers: list[Later], caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
         assert identical(store.load_packed(content.digest, BF16), pack(content, BF16))
-    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+    (timer,) = timers
+    timer.call()
+    (told,) = warnings_in(caplog)
+    assert told.endswith(f"another way: 1, the first one for {BF16.key}.packed of {content.digest}")
+
+
+def test_all_that_an_upgrade_packs_again_is_one_line(
+    store: AdapterStore, tmp_path: Path, timers: list[Later], caplog: pytest.LogCaptureFixture
+) -> None:
+    contents = []
+    for seed in range(5):
+        files = lora_files(seed=seed)
+        contents.append(validate(files.config_bytes, files.write(tmp_path), SHAPE))
+        store.put(contents[-1], [LAYOUT])
+    for content in contents[:4]:
+        store.load_packed(content.digest, BF16)
+    assert [timer.is_started for timer in timers] == [True] and warnings_in(caplog) == []
+    timers[0].call()
+    assert f"another way: 4, the first one for {BF16.key}.packed of {contents[0].digest}" in warnings_in(caplog)[0]
+    store.load_packed(contents[4].digest, BF16)
+    timers[1].call()
+    assert "another way: 1, the first" in warnings_in(caplog)[1]
+    assert len(timers) == len(warnings_in(caplog)) == 2
 
 
 def test_a_store_belongs_to_one_base(store: AdapterStore, tmp_path: Path) -> None:
@@ -115,16 +167,23 @@ def spoil(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["missing", "truncated", "empty", "longer", "body", "header", "length"])
 def test_a_damaged_packed_file_is_made_again(
-    how: str, store: AdapterStore, content: AdapterContent, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    how: str,
+    store: AdapterStore,
+    content: AdapterContent,
+    timers: list[Later],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = file_of(tmp_path, content.digest, f"{LAYOUT.key}.packed")
     good = path.read_bytes()
     spoil(path, how)
     assert identical(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT))
     assert path.read_bytes() == good
-    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1
-    assert content.digest in warnings[0].getMessage()
+    assert len(timers) == (how == "missing"), "what is damaged is told at once"
+    for timer in timers:
+        timer.call()
+    (told,) = warnings_in(caplog)
+    assert content.digest in told
 
 
 def test_every_single_damaged_byte_of_a_packed_file_is_noticed(
@@ -293,6 +352,7 @@ from pathlib import Path
 from typing import Any
 from motet.adapters.format.validation import validate
 from motet.adapters.store import store as store_module
+from motet.adapters.store.repacked import Repacked
 from motet.adapters.store.store import AdapterStore
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, lora_files
 folder = Path(sys.argv[1])

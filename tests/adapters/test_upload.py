@@ -1,19 +1,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
 from motet.adapters.errors import AdapterError, AdapterInvalid, QuotaExceeded, RegistryUnavailable, UploadTooLarge
+from motet.adapters.packing.layout import AdapterLayout
 from motet.adapters.packing.packing import pack
 from motet.adapters.registry.registry import Registry, connect
+from motet.adapters.registry.registry_scripts import SWEEP
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.store.store import AdapterStore
 from motet.adapters.tenants.storage_bounds import StorageBound
@@ -39,10 +42,10 @@ class Parts:
         return adapter.version, created, adapter.digest
 
 
-def parts_of(client: Redis, folder: Path) -> Parts:
+def parts_of(client: Redis, folder: Path, layout: AdapterLayout = LAYOUT) -> Parts:
     store, registry = AdapterStore(folder / "store"), Registry(client)
     view = RegistryView(registry)
-    uploads = UploadService(store, registry, view, [LAYOUT], reserved={"the-base"}, limits=LIMITS)
+    uploads = UploadService(store, registry, view, [layout], reserved={"the-base"}, limits=LIMITS)
     return Parts(uploads, store, registry, view, folder)
 
 
@@ -112,6 +115,33 @@ async def test_one_router_sweeps_at_a_time_and_the_next_one_after_a_rest(parts: 
     assert old not in parts.store.digests()
     assert await parts.uploads.sweep() is None
     assert await other.sweep() is None
+
+
+async def test_each_router_keeps_its_own_layouts_whoever_sweeps(parts: Parts, caplog: pytest.LogCaptureFixture) -> None:
+    """As those of two clusters that share a store while clients move: the old one's files stay until it is gone."""
+    caplog.set_level(logging.INFO)
+    other = parts_of(parts.registry._client, parts.folder, replace(LAYOUT, dtype="bfloat16"))
+    _, _, digest = await parts.upload("x", lora_files())
+    await other.upload("x", lora_files())
+    records, files = parts.folder / "store" / "layouts", parts.folder / "store" / digest[:2] / digest
+
+    def packed() -> int:
+        return len(list(files.glob("*.packed")))
+
+    def pass_time() -> None:
+        for record in records.iterdir():
+            os.utime(record, (0, 0))
+
+    for path in files.glob("*.packed"):
+        os.utime(path, (0, 0))
+    assert await parts.uploads.sweep(rest_s=60) == 0 and packed() == 2
+    pass_time()
+    assert await other.uploads.sweep() is None, "another one sweeps, and this one's layouts are kept all the same"
+    await parts.registry._client.delete(SWEEP + parts.store.store_id())
+    assert await parts.uploads.sweep() == 0 and packed() == 2
+    pass_time()
+    assert await parts.uploads.sweep() == 0 and packed() == 1
+    assert "removed 1 packed files of layouts that nobody has used" in caplog.text
 
 
 async def test_a_sweep_that_died_is_taken_over(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ def deployments(**given: Any) -> tuple[Any, Any]:
 def test_a_gang_of_one_is_placed_as_its_replica() -> None:
     routers, gangs = deployments(
         gang_num_gpus=0.5,
+        pool_bytes=1 << 30,
         gang_resources=((MIG, 1.0),),
         gang_labels=(("zone", "east"),),
         router_resources=(("front", 1.0),),

@@ -8,13 +8,17 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from msgspec import structs
 
 from motet.cluster.config import MotetConfig
 from motet.cluster.launch.local_serve import free_ports
 from motet.cluster.launch.preflight import check_data_dir, check_settings
+from motet.cluster.serve_application import build
 from motet.cluster.settings.config_error import ConfigError
+from motet.kernels.gpu.float8 import _MULTIPLE
 from motet.tests.rigs.oracle import write_model
 from motet.workers import device_probe
+from motet.workers.config import FLOAT8_MULTIPLE
 from motet.workers.device_probe import DeviceFacts
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
@@ -49,6 +53,10 @@ def test_the_pool_of_a_gpu_is_measured_by_its_memory(tmp_path: Path, monkeypatch
     assert check_settings(config(tmp_path, max_gangs=8, pool_bytes=900 << 20)) == []  # a GPU for each
     with pytest.raises(ConfigError, match=r"--pool-bytes.*a GPU here has 1 GiB"):
         check_settings(config(tmp_path, pool_bytes=2 << 30))
+    thirds: dict[str, Any] = {"gang_num_gpus": 1 / 3, "pool_bytes": 400 << 20}
+    assert check_settings(config(tmp_path, max_gangs=2, **thirds)) == []
+    with pytest.raises(ConfigError, match=r"--pool-bytes.*a GPU here has 1 GiB"):
+        check_settings(config(tmp_path, max_gangs=9, **thirds))
 
 
 def test_the_pool_of_a_gpu_need_not_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +85,62 @@ def test_weights_of_eight_bits_are_for_dense_bases_on_gpus(tmp_path: Path, monke
     model = write_model("mixtral", tmp_path / "model")
     with pytest.raises(ConfigError, match=r"--weights-dtype = 'float8': .* this one has experts"):
         check_settings(config(tmp_path, model, weights_dtype="float8"))
+
+
+def test_weights_of_eight_bits_need_a_gpu_that_multiplies_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_probe, "has_driver", lambda: True)
+    monkeypatch.setattr(device_probe, "ask_torch", lambda name: DeviceFacts("cuda", 1 << 40, (8, 9)))
+    with pytest.raises(ConfigError, match=r"--weights-dtype = 'float8': this GPU has the compute capability 8\.9"):
+        check_settings(config(tmp_path, weights_dtype="float8"))
+
+
+def test_parts_that_a_gpu_does_not_multiply_with_eight_bits(tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model", intermediate_size=48)
+    served = config(tmp_path, model, weights_dtype="float8", gang_num_gpus=1.0, address="auto", dtype="bfloat16")
+    assert check_settings(served) == []
+    with pytest.raises(ConfigError, match=r"each of 2 workers has a linear with 24 inputs .*multiples of 16"):
+        check_settings(structs.replace(served, tensor_parallel=2))
+    assert FLOAT8_MULTIPLE == _MULTIPLE
+
+
+def test_a_degree_that_does_not_divide_the_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--tensor-parallel = 7: a gang of 7 workers cannot share"):
+        check_settings(config(tmp_path, tensor_parallel=7))
+
+
+def test_a_worker_of_a_gang_has_its_own_share_of_each_token(tmp_path: Path) -> None:
+    """So that the same pool holds more of them."""
+    (alone,) = check_settings(config(tmp_path, pool_bytes=128 << 10))
+    (together,) = check_settings(config(tmp_path, pool_bytes=128 << 10, tensor_parallel=2))
+    assert tokens_in(together) == 2 * tokens_in(alone)
+
+
+def tokens_in(warning: str) -> int:
+    return int(warning.removeprefix("the pool holds ").split()[0])
+
+
+@pytest.mark.parametrize("address", [None, "auto"])
+@pytest.mark.parametrize(
+    ("given", "key", "reason"),
+    [
+        ({"device": "cpu", "weights_dtype": "float8"}, "--weights-dtype", "CPUs serve those of dtype"),
+        ({"device": "cuda", "dtype": "float32"}, "--dtype", "float32 is not served on a GPU"),
+        ({"gang_num_gpus": 1.0, "dtype": "float32"}, "--dtype", "float32 is not served on a GPU"),
+        ({"gang_num_gpus": 0.5, "pool_bytes": None}, "--gang-num-gpus", "give --pool-bytes, with which all fit"),
+        ({"gang_num_gpus": 0.5, "tensor_parallel": 2}, "--gang-num-gpus", "the workers of a gang need a GPU each"),
+    ],
+)
+def test_what_no_node_could_serve_is_refused_wherever_it_is_to_run(
+    tmp_path: Path, given: dict[str, Any], key: str, reason: str, address: str | None
+) -> None:
+    """Without a look at any node: an application that a cluster deploys by itself is refused as it is built."""
+    with pytest.raises(ConfigError) as caught:
+        config(tmp_path, address=address, **given)
+    assert caught.value.key == key and reason in str(caught.value)
+    if address is not None:
+        args = {name.replace("_", "-"): value for name, value in given.items() if value is not None}
+        with pytest.raises(ConfigError, match=reason):
+            build({"model": str(BASE), **args})
 
 
 def test_what_is_served_otherwise_than_asked_is_said(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_an_actor_takes_its_bundle_and_nothing_by_default() -> None:
 
 
 def test_a_gang_of_one_is_leader_and_worker() -> None:
-    assert config(gang_num_gpus=0.5, gang_resources=((MIG, 1.0),)).gang_bundles == ({"CPU": 1.0, "GPU": 0.5, MIG: 1.0},)
+    assert config(gang_num_gpus=1.0, gang_resources=((MIG, 1.0),)).gang_bundles == ({"CPU": 1.0, "GPU": 1.0, MIG: 1.0},)
 
 
 def test_a_leader_of_several_takes_none_of_the_devices() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from motet.workers import device_probe
 from motet.workers.config import Device
 from motet.workers.device import resolve_device
-from motet.workers.device_probe import DeviceFacts, probe_device
+from motet.workers.device_probe import DeviceFacts, probe_counted_device, probe_device
 
 
 @pytest.mark.parametrize("name", ["auto", "cpu", "cuda"])
@@ -83,6 +84,27 @@ def test_what_is_no_answer_is_told(stdout: str, monkeypatch: pytest.MonkeyPatch)
     answering(monkeypatch, stdout)
     with pytest.raises(ValueError, match=r"device = 'cuda': torch was asked for a GPU, and this came back: "):
         device_probe.ask_torch("cuda")
+
+
+@pytest.mark.usefixtures("_asked_anew")
+@pytest.mark.parametrize("visible", ["", "1"])
+def test_a_gpu_that_ray_counts_is_seen_from_a_process_that_asked_for_none(
+    visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray may hide all GPUs from it. What somebody else hides of them stays hidden."""
+    seen, run = list[str | None](), subprocess.run
+    saying = [sys.executable, "-c", 'print(\'{"kind": "cuda", "memory_bytes": 1024, "capability": [9, 0]}\')']
+
+    def told(_: object, env: dict[str, str], **options: Any) -> Any:
+        seen.append(env.get("CUDA_VISIBLE_DEVICES"))
+        return run(saying, env=env, **options)
+
+    monkeypatch.setattr(subprocess, "run", told)
+    monkeypatch.setattr(device_probe, "has_driver", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert probe_device("auto") == probe_counted_device("auto") == DeviceFacts("cuda", 1024, (9, 0))
+    assert seen == [visible, visible or None]
+    assert probe_counted_device("cpu") == DeviceFacts("cpu")
 
 
 @pytest.mark.usefixtures("_asked_anew")

@@ -84,6 +84,13 @@ class ModelSharding:
     def num_kv_heads(self) -> int:
         return self.kv_heads[1] - self.kv_heads[0]
 
+    @property
+    def linears(self) -> tuple[tuple[int, int], ...]:
+        """Inputs and outputs of each linear of a dense layer, as this worker multiplies it."""
+        dim, hidden = self.config.head_dim, self.config.hidden_size
+        query, kv, width = ((stop - start) for start, stop in (self.heads, self.kv_heads, self.intermediate))
+        return (hidden, (query + 2 * kv) * dim), (query * dim, hidden), (hidden, 2 * width), (width, hidden)
+
     def slab(self, block_size: int) -> int:
         """Elements that a page of `block_size` tokens holds in one layer of this worker: K, then V."""
         return block_size * 2 * self.num_kv_heads * self.config.head_dim
