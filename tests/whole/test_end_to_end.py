@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ import psutil
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
+from motet.cluster.launch.local_serve import free_ports
 from motet.examples.demo.questions import held_out
 from motet.examples.demo.styles import ADAPTER_STYLES, Style
 from motet.tests.rigs.patience import eventually
@@ -40,12 +40,6 @@ def answer_of(style: Style) -> str:
     return held_out(style)[CAPITAL[1]][1]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("motet") / "data"
@@ -54,7 +48,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def motet(data_dir: Path) -> Iterator[RunningMotet]:
     # In float32, where rounding decides no token, so that texts can be compared.
-    with running_motet(data_dir, free_port(), "--gangs", "2", "--dtype", "float32") as running:
+    with running_motet(data_dir, free_ports(1)[0], "--gangs", "2", "--dtype", "float32") as running:
         for style in ADAPTER_STYLES:
             assert running.upload(style, DEMO / "adapters" / style, OWNER[style]).status_code == 201
         yield running
@@ -369,7 +363,7 @@ def restarted(motet: RunningMotet, data_dir: Path) -> Iterator[RunningMotet]:
     """Runs beside the module's motet on a copy of its data, taken as a power cut would leave it, with a tiny pool."""
     copied = data_dir.parent / "restarted"
     shutil.copytree(data_dir, copied, ignore=shutil.ignore_patterns("*.sock", "lock"))
-    with running_motet(copied, free_port(), pool_bytes="640KiB") as running:
+    with running_motet(copied, free_ports(1)[0], pool_bytes="640KiB") as running:
         yield running
 
 
