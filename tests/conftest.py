@@ -9,13 +9,17 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import redis
 import torch
 from redis.asyncio import Redis
 
+from motet.adapters.registry import registry_view
 from motet.adapters.registry.registry import connect
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.kernels.backend import Kernels
+from motet.router.answers import generation_response
 from motet.tests.rigs.native_builds import BUILDS, load_build
+from motet.tests.rigs.patience import PATIENCE_S
 
 # How long an example takes says only how busy the machine is.
 hypothesis.settings.register_profile("motet", deadline=None)
@@ -67,19 +71,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def patient_routers() -> Iterator[None]:
+    """Routers wait as long as a busy machine needs; what they do after a second, a test says that is about it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (
+            (registry_view, "_LOOKUP_S"),
+            (registry_view, "_CATCH_UP_S"),
+            (generation_response, "HEADERS_AFTER_S"),
+        ):
+            patch.setattr(module, name, PATIENCE_S)
+        yield
+
+
 @pytest.fixture(scope="session")
 def redis_url() -> Iterator[str]:
-    """A real server for the whole session."""
+    """A real server for the whole session. Nothing on it has to survive, so no test waits for a disk."""
     with tempfile.TemporaryDirectory(prefix="motet-") as folder:  # short enough for a Unix socket
         server = RedisServer(Path(folder) / "redis")
-        yield server.start()
+        url = server.start()
+        with redis.Redis.from_url(url) as settings:
+            settings.config_set("appendfsync", "no")
+        yield url
         server.stop()
 
 
 @pytest.fixture
 async def redis_client(redis_url: str) -> AsyncIterator[Redis]:
     """A client of an empty server."""
-    client = connect(redis_url)
+    client = connect(redis_url, PATIENCE_S)
     await client.flushall()
     yield client
     await client.aclose()

@@ -11,7 +11,8 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ..edge.edge_limits import EdgeLimits
@@ -24,6 +25,7 @@ from .janitor import SESSION_VARIABLE, sweep
 LOOPBACK = "127.0.0.1"
 NUM_LOGICAL_CPUS = 2  # of Ray; each starts one idle worker, which makes replacing a gang quick
 OBJECT_STORE_BYTES = 100 << 20  # nothing of ours passes through it
+PORTS: Sequence[int] = range(20_000, 30_000)  # neither the kernel, from 32768 on, nor Ray, nor Serve gives these away
 NUM_START_ATTEMPTS = 3  # Ray's timeouts that no variable changes are mostly 30 s
 
 _log = logging.getLogger(__name__)
@@ -44,15 +46,22 @@ def check_port_is_free(host: str, port: int) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that are free at the moment."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind((LOOPBACK, 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+    """Ports of loopback that are free at the moment, and likely still are when somebody listens there.
+
+    They are among `PORTS`: one that the kernel had chosen it may give meanwhile to any process that connects somewhere.
+    """
+    with ExitStack() as probes:
+        found: list[int] = []
+        for port in secrets.SystemRandom().sample(PORTS, len(PORTS)):
+            if len(found) == count:
+                break
+            probe = probes.enter_context(socket.socket())
+            with suppress(OSError):  # it is taken
+                probe.bind((LOOPBACK, port))
+                found.append(port)
+    if len(found) < count:
+        raise OSError(f"fewer than {count} ports of {LOOPBACK} are free from {min(PORTS)} to {max(PORTS)}")
+    return found
 
 
 def serve_environment(session: str, session_path: Path, host: str, limits: EdgeLimits) -> dict[str, str]:

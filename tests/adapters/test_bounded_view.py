@@ -11,11 +11,13 @@ from redis.asyncio import Redis
 
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.errors import RegistryUnavailable
+from motet.adapters.registry import registry_view
 from motet.adapters.registry.events import AdapterSet
 from motet.adapters.registry.kept_adapters import MAX_LOOKS, MAX_USES, KeptAdapters, Name
 from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.registry_view import RegistryView
 from motet.cluster.registry_server.redis_server import RedisServer
+from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 
 CAPACITY = 4
@@ -182,7 +184,7 @@ async def test_missed_events_are_made_up_for_by_reading_what_is_kept_again(
 
 async def test_an_outage_serves_what_is_kept_and_says_so_of_the_rest(tmp_path: Path) -> None:
     server = RedisServer(tmp_path / "redis")
-    client = connect(await asyncio.to_thread(server.start), timeout_s=1.0)
+    client = connect(await asyncio.to_thread(server.start), PATIENCE_S)
     registry = CountingRegistry(client)
     for i in range(NUM_ADAPTERS):
         await register(registry, f"n{i}")
@@ -219,10 +221,14 @@ async def test_an_outage_serves_what_is_kept_and_says_so_of_the_rest(tmp_path: P
     await asyncio.to_thread(server.stop)
 
 
-async def test_a_registry_that_says_nothing_is_given_up_soon(registry: CountingRegistry, view: RegistryView) -> None:
+async def test_a_registry_that_says_nothing_is_given_up_soon(
+    registry: CountingRegistry, view: RegistryView, monkeypatch: pytest.MonkeyPatch
+) -> None:
     registry.gate.clear()
+    monkeypatch.setattr(registry_view, "_LOOKUP_S", 1.0)
     with pytest.raises(RegistryUnavailable, match="no answer within 1 s"):
         await view.resolve("acme", "n1")
+    monkeypatch.undo()
     registry.gate.set()
     assert await view.resolve("acme", "n1") is not None
 

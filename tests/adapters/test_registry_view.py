@@ -17,6 +17,7 @@ from motet.adapters.registry.registry import NumberedEvent, Position, Registry, 
 from motet.adapters.registry.registry_scripts import PREFIX
 from motet.adapters.registry.registry_view import RegistryView
 from motet.cluster.registry_server.redis_server import RedisServer
+from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 
 
@@ -259,7 +260,7 @@ async def test_an_outage_is_served_from_memory_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = RedisServer(tmp_path / "redis")
-    client = connect(server.start(), timeout_s=1.0)
+    client = connect(server.start(), PATIENCE_S)
     registry = GatedRegistry(client)
     adapter = await register(registry)
     view = RegistryView(registry)
@@ -272,7 +273,7 @@ async def test_an_outage_is_served_from_memory_and_logged_once(
     assert await view.resolve("acme", "x") == adapter
     await eventually(lambda: registry.num_tries > 3)  # several tries
     server = RedisServer(tmp_path / "redis")
-    client_of_another_router = connect(await asyncio.to_thread(server.start))
+    client_of_another_router = connect(await asyncio.to_thread(server.start), PATIENCE_S)
     newer = await register(Registry(client_of_another_router), digest="b")
     await eventually(lambda: kept(view, "x") == newer)
     assert view.connected

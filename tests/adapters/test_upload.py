@@ -144,12 +144,15 @@ async def test_each_router_keeps_its_own_layouts_whoever_sweeps(parts: Parts, ca
     assert "removed 1 packed files of layouts that nobody has used" in caplog.text
 
 
-async def test_a_sweep_that_died_is_taken_over(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("motet.adapters.upload._SWEEP_LEASE_S", 0.3)
-    assert await parts.registry.hold_sweep(parts.store.store_id(), "of a dead router", 0.3)
+async def test_a_sweep_that_died_is_taken_over(parts: Parts) -> None:
+    store_id = parts.store.store_id()
+    assert await parts.registry.hold_sweep(store_id, "of a router", 3600)
     assert await parts.uploads.sweep() is None
-    await asyncio.sleep(0.5)
-    assert await parts.uploads.sweep() == 0
+    assert await parts.registry.hold_sweep(store_id, "of a router", 0.3)  # and dies
+    async with asyncio.timeout(PATIENCE_S):
+        while (num_removed := await parts.uploads.sweep()) is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert num_removed == 0
 
 
 @pytest.mark.parametrize("case", ["name", "reserved", "tenant", "config", "tensors", "large config", "large tensors"])

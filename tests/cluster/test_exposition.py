@@ -20,6 +20,7 @@ from motet.cluster.exposition.gang_metrics import GangFacts, GangMetrics
 from motet.cluster.exposition.lora_requests import MAX_CHARS, lora_requests
 from motet.cluster.exposition.metrics_server import MAX_CONNECTIONS, MetricsServer
 from motet.cluster.exposition.process_page import METRICS_ADDRESS, METRICS_NAME, ProcessPage, targets_of
+from motet.cluster.launch.local_serve import free_ports
 from motet.router.exposition.families import Families
 from motet.tests.rigs.leader_rig import TOKEN, Router
 from motet.tests.rigs.part_configs import DEFAULTS, leader_config
@@ -49,8 +50,7 @@ async def server(key: str | None = "secret") -> AsyncIterator[str]:
 
 def free_port() -> int:
     """A port whose followers are most likely free too."""
-    with socket.create_server((LOOPBACK, 0)) as one:
-        return min(int(one.getsockname()[1]), 60_000)
+    return free_ports(1)[0]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,8 @@ async def test_it_may_be_open_to_all() -> None:
 
 
 async def test_who_says_nothing_or_too_much_takes_no_place_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("motet.cluster.exposition.metrics_server.DEADLINE_S", 0.5)
+    deadline_s = "motet.cluster.exposition.metrics_server.DEADLINE_S"
+    monkeypatch.setattr(deadline_s, 0.5)
     async with server() as url, httpx.AsyncClient(trust_env=False) as client:
         port = int(url.rpartition(":")[2])
         streams = [await asyncio.open_connection(LOOPBACK, port) for _ in range(MAX_CONNECTIONS)]
@@ -86,6 +87,7 @@ async def test_who_says_nothing_or_too_much_takes_no_place_for_good(monkeypatch:
         assert await asyncio.wait_for(refused[0].read(), PATIENCE_S) == b""
         for reader, _ in streams:  # each is closed when its time is over
             assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+        monkeypatch.setattr(deadline_s, PATIENCE_S)
         assert (await client.get(url + "/metrics", headers=KEY)).status_code == 200
         reader, writer = await asyncio.open_connection(LOOPBACK, port)
         writer.write(b"GET /metrics HTTP/1.1\r\n" + b"x" * (1 << 20))

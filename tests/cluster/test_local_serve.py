@@ -14,6 +14,7 @@ from ray import serve
 from ray.serve._private import constants
 
 from motet.cluster.config import MotetConfig
+from motet.cluster.launch import local_serve
 from motet.cluster.launch.janitor import SESSION_VARIABLE, find_processes, sweep
 from motet.cluster.launch.local_serve import (
     NUM_START_ATTEMPTS,
@@ -44,8 +45,19 @@ def test_a_host_of_another_machine_is_named() -> None:
         check_port_is_free("192.0.2.77", free_ports(1)[0])
 
 
-def test_free_ports_differ() -> None:
-    assert len(set(free_ports(20))) == 20
+def test_free_ports_differ_and_the_kernel_gives_them_to_nobody() -> None:
+    found = free_ports(20)
+    assert len(set(found)) == 20
+    assert max(found) < 32_768  # from there on it does
+
+
+def test_ports_that_are_taken_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = free_ports(3)
+    monkeypatch.setattr(local_serve, "PORTS", few)
+    with socket.create_server(("127.0.0.1", few[0])):
+        assert set(free_ports(2)) == set(few[1:])
+        with pytest.raises(OSError, match="fewer than 3 ports"):
+            free_ports(3)
 
 
 def test_haproxy_lets_streams_end_when_another_one_takes_over(tmp_path: Path) -> None:

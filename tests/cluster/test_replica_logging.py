@@ -17,17 +17,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from motet.cluster.logs import log_writer
 from motet.cluster.logs.log_config import LogConfig, LogFormat
 from motet.cluster.logs.log_file import LogFile, forget_old_files
 from motet.cluster.logs.log_lines import MAX_CHARS, JsonLines, TextLines
 from motet.cluster.logs.log_writer import LogWriter, to_descriptor
 from motet.cluster.logs.process_log import FOLDER, TO_STDERR, start_process_log
-from motet.tests.rigs.patience import eventually
+from motet.tests.rigs.patience import PATIENCE_S, eventually
 
 ORIGIN = {"process": "router", "node": "10.0.0.1", "replica": "r1"}
 ANYTHING = st.text() | st.sampled_from(
     ["\n", "\r\n", "\x7f", "\x1b[2J", "\x85", "\u2028", "\ud800", '"', "a=b", "", "\x00"]
 )
+
+
+@pytest.fixture(autouse=True)
+def patient_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_writer, "CLOSE_S", PATIENCE_S)  # what is written is looked at, on a busy machine too
 
 
 def record(message: str, *args: Any, logger: str = "motet.router.x", **fields: Any) -> logging.LogRecord:

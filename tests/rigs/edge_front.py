@@ -64,8 +64,10 @@ def edge_front(
     folder: Path, limits: EdgeLimits | None, router_port: int | None, variables: Mapping[str, str] | None = None
 ) -> Iterator[int]:
     """The port of a front with these limits. None: the program of an image, with these variables."""
-    port = free_ports(1)[0]
-    config = write_serves_config(folder, port=port, router_port=router_port)
+    port, stats_port, metrics_port = free_ports(3)
+    config = write_serves_config(
+        folder, port=port, router_port=router_port, stats_port=stats_port, metrics_port=metrics_port
+    )
     program = folder / "haproxy"
     haproxy = write_edge_program(program) if limits is None else write_haproxy(program, limits, LOOPBACK)
     log = folder / "haproxy.log"

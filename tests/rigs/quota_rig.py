@@ -72,6 +72,12 @@ async def try_open(quotas: Quotas, one: Asked) -> Account | ApiError:
         return error
 
 
+def wait_for_redis(fleet: list[Quotas], wait_s: float) -> None:
+    """From now on routers wait so long for Redis."""
+    for quotas in fleet:
+        quotas._redis._batches._wait_s = wait_s
+
+
 async def until(check: Callable[[], Awaitable[bool]]) -> None:
     """Returns once the check holds, and fails if it never does."""
     async with asyncio.timeout(PATIENCE_S):
@@ -84,7 +90,7 @@ async def routers(
     url: str, count: int, *, wait_s: float = A_WHILE_S, known: int | None = None
 ) -> AsyncIterator[list[Quotas]]:
     """`known`: how many routers each takes the fleet for; None: as many as there are."""
-    clients: list[Redis] = [connect(url) for _ in range(count)]
+    clients: list[Redis] = [connect(url, PATIENCE_S) for _ in range(count)]
     fleet = [Quotas(client, lambda: known or count, wait_s=wait_s) for client in clients]
     for quotas in fleet:
         quotas.start()

@@ -5,6 +5,7 @@ A sequence that was begun elsewhere goes on after the tokens it had there. A log
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +50,8 @@ def adapter_pages(adapter: AdapterRef) -> int:
 class StandInEngine:
     """Satisfies `ServedEngine`. `cancelled`, `submitted` and `outdated` tell what reached it.
 
-    While `paused`, no step is made.
+    While `paused`, no step is made. A sequence gets no more than `most_tokens`, and waits where it has as many: so a
+    test can do something to it before it ends, however late it comes to that.
     Once it `fails`, the next step loses all sequences and is the last. While `cannot_read`, its sequences with adapters
     end because the store is unavailable.
     """
@@ -70,6 +72,7 @@ class StandInEngine:
         self.served_elsewhere: list[ServedElsewhere] = []
         self.shares: list[TenantShare] = []  # to be told with the next step
         self.paused = False
+        self.most_tokens = math.inf
         self.fails = self.cannot_read = False
         self.num_turns = 0  # of its loop, in which it may have had nothing to do
         self._residency = ResidencyChange()  # not yet told
@@ -164,13 +167,14 @@ class StandInEngine:
                 on_step(self._lose_all(), EngineLoad(), ResidencyChange())
                 return
             with self._lock:
-                chosen = [*self._running.values()][: self._num_places]
+                placed = [*self._running.values()][: self._num_places]
+                chosen = [(request, count) for request, count in placed if count < self.most_tokens]
                 if self._num_places is not None:
                     self._num_computed += sum(1 if count else len(r.prompt_token_ids) for r, count in chosen)
                     self._num_generated += len(chosen)
                     self._busy_s += time.perf_counter() - began_at
                 updates = [self._next(request, count) for request, count in chosen]
-                waiting = [*self._running.values()][len(chosen) :]
+                waiting = [*self._running.values()][len(placed) :]
                 num_queued_tokens = sum(len(r.prompt_token_ids) for r, _ in waiting)
                 given_up, self._given_up = self._given_up, []
                 for update in updates:

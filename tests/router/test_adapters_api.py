@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,7 @@ def test_uploads_wait_for_a_turn_and_lose_it_when_they_stall(tmp_path: Path, tex
     with serving(rig.app) as url:
         with begin_upload(url, len(TENSORS)) as first, begin_upload(url, len(TENSORS)) as second:
             eventually(lambda: len(spooled(rig)) == 2)
+            rig.config.now = replace(rig.config.now, upload_idle_s=PATIENCE_S)  # only those two stall
             files = {"adapter_config.json": ("c", CONFIG), "adapter_model.safetensors": ("t", TENSORS)}
             third = httpx.post(
                 f"{url}/v1/adapters", data={"name": "pirate"}, files=files, headers=HEADERS, timeout=PATIENCE_S

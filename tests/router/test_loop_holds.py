@@ -15,6 +15,7 @@ from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.router_rig import BASE, RouterRig, text_service
 
 MOST_S = 0.010
+ATTEMPTS = 3  # of which all must hold it: time that a hypervisor takes from this machine looks like a hold
 CONTEXT = 131_072
 WORDS = "hello world, the quick brown fox "
 HEAD = f'{{"model":"{BASE}",'.encode()
@@ -85,8 +86,11 @@ def rig(tmp_path: Path, text: TextService) -> RouterRig:
 async def test_no_request_holds_the_loop(rig: RouterRig, route: str, body: bytes) -> None:
     async with rig.client() as client:
         await client.post("/v1/completions", json={"model": BASE, "prompt": "a", "max_tokens": 1})
-        with measured_holds() as holds:
-            async with asyncio.timeout(PATIENCE_S):
-                response = await client.post(f"/v1/{route}", content=body)
-    assert response.status_code in (200, 400, 404, 413)
-    assert holds.longest_s <= MOST_S * slowness(), holds
+        for _ in range(ATTEMPTS):
+            with measured_holds() as holds:
+                async with asyncio.timeout(PATIENCE_S):
+                    response = await client.post(f"/v1/{route}", content=body)
+            assert response.status_code in (200, 400, 404, 413)
+            if holds.longest_s <= MOST_S * slowness():
+                return
+    raise AssertionError(holds)

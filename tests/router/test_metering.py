@@ -32,7 +32,10 @@ def usage_of(client: Redis, folder: Path, **given: Any) -> Usage:
 
 
 @pytest.fixture
-async def usage(redis_client: Redis, tmp_path: Path) -> AsyncIterator[Usage]:
+async def usage(redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Usage]:
+    """Lines are sent, and progress is written, when the test does so and not in the midst of what it looks at."""
+    for interval in ("SHIP_INTERVAL_S", "PROGRESS_INTERVAL_S"):
+        monkeypatch.setattr(ledger_keeper, interval, 3600.0)
     usage = usage_of(redis_client, tmp_path)
     await usage.start()
     yield usage
@@ -142,7 +145,8 @@ async def test_what_is_under_way_is_written_and_who_leaves_is_cut_off(
     async with rig.client() as client:
         asking = asyncio.create_task(client.post("/v1/completions", json=body_of(rig, stream=True)))
         await eventually_in_loop(lambda: rig.dispatcher.streams and rig.dispatcher.streams[0].num_read == len(tokens))
-        await asyncio.sleep(0.05)
+        for _ in range(100):  # what was read is counted within few turns of the loop
+            await asyncio.sleep(0)
         await usage.metering.write_progress()
         written = usage.keeper.num_waiting_bytes
         await usage.metering.write_progress()

@@ -27,7 +27,7 @@ from motet.adapters.tenants.records import TenantRecord
 from motet.router.oidc import issuer_keys, token_verifier
 from motet.router.oidc.issuer_keys import IssuerError, IssuerKeys, public_keys
 from motet.router.oidc.oidc_config import OidcConfig, is_safe
-from motet.router.oidc.token_verifier import MAX_CACHED, TokenVerifier
+from motet.router.oidc.token_verifier import LEEWAY_S, MAX_CACHED, TokenVerifier
 from motet.router.tenants.auth import TokensUnavailable
 from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 from motet.tests.rigs.tenants_rig import TenantsRig
@@ -203,9 +203,10 @@ async def test_a_token_ends_though_it_is_remembered(provider: Provider, redis_cl
     await tokens.start()
     await Administration.of(redis_client).tenants.create(TenantRecord(name="acme"), Actor(kind="operator"))
     async with TenantsRig(redis_client, tmp_path, tokens) as rig:
-        token = provider.token(exp=int(time.time()) - 58)  # two seconds of the leeway are left
+        ends_at = int(time.time()) + 5
+        token = provider.token(exp=ends_at - int(LEEWAY_S))
         assert (await rig.ask("GET", "/v1/models", token)).status_code == 200
-        await asyncio.sleep(3)
+        await asyncio.sleep(max(0.0, ends_at - time.time()))
         assert await rig.refused("GET", "/v1/models", token) == (401, "invalid_api_key")
     await tokens.stop()
 
@@ -281,7 +282,10 @@ async def test_no_request_waits_for_the_provider_and_no_token_is_told(
     await tokens.stop()
 
 
-async def test_unknown_keys_do_not_flood_the_provider(provider: Provider, tokens: TokenVerifier) -> None:
+async def test_unknown_keys_do_not_flood_the_provider(
+    provider: Provider, tokens: TokenVerifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(issuer_keys, "ASKED_GAP_S", 3600.0)
     (issuer,) = tokens.issuers.values()
     before = issuer.num_fetches
     for number in range(200):
@@ -296,11 +300,11 @@ async def test_unknown_keys_do_not_flood_the_provider(provider: Provider, tokens
 
 @pytest.mark.parametrize("mode", ["away", "slow", "giant", "no json", "of another", "astray"])
 async def test_the_last_good_keys_stay(mode: str, provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(issuer_keys, "FETCH_S", 0.5)
     issuer = IssuerKeys(provider.issuer)
     await issuer.fetch()
     keys = issuer.keys
     assert keys is not None and set(keys) == {"one", "two"}
+    monkeypatch.setattr(issuer_keys, "FETCH_S", 0.5)
     provider.mode, provider.keys = mode, []
     with pytest.raises((IssuerError, OSError, TimeoutError, httpx.HTTPError)):
         await issuer.fetch()

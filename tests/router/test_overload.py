@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -24,6 +24,9 @@ from motet.tests.rigs.part_configs import admission_config, leader_config, route
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.router_rig import HEADERS, OPERATOR_KEY, OPERATORS, FakeUploads, FakeView, text_service
+from motet.tests.rigs.simulated_fleet import STEP_S as SIMULATED_STEP_S
+from motet.tests.rigs.simulated_fleet import asked, simulated_fleet
+from motet.tests.rigs.simulated_time import run_simulated
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.wire.messages import SamplingParams, SequenceError, SequenceRequest
@@ -32,9 +35,9 @@ TOKEN = "a secret"
 STEP_S = 0.005
 NUM_PLACES = 4
 NUM_TOKENS = 5  # that each sequence generates: a place serves one in so many steps
-PER_S = NUM_PLACES / (NUM_TOKENS * STEP_S)  # sequences that the engine serves at best
-NUM_STEPS = 600  # of the engine, for which it is offered too much
-OBJECTIVE_S = 0.4
+PER_S = NUM_PLACES / (NUM_TOKENS * SIMULATED_STEP_S)  # sequences that a simulated gang serves at best
+NUM_STEPS = 600  # of it, for which it is offered too much
+OBJECTIVE_S = 80 * SIMULATED_STEP_S
 
 StartRouter = Callable[[AdmissionConfig], Awaitable[FleetDispatcher]]
 
@@ -82,14 +85,15 @@ def submit(router: FleetDispatcher, max_tokens: int | None, limit: TimeLimit | N
 
 
 async def follow(sequence: OpenSequence) -> Outcome:
-    began_at = time.perf_counter()
+    now = asyncio.get_running_loop().time
+    began_at = now()
     outcome = Outcome(was_refused_at_once=sequence.closed)
     async with asyncio.timeout(PATIENCE_S):
         async for update in sequence:
             if update.token_ids and outcome.first_token_s is None:
-                outcome.first_token_s = time.perf_counter() - began_at
+                outcome.first_token_s = now() - began_at
             outcome.error = update.error
-    outcome.whole_s = time.perf_counter() - began_at
+    outcome.whole_s = now() - began_at
     return outcome
 
 
@@ -100,49 +104,62 @@ class Offered:
     seconds: float
 
 
-async def offer(rig: Rig, router: FleetDispatcher, num_steps: int, limit: TimeLimit | None = None) -> Offered:
-    """Sends twice the requests that the engine can serve in so many steps. Returns what became of them.
-
-    Counted in its own steps, which take as long as this machine lets them.
-    """
-    readers: list[asyncio.Task[Outcome]] = []
-    longest_queue = 0
-    began_at, first_turn = time.perf_counter(), rig.engine.num_turns
-    while (turns := rig.engine.num_turns - first_turn) < num_steps:
-        for _ in range(2 * turns * NUM_PLACES // NUM_TOKENS - len(readers)):
-            readers.append(asyncio.create_task(follow(submit(router, NUM_TOKENS, limit))))
+async def offer(router: FleetDispatcher, num_steps: int, limit: TimeLimit | None = None) -> Offered:
+    """Sends twice the requests that the gang can serve in so many steps. Returns what became of them."""
+    now, readers, longest_queue = asyncio.get_running_loop().time, list[asyncio.Task[Outcome]](), 0
+    began_at = now()
+    while (seconds := now() - began_at) < num_steps * SIMULATED_STEP_S:
+        for _ in range(int(2 * seconds * PER_S) - len(readers)):
+            sequence = router.submit(asked(len(readers), NUM_TOKENS), limit=limit)
+            readers.append(asyncio.create_task(follow(sequence)))
         load = router.load()
         longest_queue = max(longest_queue, 0 if load is None else load.gauges.num_waiting)
-        await asyncio.sleep(STEP_S)
-    seconds = time.perf_counter() - began_at
+        await asyncio.sleep(SIMULATED_STEP_S)
     return Offered(await asyncio.gather(*readers), longest_queue, seconds)
 
 
-async def test_twice_the_load_with_an_objective(rig: Rig) -> None:
-    router = await rig.router(admission_config(max_queue_wait_s=OBJECTIVE_S))
-    offered = await offer(rig, router, NUM_STEPS)
-    outcomes = offered.outcomes
-    waits_s = sorted(one.first_token_s for one in outcomes if one.first_token_s is not None)
-    refused = [one for one in outcomes if one.error is not None]
-    assert len(waits_s) + len(refused) == len(outcomes)
-    assert len(waits_s) > len(outcomes) / 5
-    assert len(refused) > len(outcomes) / 5
-    assert {one.error.reason for one in refused if one.error} <= {"wait", "waited"}
-    assert sum(one.was_refused_at_once for one in refused) > 0.8 * len(refused)
-    assert offered.longest_queue < 2.5 * PER_S * SLACK * OBJECTIVE_S
-    assert waits_s[len(waits_s) // 2] < SLACK * OBJECTIVE_S
-    assert waits_s[-1] < offered.seconds
+@asynccontextmanager
+async def router_of_one_gang() -> AsyncIterator[FleetDispatcher]:
+    """In simulated time: a machine that stands still for a moment would keep no objective."""
+    async with simulated_fleet() as fleet:
+        await fleet.add_gang()
+        (router,) = fleet.routers
+        router.change_admission(admission_config(max_queue_wait_s=OBJECTIVE_S))
+        await asyncio.sleep(1.0)  # it connects
+        yield router
 
 
-async def test_twice_the_load_with_timeouts(rig: Rig) -> None:
-    router = await rig.router(admission_config(max_queue_wait_s=OBJECTIVE_S))
-    await offer(rig, router, NUM_STEPS // 2)  # it learns what a token of the queue takes there
-    outcomes = (await offer(rig, router, NUM_STEPS // 2, TimeLimit(OBJECTIVE_S))).outcomes
-    admitted = [one for one in outcomes if not one.was_refused_at_once]
-    in_time = [one for one in admitted if one.error is None]
-    assert len(outcomes) / 5 < len(admitted) < 0.9 * len(outcomes)
-    assert len(in_time) > 0.6 * len(admitted)
-    assert {one.error.reason for one in outcomes if one.was_refused_at_once and one.error} <= {"timeout", "wait"}
+def test_twice_the_load_with_an_objective() -> None:
+    async def main() -> None:
+        async with router_of_one_gang() as router:
+            offered = await offer(router, NUM_STEPS)
+        outcomes = offered.outcomes
+        waits_s = sorted(one.first_token_s for one in outcomes if one.first_token_s is not None)
+        refused = [one for one in outcomes if one.error is not None]
+        assert len(waits_s) + len(refused) == len(outcomes)
+        assert len(waits_s) > len(outcomes) / 5
+        assert len(refused) > len(outcomes) / 5
+        assert {one.error.reason for one in refused if one.error} <= {"wait", "waited"}
+        assert sum(one.was_refused_at_once for one in refused) > 0.8 * len(refused)
+        assert offered.longest_queue < 2.5 * PER_S * SLACK * OBJECTIVE_S
+        assert waits_s[len(waits_s) // 2] < SLACK * OBJECTIVE_S
+        assert waits_s[-1] < offered.seconds
+
+    run_simulated(main())
+
+
+def test_twice_the_load_with_timeouts() -> None:
+    async def main() -> None:
+        async with router_of_one_gang() as router:
+            await offer(router, NUM_STEPS // 2)  # it learns what a token of the queue takes there
+            outcomes = (await offer(router, NUM_STEPS // 2, TimeLimit(OBJECTIVE_S))).outcomes
+        admitted = [one for one in outcomes if not one.was_refused_at_once]
+        in_time = [one for one in admitted if one.error is None]
+        assert len(outcomes) / 5 < len(admitted) < 0.9 * len(outcomes)
+        assert len(in_time) > 0.6 * len(admitted)
+        assert {one.error.reason for one in outcomes if one.was_refused_at_once and one.error} <= {"timeout", "wait"}
+
+    run_simulated(main())
 
 
 async def fill(rig: Rig, router: FleetDispatcher) -> list[OpenSequence]:

@@ -23,9 +23,18 @@ from motet.router.quotas.quotas import Quotas
 from motet.router.tenants.identity import Identity
 from motet.tests.rigs.late_redis import late_redis
 from motet.tests.rigs.patience import eventually_in_loop as eventually
-from motet.tests.rigs.quota_rig import asked, ending, identity, routers, try_open, until
+from motet.tests.rigs.quota_rig import (
+    A_WHILE_S,
+    asked,
+    ending,
+    identity,
+    routers,
+    try_open,
+    until,
+    wait_for_redis,
+)
 
-WAIT_S = 0.2
+WAIT_S = 0.2  # of a router, for a Redis that does not answer; for one that does, as long as that takes
 
 
 @pytest.fixture
@@ -38,14 +47,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     server.stop()
 
 
-def pause(server: RedisServer) -> None:
+def pause(server: RedisServer, fleet: list[Quotas]) -> None:
     assert server.pid is not None
     os.kill(server.pid, signal.SIGSTOP)
+    wait_for_redis(fleet, WAIT_S)
 
 
-def go_on(server: RedisServer) -> None:
+def go_on(server: RedisServer, fleet: list[Quotas]) -> None:
     assert server.pid is not None
     os.kill(server.pid, signal.SIGCONT)
+    wait_for_redis(fleet, A_WHILE_S)
 
 
 async def count_admitted(fleet: list[Quotas], quota: Quota, each: int) -> list[int]:
@@ -65,10 +76,10 @@ async def lose(quotas: Quotas) -> None:
 
 async def test_each_router_keeps_its_share_of_what_was_left(server: RedisServer) -> None:
     quota = Quota(requests_per_minute=120)
-    async with routers(server.url, 2, wait_s=WAIT_S) as fleet:
+    async with routers(server.url, 2) as fleet:
         assert await count_admitted(fleet, quota, 30) == [30, 30]  # 60 of 120 are left
         await fleet[0].open(asked(identity(quota)))  # so that both have heard of 60
-        pause(server)
+        pause(server, fleet)
         for quotas in fleet:
             await lose(quotas)
         began = time.monotonic()
@@ -83,9 +94,9 @@ async def test_each_router_keeps_its_share_of_what_was_left(server: RedisServer)
 
 async def test_it_waits_for_redis_once_and_not_for_each_request(server: RedisServer) -> None:
     who = identity(Quota(requests_per_minute=100_000))
-    async with routers(server.url, 1, wait_s=WAIT_S) as (quotas,):
+    async with routers(server.url, 1) as (quotas,):
         await quotas.open(asked(who))
-        pause(server)
+        pause(server, [quotas])
         began = time.monotonic()
         await quotas.open(asked(who))
         assert time.monotonic() - began >= WAIT_S * 0.9
@@ -98,9 +109,9 @@ async def test_it_waits_for_redis_once_and_not_for_each_request(server: RedisSer
 @pytest.mark.parametrize("how", ["paused", "killed"])
 async def test_redis_back_again_knows_what_was_let_through_meanwhile(server: RedisServer, how: str) -> None:
     quota = Quota(requests_per_minute=60, concurrent_streams=500)
-    async with routers(server.url, 2, wait_s=WAIT_S) as fleet:
+    async with routers(server.url, 2) as fleet:
         await count_admitted(fleet, quota, 1)
-        pause(server)
+        pause(server, fleet)
         for quotas in fleet:
             await lose(quotas)
         began = time.monotonic()
@@ -111,8 +122,7 @@ async def test_redis_back_again_knows_what_was_let_through_meanwhile(server: Red
             pid = server.pid
             os.kill(pid, signal.SIGKILL)  # and it is started again
             await eventually(lambda: server.pid not in (None, pid))
-        else:
-            go_on(server)
+        go_on(server, fleet)
         await eventually(lambda: not any(quotas.is_local for quotas in fleet))
         after = await count_admitted(fleet, quota, 40)
         total = 2 + sum(during) + sum(after)
@@ -128,14 +138,14 @@ async def test_redis_back_again_knows_what_was_let_through_meanwhile(server: Red
 async def test_no_router_goes_back_before_the_others_can_have_told_theirs(server: RedisServer) -> None:
     """One finds Redis at once, the other much later: what it let through is not let through again meanwhile."""
     quota = Quota(requests_per_minute=60)
-    async with routers(server.url, 2, wait_s=WAIT_S) as (early, late):
+    async with routers(server.url, 2) as (early, late):
         await count_admitted([early, late], quota, 1)
-        pause(server)
+        pause(server, [early, late])
         for quotas in (early, late):
             await lose(quotas)
         began = time.monotonic()
         total = 2 + sum(await count_admitted([early, late], quota, 40))
-        go_on(server)
+        go_on(server, [early, late])
         while early.is_local or late.is_local:
             total += sum(await count_admitted([early, late], quota, 1))
             await asyncio.sleep(0.02)
@@ -144,7 +154,7 @@ async def test_no_router_goes_back_before_the_others_can_have_told_theirs(server
 
 
 async def test_small_quotas_are_never_none_and_never_more(server: RedisServer) -> None:
-    async with routers(server.url, 1, wait_s=WAIT_S, known=8) as (quotas,):
+    async with routers(server.url, 1, known=8) as (quotas,):
         await lose_with_paused(server, quotas)
         who = identity(Quota(concurrent_streams=3))
         first = await quotas.open(asked(who))  # an eighth of three is less than one
@@ -159,7 +169,7 @@ async def test_small_quotas_are_never_none_and_never_more(server: RedisServer) -
 
 async def test_what_is_resumed_goes_on_whatever_the_share(server: RedisServer) -> None:
     who = identity(Quota(requests_per_minute=2, tokens_per_minute=1000, concurrent_streams=2))
-    async with routers(server.url, 1, wait_s=WAIT_S, known=2) as (quotas,):
+    async with routers(server.url, 1, known=2) as (quotas,):
         await lose_with_paused(server, quotas)
         await quotas.open(asked(who, prompt=100, new=400))
         assert isinstance(await try_open(quotas, asked(who, prompt=100, new=400)), ApiError)
@@ -169,13 +179,13 @@ async def test_what_is_resumed_goes_on_whatever_the_share(server: RedisServer) -
 
 async def lose_with_paused(server: RedisServer, quotas: Quotas) -> None:
     await quotas.open(asked(identity(Quota(requests_per_minute=5), name="first")))
-    pause(server)
+    pause(server, [quotas])
     await lose(quotas)
 
 
 async def test_tokens_are_given_back_to_the_share(server: RedisServer) -> None:
     who = identity(Quota(tokens_per_minute=2000))
-    async with routers(server.url, 1, wait_s=WAIT_S, known=2) as (quotas,):
+    async with routers(server.url, 1, known=2) as (quotas,):
         await lose_with_paused(server, quotas)
         account = await quotas.open(asked(who, prompt=100, new=800))
         assert isinstance(await try_open(quotas, asked(who, prompt=100, new=800)), ApiError)
@@ -187,11 +197,11 @@ async def test_tokens_are_given_back_to_the_share(server: RedisServer) -> None:
 async def test_a_quota_that_is_set_to_0_meanwhile_keeps_no_router_local(server: RedisServer, state: str) -> None:
     before = identity(Quota(requests_per_minute=100, tokens_per_minute=1000))
     none = Quota(requests_per_minute=0, tokens_per_minute=0)
-    async with routers(server.url, 1, wait_s=WAIT_S) as (quotas,):
+    async with routers(server.url, 1) as (quotas,):
         await lose_with_paused(server, quotas)
         account = await quotas.open(asked(before, prompt=100, new=300))
         if state == "returning":
-            go_on(server)
+            go_on(server, [quotas])
             async with routers(server.url, 1) as (other,):
                 await until(lambda: has_less_than_all(other, before))
         refused = await try_open(quotas, asked(identity(none)))
@@ -200,7 +210,7 @@ async def test_a_quota_that_is_set_to_0_meanwhile_keeps_no_router_local(server: 
         assert standing is not None and (standing.left(0), standing.left(1)) == (0, 0)
         await quotas.open(asked(identity(none, name="fresh"), is_resumed=True))
         account.settle(ending(prompt=100, completion=500))
-        go_on(server)
+        go_on(server, [quotas])
         await eventually(lambda: not quotas.is_local)
         standing = await quotas.look(before)
         assert standing is not None
@@ -226,9 +236,9 @@ async def test_what_cannot_be_told_at_first_is_no_end_of_telling(
         return reports(shares, now_us)
 
     monkeypatch.setattr(LocalShares, "reports", fail_at_first)
-    async with routers(server.url, 1, wait_s=WAIT_S) as (quotas,):
+    async with routers(server.url, 1) as (quotas,):
         await lose_with_paused(server, quotas)
-        go_on(server)
+        go_on(server, [quotas])
         await eventually(lambda: not quotas.is_local)
     assert not faults
     assert "could not be told" in caplog.text
@@ -253,12 +263,12 @@ async def test_an_answer_that_cannot_be_charged_does_not_end_the_renewing(
 
 async def test_an_answer_that_ends_while_redis_is_away_is_told_when_it_is_back(server: RedisServer) -> None:
     who = identity(Quota(tokens_per_minute=1000, concurrent_streams=1))
-    async with routers(server.url, 1, wait_s=WAIT_S) as (quotas,):
+    async with routers(server.url, 1) as (quotas,):
         account = await quotas.open(asked(who, prompt=100, new=900))
-        pause(server)
+        pause(server, [quotas])
         await lose(quotas)
         account.settle(ending(prompt=100, completion=0))
-        go_on(server)
+        go_on(server, [quotas])
         await eventually(lambda: not quotas.is_local)
         standing = await quotas.look(who)
         assert standing is not None
@@ -270,15 +280,17 @@ async def test_an_answer_that_ends_while_redis_is_away_is_told_when_it_is_back(s
 async def test_what_redis_gave_and_told_too_late_is_given_back(server: RedisServer, is_resumed: bool) -> None:
     quota = Quota(requests_per_minute=100, tokens_per_minute=1000, concurrent_streams=10)
     who = identity(quota, quota)
-    async with late_redis(server.url) as late, routers(late.url, 1, wait_s=WAIT_S) as (quotas,):
+    async with late_redis(server.url) as late, routers(late.url, 1) as (quotas,):
         async with routers(server.url, 1) as (lost,):
             await lost.open(asked(who, prompt=100, new=200, response_id="cmpl-1"))
         await quotas.look(who)  # so that it is connected
         late.holds_replies = True
+        wait_for_redis([quotas], WAIT_S)
         response_id = "cmpl-1" if is_resumed else "cmpl-2"
         again = await quotas.open(asked(who, prompt=100, new=200, response_id=response_id, is_resumed=is_resumed))
         assert quotas.is_local
         late.holds_replies = False
+        wait_for_redis([quotas], A_WHILE_S)
         await eventually(lambda: not quotas.is_local)
         standing = await quotas.look(who)
         assert standing is not None
@@ -326,15 +338,17 @@ async def test_a_stream_that_is_taken_up_while_redis_is_away_has_one_place(
 
 async def test_what_is_told_of_a_share_counts_once_however_late_redis_says_that_it_heard(server: RedisServer) -> None:
     who = identity(Quota(requests_per_minute=100))
-    async with late_redis(server.url) as late, routers(late.url, 1, wait_s=WAIT_S) as (quotas,):
+    async with late_redis(server.url) as late, routers(late.url, 1) as (quotas,):
         await quotas.look(who)  # so that it is connected
         late.holds_replies = True
+        wait_for_redis([quotas], WAIT_S)
         for _ in range(10):
             await quotas.open(asked(who))
         late.holds_replies, late.marks_late = False, b":done:"
         num_held = late.num_held
         await eventually(lambda: late.num_held >= num_held + 3)  # it has told it again and again
         late.marks_late = None
+        wait_for_redis([quotas], A_WHILE_S)
         await eventually(lambda: not quotas.is_local)
         standing = await quotas.look(who)
         assert standing is not None

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def text() -> TextService:
 
 @pytest.fixture
 def rig(tmp_path: Path, text: TextService) -> RouterRig:
-    rig = RouterRig(tmp_path / "spool", text, ready_interval_s=1000.0, ready_timeout_s=2.0)
+    rig = RouterRig(tmp_path / "spool", text, ready_interval_s=1000.0, ready_timeout_s=PATIENCE_S)
     rig.dispatcher.answer = rig.ids(ANSWER)
     return rig
 
@@ -82,6 +83,7 @@ async def test_not_ready_says_why(rig: RouterRig) -> None:
     assert "too many" in response.json()["error"]["message"]
     rig.dispatcher.script = lambda request: []
     rig.dispatcher.hangs = True
+    rig.config.now = replace(rig.config.now, ready_timeout_s=0.5)
     response = await get(rig, "/ready")
     assert "no token was served" in response.json()["error"]["message"]
     assert rig.dispatcher.streams[-1].cancelled.is_set()

@@ -144,6 +144,7 @@ ENDS: dict[str, Callable[[Cluster, Gang], Awaitable[None]]] = {"kill": Cluster.k
 @pytest.mark.parametrize("num_spares", [0, 1])
 async def test_a_stream_goes_on_elsewhere(cluster: Cluster, end: str, num_spares: int) -> None:
     first = await cluster.add()
+    first.engine.most_tokens = 20  # it has not ended when its gang does
     await eventually(lambda: cluster.dispatcher.gang() is not None)
     ref = AdapterRef("ab" * 32, {"q_proj": 4})
     reader = Reader(cluster.submit(7, 300, ref), 7)
@@ -318,6 +319,7 @@ async def test_a_broken_connection_costs_nothing_that_has_a_key(
 
 async def test_a_gang_that_is_gone_is_not_waited_for_long(cluster: Cluster) -> None:
     gang = await cluster.add()
+    gang.engine.most_tokens = 20  # it has not ended when its gang does
     reader = Reader(cluster.submit(7, 300, key="answer/0"), 7)
     await eventually(lambda: reader.num_tokens > 5)
     other = await cluster.add()

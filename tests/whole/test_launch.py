@@ -113,7 +113,8 @@ def test_each_step_of_the_start_was_told(motet: Motet) -> None:
     lines = motet.stderr.read().splitlines()
     steps = ["starting the registry", "starting Ray", "starting Ray Serve", "starting routers and gangs"]
     steps += ["loading torch", "loading weights: 100%", "waiting for the first token"]
-    assert [line for line in lines if line in steps] == steps
+    told = dict.fromkeys(line for line in lines if line in steps)  # Ray may be started again on a busy machine
+    assert list(told) == steps
     assert "starting a router" in lines
 
 

@@ -31,15 +31,22 @@ def with_time(message: Submit, **fields: Any) -> Submit:
     return Submit(msgspec.structs.replace(message.request, **fields))
 
 
-async def end_of(router: Router, sequence_id: int) -> tuple[list[int], SequenceUpdate]:
-    """All tokens of a sequence, and its last update."""
-    tokens: list[int] = []
+async def ends_of(router: Router, *sequence_ids: int) -> dict[int, tuple[list[int], SequenceUpdate]]:
+    """All tokens of each sequence, and its last update. One frame may tell of several ends."""
+    tokens: dict[int, list[int]] = {sequence_id: [] for sequence_id in sequence_ids}
+    ends: dict[int, SequenceUpdate] = {}
     async for update in router.updates():
-        if update.sequence_id == sequence_id:
-            tokens += update.token_ids
+        if update.sequence_id in tokens:
+            tokens[update.sequence_id] += update.token_ids
             if update.finish_reason is not None or update.error is not None:
-                return tokens, update
+                ends[update.sequence_id] = update
+        if len(ends) == len(tokens):
+            return {sequence_id: (tokens[sequence_id], end) for sequence_id, end in ends.items()}
     raise AssertionError("the stream ended")
+
+
+async def end_of(router: Router, sequence_id: int) -> tuple[list[int], SequenceUpdate]:
+    return (await ends_of(router, sequence_id))[sequence_id]
 
 
 async def test_a_full_queue_of_one_tenant_has_room_for_another(narrow_leader: Leader) -> None:
@@ -136,10 +143,11 @@ async def test_all_of_a_sequences_time(narrow_leader: Leader) -> None:
     await router.send(
         with_time(submit(1, 0, None), timeout_s=0.4, key="one"), with_time(submit(2, 0, 1), timeout_s=0.1)
     )
-    tokens, waited = await end_of(router, 2)
+    ends = await ends_of(router, 1, 2)
+    tokens, waited = ends[2]
     assert waited.error is not None
     assert (tokens, waited.error.kind) == ([], "timeout")
-    tokens, ran = await end_of(router, 1)
+    _, ran = ends[1]
     assert ran.error is not None
     assert ran.error.kind == "timeout"
     await eventually(lambda: sorted(narrow_leader.engine.cancelled) == [1, 2])

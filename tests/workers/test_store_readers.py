@@ -102,6 +102,7 @@ def test_one_that_hangs_is_given_up_and_its_place_is_taken(hasty: Rig) -> None:
     hasty.begin(*stuck)
     assert all(isinstance(end, StoreUnavailable) for end in hasty.next_ends(4).values())
     assert hasty.readers.num_hung == 4
+    hasty.readers._deadline_s = PATIENCE_S
     hasty.begin("a")
     assert hasty.next_ends(1) == {"a": "A"}
     for event in hasty.disk.hanging.values():
@@ -127,5 +128,6 @@ def test_when_all_hang_reads_fail_at_once_until_one_comes_back(hasty: Rig) -> No
     assert isinstance(dict([hasty.ends.get_nowait()])["a"], StoreUnavailable)
     hasty.disk.hanging[stuck[0]].set()
     eventually(lambda: hasty.readers.num_hung < 12)
+    hasty.readers._deadline_s = PATIENCE_S
     hasty.begin("a")
     assert hasty.next_ends(1) == {"a": "A"}
