@@ -51,7 +51,7 @@ LONG_JOBS = [{**job, "max_tokens": 450} for job in JOBS[:4]]
 AFTER_S = 2.0  # in which a pod that does not stay has ended
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 # A pod that is told to end stays for what it serves. No test waits so long: what is served has ended before.
-LASTS = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(int(PATIENCE_S))}
+LASTS = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(int(10 * PATIENCE_S))}
 
 
 @dataclass
