@@ -13,11 +13,13 @@ ExpertSharding = Literal["tensor", "expert"]
 Device = Literal["cpu", "cuda", "auto"]
 SlowKernels = Literal["allow", "refuse"]
 WeightsDtype = Literal["dtype", "float8"]
+KVDtype = Literal["dtype", "float8"]
 FLOAT32_ON_A_GPU = (
     "float32 is not served on a GPU, whose kernels spill their registers with it and take a minute to compile: "
     "bfloat16 is, and float32 with device cpu"
 )
 FLOAT8_ON_A_CPU = "weights of eight bits are for GPUs of compute capability 9.0 or more: CPUs serve those of dtype"
+FLOAT8_KV_ON_A_CPU = "KV of eight bits is for GPUs of compute capability 9.0 or more: CPUs serve that of dtype"
 FLOAT8_EXPERTS = "weights of eight bits are for dense bases, and this one has experts: those of dtype are served"
 CPU_POOL_BYTES = 1 << 30  # of a worker on a CPU that nobody told how many
 
@@ -31,6 +33,7 @@ class EngineConfig:
     device: Device  # auto: an NVIDIA GPU where there is one
     dtype: Dtype
     weights_dtype: WeightsDtype  # of the layers' linears; "dtype": that of all else
+    kv_dtype: KVDtype  # "dtype": that of all else
     pool_bytes: int | None  # device pages, for KV and adapters alike; None: CPU_POOL_BYTES, or what a GPU has left
     device_memory_share: float  # of a GPU's memory that a worker may take, its pool included, where pool_bytes is None
     host_bytes: int  # packed adapters kept in host memory; 0: each is read from the store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .config import FLOAT8_ON_A_CPU, FLOAT32_ON_A_GPU, Device, WeightsDtype
+from .config import FLOAT8_KV_ON_A_CPU, FLOAT8_ON_A_CPU, FLOAT32_ON_A_GPU, Device, KVDtype, WeightsDtype
 
 
 def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
@@ -19,11 +19,24 @@ def check_weights_dtype(device: torch.device, weights_dtype: WeightsDtype) -> No
         return
     if device.type != "cuda":
         raise ValueError(f"weights_dtype = {weights_dtype!r}: {FLOAT8_ON_A_CPU}")
+    _check_capability(device, "weights_dtype", weights_dtype)
+
+
+def check_kv_dtype(device: torch.device, kv_dtype: KVDtype) -> None:
+    """Raises ValueError for KV that no kernel reads there."""
+    if kv_dtype == "dtype":
+        return
+    if device.type != "cuda":
+        raise ValueError(f"kv_dtype = {kv_dtype!r}: {FLOAT8_KV_ON_A_CPU}")
+    _check_capability(device, "kv_dtype", kv_dtype)
+
+
+def _check_capability(device: torch.device, setting: str, value: str) -> None:
     major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:
+    if major < 9:  # no instructions for float8
         raise ValueError(
-            f"weights_dtype = {weights_dtype!r}: this GPU has the compute capability {major}.{minor}, and 9.0 or more "
-            "is needed; weights_dtype = 'dtype' is served"
+            f"{setting} = {value!r}: this GPU has the compute capability {major}.{minor}, and 9.0 or more is needed; "
+            f"{setting} = 'dtype' is served"
         )
 
 

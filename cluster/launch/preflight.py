@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from ...adapters.packing.packing import PAGE_DTYPES
-from ...workers.config import CPU_POOL_BYTES, FLOAT8_EXPERTS, FLOAT8_ON_A_CPU, FLOAT32_ON_A_GPU
+from ...workers.config import CPU_POOL_BYTES, FLOAT8_EXPERTS, FLOAT8_KV_ON_A_CPU, FLOAT8_ON_A_CPU, FLOAT32_ON_A_GPU
 from ...workers.device_probe import probe_device
 from ...workers.models.config import ModelConfig
 from ...workers.models.weights import open_checkpoint
@@ -38,7 +38,8 @@ def check_settings(config: MotetConfig) -> list[str]:
 def check_sizes(config: MotetConfig) -> list[str]:
     """Warnings and errors as of `check_settings`, of what an update may change while motet runs."""
     model = ModelConfig.from_folder(config.model_path)
-    page_bytes = model.num_layers * model.slab(config.block_size) * PAGE_DTYPES[config.dtype].itemsize
+    element_bytes = PAGE_DTYPES[config.dtype].itemsize
+    page_bytes = model.num_layers * model.slab(config.block_size, config.kv_dtype, element_bytes) * element_bytes
     pool_bytes = config.pool_bytes
     if pool_bytes is not None and pool_bytes < page_bytes:
         size = shortest_byte_size(pool_bytes)
@@ -51,6 +52,8 @@ def check_sizes(config: MotetConfig) -> list[str]:
             pool_bytes = pool_bytes or CPU_POOL_BYTES
             if config.weights_dtype == "float8":
                 raise ConfigError("--weights-dtype", config.weights_dtype, FLOAT8_ON_A_CPU)
+            if config.kv_dtype == "float8":
+                raise ConfigError("--kv-dtype", config.kv_dtype, FLOAT8_KV_ON_A_CPU)
         elif config.dtype == "float32":
             raise ConfigError("--dtype", config.dtype, FLOAT32_ON_A_GPU)
         memory_bytes, num_pools = device.memory_bytes, 1  # a GPU for each worker
