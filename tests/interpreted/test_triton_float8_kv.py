@@ -96,6 +96,6 @@ def test_what_is_no_number_stays_none() -> None:
         kv = float8_view(pool[:, 1], BLOCK, 2, 16)
         spoiled = [x.clone() for x in (k, v)]
         spoiled[is_v][0, 1, 5] = torch.nan
-        turned = KERNELS.write_kv(q, *spoiled, rotary, kv, batch)
+        turned = KERNELS.write_kv(q, spoiled[0], spoiled[1], rotary, kv, batch)
         out = KERNELS.paged_attention(turned, kv, batch, 0.25, None)
         assert not out[:, 0].isnan().any() and not out[:, 1].isfinite().any()

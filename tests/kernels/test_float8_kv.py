@@ -79,11 +79,12 @@ def test_what_is_written_depends_on_the_token_alone(dtype: torch.dtype) -> None:
     together, apart, (q, k, v) = pool_of_nan(dtype), pool_of_nan(dtype), heads(30, dtype)
     write_kv(q, k, v, ROTARY, layer_of(together, 0), batch_of([(0, 20), (7, 10)]))
     for first, last, sequences in ((0, 13, [(0, 13)]), (13, 20, [(13, 7)])):
-        write_kv(*(x[first:last] for x in (q, k, v)), ROTARY, layer_of(apart, 0), batch_of(sequences))
+        rows = slice(first, last)
+        write_kv(q[rows], k[rows], v[rows], ROTARY, layer_of(apart, 0), batch_of(sequences))
     for row in range(20, 30):
         batch = batch_of([(0, 1), (row - 13, 1)])
-        rows = [0, row]
-        write_kv(q[rows], k[rows], v[rows], ROTARY, layer_of(apart, 0), batch)
+        both = [0, row]
+        write_kv(q[both], k[both], v[both], ROTARY, layer_of(apart, 0), batch)
     assert torch.equal(together.view(torch.uint8), apart.view(torch.uint8))
 
 

@@ -167,11 +167,10 @@ def test_the_answers_are_those_of_transformers_with_rounded_kv(llama: Stock, mon
 def test_who_is_refused(llama: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"kv_dtype = 'float8': KV of eight bits is for GPUs of compute capability"):
         llama.engine(60, device="cpu", **FLOAT8)
-    with gpu_of_twins():
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-            with pytest.raises(ValueError, match=r"kv_dtype = 'float8': this GPU has the compute capability 8\.0"):
-                llama.engine(60, device="cuda", **FLOAT8)
+    with gpu_of_twins(), monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+        with pytest.raises(ValueError, match=r"kv_dtype = 'float8': this GPU has the compute capability 8\.0"):
+            llama.engine(60, device="cuda", **FLOAT8)
     sharding = ModelSharding(ModelConfig.from_folder(llama.model_path))
     with pytest.raises(ValueError, match=r"kv_dtype = 'float8': .* pages have 12 tokens, .* a multiple of 8"):
         sharding.slab(12, "float8")
