@@ -39,7 +39,7 @@ from motet.kernels.native import onednn_linear
 from motet.kernels.native.build import load_library
 from motet.kernels.sampling import Draw
 from motet.workers.execution.inputs import make_inputs
-from motet.workers.memory.pool import PoolGeometry, kv_view, make_pool
+from motet.workers.memory.pool import PoolGeometry, kv_layers, make_pool
 from motet.workers.models.rotary import rotary_table
 from motet.workers.models.rotary_config import RotaryConfig
 from motet.workers.plan import SequencePlan, StepPlan, packed
@@ -133,14 +133,14 @@ def attention(bench: Bench, shape: Shape, name: str, generator: torch.Generator)
     layers, scale = cycle(range(shape.num_layers)), shape.head_dim**-0.5
 
     def attend(kernels: Kernels) -> torch.Tensor:
-        return kernels.paged_attention(q, kv[:, next(layers)], batch, scale, None)
+        return kernels.paged_attention(q, kv[next(layers)], batch, scale, None)
 
     def write(kernels: Kernels) -> torch.Tensor:
-        return kernels.write_kv(q, k, v, rotary, kv[:, next(layers)], batch)
+        return kernels.write_kv(q, k, v, rotary, kv[next(layers)], batch)
 
     def gathered() -> torch.Tensor:
         table = page_table(batch, torch.arange(len(batch.context_lens)), batch.most_pages)
-        pages = kv[:, next(layers)].index_select(0, table.flatten()).view(len(table), -1, *kv.shape[2:])
+        pages = kv[next(layers)].index_select(0, table.flatten()).view(len(table), -1, *kv[0].shape[1:])
         keys, values = (pages[:, :, i].flatten(1, 2).transpose(1, 2) for i in (0, 1))
         return scaled_dot_product_attention(q.unsqueeze(2), keys, values, enable_gqa=True)
 
@@ -154,8 +154,8 @@ def attention(bench: Bench, shape: Shape, name: str, generator: torch.Generator)
 
 def _paged(
     shape: Shape, sequences: list[tuple[int, int]], generator: torch.Generator
-) -> tuple[AttentionBatch, torch.Tensor]:
-    """A batch, and a pool with its KV in pages of random order."""
+) -> tuple[AttentionBatch, tuple[torch.Tensor, ...]]:
+    """A batch, and its KV by layer, in pages of random order."""
     counts = [-(-(old + new) // BLOCK_SIZE) for old, new in sequences]
     geometry = shape.geometry(sum(counts))
     pool = make_pool(geometry, CPU)
@@ -167,7 +167,7 @@ def _paged(
         for i, ((old, new), own) in enumerate(zip(sequences, pages, strict=True))
     ]
     batch = make_inputs(StepPlan(1, tuple(plans), (), ()), {}, BLOCK_SIZE, CPU).attention
-    return batch, kv_view(pool, geometry)
+    return batch, kv_layers(pool, geometry)
 
 
 LORA_GROUPS = {"qkv": (0, 1, 2), "o": (3,), "gate_up": (4, 5), "down": (6,)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..adapters.packing.layout import Dtype
-from ..workers.config import FLOAT32_ON_A_GPU, Device, WeightsDtype
+from ..workers.config import FLOAT32_ON_A_GPU, Device, KVDtype, WeightsDtype
 from ..workers.device_probe import DeviceFacts
 from .settings.config_error import ConfigError
 
@@ -24,6 +24,7 @@ class WorkerDevice:
     device: Device
     dtype: Dtype
     weights_dtype: WeightsDtype
+    kv_dtype: KVDtype
     pool_bytes: int | None
     gang_num_gpus: float  # that Ray counts for a worker
     tensor_parallel: int
@@ -44,8 +45,10 @@ class WorkerDevice:
         """Raises ConfigError for what such a device does not serve."""
         if facts.kind == "cuda" and self.dtype == "float32":
             raise ConfigError("--dtype", self.dtype, FLOAT32_ON_A_GPU)
-        if (problem := facts.why_not_weights(self.weights_dtype)) is not None:
+        if (problem := facts.why_not(self.weights_dtype, "weights")) is not None:
             raise ConfigError("--weights-dtype", self.weights_dtype, problem)
+        if (problem := facts.why_not(self.kv_dtype, "KV")) is not None:
+            raise ConfigError("--kv-dtype", self.kv_dtype, problem)
 
     def num_pools_on_a_gpu(self, num_workers: int) -> int:
         """Of so many workers on one node. Those for which Ray counts no GPU all take the first."""

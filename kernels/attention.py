@@ -3,15 +3,19 @@
 `kv` is one layer of the pool: `[num_pages, 2, block_size, num_kv_heads, head_dim]`, K at index 0 and V at 1. It is a
 strided view, because all layers of a page lie side by side in the pool. A page may hold a part of an adapter instead of
 KV; the batch lists the pages of each sequence. q, k, v, the pool and the result have one dtype, float32 or
-bfloat16; tensors are on one device. The idea of KV in pages is PagedAttention's (vLLM, arXiv 2309.06180).
+bfloat16; tensors are on one device. KV of eight bits lies in its pages as `float8_kv.py` says, and all else is as here.
+The idea of KV in pages is PagedAttention's (vLLM, arXiv 2309.06180).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+
+# One layer of the pool, as the kernels that were chosen read it: a tensor, or `float8_kv.Float8KV`.
+LayerKV = Any
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class WriteKV(Protocol):
         k: torch.Tensor,
         v: torch.Tensor,
         rotary: torch.Tensor,
-        kv: torch.Tensor,
+        kv: LayerKV,
         batch: AttentionBatch,
     ) -> torch.Tensor: ...
 
@@ -75,7 +79,7 @@ class PagedAttention(Protocol):
     def __call__(
         self,
         q: torch.Tensor,
-        kv: torch.Tensor,
+        kv: LayerKV,
         batch: AttentionBatch,
         scale: float,
         window: int | None,

@@ -34,6 +34,7 @@ from .native.lora import NativeLora
 from .native.rows import NativeRows
 from .native.sampling import NativeSampling
 from .plain import attention as plain_attention
+from .plain import float8_kv as plain_float8_kv
 from .plain.expert_lora import HostExpertLora
 from .plain.experts import PlainExperts
 from .plain.float8 import PlainFloat8
@@ -209,6 +210,20 @@ def with_float8_weights(kernels: Kernels) -> Kernels:
 
     product = kernels.others["linear"]
     return replace(kernels, float8=ScaledFloat8(), others={**kernels.others, "layers' linears": f"{product} in float8"})
+
+
+def with_float8_kv(kernels: Kernels) -> Kernels:
+    """The same for a pool whose KV has eight bits: attention is Triton's own on a GPU, elsewhere the plain twin's."""
+    others = {operation: library for operation, library in kernels.others.items() if operation != "attention"}
+    if kernels.name != "triton":
+        write, attend = plain_float8_kv.write_kv, plain_float8_kv.paged_attention
+        others["attention"] = "torch on KV in float8"
+        return replace(kernels, write_kv=write, paged_attention=attend, others=others)
+    from .gpu.attention import TritonAttention
+
+    attention = TritonAttention()
+    others["attention"] = "triton on KV in float8"
+    return replace(kernels, write_kv=attention.write_kv, paged_attention=attention.paged_attention, others=others)
 
 
 class OnlySlowKernels(ValueError):  # noqa: N818

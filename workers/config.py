@@ -13,6 +13,8 @@ ExpertSharding = Literal["tensor", "expert"]
 Device = Literal["cpu", "cuda", "auto"]
 SlowKernels = Literal["allow", "refuse"]
 WeightsDtype = Literal["dtype", "float8"]
+KVDtype = Literal["dtype", "float8"]
+Float8Part = Literal["weights", "KV"]
 FLOAT32_ON_A_GPU = (
     "float32 is not served on a GPU, whose kernels spill their registers with it and take a minute to compile: "
     "bfloat16 is, and float32 with device cpu"
@@ -20,18 +22,19 @@ FLOAT32_ON_A_GPU = (
 FLOAT8_CAPABILITY = (9, 0)  # a GPU's compute capability, at least
 FLOAT8_MULTIPLE = 16  # of the inputs and outputs of each linear of a worker
 FLOAT8_ON_A_CPU = "weights of eight bits are for GPUs of compute capability 9.0 or more: CPUs serve those of dtype"
+FLOAT8_KV_ON_A_CPU = "KV of eight bits is for GPUs of compute capability 9.0 or more: CPUs serve that of dtype"
 FLOAT8_EXPERTS = "weights of eight bits are for dense bases, and this one has experts: those of dtype are served"
 CPU_POOL_BYTES = 1 << 30  # of a worker on a CPU that nobody told how many
 
 
-def why_not_float8(capability: tuple[int, int] | None) -> str | None:
-    """Why a GPU of this compute capability, or a CPU (None), does not multiply weights of eight bits; None: it does."""
+def why_not_float8(capability: tuple[int, int] | None, part: Float8Part) -> str | None:
+    """Why a GPU of this compute capability, or a CPU (None), does not compute with eight bits; None: it does."""
     if capability is None:
-        return FLOAT8_ON_A_CPU
+        return FLOAT8_ON_A_CPU if part == "weights" else FLOAT8_KV_ON_A_CPU
     if capability >= FLOAT8_CAPABILITY:
         return None
     has, needed = (".".join(map(str, version)) for version in (capability, FLOAT8_CAPABILITY))
-    return f"this GPU has the compute capability {has}, and {needed} or more is needed: weights of dtype are served"
+    return f"this GPU has the compute capability {has}, and {needed} or more is needed: {part} of dtype can be served"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,7 @@ class EngineConfig:
     device: Device  # auto: an NVIDIA GPU where there is one
     dtype: Dtype
     weights_dtype: WeightsDtype  # of the layers' linears; "dtype": that of all else
+    kv_dtype: KVDtype  # "dtype": that of all else
     pool_bytes: int | None  # device pages, for KV and adapters alike; None: CPU_POOL_BYTES, or what a GPU has left
     device_memory_share: float  # of a GPU's memory that a worker may take, its pool included, where pool_bytes is None
     host_bytes: int  # packed adapters kept in host memory; 0: each is read from the store

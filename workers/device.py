@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .config import FLOAT32_ON_A_GPU, Device, WeightsDtype, why_not_float8
+from .config import FLOAT32_ON_A_GPU, Device, Float8Part, KVDtype, WeightsDtype, why_not_float8
 
 
 def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
@@ -17,9 +17,19 @@ def check_weights_dtype(device: torch.device, weights_dtype: WeightsDtype) -> No
     """Raises ValueError for weights that cannot be multiplied there."""
     if weights_dtype == "dtype":
         return
-    problem = why_not_float8(torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
+    _check_float8(device, "weights", f"weights_dtype = {weights_dtype!r}")
+
+
+def check_kv_dtype(device: torch.device, kv_dtype: KVDtype) -> None:
+    """Raises ValueError for KV that no kernel reads there."""
+    if kv_dtype != "dtype":
+        _check_float8(device, "KV", f"kv_dtype = {kv_dtype!r}")
+
+
+def _check_float8(device: torch.device, part: Float8Part, setting: str) -> None:
+    problem = why_not_float8(torch.cuda.get_device_capability(device) if device.type == "cuda" else None, part)
     if problem is not None:
-        raise ValueError(f"weights_dtype = {weights_dtype!r}: {problem}")
+        raise ValueError(f"{setting}: {problem}")
 
 
 def resolve_device(name: Device) -> torch.device:

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from .config import Device, WeightsDtype, why_not_float8
+from .config import Device, Float8Part, KVDtype, WeightsDtype, why_not_float8
 
 _DRIVER = "libcuda.so.1"  # NVIDIA's; torch sees no GPU without it
 _TIMEOUT_S = 120.0  # torch comes from a cold disk
@@ -27,10 +27,10 @@ class DeviceFacts:
     memory_bytes: int | None = None  # of the first GPU
     capability: tuple[int, int] | None = None  # the first GPU's compute capability; None: unknown
 
-    def why_not_weights(self, weights_dtype: WeightsDtype) -> str | None:
-        """Why it cannot multiply such weights, and what would be served; None: it can, as far as is known."""
+    def why_not(self, dtype: WeightsDtype | KVDtype, part: Float8Part) -> str | None:
+        """Why it cannot compute with such weights or KV, and what can be served; None: it can, as far as is known."""
         is_unknown = self.kind == "cuda" and self.capability is None
-        return None if weights_dtype == "dtype" or is_unknown else why_not_float8(self.capability)
+        return None if dtype == "dtype" or is_unknown else why_not_float8(self.capability, part)
 
 
 def probe_device(name: Device) -> DeviceFacts:

@@ -57,7 +57,7 @@ def build_engine(
     sharding = ModelSharding(model, config.tensor_parallel, expert_sharding=config.expert_sharding)
     dtype = getattr(torch, config.dtype)
     if config.pool_bytes is not None:  # too little is refused before workers start
-        plan_pool(sharding, config.block_size, dtype, config.pool_bytes)
+        plan_pool(sharding, config.block_size, dtype, config.pool_bytes, config.kv_dtype)
     executor: Executor
     if config.tensor_parallel == 1:
         executor = alone = _build_alone(config, on_progress)
@@ -66,8 +66,8 @@ def build_engine(
         if spawn is None:
             raise ValueError(f"tensor_parallel = {config.tensor_parallel}: a way to start workers is needed, or 1")
         executor, kernels, device, num_pages = _start_gang(config, on_progress, spawn, host)
-    geometry = pool_of(sharding, config.block_size, dtype, num_pages)
-    layout = sharding.layout(config.block_size, config.dtype)
+    geometry = pool_of(sharding, config.block_size, dtype, num_pages, config.kv_dtype)
+    layout = sharding.layout(config.block_size, config.dtype, config.kv_dtype)
     scheduler = Scheduler(
         _limits(config, geometry, model),
         frozenset(model.eos_token_ids),

@@ -11,12 +11,12 @@ from functools import partial
 import torch
 
 from ..adapters.store.store import AdapterStore
-from ..kernels.backend import Kernels, choose_kernels, with_float8_weights
+from ..kernels.backend import Kernels, choose_kernels, with_float8_kv, with_float8_weights
 from .checkpoint.device_checkpoint import DeviceCheckpoint
 from .config import CPU_POOL_BYTES, FLOAT8_EXPERTS, EngineConfig
 from .copies.adapter_loader import AdapterLoader
 from .copies.page_mover import PageMover
-from .device import check_dtype, check_weights_dtype, resolve_device
+from .device import check_dtype, check_kv_dtype, check_weights_dtype, resolve_device
 from .device_memory import DeviceMemory
 from .execution.executor import LocalExecutor
 from .execution.feeding_executor import FeedingExecutor
@@ -53,18 +53,21 @@ def build_executor(
     device, dtype = resolve_device(config.device), getattr(torch, config.dtype)
     check_dtype(device, dtype)
     check_weights_dtype(device, config.weights_dtype)
+    check_kv_dtype(device, config.kv_dtype)
     model = ModelConfig.from_folder(config.model_path)
     if config.weights_dtype == "float8" and model.experts is not None:
         raise ValueError(f"weights_dtype = {config.weights_dtype!r}: {FLOAT8_EXPERTS}")
     sharding = ModelSharding(model, parallel.degree, parallel.rank, config.expert_sharding)
     context = config.context_of(model.max_model_len)
-    layout = sharding.layout(config.block_size, config.dtype)
+    layout = sharding.layout(config.block_size, config.dtype, config.kv_dtype)
     on_compile = partial(on_progress, "compiling kernels")
     kernels = choose_kernels(
         device, dtype, config.num_threads, config.cache_path, on_compile, slow_ones=config.slow_kernels == "allow"
     )
     if config.weights_dtype == "float8":
         kernels = with_float8_weights(kernels)
+    if config.kv_dtype == "float8":
+        kernels = with_float8_kv(kernels)
     memory = DeviceMemory(device)
     with memory.part("weights"):
         if device.type == "cuda":
@@ -99,7 +102,7 @@ def build_executor(
         on_progress("recording the GPU's work", 0, 1)
     pool_bytes = config.pool_bytes or (CPU_POOL_BYTES if device.type == "cpu" else None)
     if pool_bytes is None:
-        one_page = pool_of(sharding, config.block_size, dtype, 1)
+        one_page = pool_of(sharding, config.block_size, dtype, 1, config.kv_dtype)
         geometry = replace(one_page, num_pages=_num_pages_left(ready_runner, one_page, memory, config, parallel))
         num_tokens = geometry.num_pages * config.block_size
         if num_tokens < context:
@@ -109,7 +112,7 @@ def build_executor(
                 *(num_tokens, context),
             )
     else:
-        geometry = plan_pool(sharding, config.block_size, dtype, pool_bytes)
+        geometry = plan_pool(sharding, config.block_size, dtype, pool_bytes, config.kv_dtype)
     runner = ready_runner(geometry, geometry.num_pages)
     if device.type == "cuda":
         memory.tell()

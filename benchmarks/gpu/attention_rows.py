@@ -11,10 +11,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from motet.benchmarks.gpu.machine import Machine, Row, relative_error
 from motet.kernels.attention import AttentionBatch
-from motet.kernels.backend import Kernels
+from motet.kernels.backend import Kernels, with_float8_kv
+from motet.kernels.float8_kv import float8_view
+from motet.kernels.plain.float8_kv import numbers_of
 
 BLOCK = 16
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
+_OF_FLOAT8 = 0.04  # of normal numbers, rounded: some 2.7 % of their norm
 
 
 class PagedCase:
@@ -120,6 +123,34 @@ def time_decode(machine: Machine, kernels: Kernels) -> Iterator[Row]:
             others,
         )
         del case, call
+
+
+def time_float8_kv(machine: Machine, kernels: Kernels) -> Iterator[Row]:
+    """KV of eight bits with Llama-3-8B's heads: what is written, then decodes over what that stands for in float64."""
+    if not machine.is_dry and torch.cuda.get_device_capability(machine.device)[0] < 9:
+        return
+    chosen, scale = with_float8_kv(kernels), 128**-0.5
+    for count, context in [(16, 4096), (64, 4096)] if not machine.is_dry else [(2, 40)]:
+        case = PagedCase(machine, [(context, 1)] * count, 32, 8, 128, num_layers=1)
+        prompts = PagedCase(machine, [(context, context)] * count, 1, 8, 128, num_layers=1)  # on the same pages
+        slab = BLOCK * 2 * 8 * (128 + 4) // machine.dtype.itemsize
+        pool = torch.zeros((case.num_pages, 2, slab), dtype=machine.dtype, device=machine.device)
+        layers = [float8_view(pool[:, layer], BLOCK, 8, 128) for layer in range(2)]
+        angles = torch.stack((torch.ones(context, 64), torch.zeros(context, 64)), 1).to(machine.device)
+        for kv in layers:
+            chosen.write_kv(prompts.q, prompts.k, prompts.v, angles, kv, prompts.batch)
+        numbers = numbers_of(layers[0])
+        written = numbers[prompts.batch.row_pages, :, prompts.batch.row_slots]
+        error = relative_error(written, torch.stack((prompts.k, prompts.v), 1).double())
+        yield Row("KV write, float8", f"{count * context} rows", error, _OF_FLOAT8)
+        case.pool = numbers.unsqueeze(1)
+        out = chosen.paged_attention(case.q, layers[0], case.batch, scale, None)
+        error = relative_error(out, case.reference(0, scale, None, None))
+        calls = [lambda kv=kv, case=case: chosen.paged_attention(case.q, kv, case.batch, scale, None) for kv in layers]
+        floor_s = machine.floor_s(count * context * 2 * 8 * (128 + 4))
+        what = f"float8 KV, B {count}, context {context}"
+        yield Row("decode attention", what, error, TOLERANCE[machine.dtype], machine.time_s(calls), floor_s)
+        del case, prompts, calls
 
 
 def time_chunks(machine: Machine, kernels: Kernels) -> Iterator[Row]:

@@ -56,6 +56,7 @@ class DecodeStep:
     rank: int = 16
     element_bytes: int = 2
     weights_in_float8: bool = False  # those of the layers' linears
+    kv_in_float8: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,9 @@ def roofline(model: ModelConfig, step: DecodeStep, limits: DeviceLimits) -> Floo
         scales = model.num_layers * sum(num_out for _, num_out in sides)
         weights_bytes = linears + 4 * scales + head * step.element_bytes
         products_s = 2 * len(step.contexts) * (linears / 2 + head) / limits.flops_per_s
-    token = 2 * model.num_kv_heads * model.head_dim  # keys and values of a layer
+    token = 2 * model.num_kv_heads * model.head_dim * step.element_bytes  # keys and values of a layer
+    if step.kv_in_float8:  # with a scale in float32 for each of them
+        token = 2 * model.num_kv_heads * (model.head_dim + 4)
     kv = token * sum(min(context, window or context) for window in model.sliding_windows for context in step.contexts)
     adapter = model.num_layers * step.rank * sum(num_in + num_out for num_in, num_out in sides)
 
@@ -107,7 +110,7 @@ def roofline(model: ModelConfig, step: DecodeStep, limits: DeviceLimits) -> Floo
     return Floor(
         (
             read("weights", weights_bytes, products_s),
-            read("KV", kv * step.element_bytes),
+            read("KV", kv),
             read("adapters", step.num_adapters * adapter * step.element_bytes),
             Component("launches", 0, launches * limits.launch_s),
         )
@@ -193,14 +196,18 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=64, help="different ones in the batch")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--weights-dtype", choices=("dtype", "float8"), default="dtype", help="of the layers' linears")
+    parser.add_argument("--kv-dtype", choices=("dtype", "float8"), default="dtype")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder:
         make_importable(Path(folder))
         from motet.benchmarks.gpu.engine_bench import FULL_SIZE, model_of
 
         contexts = (arguments.context,) * arguments.batch
-        in_float8 = arguments.weights_dtype == "float8"
-        step = DecodeStep(contexts, arguments.adapters, arguments.rank, weights_in_float8=in_float8)
+        in_float8 = {
+            "weights_in_float8": arguments.weights_dtype == "float8",
+            "kv_in_float8": arguments.kv_dtype == "float8",
+        }
+        step = DecodeStep(contexts, arguments.adapters, arguments.rank, **in_float8)
         floor = roofline(model_of(FULL_SIZE), step, DATA_SHEETS[arguments.device])
     print(table(explained(floor, None, ())))
     gigabytes = ", ".join(f"{part.name} {part.num_bytes / 1e9:.2f} GB" for part in floor.components if part.num_bytes)

@@ -90,6 +90,7 @@ def sections(machine: Machine, only: str | None) -> Iterator[tuple[str, Callable
             attention_rows.check_attention,
             lora_rows.check_lora,
             attention_rows.time_decode,
+            attention_rows.time_float8_kv,
             attention_rows.time_chunks,
             attention_rows.time_write_kv,
             lora_rows.time_lora,

@@ -43,7 +43,8 @@ def check_sizes(config: MotetConfig) -> list[str]:
         sharding = ModelSharding(model, config.tensor_parallel, expert_sharding=config.expert_sharding)
     except ValueError as error:
         raise ConfigError("--tensor-parallel", config.tensor_parallel, str(error)) from error
-    page_bytes = model.num_layers * sharding.slab(config.block_size) * PAGE_DTYPES[config.dtype].itemsize
+    element_bytes = PAGE_DTYPES[config.dtype].itemsize
+    page_bytes = model.num_layers * sharding.slab(config.block_size, config.kv_dtype, element_bytes) * element_bytes
     pool_bytes = config.pool_bytes
     if pool_bytes is not None and pool_bytes < page_bytes:
         size = shortest_byte_size(pool_bytes)

@@ -65,7 +65,7 @@ def build_application(
 
 def _settings_of_a_router(config: MotetConfig) -> tuple[object, ...]:
     """All settings that a RouterReplica reads from the config."""
-    packing = (config.tensor_parallel, config.block_size, config.dtype, config.expert_sharding)
+    packing = (config.tensor_parallel, config.block_size, config.dtype, config.expert_sharding, config.kv_dtype)
     waiting = (config.sequence_wait_s, config.min_gangs == 0, config.admission)
     shown = (config.logs, config.exposition)
     return (config.router, *shown, config.model_path, config.store_path, config.name, packing, waiting)

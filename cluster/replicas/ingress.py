@@ -110,7 +110,7 @@ class RouterReplica:
         token = await when_redis_answers(partial(shared_token, secrets))
         model = await asyncio.to_thread(ModelConfig.from_folder, config.model_path)
         layouts = layouts_of_gang(
-            model, config.tensor_parallel, config.block_size, config.dtype, config.expert_sharding
+            model, config.tensor_parallel, config.block_size, config.dtype, config.expert_sharding, config.kv_dtype
         )
         self._uploads = UploadService(
             await asyncio.to_thread(AdapterStore, config.store_path),

@@ -10,7 +10,7 @@ import msgspec
 from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_name
 from ...adapters.packing.layout import Dtype
-from ...workers.config import Device, SlowKernels, WeightsDtype
+from ...workers.config import Device, KVDtype, SlowKernels, WeightsDtype
 from .setting import Count, Folder, Refusal, Setting
 from .setting_field import fields_of
 
@@ -51,6 +51,13 @@ class Serving(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Setting(
             "Type of the weights of the layers' linears. dtype: that of --dtype. float8: half of it, quantised as the "
             "base is read, and what comes in at each step; for dense bases on GPUs of compute capability 9.0 or more."
+        ),
+    ] = "dtype"
+    kv_dtype: Annotated[
+        KVDtype,
+        Setting(
+            "Type of the KV. dtype: that of --dtype. float8: little more than half of it, quantised as each token is "
+            "computed; for GPUs of compute capability 9.0 or more. Adapters are packed for it."
         ),
     ] = "dtype"
     max_model_len: Annotated[

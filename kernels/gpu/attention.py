@@ -14,6 +14,7 @@ import torch
 import triton
 
 from ..attention import AttentionBatch
+from ..float8_kv import SCALE_BYTES, Float8KV
 from .attention_device import chunk_kernel
 from .decode import Decodes, DecodeTuning, keys_of_tile
 from .kv_device import write_kv_kernel
@@ -97,13 +98,14 @@ class TritonAttention:
         k: torch.Tensor,
         v: torch.Tensor,
         rotary: torch.Tensor,
-        kv: torch.Tensor,
+        kv: torch.Tensor | Float8KV,
         batch: AttentionBatch,
     ) -> torch.Tensor:
         """See `attention.WriteKV`."""
         num_rows, num_heads, head_dim = q.shape
         num_kv_heads = k.shape[1]
-        _check(q, k, v, kv)
+        kv, scales = _parts(kv)
+        _check(kv, scales, q, k, v)
         turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         block = min(16, triton.next_power_of_2(num_heads))
         parts = triton.cdiv(num_heads, block) + triton.cdiv(num_kv_heads, block)
@@ -114,6 +116,7 @@ class TritonAttention:
                 v,
                 rotary,
                 kv,
+                scales,
                 batch.positions,
                 batch.row_pages,
                 batch.row_slots,
@@ -132,14 +135,15 @@ class TritonAttention:
     def paged_attention(
         self,
         q: torch.Tensor,
-        kv: torch.Tensor,
+        kv: torch.Tensor | Float8KV,
         batch: AttentionBatch,
         scale: float,
         window: int | None,
         softcap: float | None = None,
     ) -> torch.Tensor:
         """See `attention.PagedAttention`."""
-        _check(q, kv)
+        kv, scales = _parts(kv)
+        _check(kv, scales, q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         launch = self._launch_of(batch, q, kv)
         scale_in, scale_out = scale * _LOG2_E, 1.0
@@ -157,11 +161,12 @@ class TritonAttention:
         }
         numbers = (scale_in, scale_out, window or 0, *q.stride()[:2], out.stride(0), *kv.stride()[:3])
         if launch.decodes.num:
-            launch.decodes.attend(q, kv, out, window, numbers, shared)
+            launch.decodes.attend(q, kv, scales, out, window, numbers, shared)
         if launch.blocks is not None and len(launch.blocks):
             chunk_kernel[(len(launch.blocks), kv.shape[3])](
                 q,
                 kv,
+                scales,
                 batch.pages,
                 batch.page_starts,
                 batch.positions,
@@ -170,7 +175,9 @@ class TritonAttention:
                 *numbers,
                 **shared,
                 BLOCK_ROWS=launch.block_rows,
-                BLOCK=16 if q.dtype == torch.float32 else keys_of_tile(self._tuning.chunk_keys, kv),
+                BLOCK=16
+                if q.dtype == torch.float32
+                else keys_of_tile(self._tuning.chunk_keys, head_dim * q.element_size()),
                 num_warps=_chunk_warps(launch.block_rows, shared["DIM"], q.dtype),
                 num_stages=self._tuning.chunk_stages,
             )
@@ -189,7 +196,17 @@ def _chunk_warps(block_rows: int, dim: int, dtype: torch.dtype) -> int:
     return 8 if is_large or dtype == torch.float32 else 4
 
 
-def _check(*tensors: torch.Tensor) -> None:
-    kv = tensors[-1]
-    assert all(x.dtype == kv.dtype and x.stride(-1) == 1 for x in tensors), "heads are contiguous and of one dtype"
+def _parts(kv: torch.Tensor | Float8KV) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The values of a layer's KV, and their scales where it has eight bits."""
+    return (kv.values, kv.scales) if isinstance(kv, Float8KV) else (kv, None)
+
+
+def _check(kv: torch.Tensor, scales: torch.Tensor | None, *heads: torch.Tensor) -> None:
+    dtype = heads[0].dtype if scales is not None else kv.dtype
+    assert all(x.stride(-1) == 1 for x in (kv, *heads)), "heads are contiguous"
+    assert all(x.dtype == dtype for x in heads), "heads are of one dtype"
     assert kv.stride(3) == kv.shape[4], "the heads of a token lie side by side in its page"
+    if scales is not None:
+        assert (kv.dtype, scales.dtype) == (torch.uint8, torch.float32), "values are bytes, scales float32"
+        assert kv.stride(0) == scales.stride(0) * SCALE_BYTES, "scales lie in the pages of their values"
+        assert scales.stride()[1:] == (scales.shape[2] * scales.shape[3], scales.shape[3], 1), "scales lie side by side"

@@ -34,6 +34,7 @@ def add_keys(
     largest,
     total,
     kv,
+    scales,
     page,
     start,
     low,
@@ -55,6 +56,7 @@ def add_keys(
 
     Query row i sees the keys `low[i] : high[i]`; without MASKED every row sees the whole tile. q and acc are
     `[rows, DIM]`, largest and total `[rows]`. `kv` points to the KV head; `page` is `pages_of` these keys.
+    `scales` points to those of that head where KV has eight bits: K's multiply the scores, V's the weights.
     """
     key = start + tl.arange(0, BLOCK)
     dim = tl.arange(0, DIM)
@@ -71,7 +73,18 @@ def add_keys(
     else:
         k = tl.load(place, mask=(dim < HEAD_DIM)[None, :], other=0.0)
         v = tl.load(place + kv_side, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    if scales is not None:
+        k = k.to(tl.float8e4nv, bitcast=True).to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_in
+    if scales is not None:
+        scale_place = scales + page.to(tl.int64) * (kv_page // 4) + key % PAGE
+        if MASKED:
+            k_scale = tl.load(scale_place, mask=inside, other=0.0)
+            v_scale = tl.load(scale_place + kv_side // HEAD_DIM, mask=inside, other=0.0)
+        else:
+            k_scale = tl.load(scale_place)
+            v_scale = tl.load(scale_place + kv_side // HEAD_DIM)
+        scores *= k_scale[None, :]
     if SOFTCAP:
         scores = scale_out * (1.0 - 2.0 / (1.0 + tl.exp2(scores)))  # tanh
     if MASKED:
@@ -83,6 +96,9 @@ def add_keys(
         weights = tl.where(seen, weights, 0.0)
     shrink = tl.exp2(largest - risen)
     total = total * shrink + tl.sum(weights, 1)
+    if scales is not None:
+        weights *= v_scale[None, :]
+        v = v.to(tl.float8e4nv, bitcast=True).to(q.dtype)
     acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, risen, total
 
@@ -94,6 +110,7 @@ def add_keys(
 def chunk_kernel(
     q,
     kv,
+    scales,  # of KV of eight bits, as `Float8KV` has them; None: KV has q's dtype
     pages,
     page_starts,
     positions,
@@ -139,6 +156,8 @@ def chunk_kernel(
         begin = tl.maximum(position + 1 - window, 0) // BLOCK * BLOCK
     table = pages + tl.load(page_starts + sequence)
     kv += head * HEAD_DIM
+    if scales is not None:
+        scales += head * PAGE
     clear = begin
     page = pages_of(table, begin, end, BLOCK, PAGE)
     if not WINDOW:
@@ -151,6 +170,7 @@ def chunk_kernel(
                 largest=largest,
                 total=total,
                 kv=kv,
+                scales=scales,
                 page=page,
                 start=block,
                 low=low,
@@ -177,6 +197,7 @@ def chunk_kernel(
             largest=largest,
             total=total,
             kv=kv,
+            scales=scales,
             page=page,
             start=block,
             low=low,

@@ -54,14 +54,19 @@ class Decodes:
         self,
         q: torch.Tensor,
         kv: torch.Tensor,
+        scales: torch.Tensor | None,
         out: torch.Tensor,
         window: int | None,
         numbers: tuple[float, ...],
         shared: dict[str, Any],
     ) -> None:
-        """Writes the decodes' rows of `out`. `numbers` and `shared`: what all kernels of attention are given alike."""
+        """Writes the decodes' rows of `out`. `scales`: of KV of eight bits, whose values `kv` are.
+
+        `numbers` and `shared`: what all kernels of attention are given alike.
+        """
         num_kv_heads, group, head_dim = kv.shape[3], shared["GROUP"], shared["HEAD_DIM"]
-        block = keys_of_tile(self.tuning.keys, kv)
+        # Of eight bits registers hold the bytes and what they stand for: a tile has half as many keys.
+        block = keys_of_tile(self.tuning.keys, head_dim * (kv.element_size() if scales is None else 4))
         splits = self._splits_of(window, kv.shape[2], block)
         room = len(splits.items)
         partial = stats = torch.empty(1, dtype=torch.float32, device=q.device)  # not used, but of the type compiled for
@@ -73,6 +78,7 @@ class Decodes:
         decode_kernel[(programs, num_kv_heads)](
             q,
             kv,
+            scales,
             self.batch.pages,
             self.batch.page_starts,
             self.batch.positions,
@@ -133,7 +139,7 @@ class Decodes:
         return made
 
 
-def keys_of_tile(narrow: int, kv: torch.Tensor) -> int:
+def keys_of_tile(narrow: int, head_bytes: int) -> int:
     """`narrow` for heads of up to 256 bytes, half of it for up to 512, and so on: tiles of about the same bytes."""
-    times = triton.next_power_of_2(triton.cdiv(kv.shape[4] * kv.element_size(), 256))
+    times = triton.next_power_of_2(triton.cdiv(head_bytes, 256))
     return max(narrow // int(times), 16)

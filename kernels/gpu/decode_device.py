@@ -102,6 +102,7 @@ def split_kernel(
 def decode_kernel(
     q,  # [num_rows, num_heads, HEAD_DIM]
     kv,  # [num_pages, 2, PAGE, num_kv_heads, HEAD_DIM]
+    scales,  # [num_pages, 2, num_kv_heads, PAGE] float32, of KV of eight bits; None: KV has q's dtype
     pages,  # int32, of all sequences
     page_starts,  # [num_sequences] int64, where each sequence's begin in `pages`
     positions,  # [num_rows] int64; negative: the row is padding
@@ -137,6 +138,8 @@ def decode_kernel(
     member, dim = tl.arange(0, GROUP_ROWS), tl.arange(0, DIM)
     live = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     kv += head * HEAD_DIM
+    if scales is not None:
+        scales += head * PAGE
     num_items, keys = tl.load(starts + num_decodes), tl.load(starts + num_decodes + 1)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         found = tl.load(items + item)
@@ -166,6 +169,7 @@ def decode_kernel(
                 largest=largest,
                 total=total,
                 kv=kv,
+                scales=scales,
                 page=page,
                 start=block,
                 low=low,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .rows_device import float8_bits, float8_scale
+
 
 @triton.jit
 def _rotated(x, head, num_heads, x_head, cos, sin, HEAD_DIM: tl.constexpr, HALF: tl.constexpr):
@@ -18,6 +20,18 @@ def _rotated(x, head, num_heads, x_head, cos, sin, HEAD_DIM: tl.constexpr, HALF:
     return first * cos - second * sin, second * cos + first * sin, offset, live
 
 
+@triton.jit
+def _store_float8(place, scale_place, first, second, live, HEAD_DIM: tl.constexpr):
+    """Quantises heads, given in two halves `[heads, HALF]` in float32, and stores them and their scales."""
+    size = tl.maximum(tl.abs(first), tl.abs(second))
+    # What is not a number makes its head infinite: a largest number would not tell of it.
+    size = tl.where((first == first) & (second == second), size, float("inf"))
+    scale = float8_scale(tl.max(size, 1))
+    tl.store(place, float8_bits(tl.div_rn(first, scale[:, None])), mask=live)
+    tl.store(place + HEAD_DIM // 2, float8_bits(tl.div_rn(second, scale[:, None])), mask=live)
+    tl.store(scale_place, scale, mask=tl.max(live.to(tl.int32), 1) > 0)
+
+
 @triton.jit(
     do_not_specialize_on_alignment=["positions", "row_pages", "row_slots"],
 )
@@ -27,6 +41,7 @@ def write_kv_kernel(
     v,
     rotary,  # [num_positions, 2, HEAD_DIM // 2] float32
     kv,
+    scales,  # of KV of eight bits, as `Float8KV` has them; None: KV has the type of k and v
     positions,
     row_pages,
     row_slots,
@@ -65,10 +80,19 @@ def write_kv_kernel(
     else:
         head = (part - NUM_Q_PARTS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         first, second, offset, live = _rotated(k + row * k_row, head, KV_HEADS, k_head, cos, sin, HEAD_DIM, HALF)
-        place = kv + tl.load(row_pages + row) * kv_page + tl.load(row_slots + row) * kv_slot + offset
-        tl.store(place, first.to(kv.dtype.element_ty), mask=live)
-        tl.store(place + HEAD_DIM // 2, second.to(kv.dtype.element_ty), mask=live)
+        page, slot = tl.load(row_pages + row), tl.load(row_slots + row)
+        written = kv + page * kv_page + slot * kv_slot + offset
         value = v + row * v_row + head[:, None] * v_head + dim[None, :]
-        for half in tl.static_range(2):
-            content = tl.load(value + half * (HEAD_DIM // 2), mask=live, other=0.0)
-            tl.store(place + kv_side + half * (HEAD_DIM // 2), content, mask=live)
+        if scales is None:
+            tl.store(written, first.to(kv.dtype.element_ty), mask=live)
+            tl.store(written + HEAD_DIM // 2, second.to(kv.dtype.element_ty), mask=live)
+            for half in tl.static_range(2):
+                content = tl.load(value + half * (HEAD_DIM // 2), mask=live, other=0.0)
+                tl.store(written + kv_side + half * (HEAD_DIM // 2), content, mask=live)
+        else:
+            num_slots = kv_side // kv_slot
+            scale_place = scales + page * (kv_page // 4) + head * num_slots + slot
+            _store_float8(written, scale_place, first, second, live, HEAD_DIM)
+            first_v = tl.load(value, mask=live, other=0.0).to(tl.float32)
+            second_v = tl.load(value + HEAD_DIM // 2, mask=live, other=0.0).to(tl.float32)
+            _store_float8(written + kv_side, scale_place + KV_HEADS * num_slots, first_v, second_v, live, HEAD_DIM)

@@ -63,16 +63,28 @@ def gated_kernel(gate_up, out, gate_up_row, WIDTH: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def quantise_kernel(x, values, scales, x_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """One program quantises a row of x: its scale, and each element over it as the bits of a float8_e4m3fn.
-
-    `values` are bytes. Their bits are put together here: neither all chips nor the interpreter round to this type.
-    """
+    """One program quantises a row of x: its scale, and each element over it as the bits of a float8_e4m3fn."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     live = column < WIDTH
     wide = tl.load(x + row * x_row + column, mask=live, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(wide), 0), 448.0), _SMALLEST_SCALE)
-    quotient = tl.div_rn(wide, scale)
+    scale = float8_scale(tl.max(tl.abs(wide), 0))
+    tl.store(values + row * WIDTH + column, float8_bits(tl.div_rn(wide, scale)), mask=live)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def float8_scale(largest):
+    """The scale of rows whose largest magnitudes are these."""
+    return tl.maximum(tl.div_rn(largest, 448.0), _SMALLEST_SCALE)
+
+
+@triton.jit
+def float8_bits(quotient):
+    """Numbers in float32 rounded to float8_e4m3fn, as bytes.
+
+    Their bits are put together here: neither all chips nor the interpreter round to this type.
+    """
     size = tl.minimum(tl.abs(quotient), 448.0)
     bits = size.to(tl.int32, bitcast=True)
     # Of float32's 23 bits of mantissa 3 stay, rounded to even; its exponent is 120 more than that of float8.
@@ -82,5 +94,4 @@ def quantise_kernel(x, values, scales, x_row, WIDTH: tl.constexpr, BLOCK: tl.con
     code = tl.where(size < 0.015625, small, normal)
     code = tl.where(quotient != quotient, 0x7F, code)  # what is not a number stays none
     sign = (quotient.to(tl.int32, bitcast=True) >> 24) & 0x80
-    tl.store(values + row * WIDTH + column, (code | sign).to(tl.uint8), mask=live)
-    tl.store(scales + row, scale)
+    return (code | sign).to(tl.uint8)

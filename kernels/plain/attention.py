@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -18,9 +20,9 @@ def write_kv(
 ) -> torch.Tensor:
     """See `attention.WriteKV`."""
     cos, sin = rotary[batch.positions].unbind(1)  # [num_rows, head_dim // 2] each
-    kv[batch.row_pages, 0, batch.row_slots] = _rotate(k, cos, sin)
+    kv[batch.row_pages, 0, batch.row_slots] = rotated(k, cos, sin).to(k.dtype)
     kv[batch.row_pages, 1, batch.row_slots] = v
-    return _rotate(q, cos, sin)
+    return rotated(q, cos, sin).to(q.dtype)
 
 
 def paged_attention(
@@ -31,7 +33,23 @@ def paged_attention(
     window: int | None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """See `attention.PagedAttention`. Prompt chunks one by one; decodes together, in groups of similar context."""
+    """See `attention.PagedAttention`."""
+    return attend_pages(q, kv.__getitem__, kv.shape[2], batch, scale, window, softcap)
+
+
+def attend_pages(
+    q: torch.Tensor,
+    read: Callable[[torch.Tensor], torch.Tensor],
+    block_size: int,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention over pages that `read` gives. Prompt chunks one by one; decodes together, in groups of similar context.
+
+    `read`: pages of any shape → their KV, `[*shape, 2, block_size, num_kv_heads, head_dim]` in q's dtype.
+    """
     out = torch.empty_like(q)
     decodes: list[int] = []
     for sequence, context_len in enumerate(batch.context_lens):
@@ -40,21 +58,22 @@ def paged_attention(
             decodes.append(sequence)
             continue
         first_page = int(batch.page_starts[sequence])
-        pages = batch.pages[first_page : first_page - (-context_len // kv.shape[2])]
-        out[start:end] = _attend_chunk(q[start:end], kv[pages], context_len, scale, window, softcap)
+        pages = batch.pages[first_page : first_page - (-context_len // block_size)]
+        out[start:end] = _attend_chunk(q[start:end], read(pages), context_len, scale, window, softcap)
     for group in _by_length(decodes, batch.context_lens):
         rows = torch.tensor([batch.query_starts[sequence] for sequence in group], device=q.device)
-        num_pages = -(-max(batch.context_lens[sequence] for sequence in group) // kv.shape[2])
+        num_pages = -(-max(batch.context_lens[sequence] for sequence in group) // block_size)
         table = page_table(batch, torch.tensor(group, device=q.device), num_pages)
         lengths = batch.positions[rows] + 1
-        out[rows] = _attend_decodes(q[rows], kv, table, lengths, scale, window, softcap)
+        out[rows] = _attend_decodes(q[rows], read(table), lengths, scale, window, softcap)
     return out
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x `[num_rows, heads, head_dim]` in float32, rotated by the angles of its rows `[num_rows, head_dim // 2]`."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def _by_length(sequences: list[int], context_lens: tuple[int, ...]) -> list[list[int]]:
@@ -87,18 +106,14 @@ def _attend_chunk(
 
 
 def _attend_decodes(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    table: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    q: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor, scale: float, window: int | None, softcap: float | None
 ) -> torch.Tensor:
-    """Attention of q `[n, heads, dim]`, one row for each sequence; row i of `table` `[n, p]` holds its pages."""
+    """Attention of q `[n, heads, dim]`, one row for each sequence; row i of `pages` holds those of its sequence.
+
+    `pages` is `[n, p, 2, block, kv_heads, dim]`.
+    """
     num_rows, _, head_dim = q.shape
-    num_kv_heads = kv.shape[3]
-    pages = kv[table]  # [n, p, 2, block, kv_heads, dim]
+    num_kv_heads = pages.shape[4]
     k, v = (pages[:, :, i].flatten(1, 2).transpose(1, 2) for i in (0, 1))  # [n, kv_heads, p * block, dim]
     key = torch.arange(k.shape[2], device=q.device).unsqueeze(0)
     seen = key < lengths.unsqueeze(1)

@@ -24,6 +24,7 @@ WORKER = WorkerDevice(
     device="auto",
     dtype="bfloat16",
     weights_dtype="dtype",
+    kv_dtype="dtype",
     pool_bytes=None,
     gang_num_gpus=0.0,
     tensor_parallel=1,

@@ -20,6 +20,7 @@ from motet.tests.rigs.oracle import write_model
 from motet.workers import device_probe
 from motet.workers.config import FLOAT8_MULTIPLE
 from motet.workers.device_probe import DeviceFacts
+from motet.workers.models.config import ModelConfig
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 
@@ -124,6 +125,7 @@ def tokens_in(warning: str) -> int:
     ("given", "key", "reason"),
     [
         ({"device": "cpu", "weights_dtype": "float8"}, "--weights-dtype", "CPUs serve those of dtype"),
+        ({"device": "cpu", "kv_dtype": "float8"}, "--kv-dtype", "CPUs serve that of dtype"),
         ({"device": "cuda", "dtype": "float32"}, "--dtype", "float32 is not served on a GPU"),
         ({"gang_num_gpus": 1.0, "dtype": "float32"}, "--dtype", "float32 is not served on a GPU"),
         ({"gang_num_gpus": 0.5, "pool_bytes": None}, "--gang-num-gpus", "give --pool-bytes, with which all fit"),
@@ -141,6 +143,21 @@ def test_what_no_node_could_serve_is_refused_wherever_it_is_to_run(
         args = {name.replace("_", "-"): value for name, value in given.items() if value is not None}
         with pytest.raises(ConfigError, match=reason):
             build({"model": str(BASE), **args})
+
+
+def test_kv_of_eight_bits_is_for_gpus_and_heads_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"--kv-dtype = 'float8': .* CPUs serve that of dtype"):
+        check_settings(config(tmp_path, kv_dtype="float8", device="cpu"))
+    monkeypatch.setattr(device_probe, "has_driver", lambda: True)
+    monkeypatch.setattr(device_probe, "ask_torch", lambda name: DeviceFacts("cuda", 1 << 40))
+    model = ModelConfig.from_folder(BASE)
+    values = model.num_layers * 16 * 2 * model.num_kv_heads * model.head_dim
+    page_bytes = values + values // model.head_dim * 4
+    assert check_settings(config(tmp_path, kv_dtype="float8")) == []
+    with pytest.raises(ConfigError, match=rf"--pool-bytes.* one page of this model takes {page_bytes} bytes"):
+        check_settings(config(tmp_path, kv_dtype="float8", pool_bytes=page_bytes - 1))
+    with pytest.raises(ValueError, match=r"kv_dtype = 'float8': .* heads of 24 .* a multiple of 16"):
+        check_settings(config(tmp_path, write_model("gemma2", tmp_path / "model"), kv_dtype="float8"))
 
 
 def test_what_is_served_otherwise_than_asked_is_said(tmp_path: Path) -> None:

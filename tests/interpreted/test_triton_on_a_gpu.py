@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from motet.tests.rigs.stand_in_gpu.capture import GraphError
 from motet.tests.rigs.stand_in_gpu.gpu_worker import run_recording_worker
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import stand_in_gpu
 from motet.tests.rigs.stand_in_gpu.triton_launches import GridError
+from motet.workers import worker_builder
 from motet.workers.wire.messages import SamplingParams
 
 # Of what it throws away: lanes behind a mask hold what memory that nobody has written holds.
@@ -131,6 +133,20 @@ def test_a_grid_that_no_gpu_launches_is_found() -> None:
         with pytest.raises(GridError, match=r"norm_kernel: no GPU launches a grid of \(1, 65536\)"):
             norm(heads, weight, 1e-5)
         gpu.problems.clear()
+
+
+def test_kv_of_eight_bits_is_written_and_read_in_recorded_steps(tmp_path: Path) -> None:
+    """Prompts and decodes, on the base and on an adapter, whose pages are cut for it."""
+    stock = llama(tmp_path)
+    refuse, plain = "check_kv_dtype", mock.patch.object(worker_builder, "choose_kernels", return_value=plain_kernels())
+    with mock.patch.object(worker_builder, refuse), plain, stock.engine(60, kv_dtype="float8") as rig:
+        here = answers(rig)
+    with stand_in_gpu() as gpu:
+        with stock.engine(60, device="cuda", kv_dtype="float8", **SMALL) as rig:
+            assert rig.engine.info.kernels.endswith("attention by triton on KV in float8")
+            assert answers(rig) == here
+        assert gpu.tally.replays > 0
+        assert gpu.tally.launches["chunk_kernel"] > 0
 
 
 def test_linears_of_eight_bits_are_recorded() -> None:

@@ -49,6 +49,12 @@ def test_weights_of_eight_bits_halve_what_layers_read() -> None:
     assert many.floor_s == pytest.approx(2 * 1024 * (32 * layer / 2 + 128256 * 4096) / 989e12)
 
 
+def test_kv_of_eight_bits_is_read_with_its_scales() -> None:
+    found, plain = (roofline(LLAMA, replace(STEP, kv_in_float8=is_so), H100).components for is_so in (True, False))
+    assert found[1].num_bytes == 64 * 1024 * 32 * 2 * 8 * (128 + 4)
+    assert [found[at] for at in (0, 2, 3)] == [plain[at] for at in (0, 2, 3)]
+
+
 def test_what_a_step_has_not_costs_nothing() -> None:
     weights, kv, adapters, launches = roofline(LLAMA, DecodeStep((1,)), H100).components
     assert adapters.num_bytes == 0

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import triton
 
+from motet.kernels.float8_kv import SCALE_BYTES
 from motet.tests.rigs.kernel_launches import CASES
 from motet.tests.rigs.triton_compile import CHIPS, Compiled, Launch, compile_launch, recorded
 
@@ -77,10 +78,18 @@ def broken_rules(launch: Launch, built: Compiled) -> Iterator[str]:
     if intent.reads_wide:
         if any(size < 4 for size in built.load_bytes):
             yield f"reads less than 4 bytes at a time: {dict(built.load_bytes)}"
-        if set(built.copy_bytes) != {NARROWEST_BYTES}:
+        sizes = set(built.copy_bytes)
+        if _has_scales(launch):  # the compiler gives V 8 bytes in some kernels, and a scale has 4
+            sizes -= {NARROWEST_BYTES // 2, SCALE_BYTES}
+        if sizes != {NARROWEST_BYTES}:
             yield f"copies other than {NARROWEST_BYTES} bytes at a time, or nothing: {dict(built.copy_bytes)}"
     if intent.rounds_ahead and (built.rounds_ahead or 0) < intent.rounds_ahead:
         yield f"copies {built.rounds_ahead} rounds ahead, not {intent.rounds_ahead}"
+
+
+def _has_scales(launch: Launch) -> bool:
+    """Of KV in eight bits, which chips before 9.0 are refused: they have no instructions for float8."""
+    return "kv" in launch.args and launch.args["scales"] is not None
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,7 @@ class Cell:
     rounds_ahead: int | None
 
 
-Cells = dict[str, list[Cell]]  # by "kernel, case", in the order of CHIPS
+Cells = dict[str, list[Cell | None]]  # by "kernel, case", in the order of CHIPS; None: the chip is refused
 
 
 def compiled_case(case: str) -> tuple[Cells, list[str]]:
@@ -108,6 +117,9 @@ def compiled_case(case: str) -> tuple[Cells, list[str]]:
             key += f", {sum(key in other for other in cells) + 1}"
         cells[key] = []
         for capability in CHIPS:
+            if capability < 90 and _has_scales(launch):
+                cells[key].append(None)
+                continue
             built = compile_launch(launch, capability)
             broken += [f"{key}, sm_{capability}: {rule}" for rule in broken_rules(launch, built)]
             shared_kib = -(-built.shared_bytes // 1024)
@@ -139,13 +151,18 @@ def table(by_version: Mapping[str, Cells]) -> str:
     return "\n".join([*lines, END])
 
 
-def _joined(cells: Sequence[Cell]) -> str:
+def _joined(cells: Sequence[Cell | None]) -> str:
+    """A chip's numbers, of each Triton."""
+    built = [cell for cell in cells if cell is not None]
+    if not built:
+        return "–"
+
     def one(numbers: list[int | None]) -> str:
         said = ["–" if number is None else str(number) for number in numbers]
         return said[0] if len(set(said)) == 1 else "/".join(said)
 
     names = ("registers", "shared_kib", "programs", "rounds_ahead")
-    return " · ".join(one([getattr(cell, name) for cell in cells]) for name in names)
+    return " · ".join(one([getattr(cell, name) for cell in built]) for name in names)
 
 
 def main() -> None:
@@ -163,7 +180,9 @@ def main() -> None:
             check=True,
         )
         told = json.loads(said.stdout)
-        results[told["triton"]] = {key: [Cell(**cell) for cell in cells] for key, cells in told["cells"].items()}
+        results[told["triton"]] = {
+            key: [cell and Cell(**cell) for cell in cells] for key, cells in told["cells"].items()
+        }
         broken += told["broken"]
     own: Cells = {}
     for case in CASES:
@@ -171,7 +190,7 @@ def main() -> None:
         own |= cells
         broken += [f"Triton {triton.__version__}: {line}" for line in wrong]
     if arguments.json:
-        said_cells = {key: [vars(cell) for cell in cells] for key, cells in own.items()}
+        said_cells = {key: [cell and vars(cell) for cell in cells] for key, cells in own.items()}
         print(json.dumps({"triton": triton.__version__, "cells": said_cells, "broken": broken}))
         return
     results[triton.__version__] = own

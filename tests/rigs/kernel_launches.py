@@ -5,20 +5,24 @@ By case: what computes it, and the kernels that it launches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 
-from motet.kernels.attention import AttentionBatch
-from motet.kernels.backend import triton_kernels
+from motet.kernels.attention import AttentionBatch, LayerKV
+from motet.kernels.backend import Kernels, triton_kernels, with_float8_kv
 from motet.kernels.experts import ExpertGroups
+from motet.kernels.float8_kv import Float8KV, float8_view
 from motet.kernels.gpu.float8 import ScaledFloat8
 from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 
 META = torch.device("meta")  # shapes and strides, no memory: real sizes cost nothing
 KERNELS = triton_kernels(META, torch.bfloat16)
+FLOAT8_KV = with_float8_kv(KERNELS)
 # Llama-3-8B, as its engine holds it.
 NUM_LAYERS, HEADS, KV_HEADS, HEAD_DIM, SLAB = 32, 32, 8, 128, 32768
+SLAB_OF_FLOAT8 = 16896  # with KV of eight bits
 SIDES = ((4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 14336), (4096, 14336), (14336, 4096))
 
 
@@ -62,21 +66,31 @@ def attend_in_float32() -> None:
     KERNELS.paged_attention(torch.empty(2049, 32, 128, device=META), kv, batch((2048, 1), 4096), 0.088, None, None)
 
 
-def write_kv() -> None:
+def float8_kv(kv_heads: int, head_dim: int) -> Float8KV:
+    slab = 16 * kv_heads * (head_dim + 4)
+    return float8_view(bf16(2000, NUM_LAYERS, slab)[:, 5], 16, kv_heads, head_dim)
+
+
+def attend_float8(heads: int, kv_heads: int, head_dim: int, window: int | None = None) -> None:
+    """A chunk and a decode of KV of eight bits."""
+    q, kv = bf16(2049, heads, head_dim), float8_kv(kv_heads, head_dim)
+    FLOAT8_KV.paged_attention(q, kv, batch((2048, 1), 4096), head_dim**-0.5, window, None)
+
+
+def write_kv(kernels: Kernels, kv: LayerKV) -> None:
     rows = bf16(64, HEADS + 2 * KV_HEADS, HEAD_DIM)
     q, k, v = rows.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
     rotary = torch.empty(8192, 2, HEAD_DIM // 2, device=META)
-    kv = bf16(2000, NUM_LAYERS, 2, 16, KV_HEADS, HEAD_DIM)[:, 5]
-    KERNELS.write_kv(q, k, v, rotary, kv, batch((1,) * 64, 4096))
+    kernels.write_kv(q, k, v, rotary, kv, batch((1,) * 64, 4096))
 
 
-def lora(num_adapters: int, rows_each: int, modules: tuple[int, ...] = (0, 1, 2)) -> None:
+def lora(num_adapters: int, rows_each: int, modules: tuple[int, ...] = (0, 1, 2), slab: int = SLAB) -> None:
     """Rank 16, on q, k and v if nothing else is said."""
-    geometry = LoraGeometry(NUM_LAYERS, SLAB, 1024, SIDES)
+    geometry = LoraGeometry(NUM_LAYERS, slab, math.gcd(slab, 1024), SIDES)
     adapter = PagedAdapter(tuple(range(40)), (ModuleSlice(16, 16, 0, 0),) * 7)
     segments = [LoraSegment(i * rows_each, (i + 1) * rows_each, adapter) for i in range(num_adapters)]
     prepared = KERNELS.lora.prepare(segments, geometry, META)
-    pool, num_rows = bf16(2000, NUM_LAYERS, SLAB), num_adapters * rows_each
+    pool, num_rows = bf16(2000, NUM_LAYERS, slab), num_adapters * rows_each
     shrunk = KERNELS.lora.shrink(bf16(num_rows, 4096), pool, 3, prepared, modules)
     y = bf16(num_rows, sum(SIDES[module][1] for module in modules))
     KERNELS.lora.expand(y, shrunk.unsqueeze(0), pool, 3, prepared, modules)
@@ -127,8 +141,19 @@ CASES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "28/4 heads of 128": (lambda: attend_heads(28, 4, 128), ATTENTION),
     "32/8 heads of 128, window": (lambda: attend_heads(32, 8, 128, 4096), ATTENTION),
     "32/8 heads of 128, float32": (attend_in_float32, ATTENTION),
-    "write KV": (write_kv, {"write_kv_kernel"}),
+    "32/8 heads of 128, KV in float8": (lambda: attend_float8(32, 8, 128), ATTENTION),
+    "32/8 heads of 64, KV in float8": (lambda: attend_float8(32, 8, 64), ATTENTION),
+    "16/8 heads of 256, KV in float8": (lambda: attend_float8(16, 8, 256, 4096), ATTENTION),
+    "write KV": (
+        lambda: write_kv(KERNELS, bf16(2000, NUM_LAYERS, 2, 16, KV_HEADS, HEAD_DIM)[:, 5]),
+        {"write_kv_kernel"},
+    ),
+    "write KV in float8": (lambda: write_kv(FLOAT8_KV, float8_kv(KV_HEADS, HEAD_DIM)), {"write_kv_kernel"}),
     "64 adapters": (lambda: lora(64, 1), {"shrink_kernel", "expand_kernel"}),
+    "64 adapters, KV in float8": (
+        lambda: lora(64, 1, slab=SLAB_OF_FLOAT8),
+        {"shrink_kernel", "expand_kernel"},
+    ),
     "one adapter": (lambda: lora(1, 2048), {"shrink_kernel", "expand_kernel"}),
     "rows": (rows, {"norm_kernel", "gated_kernel"}),
     "float8": (float8, {"quantise_kernel"}),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.attention import AttentionBatch, PagedAttention
+from ...kernels.attention import AttentionBatch, LayerKV, PagedAttention
 from ..models.step_adapters import StepAdapters
 from .device_rows import MOST_ROWS, DeviceInputs, DeviceRows
 from .graphs import Bucket, Cut, Record
@@ -89,7 +89,7 @@ class MixedGraphs:
 
             def attend(
                 q: torch.Tensor,
-                kv: torch.Tensor,
+                kv: LayerKV,
                 batch: AttentionBatch,
                 scale: float,
                 window: int | None,
@@ -103,7 +103,7 @@ class MixedGraphs:
 
         return Bucket(adapters, self._record(compute))
 
-    def _attend_rows(self, kv: torch.Tensor, scale: float, window: int | None, softcap: float | None) -> None:
+    def _attend_rows(self, kv: LayerKV, scale: float, window: int | None, softcap: float | None) -> None:
         """Attention of the step under way."""
         assert self._batch is not None, "what is recorded is replayed for a step"
         num_rows = len(self._batch.positions)

@@ -14,7 +14,7 @@ from ...kernels.backend import Kernels
 from ...kernels.lora import ABSENT, LoraSegment, ModuleSlice, PagedAdapter
 from ..decoding.token_choice import begin_sample, sample
 from ..decoding.token_counts import PenalisedSequences, TokenCounts
-from ..memory.pool import PoolGeometry, kv_view
+from ..memory.pool import PoolGeometry, kv_layers
 from ..models.context import ForwardContext
 from ..models.decoder import Decoder
 from ..models.step_adapters import AdapterTables, StepAdapters
@@ -47,7 +47,7 @@ class Runner:
         """`most_pages`: that adapters of a recorded step may lie in."""
         self._decoder, self._kernels, self._parallel = decoder, kernels, parallel
         self._pool, self._geometry = pool, geometry
-        self._layout, self._rotary, self._kv = layout, rotary, kv_view(pool, geometry)
+        self._layout, self._rotary, self._kv = layout, rotary, kv_layers(pool, geometry)
         self._tables = AdapterTables(kernels, layout, most_pages, pool.device)
         self._known: dict[str, tuple[Residence, PagedAdapter]] = {}  # adapters of the last plan, by digest
         self._adapters: tuple[tuple[LoraSegment, ...], StepAdapters | None] = ((), None)  # of the last step with any

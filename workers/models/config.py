@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ...adapters.adapter import EXPERT_MODULES, BaseShape, ExpertShape
+from ..config import KVDtype
 from .expert_config import ExpertConfig
 from .families import Family, family_of
 from .rotary_config import RotaryConfig, layer_rotaries
@@ -83,9 +84,26 @@ class ModelConfig:
             self.num_layers, attention | sparse, ExpertShape(experts.num_experts, layers, names.block, called)
         )
 
-    def slab(self, block_size: int) -> int:
-        """Elements that a page of `block_size` tokens holds in one layer: K, then V."""
-        return block_size * 2 * self.num_kv_heads * self.head_dim
+    def slab(self, block_size: int, kv_dtype: KVDtype = "dtype", element_bytes: int = 2) -> int:
+        """Elements that a page of `block_size` tokens holds in one layer; see `slab_of_head`."""
+        return self.num_kv_heads * slab_of_head(self.head_dim, block_size, kv_dtype, element_bytes)
+
+
+def slab_of_head(head_dim: int, block_size: int, kv_dtype: KVDtype, element_bytes: int) -> int:
+    """Elements that a page holds of one KV head in one layer: K, then V, and in float8 the scales of both.
+
+    `element_bytes`: of an element of the pool; an element of KV in float8 takes one byte, and each scale four. Raises
+    ValueError for sizes of which kernels could not read 16 bytes at a time.
+    """
+    if kv_dtype == "dtype":
+        return block_size * 2 * head_dim
+    if head_dim % 16 or block_size % 8:
+        raise ValueError(
+            f"kv_dtype = {kv_dtype!r}: this base has KV heads of {head_dim} and pages have {block_size} tokens, and KV "
+            "of eight bits takes heads of a multiple of 16 and a block_size that is a multiple of 8; with kv_dtype = "
+            "'dtype' others are served"
+        )
+    return block_size * 2 * (head_dim + 4) // element_bytes
 
 
 def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...adapters.adapter import MODULES
-from ...kernels.attention import AttentionBatch
+from ...kernels.attention import AttentionBatch, LayerKV
 from ...kernels.backend import Kernels
 from ...kernels.expert_lora import ExpertLoraBatch
 from ...kernels.lora import LoraBatch
@@ -32,4 +32,4 @@ class ForwardContext:
     lora: LoraBatch | None  # None: no row has an adapter
     expert_lora: ExpertLoraBatch | None  # None: no row has an adapter with parts for experts
     rotary: tuple[torch.Tensor, ...]  # by layer, [num_positions, 2, head_dim // 2] each
-    kv: torch.Tensor  # view of the pool: [num_pages, num_layers, 2, block_size, num_kv_heads, head_dim]
+    kv: tuple[LayerKV, ...]  # by layer, views of the pool

@@ -75,7 +75,7 @@ class Attention:
         if self.head_norm is not None:
             q = kernels.rms_norm(q, self.head_norm.q, self.head_norm.eps)
             k = kernels.rms_norm(k, self.head_norm.k, self.head_norm.eps)
-        kv = context.kv[:, layer]
+        kv = context.kv[layer]
         q = kernels.write_kv(q, k, v, context.rotary[layer], kv, batch)
         attended = kernels.paged_attention(q, kv, batch, self.scale, self.window, self.softcap)
         return self.output(attended.flatten(1), layer, context)

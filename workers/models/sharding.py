@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from ...adapters.adapter import EXPERT_MODULES
 from ...adapters.packing.layout import AdapterLayout, Dtype
+from ...adapters.packing.packing import PAGE_DTYPES
 from ...adapters.packing.sharding import Sharding
-from ..config import ExpertSharding
-from .config import ModelConfig
+from ..config import ExpertSharding, KVDtype
+from .config import ModelConfig, slab_of_head
 
 Range = tuple[int, int]  # start, stop
 
@@ -91,11 +92,11 @@ class ModelSharding:
         query, kv, width = ((stop - start) for start, stop in (self.heads, self.kv_heads, self.intermediate))
         return (hidden, (query + 2 * kv) * dim), (query * dim, hidden), (hidden, 2 * width), (width, hidden)
 
-    def slab(self, block_size: int) -> int:
-        """Elements that a page of `block_size` tokens holds in one layer of this worker: K, then V."""
-        return block_size * 2 * self.num_kv_heads * self.config.head_dim
+    def slab(self, block_size: int, kv_dtype: KVDtype = "dtype", element_bytes: int = 2) -> int:
+        """Elements that a page of `block_size` tokens holds in one layer of this worker; see `slab_of_head`."""
+        return self.num_kv_heads * slab_of_head(self.config.head_dim, block_size, kv_dtype, element_bytes)
 
-    def layout(self, block_size: int, dtype: Dtype) -> AdapterLayout:
+    def layout(self, block_size: int, dtype: Dtype, kv_dtype: KVDtype = "dtype") -> AdapterLayout:
         """How adapters are packed for this worker."""
         sharding = None
         if self.degree > 1:
@@ -108,7 +109,8 @@ class ModelSharding:
                 outputs |= {gate: self.expert_features, up: self.expert_features}
                 inputs |= {down: self.expert_features}
             sharding = Sharding(self.degree, self.rank, outputs, inputs)
-        return AdapterLayout(self.config.shape, self.slab(block_size), dtype, sharding)
+        slab = self.slab(block_size, kv_dtype, PAGE_DTYPES[dtype].itemsize)
+        return AdapterLayout(self.config.shape, slab, dtype, sharding)
 
     def _mlp_features(self) -> dict[str, int]:
         """The counts, by name, that workers must share evenly in dense MLPs and experts."""
@@ -135,8 +137,13 @@ class ModelSharding:
 
 
 def layouts_of_gang(
-    config: ModelConfig, degree: int, block_size: int, dtype: Dtype, expert_sharding: ExpertSharding = "tensor"
+    config: ModelConfig,
+    degree: int,
+    block_size: int,
+    dtype: Dtype,
+    expert_sharding: ExpertSharding = "tensor",
+    kv_dtype: KVDtype = "dtype",
 ) -> list[AdapterLayout]:
     """The layouts of all workers of a gang, by rank."""
     parts = [ModelSharding(config, degree, rank, expert_sharding) for rank in range(degree)]
-    return [part.layout(block_size, dtype) for part in parts]
+    return [part.layout(block_size, dtype, kv_dtype) for part in parts]
