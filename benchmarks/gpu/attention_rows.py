@@ -147,7 +147,7 @@ def time_float8_kv(machine: Machine, kernels: Kernels) -> Iterator[Row]:
         out = chosen.paged_attention(case.q, layers[0], case.batch, scale, None)
         error = relative_error(out, case.reference(0, scale, None, None))
         calls = [
-            lambda kv=kv, case=case: chosen.paged_attention(case.q, kv, case.batch, scale, None)  # type: ignore[misc]
+            lambda kv=kv, case=case: chosen.paged_attention(case.q, kv, case.batch, scale, None)
             for kv in layers
         ]
         floor_s = machine.floor_s(count * context * 2 * 8 * (128 + 4))
