@@ -146,10 +146,7 @@ def time_float8_kv(machine: Machine, kernels: Kernels) -> Iterator[Row]:
         case.pool = numbers.unsqueeze(1)
         out = chosen.paged_attention(case.q, layers[0], case.batch, scale, None)
         error = relative_error(out, case.reference(0, scale, None, None))
-        calls = [
-            lambda kv=kv, case=case: chosen.paged_attention(case.q, kv, case.batch, scale, None)
-            for kv in layers
-        ]
+        calls = [lambda kv=kv, case=case: chosen.paged_attention(case.q, kv, case.batch, scale, None) for kv in layers]
         floor_s = machine.floor_s(count * context * 2 * 8 * (128 + 4))
         what = f"float8 KV, B {count}, context {context}"
         yield Row("decode attention", what, error, TOLERANCE[machine.dtype], machine.time_s(calls), floor_s)
