@@ -34,7 +34,8 @@ def why_not_float8(capability: tuple[int, int] | None, part: Float8Part) -> str 
     if capability >= FLOAT8_CAPABILITY:
         return None
     has, needed = (".".join(map(str, version)) for version in (capability, FLOAT8_CAPABILITY))
-    return f"this GPU has the compute capability {has}, and {needed} or more is needed: {part} of dtype can be served"
+    served = "weights of dtype are served" if part == "weights" else "KV of dtype is served"
+    return f"this GPU has the compute capability {has}, and {needed} or more is needed: {served}"
 
 
 @dataclass(frozen=True, kw_only=True)
