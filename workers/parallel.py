@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from .config import SmallSums
+
+if TYPE_CHECKING:
+    from .one_shot_sums import OneShotSums
 
 _LOOK_AGAIN_S = 0.05  # for a worker that others wait for
 
@@ -20,7 +25,7 @@ class Parallel(Protocol):
     degree: int
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all workers' x, which is overwritten."""
+        """The sum of all workers' x, in whose memory it may be."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All workers' x, by rank: `[degree, *x.shape]`."""
@@ -68,8 +73,19 @@ class Alone:
 class ProcessGroup:
     """Workers in processes of their own, over torch.distributed: NCCL on GPUs, gloo on CPUs."""
 
-    def __init__(self, rank: int, degree: int, store: TCPStore, timeout_s: float, device: torch.device) -> None:
-        """Returns when all workers have come. A worker that dies or hangs later makes a collective raise."""
+    def __init__(
+        self,
+        rank: int,
+        degree: int,
+        store: TCPStore,
+        timeout_s: float,
+        device: torch.device,
+        small_sums: SmallSums = "one-shot",
+    ) -> None:
+        """Returns when all workers have come. A worker that dies or hangs later makes a collective raise.
+
+        `small_sums`: of a decode step's tensors on GPUs: by one kernel each where the GPUs can, or by NCCL.
+        """
         self.rank, self.degree = rank, degree
         self._store = store
         self.traffic = Traffic()
@@ -81,10 +97,19 @@ class ProcessGroup:
             timeout=timedelta(seconds=timeout_s),
             device_id=device if device.type == "cuda" else None,  # NCCL connects now, not in the first step
         )
+        self._one_shot: OneShotSums | None = None
+        if device.type == "cuda" and small_sums == "one-shot":
+            from .one_shot_sums import one_shot_sums
+
+            assert torch.distributed.group.WORLD is not None
+            name = torch.distributed.group.WORLD.group_name
+            self._one_shot = one_shot_sums(rank, degree, device, name, self.all_gather)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if x.numel() > 0:
             self.traffic.count_all_reduce(x, self.degree)
+            if self._one_shot is not None and self._one_shot.fits(x):
+                return self._one_shot.sum(x)
             torch.distributed.all_reduce(x)
         return x
 

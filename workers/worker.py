@@ -89,7 +89,12 @@ def _build(settings: WorkerSettings, leader: _Leader) -> LocalExecutor:
     config = settings.config
     store = TCPStore(settings.leader_host, settings.store_port, is_master=False)
     group = ProcessGroup(
-        settings.rank, config.tensor_parallel, store, config.step_deadline_s, resolve_device(config.device)
+        settings.rank,
+        config.tensor_parallel,
+        store,
+        config.step_deadline_s,
+        resolve_device(config.device),
+        config.small_sums,
     )
     on_progress = (lambda *progress: leader.tell(Progress(*progress))) if settings.rank == 0 else None
     executor = build_executor(config, group, on_progress)

@@ -10,7 +10,7 @@ import msgspec
 from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_name
 from ...adapters.packing.layout import Dtype
-from ...workers.config import Device, KVDtype, SlowKernels, WeightsDtype
+from ...workers.config import Device, KVDtype, SlowKernels, SmallSums, WeightsDtype
 from .setting import Count, Folder, Refusal, Setting
 from .setting_field import fields_of
 
@@ -74,6 +74,13 @@ class Serving(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             unset="motet in XDG_CACHE_HOME, or .cache/motet in the user's home",
         ),
     ] = None
+    small_sums: Annotated[
+        SmallSums,
+        Setting(
+            "How the GPUs of a gang add up what they have of a decode step: each by one kernel that reads the others' "
+            "memory, where they reach it, or by NCCL as all that is larger."
+        ),
+    ] = "one-shot"
     slow_kernels: Annotated[
         SlowKernels,
         Setting(

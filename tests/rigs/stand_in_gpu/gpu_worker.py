@@ -13,6 +13,7 @@ import torch
 from motet.kernels import pages
 from motet.kernels.backend import Kernels, plain_kernels
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu, stand_in_gpu
+from motet.tests.rigs.stand_in_gpu.symmetric_memory import symmetric_memory
 from motet.workers import device_memory, worker_builder
 from motet.workers.worker import WorkerSettings, run_worker
 
@@ -32,6 +33,11 @@ def gpu_of_twins() -> Iterator[StandInGpu]:
         yield gpu
 
 
+def total(x: torch.Tensor) -> torch.Tensor:
+    torch.distributed.all_reduce(x)
+    return x
+
+
 @contextmanager
 def gloo_for_nccl() -> Iterator[None]:
     join = torch.distributed.init_process_group
@@ -40,8 +46,9 @@ def gloo_for_nccl() -> Iterator[None]:
         assert (backend, device_id) == ("nccl", torch.device("cuda", 0))
         join("gloo", **rest)
 
-    with mock.patch.object(torch.distributed, "init_process_group", init):
+    with mock.patch.object(torch.distributed, "init_process_group", init), symmetric_memory(total) as sums:
         yield
+    assert sums.num > 1, "sums went through NCCL alone"
 
 
 def run_worker_on_gpu(settings: WorkerSettings) -> None:
