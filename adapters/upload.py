@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from .adapter import AdapterVersion
 from .errors import UploadTooLarge
@@ -25,6 +26,7 @@ from .tenants.storage_bounds import StorageBound, StorageUse, check_storage
 from .versions.name_state import NameState, VersionNote
 from .versions.rollout import MAX_VERSIONS, versions_of
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _SWEEP_LEASE_S = 60.0  # of a 256th of a store; after so long another router takes over from one that died
 
@@ -158,7 +160,7 @@ class UploadService:
         None: another router sweeps this store, or did so less than its `rest_s` ago. The caller calls it at intervals.
         Raises RegistryUnavailable.
         """
-        await asyncio.to_thread(self._store.keep_layouts, self._layouts)  # whoever sweeps
+        keeps = await self._tidied(self._store.keep_layouts, self._layouts) is not None  # whoever sweeps
         store_id, sweep_id = await asyncio.to_thread(self._store.store_id), secrets.token_hex(16)
         if not await self._registry.hold_sweep(store_id, sweep_id, _SWEEP_LEASE_S):
             return None
@@ -171,7 +173,8 @@ class UploadService:
                     return num_removed
                 removed = await asyncio.to_thread(self._store.sweep_some, beginning, referenced, older_than_s)
                 num_removed += len(removed)
-                num_packed += await asyncio.to_thread(self._store.sweep_packed, beginning)
+                if keeps:
+                    num_packed += await self._tidied(self._store.sweep_packed, beginning) or 0
             await asyncio.to_thread(self._store.sweep_unfinished)
             rest = rest_s
         finally:
@@ -180,6 +183,15 @@ class UploadService:
             if is_held:
                 await self._registry.hold_sweep(store_id, sweep_id, rest)
         return num_removed
+
+    @staticmethod
+    async def _tidied(work: Callable[[T], int], given: T) -> int | None:
+        """None: the disk was full, or lacked something else. Then what is not needed goes all the same."""
+        try:
+            return await asyncio.to_thread(work, given)
+        except OSError as error:
+            _log.warning("packed files that nobody uses stay for now: %s", error)
+            return None
 
     async def stored(self, tenant: str, key_id: str) -> tuple[StorageUse, StorageUse]:
         """What the tenant has stored, and what of that came with the key. Raises RegistryUnavailable."""

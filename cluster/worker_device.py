@@ -35,11 +35,16 @@ class WorkerDevice:
             self.check(DeviceFacts("cpu"))
         elif self.device == "cuda" or self.gang_num_gpus:
             self.check(DeviceFacts("cuda"))
-        if self.device != "cpu" and 0 < self.gang_num_gpus < 1:
+        if self.device != "cpu" and self._is_shared:
             if self.tensor_parallel > 1:
                 raise ConfigError("--gang-num-gpus", self.gang_num_gpus, SHARED_BY_WORKERS)
             if self.pool_bytes is None:
                 raise ConfigError("--gang-num-gpus", self.gang_num_gpus, SHARED_BY_GANGS)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Ray may put several workers on one GPU."""
+        return self.gang_num_gpus > 0 and int(1 / self.gang_num_gpus + ROUNDING) > 1
 
     def check(self, facts: DeviceFacts) -> None:
         """Raises ConfigError for what such a device does not serve."""

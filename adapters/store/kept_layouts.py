@@ -21,19 +21,27 @@ class KeptLayouts:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._own: set[str] = set()  # which stay, whatever clocks say
 
     def keep(self, keys: Iterable[str]) -> None:
         """Somebody uses these now. To be said again long before `KEPT_S` have passed."""
-        make_folder(self._root)
-        for key in keys:
-            (self._root / key).touch()
+        own = set(keys)
+        self._own |= own
+        self._see(own)
 
     def is_given_up(self, key: str) -> bool:
+        if key in self._own:
+            return False
         try:
             return is_old(self._root / key)
         except FileNotFoundError:
-            self.keep([key])
+            self._see({key})
             return False
+
+    def _see(self, keys: Iterable[str]) -> None:
+        make_folder(self._root)
+        for key in keys:
+            (self._root / key).touch()
 
 
 def is_old(path: Path) -> bool:

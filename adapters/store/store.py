@@ -198,9 +198,13 @@ class AdapterStore:
                     removed.append(digest)
         return removed
 
-    def keep_layouts(self, layouts: Sequence[AdapterLayout]) -> None:
-        """Gangs that run pack adapters so: files of these layouts stay. To be called at least every few hours."""
-        self._kept_layouts.keep(layout.key for layout in layouts)
+    def keep_layouts(self, layouts: Sequence[AdapterLayout]) -> int:
+        """Gangs that run pack adapters so: files of these layouts stay. To be called at least every few hours.
+
+        Returns how many there are.
+        """
+        self._kept_layouts.keep([layout.key for layout in layouts])
+        return len(layouts)
 
     def sweep_packed(self, beginning: str) -> int:
         """Removes packed files of layouts that are given up, see `KeptLayouts`, and returns how many.

@@ -14,7 +14,7 @@ from ..config import MotetConfig
 from .feasibility import Demand, Node, can_host, places, why_no_place
 from .node_check import NodeExpectations, problems_of_this_node
 
-CHECK_TIMEOUT_S = 120.0  # of all nodes together; a node may have to start a process first
+CHECK_TIMEOUT_S = 300.0  # of all nodes together; each may start processes first, and load torch from a cold disk
 MARKER_TTL_S = 600
 
 
@@ -145,4 +145,6 @@ def _cause(error: Exception) -> str:
     text = str(error)
     if "No module named 'motet'" in text:
         return "motet is not installed there"
+    if "No module named 'motet." in text or "AttributeError" in text:
+        return f"another version of motet is installed there, and {__version__} is needed"
     return "it could not be checked: " + next((line for line in reversed(text.splitlines()) if line.strip()), text)

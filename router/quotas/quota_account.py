@@ -25,7 +25,7 @@ class Opened:
 class QuotaAccount:
     """`held`: what the router gave the answer of its share, by rate; None: Redis keeps what it was given.
 
-    `lease`: names it among all that are made. `is_unheard`: Redis has not been asked under it. `on_end` gets it and the
+    `lease`: names it among all that are made. `is_unheard`: Redis has not been told of it. `on_end` gets it and the
     tokens that it has used.
     """
 

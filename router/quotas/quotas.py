@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, Literal
@@ -166,8 +166,8 @@ class Quotas:
             return
         self._count_stream(account.bounds, -1)
         self._charge(account, used, has_ended=True)
-        if account.held is not None and account.bounds.has_streams and self._state != "away":
-            self._tell(account, 0, has_ended=True)  # its place, which Redis has heard of when it was found again
+        if account.held is not None and account.is_kept and not account.is_unheard:
+            self._tell(account, 0, has_ended=True)  # its place, which Redis was told of when it was found again
 
     def _charge(self, account: QuotaAccount, used: int, *, has_ended: bool) -> None:
         if account.held is None:
@@ -259,10 +259,9 @@ class Quotas:
         for (lease, _), reply in zip(unsent, told, strict=True):
             if not isinstance(reply, BaseException):
                 self._unsent.pop(lease, None)
-        goes_on = *self._hold_unheard(), *self._redis.renew(self._accounts)
-        for reply in (*heard, *voided, *told, *await asyncio.gather(*goes_on, return_exceptions=True)):
-            if isinstance(reply, BaseException):
-                raise reply
+        _raise_first((*heard, *voided, *told))
+        goes_on = *self._hold_unheard(), *self._redis.renew(self._accounts)  # what was voided is no more
+        _raise_first(await asyncio.gather(*goes_on, return_exceptions=True))
 
     def _report_shares(self) -> Sequence[asyncio.Future[int]]:
         reports = self._shares.reports(_now_us())
@@ -275,6 +274,7 @@ class Quotas:
         accounts = [account for account in self._accounts.values() if account.is_unheard]
         replies = [self._redis.hold(account) for account in accounts]
         for account, reply in zip(accounts, replies, strict=True):
+            account.is_unheard = False
             reply.add_done_callback(partial(self._hear_hold, account))
         return replies
 
@@ -316,6 +316,12 @@ class Quotas:
 
 def _is_well(reply: asyncio.Future[int]) -> bool:
     return not reply.cancelled() and reply.exception() is None
+
+
+def _raise_first(replies: Iterable[object]) -> None:
+    for reply in replies:
+        if isinstance(reply, BaseException):
+            raise reply
 
 
 def _now_us() -> float:

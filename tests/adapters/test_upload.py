@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -102,6 +103,21 @@ async def test_sweep_spares_what_is_referenced(parts: Parts) -> None:
     assert await parts.uploads.sweep(older_than_s=0) == 1
     assert sorted(parts.store.digests()) == sorted([before, kept])
     assert old not in (before, kept)
+
+
+async def test_a_full_disk_keeps_nobody_from_what_is_to_go(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To note which layouts are in use takes room, and what goes gives it."""
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for work in ("keep_layouts", "sweep_packed"):
+        with monkeypatch.context() as patch:
+            patch.setattr(parts.store, work, fail)
+            await parts.upload("gone", lora_files(seed=1))
+            await parts.uploads.delete("acme", "gone")
+            assert await parts.uploads.sweep(older_than_s=0) == 0  # marked
+            assert await parts.uploads.sweep(older_than_s=0) == 1
 
 
 async def test_one_router_sweeps_at_a_time_and_the_next_one_after_a_rest(parts: Parts) -> None:

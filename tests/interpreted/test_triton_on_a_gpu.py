@@ -35,8 +35,8 @@ NUM_TOKENS = 3  # the interpreter is slow
 SMALL: dict[str, Any] = {"max_num_sequences": 2, "max_model_len": 24, "max_tokens_per_step": 16}
 
 
-def llama(folder: Path, num_layers: int = 2) -> Stock:
-    model = write_model("llama", folder / "model", num_hidden_layers=num_layers)
+def llama(folder: Path) -> Stock:
+    model = write_model("llama", folder / "model", num_hidden_layers=2)
     adapter = write_adapters(model, folder / "adapters")[ADAPTER]
     return Stock.make(model, {ADAPTER: adapter}, folder / "store")
 
@@ -137,7 +137,7 @@ def test_a_grid_that_no_gpu_launches_is_found() -> None:
 
 def test_kv_of_eight_bits_is_written_and_read_in_recorded_steps(tmp_path: Path) -> None:
     """Prompts and decodes, on the base and on an adapter, whose pages are cut for it."""
-    stock = llama(tmp_path, num_layers=1)
+    stock = llama(tmp_path)
     refuse, plain = "check_kv_dtype", mock.patch.object(worker_builder, "choose_kernels", return_value=plain_kernels())
     with mock.patch.object(worker_builder, refuse), plain, stock.engine(60, kv_dtype="float8") as rig:
         here = answers(rig)

@@ -13,13 +13,16 @@ from pathlib import Path
 import pytest
 
 from motet.adapters.registry.registry import connect
+from motet.adapters.tenants.life import life_of
 from motet.adapters.tenants.records import Quota
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.router.accounts.account import Progress
 from motet.router.openai_api.errors import ApiError
 from motet.router.quotas.gcra import PERIOD_US
 from motet.router.quotas.local_shares import LocalShares, Report
+from motet.router.quotas.quota_scripts import QuotaKeys
 from motet.router.quotas.quotas import Quotas
+from motet.router.quotas.redis_quotas import RESUMABLE_MS
 from motet.router.tenants.identity import Identity
 from motet.tests.rigs.late_redis import late_redis
 from motet.tests.rigs.patience import PATIENCE_S
@@ -335,6 +338,24 @@ async def test_a_stream_that_is_taken_up_while_redis_is_away_has_one_place(
         left = {rate.name: standing.left(index) for index, rate in enumerate(standing.bounds.rates)}
         assert left["tokens"] >= (400 if begins_where == "in redis" else 200)  # 400 were taken twice, 200 given back
         assert left["requests"] >= 98
+
+
+async def test_an_answer_that_was_held_is_forgotten_in_time(server: RedisServer) -> None:
+    """Else its client would come back to it for an hour, and not be charged."""
+    who = identity(Quota(tokens_per_minute=1000))
+    async with routers(server.url, 1) as (quotas,):
+        await lose_with_paused(server, quotas)
+        account = await quotas.open(asked(who, prompt=100, new=300, response_id="cmpl-1"))
+        go_on(server, [quotas])
+        await eventually(lambda: not quotas.is_local)
+        account.settle(ending(prompt=100, completion=100))
+        client, answer = connect(server.url), QuotaKeys(life_of(who.tenant)).answer("cmpl-1")
+
+        async def is_kept_for_a_stream() -> bool:
+            return 0 < await client.pttl(answer) <= RESUMABLE_MS
+
+        await until(is_kept_for_a_stream)
+        await client.aclose()
 
 
 async def test_what_is_told_of_a_share_counts_once_however_late_redis_says_that_it_heard(server: RedisServer) -> None:

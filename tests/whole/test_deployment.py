@@ -35,6 +35,7 @@ class Parts:
         monkeypatch.setattr(launch, "serve_environment", lambda *args: {VARIABLE: "set"})
         monkeypatch.setattr(launch, "register_launch", nothing)
         monkeypatch.setattr(launch, "start_serve", start_serve)
+        monkeypatch.setattr(launch, "check_room", ignore)
         monkeypatch.setattr(launch, "_run_application", ignore)
         monkeypatch.setattr(launch, "_wait_until_ready", lambda url: None)
         monkeypatch.setattr(launch, "_shut_ray_down", lambda: self.end("ray"))

@@ -209,6 +209,17 @@ def test_prompts_of_a_flood_make_no_step_long_while_somebody_comes_who_is_clearl
     assert max(num_prompt_tokens(300)) > 50, "nobody comes any more"
 
 
+def test_who_is_held_goes_on_in_the_smallest_steps() -> None:
+    """A quarter of three tokens is none."""
+    gang = Gang(limits(num_pages=60, budget=3), random.Random(1))
+    held = gang.add("a", 40, 4, is_background=True)
+    gang.step()
+    came = gang.add("b", 3, 2)
+    for _ in range(40):
+        gang.step()
+    assert gang.ended == {came, held}
+
+
 def test_background_work_has_only_what_nobody_else_could_use() -> None:
     gang = Gang(limits(200, 16, 4), random.Random(1))
     background = [gang.add("a", 4, 30, is_background=True) for _ in range(4)]

@@ -67,7 +67,9 @@ class Admission:
 
         `budget`: tokens in all.
         """
-        beside = int(_BESIDE * self._limits.max_tokens_per_step) if self._pressure.is_on else budget
+        beside = budget
+        if self._pressure.is_on:
+            beside = max(1, int(_BESIDE * self._limits.max_tokens_per_step))  # who is held goes on, too
         num_tokens: dict[Sequence, int] = {}
         prompts, started, is_first = self._running.prompts[:], list[Sequence](), True
         while budget > 0 and (started or is_first):
