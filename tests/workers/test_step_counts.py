@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
 
 from motet.tests.rigs.stand_in_gpu.step_counts import MEASURED, Counts, Load, count
-from motet.workers.execution.graphs import Bucket
+from motet.workers.execution.recorded_adapters import RecordedAdapters
 
 FEW = Load(2, context=20, num_steps=24, max_tokens=120, pool_bytes=8 << 20)
 MANY = replace(FEW, num_sequences=6)
@@ -40,9 +40,5 @@ def test_adapters_are_within_the_graph(few: Counts, monkeypatch: pytest.MonkeyPa
     num_more = there.launches - few.launches
     assert 0 <= num_more < FEW.num_sequences
     assert replace(there, within_the_graph=few.within_the_graph, launches=few.launches) == few
-    monkeypatch.setattr(
-        Bucket,
-        "fill",
-        lambda bucket, step, tables: step is None or bucket.adapters is None or tables.refill(bucket.adapters, step),
-    )
+    monkeypatch.setattr(RecordedAdapters, "hold", lambda adapters, part, step: adapters._tables.refill(part, step))
     assert count(1, 2, load=FEW).launches >= there.launches + MEASURED
