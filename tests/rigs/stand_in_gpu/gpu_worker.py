@@ -48,7 +48,7 @@ def gloo_for_nccl() -> Iterator[None]:
 
     with mock.patch.object(torch.distributed, "init_process_group", init), symmetric_memory(total) as sums:
         yield
-    assert sums.num > 1, "sums went through NCCL alone"
+    assert sums.num > 0, "sums went through NCCL alone"
 
 
 def run_worker_on_gpu(settings: WorkerSettings) -> None:
