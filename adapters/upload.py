@@ -20,11 +20,11 @@ from .packing.layout import AdapterLayout
 from .registry.events import AdapterSet
 from .registry.registry import Registry
 from .registry.registry_view import RegistryView
+from .registry.tenants.audit_entry import AuditEntry
+from .registry.tenants.storage_bounds import StorageBound, StorageUse, check_storage
+from .registry.versions.name_state import NameState, VersionNote
+from .registry.versions.rollout import MAX_VERSIONS, versions_of
 from .store.store import BEGINNINGS, AdapterStore
-from .tenants.audit_entry import AuditEntry
-from .tenants.storage_bounds import StorageBound, StorageUse, check_storage
-from .versions.name_state import NameState, VersionNote
-from .versions.rollout import MAX_VERSIONS, versions_of
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

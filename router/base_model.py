@@ -7,7 +7,7 @@ import asyncio
 from ..adapters.adapter import AdapterVersion
 from ..adapters.errors import RegistryUnavailable
 from ..adapters.registry.registry_view import RegistryView
-from ..adapters.versions.rollout import selected
+from ..adapters.registry.versions.rollout import selected
 from ..workers.wire.messages import GangInfo
 from .fleet.dispatch import Dispatcher
 from .fleet.probe import probe

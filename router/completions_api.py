@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from ..adapters.adapter import AdapterVersion
 from ..adapters.registry.registry_view import RegistryView
-from ..adapters.tenants.life import life_number
+from ..adapters.registry.tenants.life import life_number
 from ..workers.wire.messages import AdapterRef
 from .access.request_record import NUM_ANSWER_CHARS, record_of
 from .accounts.account import Accounts, Asked

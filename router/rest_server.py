@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..adapters.administration.administration import Administration
+from ..adapters.registry.administration.administration import Administration
 from ..adapters.registry.preloads import Preloads
 from ..adapters.registry.registry_view import RegistryView
 from ..adapters.upload import UploadService

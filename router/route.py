@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..adapters.tenants.records import Scope
+from ..adapters.registry.tenants.records import Scope
 from .endpoint import Handler
 
 OperatorsAlone = Literal["operator"]

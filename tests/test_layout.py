@@ -15,9 +15,6 @@ ROOT = Path(__file__).resolve().parents[1]
 LEVELS = {"kernels": 0, "adapters": 0, "workers": 1, "router": 2, "cluster": 3}
 SEEN_BY_ROUTER = ("motet.workers.wire",)  # all of `workers` that `router` may import
 DEMO = "motet.examples"  # facts and questions; imports nothing of motet and only `cluster` drives it
-CODE_SUFFIXES = {".py", ".cpp", ".h", ".cu", ".proto", ".sh", ""}
-MAX_LINES = 400
-MAX_FILES = 15  # in a folder of the product
 EMPTY_NAMES = {"utils", "util", "common", "misc", "helpers", "base"}
 NOT_OURS = {"build", "dist", "__pycache__"}
 PATH_OF_A_MACHINE = re.compile(r"/(?:home|Users)/[a-z]\w*/|/roo[t]/|[A-Z]:\\Users\\")
@@ -35,11 +32,17 @@ def our_files(folder: Path) -> Iterator[Path]:
 
 FILES = list(our_files(ROOT))
 PRODUCT = [path for path in FILES if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in LEVELS]
+SPLIT_FOLDERS = {  # folders that have sub-folders
+    ".".join(("motet", *path.relative_to(ROOT).parts[:depth]))
+    for path in PRODUCT
+    for depth in range(1, len(path.relative_to(ROOT).parts) - 1)
+}
 
 
 def room_of(module: str) -> str:
-    """What must not be in a cycle with another: a sub-folder, or a module that lies beside the sub-folders."""
-    return ".".join(module.split(".")[:3])
+    """What must not be in a cycle: a folder without sub-folders, or a module that lies beside sub-folders."""
+    folder = module.rpartition(".")[0]
+    return module if folder in SPLIT_FOLDERS else folder
 
 
 def relative(paths: list[Path]) -> list[str]:
@@ -135,14 +138,6 @@ def test_a_ring_would_be_seen() -> None:
     assert cycle_in(arrows(sources | {"motet.workers.engine": "import torch"})) == ()
 
 
-def test_folders_can_be_taken_in_at_a_glance() -> None:
-    folders = {folder for top in LEVELS for folder in [ROOT / top, *(ROOT / top).iterdir()] if folder.is_dir()}
-    num_files = {folder: sum(path.is_file() for path in folder.iterdir()) for folder in folders}
-    assert relative([folder for folder in sorted(folders) if num_files[folder] > MAX_FILES]) == []
-    nested = [path for path in PRODUCT if len(path.relative_to(ROOT).parts) > 3]
-    assert relative(nested) == []
-
-
 def test_every_folder_of_the_product_is_installed() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     code = [path for path in FILES if path.suffix in (".py", ".cpp") and path.relative_to(ROOT).parts[0] in LEVELS]
@@ -206,11 +201,6 @@ def test_only_the_root_is_a_package_with_an_init_file() -> None:
 
 def test_names_say_what_is_inside() -> None:
     assert relative([path for path in FILES if path.stem.strip("_") in EMPTY_NAMES]) == []
-
-
-def test_files_can_be_read_in_one_sitting() -> None:
-    code = [path for path in FILES if path.suffix in CODE_SUFFIXES and path.name != "LICENSE"]
-    assert relative([path for path in code if len(path.read_text().splitlines()) > MAX_LINES]) == []
 
 
 def test_no_file_names_a_path_of_somebodys_machine() -> None:

@@ -14,10 +14,10 @@ from typing import Any, Final, Literal
 
 from redis.asyncio import Redis
 
-from ..versions.canary_policy import FIRST_TOKEN_EDGES_S, PER_TOKEN_EDGES_S, ArmCounts
 from .canary_scripts import COUNT_SCRIPT, FORGET_NEWS_SCRIPT, RATE_SCRIPT
 from .redis_deadline import answered_within
 from .registry_scripts import HOLD_SWEEP_SCRIPT, PREFIX
+from .versions.canary_policy import FIRST_TOKEN_EDGES_S, PER_TOKEN_EDGES_S, ArmCounts
 
 Arm = Literal["stable", "canary", "shadow"]
 MAX_ANSWERS: Final = 100_000  # of a tenant, that are remembered; the oldest go first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..versions.canary_policy import ANSWERS_A_SHARE, FREE_ANSWERS
+from .versions.canary_policy import ANSWERS_A_SHARE, FREE_ANSWERS
 
 _MAX_FIELDS: Final = 10_000  # of a trial's sticky keys; then all of them begin anew
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ..adapter import AdapterVersion
-from ..tenants.records import KeyRecord, TenantRecord
+from .tenants.records import KeyRecord, TenantRecord
 
 
 @dataclass(frozen=True)

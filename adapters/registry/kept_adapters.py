@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..adapter import AdapterVersion
-from ..versions.rollout import rollout_of
+from .versions.rollout import rollout_of
 
 Name = tuple[str, str]  # tenant, name
 Order = tuple[int, int]  # of the records of a name

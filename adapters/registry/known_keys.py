@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-from ..tenants.records import ALL_OF_A_TENANT, KeyRecord, Quota, TenantRecord
 from .events import KEY_ID_CHARS, KeySet, TenantSet, key_id_of
+from .tenants.records import ALL_OF_A_TENANT, KeyRecord, Quota, TenantRecord
 
 _NO_QUOTA = Quota()
 _ID_BYTES = KEY_ID_CHARS // 2

@@ -19,11 +19,6 @@ from redis.asyncio import Redis
 from ..adapter import AdapterVersion
 from ..errors import NoSuchName, RegistryUnavailable, TenantGone, VersionRefused
 from ..names import check_name, check_tenant
-from ..tenants.audit_entry import AuditEntry, encode_entry, log_entry
-from ..tenants.storage_bounds import StorageBound, check_pinned, check_storage
-from ..versions.changed_fields import changed_fields
-from ..versions.name_state import NameNotes, NameState, VersionNote, with_upload
-from ..versions.rollout import MAX_CANARIES, versions_of
 from .events import decode_adapter, encode_facts
 from .redis_deadline import answered_within
 from .registry_scripts import (
@@ -38,6 +33,11 @@ from .registry_scripts import (
     VERSIONS,
 )
 from .stored_counts import bound_args, use_of
+from .tenants.audit_entry import AuditEntry, encode_entry, log_entry
+from .tenants.storage_bounds import StorageBound, check_pinned, check_storage
+from .versions.changed_fields import changed_fields
+from .versions.name_state import NameNotes, NameState, VersionNote, with_upload
+from .versions.rollout import MAX_CANARIES, versions_of
 
 _MAX_TRIES: Final = 64  # of a change that others overtake
 _encode = msgspec.json.Encoder().encode

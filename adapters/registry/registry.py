@@ -22,7 +22,6 @@ from ..adapter import AdapterVersion
 from ..base_identity import BaseIdentity
 from ..errors import KeyTaken
 from ..names import check_tenant
-from ..tenants.audit_entry import AuditEntry, encode_entry, log_entry
 from .digest_set import DigestSet
 from .events import AdapterDeleted, RegistryEvent, decode_adapter, decode_event, decode_key
 from .name_records import NameRecords
@@ -54,6 +53,7 @@ from .registry_scripts import (
     VERSION_NOTES,
 )
 from .stored_counts import StoredCounts
+from .tenants.audit_entry import AuditEntry, encode_entry, log_entry
 
 _SCAN_SIZE = 100  # records that are decoded at once, in the event loop of a router that serves
 _KEYS_SIZE = 5_000  # keys that are changed at once; each change looks at all marks of launches, and so they are many

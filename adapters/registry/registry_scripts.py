@@ -8,7 +8,7 @@ the bare name of its tenant. A script gets its Redis keys as KEYS and what each 
 
 from __future__ import annotations
 
-from ..versions.rollout import MAX_CANARIES, MAX_PINS, MAX_PINS_IN_ALL
+from .versions.rollout import MAX_CANARIES, MAX_PINS, MAX_PINS_IN_ALL
 
 PREFIX = "motet:{registry}:"  # the braces put all keys into one slot of a Redis cluster
 ADAPTERS = PREFIX + "adapters"  # hash: tenant/name -> record

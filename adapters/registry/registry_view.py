@@ -12,13 +12,13 @@ from hashlib import sha256
 from ..adapter import AdapterVersion
 from ..ended_tasks import end_tasks
 from ..errors import RegistryUnavailable
-from ..tenants.records import KeyRecord, TenantRecord
-from ..versions.pins import KnownPins, Pin, pin_of, read_pin
 from .adapter_lookups import AdapterLookups
 from .events import AdapterDeleted, AdapterSet, KeySet, RegistryEvent, TenantSet, decode_key, decode_tenant
 from .kept_adapters import KeptAdapters, Name
 from .known_keys import KnownKeys
 from .registry import PAGE_SIZE, NumberedEvent, Registry
+from .tenants.records import KeyRecord, TenantRecord
+from .versions.pins import KnownPins, Pin, pin_of, read_pin
 
 _LOG = logging.getLogger(__name__)
 CAPACITY = 65_536  # adapters: some 40 MB

@@ -7,9 +7,9 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from ..tenants.storage_bounds import StorageBound, StorageUse
 from .redis_deadline import answered_within
 from .registry_scripts import ADAPTERS, NAMES, RECOUNT_SCRIPT, STORED, STORED_IS_COUNTED, VERSION_NOTES
+from .tenants.storage_bounds import StorageBound, StorageUse
 
 
 class StoredCounts:

@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 
 from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.registry_view import RegistryView
-from motet.adapters.tenants.records import KeyRecord, Quota, TenantRecord
+from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantRecord
 from motet.cluster.config import part_config
 from motet.cluster.replicas.garbage_collection import make_garbage_collection_rare
 from motet.cluster.settings.settings import Settings

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 from fastapi import FastAPI
 
-from motet.adapters.tenants.records import KeyRecord, TenantRecord
+from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
 from motet.cluster.config import part_config
 from motet.cluster.replicas.replica_directory import ADDRESS, ReplicaDirectory
 from motet.cluster.settings.settings import Settings

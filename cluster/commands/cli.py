@@ -13,12 +13,12 @@ import click
 from ... import __version__
 from ..client.client import MotetClient
 from ..client.client_options import with_client, with_operator_client
-from ..tenant_commands.audit_command import audit
-from ..tenant_commands.key_commands import keys
-from ..tenant_commands.limit_lines import limit_lines
-from ..tenant_commands.tenant_commands import tenants
-from ..usage_commands.usage_command import usage_command
-from ..version_commands.version_commands import version_commands
+from ..client_commands.audit_command import audit
+from ..client_commands.key_commands import keys
+from ..client_commands.limit_lines import limit_lines
+from ..client_commands.tenant_commands import tenants
+from ..client_commands.usage_command import usage_command
+from ..client_commands.version_commands import version_commands
 from .adapter_commands import adapters
 from .chat import Chat
 from .doctor_command import doctor

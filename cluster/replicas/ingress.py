@@ -19,9 +19,9 @@ from msgspec import structs
 from prometheus_client.metrics_core import Metric
 from ray import serve
 
-from ...adapters.administration.administration import Administration
-from ...adapters.administration.ended_keys import EndedKeys
 from ...adapters.errors import RegistryUnavailable
+from ...adapters.registry.administration.administration import Administration
+from ...adapters.registry.administration.ended_keys import EndedKeys
 from ...adapters.registry.canary_counts import CanaryCounts
 from ...adapters.registry.launches import Launches
 from ...adapters.registry.preloads import Preloads

@@ -10,7 +10,6 @@ import msgspec
 from msgspec import structs
 from starlette.responses import Response
 
-from ...adapters.administration.record_changes import MAX_KEYS
 from ...adapters.errors import (
     AdapterInvalid,
     NoSuchKey,
@@ -20,8 +19,9 @@ from ...adapters.errors import (
     TenantExists,
     TooManyKeys,
 )
-from ...adapters.tenants.audit_entry import WrittenEntry
-from ...adapters.tenants.records import KeyRecord, Quota, Scope, TenantRecord
+from ...adapters.registry.administration.record_changes import MAX_KEYS
+from ...adapters.registry.tenants.audit_entry import WrittenEntry
+from ...adapters.registry.tenants.records import KeyRecord, Quota, Scope, TenantRecord
 from ..openai_api.errors import ApiError, invalid_value, unavailable
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from ...adapters.tenants.records import Quota, Scope
+from ...adapters.registry.tenants.records import Quota, Scope
 
 _MOST = 1 << 53  # what every JSON reader keeps exactly
 _TEN_YEARS_S = 10 * 365 * 86_400

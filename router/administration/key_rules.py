@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from ...adapters.tenants.records import KeyRecord, Quota
+from ...adapters.registry.tenants.records import KeyRecord, Quota
 from ..openai_api.errors import ApiError, invalid_value
 from .bodies import KeyBody
 

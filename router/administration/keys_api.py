@@ -11,11 +11,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...adapters.administration.administration import Administration
 from ...adapters.errors import RegistryUnavailable
+from ...adapters.registry.administration.administration import Administration
 from ...adapters.registry.registry_view import RegistryView
-from ...adapters.tenants.audit_entry import Actor
-from ...adapters.tenants.records import ALL_OF_A_TENANT, KeyRecord
+from ...adapters.registry.tenants.audit_entry import Actor
+from ...adapters.registry.tenants.records import ALL_OF_A_TENANT, KeyRecord
 from ..bodies.small_body import small_body
 from ..openai_api.list_page import PAGE_QUERY, ListPage, encoded_list, page_request
 from ..route import RouteSpec

@@ -10,10 +10,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...adapters.administration.administration import Administration
 from ...adapters.names import check_tenant
+from ...adapters.registry.administration.administration import Administration
 from ...adapters.registry.registry_view import RegistryView
-from ...adapters.tenants.records import TenantRecord
+from ...adapters.registry.tenants.records import TenantRecord
 from ..bodies.small_body import small_body
 from ..openai_api.errors import invalid_value
 from ..openai_api.list_page import PAGE_QUERY, ListPage, encoded_list, page_request

@@ -13,7 +13,7 @@ import jwt
 
 from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_tenant
-from ...adapters.tenants.records import KeyRecord, Scope
+from ...adapters.registry.tenants.records import KeyRecord, Scope
 from ..tenants.auth import TokensUnavailable
 from .issuer_keys import IssuerKeys, PublicKey
 from .oidc_config import OidcConfig

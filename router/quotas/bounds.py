@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ...adapters.tenants.life import life_of
+from ...adapters.registry.tenants.life import life_of
 from ..tenants.identity import Identity
 
 Kind = Literal["requests", "tokens"]

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...adapters.errors import RegistryUnavailable
-from ...adapters.tenants.storage_bounds import StorageUse, storage_bounds
+from ...adapters.registry.tenants.storage_bounds import StorageUse, storage_bounds
 from ...adapters.upload import UploadService
 from ..openai_api.errors import unavailable
 from ..route import RouteSpec

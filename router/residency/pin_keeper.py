@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 from ...adapters.ended_tasks import end_tasks
-from ...adapters.versions.pins import KnownPins
+from ...adapters.registry.versions.pins import KnownPins
 from ...workers.wire.messages import GangInfo, News, Pinned
 from .pin_places import PinPlaces
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from starlette.requests import Request
 
 from ...adapters.registry.registry_view import RegistryView
-from ...adapters.tenants.records import KeyRecord, Scope, TenantRecord
+from ...adapters.registry.tenants.records import KeyRecord, Scope, TenantRecord
 from ..access.request_record import record_of
 from ..openai_api.errors import ApiError, unavailable
 from .identity import Identity

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from ...adapters.tenants.audit_entry import Actor, AuditEntry
-from ...adapters.tenants.records import KeyRecord, TenantRecord
+from ...adapters.registry.tenants.audit_entry import Actor, AuditEntry
+from ...adapters.registry.tenants.records import KeyRecord, TenantRecord
 from ..access.request_record import record_of
 
 

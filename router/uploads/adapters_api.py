@@ -23,9 +23,9 @@ from ...adapters.errors import (
     UploadTooLarge,
     VersionRefused,
 )
-from ...adapters.tenants.storage_bounds import storage_bounds
+from ...adapters.registry.tenants.storage_bounds import storage_bounds
+from ...adapters.registry.versions.name_state import VersionNote
 from ...adapters.upload import UploadService
-from ...adapters.versions.name_state import VersionNote
 from ..access.request_record import record_of
 from ..bodies.arrival import ArrivalPace
 from ..bodies.turns import Turns

@@ -17,7 +17,7 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
 from ...adapters.format.peft import CONFIG_FILE, TENSORS_FILE
-from ...adapters.versions.name_state import MAX_NOTE_CHARS
+from ...adapters.registry.versions.name_state import MAX_NOTE_CHARS
 from ..bodies.arrival import ArrivalPace
 from ..openai_api.errors import ApiError
 from .upload_spool import UploadRoom

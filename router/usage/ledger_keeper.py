@@ -16,9 +16,9 @@ import msgspec
 
 from ...adapters.ended_tasks import end_tasks
 from ...adapters.errors import RegistryUnavailable
-from ...adapters.ledger.archive import LedgerArchive
-from ...adapters.ledger.entry import Entry
-from ...adapters.ledger.ledger import Ledger
+from ...adapters.registry.ledger.archive import LedgerArchive
+from ...adapters.registry.ledger.entry import Entry
+from ...adapters.registry.ledger.ledger import Ledger
 from ..loop_share import LoopShare
 from .metering import Metering
 from .orphaned_spools import entries_in, orphaned_spool

@@ -7,8 +7,8 @@ from typing import Final
 
 import msgspec
 
-from ...adapters.ledger.entry import Entry, Stage
-from ...adapters.tenants.life import life_number
+from ...adapters.registry.ledger.entry import Entry, Stage
+from ...adapters.registry.tenants.life import life_number
 from ..accounts.account import Account, Asked, Ending, Progress
 from ..loop_share import LoopShare
 from ..openai_api.errors import unavailable

@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from ...adapters.ledger.entry import Entry, merged
+from ...adapters.registry.ledger.entry import Entry, merged
 from .segment import read_segment
 from .spool import LOCK_SUFFIX, boot_id
 from .spool_lines import FINAL

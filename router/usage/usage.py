@@ -8,8 +8,8 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
-from ...adapters.ledger.archive import LedgerArchive
-from ...adapters.ledger.ledger import Ledger
+from ...adapters.registry.ledger.archive import LedgerArchive
+from ...adapters.registry.ledger.ledger import Ledger
 from ..route import RouteSpec
 from ..tenants.auth import Door
 from .ledger_keeper import LedgerKeeper

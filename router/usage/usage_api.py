@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...adapters.errors import RegistryUnavailable
-from ...adapters.ledger.ledger import Ledger, Sum
-from ...adapters.tenants.life import life_of, parse_life
-from ...adapters.tenants.records import TenantRecord
+from ...adapters.registry.ledger.ledger import Ledger, Sum
+from ...adapters.registry.tenants.life import life_of, parse_life
+from ...adapters.registry.tenants.records import TenantRecord
 from ..endpoint import Answer
 from ..loop_share import LoopShare
 from ..openai_api.errors import unavailable

@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Final, Literal, get_args
 
 from ...adapters.errors import AdapterInvalid
-from ...adapters.ledger.ledger import HOURS_KEPT_DAYS
 from ...adapters.names import check_tenant
+from ...adapters.registry.ledger.ledger import HOURS_KEPT_DAYS
 from ..openai_api.errors import invalid_value
 
 Dimension = Literal["hour", "day", "adapter", "key", "tenant"]

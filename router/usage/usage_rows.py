@@ -14,8 +14,8 @@ from typing import Final
 
 import msgspec
 
-from ...adapters.ledger.entry import NUMBERS
-from ...adapters.ledger.ledger import Sum
+from ...adapters.registry.ledger.entry import NUMBERS
+from ...adapters.registry.ledger.ledger import Sum
 from ..loop_share import LoopShare
 from ..openai_api.errors import invalid_value
 from .prices import Price, Prices

@@ -17,9 +17,9 @@ from ...adapters.ended_tasks import end_tasks
 from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.canary_counts import Arm, CanaryCounts, Outcome
 from ...adapters.registry.registry_view import RegistryView
-from ...adapters.tenants.life import life_of
-from ...adapters.versions.canary_policy import first_token_bin, per_token_bin
-from ...adapters.versions.rollout import rollout_of
+from ...adapters.registry.tenants.life import life_of
+from ...adapters.registry.versions.canary_policy import first_token_bin, per_token_bin
+from ...adapters.registry.versions.rollout import rollout_of
 from ..accounts.account import Account, Asked, Ending
 from .remembered import Remembered
 

@@ -11,10 +11,10 @@ from uuid import uuid4
 from ...adapters.ended_tasks import end_tasks
 from ...adapters.errors import NoSuchName, RegistryUnavailable
 from ...adapters.registry.canary_counts import CanaryCounts
-from ...adapters.tenants.audit_entry import Actor, AuditEntry
+from ...adapters.registry.tenants.audit_entry import Actor, AuditEntry
+from ...adapters.registry.versions.canary_policy import why_worse
+from ...adapters.registry.versions.name_state import NameState, without_canary
 from ...adapters.upload import UploadService
-from ...adapters.versions.canary_policy import why_worse
-from ...adapters.versions.name_state import NameState, without_canary
 from ..loop_share import LoopShare
 
 JUDGE_S: Final = 0.25

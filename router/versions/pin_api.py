@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from ...adapters.errors import NoSuchVersion
 from ...adapters.registry.registry_view import RegistryView
+from ...adapters.registry.versions import name_state
+from ...adapters.registry.versions.name_state import NameState
 from ...adapters.upload import UploadService
-from ...adapters.versions import name_state
-from ...adapters.versions.name_state import NameState
 from ..access.request_record import record_of
 from ..bodies.small_body import small_body
 from ..residency.pin_keeper import PinKeeper

@@ -9,8 +9,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...adapters.registry.versions.name_state import NameState
 from ...adapters.upload import UploadService
-from ...adapters.versions.name_state import NameState
 from ..access.request_record import record_of
 from ..bodies.small_body import small_body
 from ..route import RouteSpec

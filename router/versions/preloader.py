@@ -11,7 +11,7 @@ from typing import Final
 from ...adapters.adapter import AdapterVersion
 from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.preloads import Preload, Preloads, place_of
-from ...adapters.tenants.records import TenantRecord
+from ...adapters.registry.tenants.records import TenantRecord
 from ...workers.wire.messages import AdapterRef, SamplingParams, SequenceError, SequenceRequest
 from ..fleet.dispatch import Dispatcher, SequenceStream
 from ..openai_api.errors import RETRY_AFTER_S, ApiError, unavailable

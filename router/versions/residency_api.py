@@ -14,8 +14,8 @@ from ...adapters.adapter import AdapterVersion
 from ...adapters.registry.canary_counts import CanaryCounts
 from ...adapters.registry.preloads import Preload, Preloads, place_of
 from ...adapters.registry.registry_view import RegistryView
+from ...adapters.registry.versions.rollout import versions_of
 from ...adapters.upload import UploadService
-from ...adapters.versions.rollout import versions_of
 from ..access.request_record import record_of
 from ..fleet.dispatch import Dispatcher
 from ..fleet.known_gang import AdapterTier

@@ -15,9 +15,9 @@ from msgspec import structs
 
 from ...adapters.adapter import AdapterVersion
 from ...adapters.registry.canary_counts import Outcome
-from ...adapters.tenants.life import life_of
-from ...adapters.versions.canary_choice import gets_canary
-from ...adapters.versions.rollout import Shadow, rollout_of, version_of
+from ...adapters.registry.tenants.life import life_of
+from ...adapters.registry.versions.canary_choice import gets_canary
+from ...adapters.registry.versions.rollout import Shadow, rollout_of, version_of
 from ...workers.wire.messages import AdapterRef
 from ..accounts.account import Accounts, Asked, Ending
 from ..fleet.dispatch import Dispatcher

@@ -14,11 +14,11 @@ from starlette.responses import Response
 
 from ...adapters.errors import NoSuchVersion
 from ...adapters.registry.canary_counts import CanaryCounts
-from ...adapters.tenants.life import life_of
+from ...adapters.registry.tenants.life import life_of
+from ...adapters.registry.versions import name_state
+from ...adapters.registry.versions.name_state import NameState
+from ...adapters.registry.versions.rollout import Canary
 from ...adapters.upload import UploadService
-from ...adapters.versions import name_state
-from ...adapters.versions.name_state import NameState
-from ...adapters.versions.rollout import Canary
 from ..access.request_record import record_of
 from ..bodies.small_body import small_body
 from ..openai_api.errors import invalid_value

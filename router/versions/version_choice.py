@@ -9,8 +9,8 @@ from typing import Final
 import msgspec
 
 from ...adapters.adapter import AdapterVersion
-from ...adapters.versions.canary_choice import gets_canary
-from ...adapters.versions.rollout import rollout_of, selected, version_of, versions_of
+from ...adapters.registry.versions.canary_choice import gets_canary
+from ...adapters.registry.versions.rollout import rollout_of, selected, version_of, versions_of
 from ..openai_api.errors import model_not_found
 from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from ..tenants.identity import Identity

@@ -9,9 +9,9 @@ import msgspec
 from msgspec import Meta
 
 from ...adapters.adapter import AdapterVersion
-from ...adapters.versions.canary_policy import FIRST_TOKEN_EDGES_S, PER_TOKEN_EDGES_S, ArmCounts
-from ...adapters.versions.name_state import MAX_NOTE_CHARS, NameState, VersionNote
-from ...adapters.versions.rollout import MAX_PINNED_GANGS
+from ...adapters.registry.versions.canary_policy import FIRST_TOKEN_EDGES_S, PER_TOKEN_EDGES_S, ArmCounts
+from ...adapters.registry.versions.name_state import MAX_NOTE_CHARS, NameState, VersionNote
+from ...adapters.registry.versions.rollout import MAX_PINNED_GANGS
 
 MAX_GANGS: Final = MAX_PINNED_GANGS  # that one preload or pin may name
 Selector = Annotated[str | int, Meta(description="A version's number, or an alias.")]

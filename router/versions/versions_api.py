@@ -19,10 +19,10 @@ from ...adapters.errors import (
     VersionRefused,
 )
 from ...adapters.registry.canary_counts import CanaryCounts
+from ...adapters.registry.versions import name_state
+from ...adapters.registry.versions.name_state import NameState
+from ...adapters.registry.versions.rollout import versions_of
 from ...adapters.upload import UploadService
-from ...adapters.versions import name_state
-from ...adapters.versions.name_state import NameState
-from ...adapters.versions.rollout import versions_of
 from ..access.request_record import record_of
 from ..bodies.small_body import small_body
 from ..openai_api.errors import ApiError, insufficient_quota, unavailable

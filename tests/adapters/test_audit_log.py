@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.administration.audit_log import AuditLog
+from motet.adapters.registry.administration.audit_log import AuditLog
 from motet.adapters.registry.registry_scripts import (
     AUDIT,
     AUDIT_ORDER,
@@ -17,7 +17,7 @@ from motet.adapters.registry.registry_scripts import (
     NUM_TENANTS_AUDIT_ENTRIES_KEPT,
     TENANTS_AUDIT,
 )
-from motet.adapters.tenants.audit_entry import Actor, ActorKind, AuditEntry, WrittenEntry, encode_entry
+from motet.adapters.registry.tenants.audit_entry import Actor, ActorKind, AuditEntry, WrittenEntry, encode_entry
 
 # tenant, entry, count
 NOTE_OFTEN = f"{NOTE} for i = 1, tonumber(ARGV[3]) do note(ARGV[1], ARGV[2], tostring(i)) end"

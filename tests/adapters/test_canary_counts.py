@@ -14,9 +14,9 @@ from motet.adapters.registry import canary_scripts
 from motet.adapters.registry.canary_counts import CanaryCounts, Outcome
 from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_scripts import CANARIES, PREFIX, TENANTS
-from motet.adapters.versions import name_state
-from motet.adapters.versions.canary_policy import counts_still
-from motet.adapters.versions.rollout import MAX_CANARIES
+from motet.adapters.registry.versions import name_state
+from motet.adapters.registry.versions.canary_policy import counts_still
+from motet.adapters.registry.versions.rollout import MAX_CANARIES
 
 
 @pytest.fixture

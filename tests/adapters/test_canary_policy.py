@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from motet.adapters.versions.canary_choice import gets_canary
-from motet.adapters.versions.canary_policy import (
+from motet.adapters.registry.versions.canary_choice import gets_canary
+from motet.adapters.registry.versions.canary_policy import (
     ANSWERS_A_SHARE,
     FALSE_ALARM,
     FIRST_TOKEN_EDGES_S,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from motet.adapters.adapter import AdapterVersion
-from motet.adapters.versions import name_state
-from motet.adapters.versions.changed_fields import changed_fields
-from motet.adapters.versions.name_state import NameState, VersionNote, with_upload
+from motet.adapters.registry.versions import name_state
+from motet.adapters.registry.versions.changed_fields import changed_fields
+from motet.adapters.registry.versions.name_state import NameState, VersionNote, with_upload
 
 
 def uploaded(state: NameState | None, number: int, *, activate: bool = True) -> NameState:

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.administration import ended_keys, record_changes
-from motet.adapters.administration.ended_keys import KEPT_S, PAGE_SIZE, EndedKeys
-from motet.adapters.administration.key_registry import KeyRegistry
-from motet.adapters.administration.tenant_registry import TenantRegistry
 from motet.adapters.errors import TooManyKeys
+from motet.adapters.registry.administration import ended_keys, record_changes
+from motet.adapters.registry.administration.ended_keys import KEPT_S, PAGE_SIZE, EndedKeys
+from motet.adapters.registry.administration.key_registry import KeyRegistry
+from motet.adapters.registry.administration.tenant_registry import TenantRegistry
 from motet.adapters.registry.registry import Registry, hash_key
 from motet.adapters.registry.registry_scripts import API_KEYS, KEY_ENDS, MADE_KEYS
 from motet.adapters.registry.registry_view import RegistryView
-from motet.adapters.tenants.audit_entry import Actor
-from motet.adapters.tenants.records import KeyRecord, TenantRecord
+from motet.adapters.registry.tenants.audit_entry import Actor
+from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
 from motet.tests.rigs.patience import eventually_in_loop
 
 OPERATOR = Actor(kind="operator")

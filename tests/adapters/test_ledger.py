@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from motet.adapters.errors import RegistryUnavailable
-from motet.adapters.ledger.archive import LedgerArchive
-from motet.adapters.ledger.entry import NUMBERS, OTHERS, Entry, Group, Stage, merged, parse_group
-from motet.adapters.ledger.ledger import Ledger
+from motet.adapters.registry.ledger.archive import LedgerArchive
+from motet.adapters.registry.ledger.entry import NUMBERS, OTHERS, Entry, Group, Stage, merged, parse_group
+from motet.adapters.registry.ledger.ledger import Ledger
 from motet.adapters.registry.registry import connect
 from motet.tests.rigs.patience import PATIENCE_S
 

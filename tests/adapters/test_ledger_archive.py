@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.ledger.archive import LedgerArchive
-from motet.adapters.ledger.entry import Entry
-from motet.adapters.ledger.ledger import Ledger, RawEntry
+from motet.adapters.registry.ledger.archive import LedgerArchive
+from motet.adapters.registry.ledger.entry import Entry
+from motet.adapters.registry.ledger.ledger import Ledger, RawEntry
 from motet.adapters.registry.registry import connect
 from motet.tests.rigs.patience import PATIENCE_S
 

@@ -9,8 +9,8 @@ from msgspec import structs
 
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.names import check_tenant
-from motet.adapters.tenants.life import life_number, life_of, parse_life
-from motet.adapters.tenants.records import TenantRecord
+from motet.adapters.registry.tenants.life import life_number, life_of, parse_life
+from motet.adapters.registry.tenants.records import TenantRecord
 
 TENANTS = st.builds(TenantRecord, name=st.from_regex(r"[A-Za-z0-9._-]{1,64}", fullmatch=True), num_ended=st.integers(0))
 

@@ -10,15 +10,15 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.administration.administration import Administration
 from motet.adapters.errors import NoSuchVersion, QuotaExceeded, VersionRefused
+from motet.adapters.registry.administration.administration import Administration
 from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_scripts import PINNED, PINS, TENANTS
 from motet.adapters.registry.registry_view import RegistryView
-from motet.adapters.tenants.audit_entry import Actor
-from motet.adapters.tenants.records import Quota, TenantRecord
-from motet.adapters.versions.name_state import promoted, rolled_back, with_alias, with_pin
-from motet.adapters.versions.rollout import MAX_PINS, MAX_PINS_IN_ALL
+from motet.adapters.registry.tenants.audit_entry import Actor
+from motet.adapters.registry.tenants.records import Quota, TenantRecord
+from motet.adapters.registry.versions.name_state import promoted, rolled_back, with_alias, with_pin
+from motet.adapters.registry.versions.rollout import MAX_PINS, MAX_PINS_IN_ALL
 from motet.tests.rigs.patience import eventually_in_loop
 
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.administration.audit_log import AuditLog
-from motet.adapters.administration.key_registry import KEY_PREFIX, KeyRegistry
-from motet.adapters.administration.tenant_registry import TenantRegistry
 from motet.adapters.errors import AdapterInvalid, KeyTaken, NoSuchKey, TenantEnding, TenantExists, TenantGone
+from motet.adapters.registry.administration.audit_log import AuditLog
+from motet.adapters.registry.administration.key_registry import KEY_PREFIX, KeyRegistry
+from motet.adapters.registry.administration.tenant_registry import TenantRegistry
 from motet.adapters.registry.registry import Registry, hash_key
 from motet.adapters.registry.registry_scripts import ADAPTERS, API_KEYS, LAUNCH_KEYS, NAMES, PREFIX
 from motet.adapters.registry.registry_view import RegistryView
-from motet.adapters.tenants.audit_entry import Actor, AuditEntry, WrittenEntry
-from motet.adapters.tenants.records import KeyRecord, Quota, TenantRecord
+from motet.adapters.registry.tenants.audit_entry import Actor, AuditEntry, WrittenEntry
+from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantRecord
 
 OPERATOR = Actor(kind="operator", request_id="req-1")
 NOW = 1_700_000_000.0

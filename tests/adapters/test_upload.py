@@ -19,8 +19,8 @@ from motet.adapters.packing.packing import pack
 from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.registry_scripts import SWEEP
 from motet.adapters.registry.registry_view import RegistryView
+from motet.adapters.registry.tenants.storage_bounds import StorageBound
 from motet.adapters.store.store import AdapterStore
-from motet.adapters.tenants.storage_bounds import StorageBound
 from motet.adapters.upload import UploadLimits, UploadService
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, LoraFiles, lora_files, name_of

@@ -15,9 +15,16 @@ from motet.adapters.registry.events import AdapterSet
 from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_scripts import CANARIES, PREFIX
 from motet.adapters.registry.registry_view import RegistryView
-from motet.adapters.versions import name_state
-from motet.adapters.versions.name_state import NameState, VersionNote, check_integrity, with_upload
-from motet.adapters.versions.rollout import MAX_ALIASES, MAX_VERSIONS, rollout_of, selected, version_of, versions_of
+from motet.adapters.registry.versions import name_state
+from motet.adapters.registry.versions.name_state import NameState, VersionNote, check_integrity, with_upload
+from motet.adapters.registry.versions.rollout import (
+    MAX_ALIASES,
+    MAX_VERSIONS,
+    rollout_of,
+    selected,
+    version_of,
+    versions_of,
+)
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 
 OLD_RECORD = '3 %s {"module_ranks": {"q_proj": 8}, "num_bytes": 1000, "created_at": 1.5}'

@@ -16,9 +16,9 @@ import uvicorn
 from click.testing import CliRunner, Result
 from redis.asyncio import Redis
 
-from motet.adapters.ledger.entry import Entry, Stage
+from motet.adapters.registry.ledger.entry import Entry, Stage
+from motet.cluster.client_commands.given import bound, lifetime_s
 from motet.cluster.commands.cli import main
-from motet.cluster.tenant_commands.given import bound, lifetime_s
 from motet.router.usage.usage import Usage
 from motet.tests.rigs.patience import eventually_in_loop
 from motet.tests.rigs.router_rig import OPERATOR_KEY

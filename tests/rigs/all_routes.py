@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from motet.adapters.administration.administration import Administration
+from motet.adapters.registry.administration.administration import Administration
 from motet.adapters.registry.canary_counts import CanaryCounts
 from motet.adapters.registry.preloads import Preloads
 from motet.adapters.registry.registry import connect
-from motet.adapters.versions.pins import KnownPins
+from motet.adapters.registry.versions.pins import KnownPins
 from motet.router.residency.pin_keeper import PinKeeper
 from motet.router.text.text import TextService
 from motet.router.usage.usage import Usage

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from redis.asyncio import Redis
 
 from motet.adapters.registry.registry import connect
-from motet.adapters.tenants.records import KeyRecord, Quota, TenantRecord
+from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantRecord
 from motet.router.accounts.account import Account, Asked, Ending, Progress
 from motet.router.openai_api.errors import ApiError
 from motet.router.quotas.quotas import Quotas

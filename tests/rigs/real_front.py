@@ -15,13 +15,13 @@ import httpx
 from fastapi import FastAPI
 from redis.asyncio import Redis
 
-from motet.adapters.administration.administration import Administration
+from motet.adapters.registry.administration.administration import Administration
 from motet.adapters.registry.canary_counts import CanaryCounts
 from motet.adapters.registry.preloads import Preloads
 from motet.adapters.registry.registry import Registry, connect, hash_key
 from motet.adapters.registry.registry_view import CAPACITY, RegistryView
+from motet.adapters.registry.tenants.records import KeyRecord, Scope, TenantRecord
 from motet.adapters.store.store import AdapterStore
-from motet.adapters.tenants.records import KeyRecord, Scope, TenantRecord
 from motet.adapters.upload import UploadLimits, UploadService
 from motet.router.config import CurrentConfig
 from motet.router.openapi.document import openapi_document

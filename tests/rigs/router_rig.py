@@ -18,13 +18,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from motet.adapters.adapter import AdapterVersion
-from motet.adapters.administration.administration import Administration
+from motet.adapters.registry.administration.administration import Administration
 from motet.adapters.registry.canary_counts import CanaryCounts
 from motet.adapters.registry.preloads import Preloads
 from motet.adapters.registry.registry import PAGE_SIZE
 from motet.adapters.registry.registry_view import RegistryView
-from motet.adapters.tenants.records import KeyRecord, Quota, TenantRecord
-from motet.adapters.tenants.storage_bounds import StorageUse
+from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantRecord
+from motet.adapters.registry.tenants.storage_bounds import StorageUse
 from motet.adapters.upload import UploadService
 from motet.router.accounts.account import Accountant
 from motet.router.config import CurrentConfig

@@ -8,7 +8,7 @@ from typing import Any, Self, cast
 import httpx
 from redis.asyncio import Redis
 
-from motet.adapters.administration.administration import Administration
+from motet.adapters.registry.administration.administration import Administration
 from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.store.store import AdapterStore

@@ -9,8 +9,8 @@ from datetime import UTC, datetime, timedelta
 
 from redis.asyncio import Redis
 
-from motet.adapters.ledger.entry import NUMBERS, Entry, Stage, merged
-from motet.adapters.ledger.ledger import Ledger
+from motet.adapters.registry.ledger.entry import NUMBERS, Entry, Stage, merged
+from motet.adapters.registry.ledger.ledger import Ledger
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from motet.adapters.tenants.records import KeyRecord, TenantRecord
+from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
 from motet.router.accounts.account import Account, Accounts, Asked, Ending, Progress
 from motet.router.openai_api.errors import ApiError
 from motet.router.tenants.identity import Identity

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.registry.canary_counts import CanaryCounts, Outcome
 from motet.adapters.registry.registry import connect
-from motet.adapters.versions.canary_policy import MIN_ANSWERS
+from motet.adapters.registry.versions.canary_policy import MIN_ANSWERS
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.router.text.text import TextService
 from motet.router.versions.canary_book import CanaryBook

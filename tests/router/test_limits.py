@@ -10,8 +10,8 @@ import pytest
 from redis.asyncio import Redis
 
 from motet.adapters.errors import QuotaExceeded
-from motet.adapters.tenants.records import Quota
-from motet.cluster.tenant_commands.limit_lines import limit_lines
+from motet.adapters.registry.tenants.records import Quota
+from motet.cluster.client_commands.limit_lines import limit_lines
 from motet.router.quotas.quotas import Quotas
 from motet.tests.rigs.quota_rig import A_WHILE_S
 from motet.tests.rigs.router_rig import BASE, RouterRig, chunks_of, failing, text_service

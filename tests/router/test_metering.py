@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from motet.adapters.errors import RegistryUnavailable
-from motet.adapters.ledger.entry import Stage
+from motet.adapters.registry.ledger.entry import Stage
 from motet.adapters.registry.registry import connect
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.router.usage import ledger_keeper

@@ -21,9 +21,9 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from redis.asyncio import Redis
 
-from motet.adapters.administration.administration import Administration
-from motet.adapters.tenants.audit_entry import Actor
-from motet.adapters.tenants.records import TenantRecord
+from motet.adapters.registry.administration.administration import Administration
+from motet.adapters.registry.tenants.audit_entry import Actor
+from motet.adapters.registry.tenants.records import TenantRecord
 from motet.router.oidc import issuer_keys, token_verifier
 from motet.router.oidc.issuer_keys import IssuerError, IssuerKeys, public_keys
 from motet.router.oidc.oidc_config import OidcConfig, is_safe

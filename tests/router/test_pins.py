@@ -14,8 +14,8 @@ import pytest
 from redis.asyncio import Redis
 
 from motet.adapters.registry.registry_scripts import TENANTS
-from motet.adapters.tenants.records import Quota, TenantRecord
-from motet.adapters.versions.pins import KnownPins
+from motet.adapters.registry.tenants.records import Quota, TenantRecord
+from motet.adapters.registry.versions.pins import KnownPins
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.residency.pin_keeper import SETTLE_S, PinKeeper
 from motet.router.residency.pin_places import places_of

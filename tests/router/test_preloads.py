@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from motet.adapters.registry.preloads import Preloads
-from motet.adapters.tenants.records import TenantRecord
+from motet.adapters.registry.tenants.records import TenantRecord
 from motet.router.openai_api.errors import ApiError
 from motet.router.text.text import TextService
 from motet.router.versions.preloader import MAX_IN_ALL, MAX_OF_TENANT, Preloader, may_begin, reason_of

@@ -8,7 +8,7 @@ import random
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.tenants.records import Quota
+from motet.adapters.registry.tenants.records import Quota
 from motet.router.quotas.bounds import bounds_of
 from motet.router.quotas.gcra import Bucket, admits, given_back, reserved, taken
 from motet.router.quotas.quota_account import QuotaAccount

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.tenants.records import Quota
+from motet.adapters.registry.tenants.records import Quota
 from motet.router.accounts.account import Account
 from motet.router.openai_api.errors import ApiError
 from motet.router.quotas import redis_quotas

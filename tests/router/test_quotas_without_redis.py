@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from motet.adapters.registry.registry import connect
-from motet.adapters.tenants.life import life_of
-from motet.adapters.tenants.records import Quota
+from motet.adapters.registry.tenants.life import life_of
+from motet.adapters.registry.tenants.records import Quota
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.router.accounts.account import Progress
 from motet.router.openai_api.errors import ApiError

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.adapters.ledger.entry import Entry, Stage
+from motet.adapters.registry.ledger.entry import Entry, Stage
 from motet.router.usage import orphaned_spools
 from motet.router.usage.ledger_keeper import LedgerKeeper
 from motet.router.usage.metering import Metering

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.administration import record_changes
+from motet.adapters.registry.administration import record_changes
 from motet.adapters.registry.registry import hash_key
-from motet.adapters.tenants.audit_entry import LOGGER
+from motet.adapters.registry.tenants.audit_entry import LOGGER
 from motet.tests.rigs.lora_files import lora_files
 from motet.tests.rigs.patience import eventually_in_loop
 from motet.tests.rigs.router_rig import BASE

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.administration.audit_log import AuditLog
-from motet.adapters.administration.tenant_registry import TenantRegistry
 from motet.adapters.errors import RegistryUnavailable
+from motet.adapters.registry.administration.audit_log import AuditLog
+from motet.adapters.registry.administration.tenant_registry import TenantRegistry
 from motet.adapters.registry.canary_counts import CanaryCounts, Outcome
 from motet.adapters.registry.registry_scripts import CANARIES
-from motet.adapters.tenants.audit_entry import Actor
-from motet.adapters.tenants.records import KeyRecord, TenantRecord
-from motet.adapters.versions.canary_policy import MIN_ANSWERS
+from motet.adapters.registry.tenants.audit_entry import Actor
+from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
+from motet.adapters.registry.versions.canary_policy import MIN_ANSWERS
 from motet.router.accounts.account import Ending, Progress
 from motet.router.tenants.identity import Identity
 from motet.router.text.text import TextService

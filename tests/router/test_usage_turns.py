@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from motet.adapters.errors import RegistryUnavailable
-from motet.adapters.ledger.ledger import Sum
-from motet.adapters.tenants.records import TenantRecord
+from motet.adapters.registry.ledger.ledger import Sum
+from motet.adapters.registry.tenants.records import TenantRecord
 from motet.router.openai_api.errors import ApiError
 from motet.router.usage import usage_turns
 from motet.router.usage.usage_api import UsageApi

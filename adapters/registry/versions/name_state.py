@@ -12,9 +12,9 @@ from typing import Final, Literal
 import msgspec
 from msgspec import structs
 
-from ..adapter import AdapterVersion
-from ..errors import NoSuchVersion, VersionRefused
-from ..names import check_alias
+from ...adapter import AdapterVersion
+from ...errors import NoSuchVersion, VersionRefused
+from ...names import check_alias
 from .rollout import (
     MAX_ALIASES,
     MAX_PINNED_GANGS,

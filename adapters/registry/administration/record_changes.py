@@ -9,10 +9,10 @@ from typing import Any, Final
 import msgspec
 from redis.asyncio import Redis
 
-from ..errors import RegistryUnavailable, TooManyKeys
-from ..registry.events import decode_key, decode_tenant
-from ..registry.redis_deadline import answered_within
-from ..registry.registry_scripts import API_KEYS, TENANTS
+from ...errors import RegistryUnavailable, TooManyKeys
+from ..events import decode_key, decode_tenant
+from ..redis_deadline import answered_within
+from ..registry_scripts import API_KEYS, TENANTS
 from ..tenants.audit_entry import AuditEntry, encode_entry, log_entry
 from ..tenants.records import KeyRecord, TenantRecord
 from .change_scripts import CHANGE_SCRIPT, CHANGED

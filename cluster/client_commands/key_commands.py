@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import click
 
-from ...adapters.tenants.records import Scope
+from ...adapters.registry.tenants.records import Scope
 from ..client.client import MotetClient
 from ..client.client_options import with_operator_client
 from .given import lifetime_s, quota_of, with_quota

@@ -12,8 +12,8 @@ from typing import Any, Final
 import msgspec
 from redis.asyncio import Redis
 
-from ..registry.redis_deadline import answered_within
-from ..registry.registry_scripts import HOLD_SWEEP_SCRIPT
+from ..redis_deadline import answered_within
+from ..registry_scripts import HOLD_SWEEP_SCRIPT
 from .entry import Entry, Group, parse_group
 from .ledger_scripts import ARCHIVIST, DAYS, ENTRIES, HOURS, LIVES, SEEN, SUMS_SCRIPT, TAKE_SCRIPT, prefix_of
 

@@ -8,8 +8,8 @@ from typing import Any, Final
 import msgspec
 from redis.asyncio import Redis
 
-from ..registry.redis_deadline import answered_within
-from ..registry.registry_scripts import AUDIT, AUDIT_ORDER, SETTINGS, TENANTS_AUDIT
+from ..redis_deadline import answered_within
+from ..registry_scripts import AUDIT, AUDIT_ORDER, SETTINGS, TENANTS_AUDIT
 from ..tenants.audit_entry import Actor, AuditEntry, WrittenEntry, decode_entry, encode_entry, log_entry
 from .change_scripts import READ_AUDIT_SCRIPT, READ_OPERATORS_SCRIPT, SETTINGS_KEYS, SETTINGS_SCRIPT
 

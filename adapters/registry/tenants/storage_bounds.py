@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import QuotaExceeded
+from ...errors import QuotaExceeded
 from .records import KeyRecord, TenantRecord
 
 

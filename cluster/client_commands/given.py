@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from ...adapters.tenants.records import Quota
+from ...adapters.registry.tenants.records import Quota
 from ..byte_size import parse_byte_size
 
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}

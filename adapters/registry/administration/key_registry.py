@@ -10,10 +10,10 @@ from typing import Any, Final
 from msgspec import structs
 from redis.asyncio import Redis
 
-from ..errors import NoSuchKey, TenantEnding
-from ..names import check_tenant
-from ..registry.events import key_id_of
-from ..registry.registry import hash_key
+from ...errors import NoSuchKey, TenantEnding
+from ...names import check_tenant
+from ..events import key_id_of
+from ..registry import hash_key
 from ..tenants.audit_entry import Actor, AuditEntry
 from ..tenants.records import KeyRecord, TenantRecord
 from .record_changes import Found, RecordChanges, Wanted

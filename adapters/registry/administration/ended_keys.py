@@ -8,9 +8,9 @@ from typing import Final
 
 from redis.asyncio import Redis
 
-from ..ended_tasks import end_tasks
-from ..errors import RegistryUnavailable
-from ..registry.redis_deadline import answered_within
+from ...ended_tasks import end_tasks
+from ...errors import RegistryUnavailable
+from ..redis_deadline import answered_within
 from .change_scripts import FORGET_KEYS_KEYS, FORGET_KEYS_SCRIPT
 
 KEPT_S: Final = 7 * 86_400  # after a key's end, in which its tenant sees in the list why it is refused

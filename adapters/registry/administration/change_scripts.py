@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..registry.canary_counts import NEWS, OF_A_LIFE, OF_A_TRIAL
-from ..registry.registry_scripts import (
+from ..canary_counts import NEWS, OF_A_LIFE, OF_A_TRIAL
+from ..registry_scripts import (
     ADAPTERS,
     API_KEYS,
     AUDIT,

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from ..adapter import AdapterVersion
+from ...adapter import AdapterVersion
 
 MAX_VERSIONS: Final = 10  # of a name, beside those that are pointed to: the oldest go first
 MAX_ALIASES: Final = 8  # of a name

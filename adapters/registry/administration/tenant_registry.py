@@ -9,9 +9,9 @@ from typing import Any, Final
 from msgspec import structs
 from redis.asyncio import Redis
 
-from ..errors import NoSuchTenant, TenantEnding, TenantExists
-from ..names import check_tenant
-from ..registry.redis_deadline import answered_within
+from ...errors import NoSuchTenant, TenantEnding, TenantExists
+from ...names import check_tenant
+from ..redis_deadline import answered_within
 from ..tenants.audit_entry import Actor, AuditEntry
 from ..tenants.life import life_of
 from ..tenants.records import TenantRecord

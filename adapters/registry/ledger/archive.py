@@ -22,8 +22,8 @@ from typing import BinaryIO, Final
 
 import msgspec
 
-from ..errors import RegistryUnavailable
-from ..store.durable_file import make_folder, replacing
+from ...errors import RegistryUnavailable
+from ...store.durable_file import make_folder, replacing
 from .ledger import Ledger, RawEntry
 
 _LOCK_INTERVAL_S: Final = 0.05

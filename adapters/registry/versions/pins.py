@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from ..adapter import AdapterVersion
+from ...adapter import AdapterVersion
 from .rollout import rollout_of
 
 Name = tuple[str, str]  # tenant, name
