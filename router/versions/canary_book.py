@@ -112,7 +112,7 @@ class CanaryBook:
         if failures:
             await self.counts.note_failures(failures)
             for key, reason in failures.items():
-                if self._unreported.values.get(key, "") == reason:  # else there is later news
+                if self._unreported.values.get(key, "") == reason:  # else there is a later report
                     self._unreported.drop(key)
 
     async def _flush_forever(self) -> None:

@@ -9,7 +9,7 @@ _Value = TypeVar("_Value")
 
 
 class RecentFailures(Generic[_Value]):
-    """Values by version, the oldest first, bounded for each tenant and in all: beyond a bound, its oldest is dropped."""
+    """Values by version, the oldest first. Beyond its bound, a tenant, or all together, lose their oldest."""
 
     def __init__(self, max_of_tenant: int, max_in_all: int) -> None:
         self._max_of_tenant = max_of_tenant
