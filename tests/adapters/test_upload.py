@@ -17,7 +17,7 @@ from motet.adapters.errors import AdapterError, AdapterInvalid, QuotaExceeded, R
 from motet.adapters.packing.layout import AdapterLayout
 from motet.adapters.packing.packing import pack
 from motet.adapters.registry.registry import Registry, connect
-from motet.adapters.registry.registry_scripts import SWEEP
+from motet.adapters.registry.registry_keys import SWEEP
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.registry.tenants.storage_bounds import StorageBound
 from motet.adapters.store.store import AdapterStore
