@@ -1,8 +1,9 @@
 """Heartbeats of the launches that share a registry, and one secret of their routers and gangs.
 
 A launch is one application on one cluster. Several share a registry while one cluster takes over from another. Each
-gives its own API keys, which are deleted when its heartbeats have stopped for long. Each router measures that by its own
-clock, from one heartbeat to the next, so that neither clocks that differ nor an outage of Redis expire a living launch.
+gives its own API keys, which are deleted when its heartbeats have stopped for long. Each router measures that by its
+own clock, from one heartbeat to the next, so that neither clocks that differ nor an outage of Redis expire a living
+launch.
 """
 
 from __future__ import annotations

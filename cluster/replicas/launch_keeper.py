@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ...adapters.errors import KeyTaken, RegistryUnavailable
-from ...adapters.registry.launches import Launches, ExpiredLaunches
+from ...adapters.registry.launches import ExpiredLaunches, Launches
 from ...adapters.registry.registry import Registry
 from ..settings.config_error import ConfigError
 
