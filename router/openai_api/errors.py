@@ -139,7 +139,7 @@ def from_adapter_error(error: AdapterError) -> ApiError | None:
         case QuotaExceeded():
             return insufficient_quota(message)
         case RegistryUnavailable():
-            return unavailable(sentence, "registry_unavailable")
+            return unavailable(f"The registry cannot be asked now: {message}", "registry_unavailable")
     return None
 
 

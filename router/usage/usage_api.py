@@ -13,8 +13,7 @@ from starlette.responses import Response
 
 from ...adapters.registry.ledger.ledger import Ledger, Sum
 from ...adapters.registry.registry_view import RegistryView
-from ...adapters.registry.tenants.life import life_of, parse_life
-from ...adapters.registry.tenants.records import TenantRecord
+from ...adapters.registry.tenants.records import TenantRecord, parse_tenant_id
 from ..loop_share import LoopShare
 from ..route import Answer, route
 from ..tenants.identity import Identity
@@ -51,7 +50,7 @@ class UsageApi:
     async def show(self, request: Request, identity: Identity) -> Answer:
         """A tenant hears of itself alone."""
         query = usage_query(request.query_params, datetime.now(UTC), for_operators=False)
-        return await self._answer(life_of(identity.tenant), query, lambda: _one(identity.tenant))
+        return await self._answer(identity.tenant.tenant_id, query, lambda: _one(identity.tenant))
 
     @route(
         "GET",
@@ -73,8 +72,8 @@ class UsageApi:
 
     async def _tenants(self) -> AsyncIterator[TenantRecord]:
         for life in await self._ledger.lives():
-            tenant = self._view.tenant(parse_life(life)[0])
-            if life_of(tenant) == life:
+            tenant = self._view.tenant(parse_tenant_id(life)[0])
+            if tenant.tenant_id == life:
                 yield tenant
 
     async def _answer(
@@ -85,7 +84,7 @@ class UsageApi:
             hold = turn.enter_context(self._held.answer(is_csv=query.is_csv))
             found, share = UsageSums(query, self._prices), LoopShare()
             async for tenant in tenants():
-                for pages in self._reads(life_of(tenant), query):
+                for pages in self._reads(tenant.tenant_id, query):
                     async with self._turns.reading():
                         async for page in pages:
                             found.add(tenant.name, page)

@@ -11,7 +11,6 @@ from starlette.requests import Request
 
 from ...adapters.errors import NoSuchVersion
 from ...adapters.registry.canary_counts import CanaryCounts
-from ...adapters.registry.tenants.life import life_of
 from ...adapters.registry.versions import name_state
 from ...adapters.registry.versions.name_state import NameState
 from ...adapters.registry.versions.rollout import Canary
@@ -153,7 +152,7 @@ class TrialsApi:
         if body.score == 0:
             raise invalid_value("score", "it says neither good nor bad: above 0 is good, below 0 is bad.")
         is_good = body.thumb == "up" if body.score is None else body.score > 0
-        tenant = life_of(identity.tenant)
+        tenant = identity.tenant.tenant_id
         rate = partial(self._counts.rate, tenant, body.id, is_good=is_good, comment=body.comment)
         is_counted = await rate()
         if not is_counted:  # the answer may be so new that its router has not reported it to Redis yet

@@ -196,6 +196,6 @@ async def change_name(
     """Changes the name in the path; what the registry has of it then. `action`: for the audit log."""
     name: str = request.path_params["name"]
     entry = identity.entry(request, action, name)
-    state = await uploads.change(identity.name, name, change, entry, identity.tenant.num_ended, max_pinned_bytes)
+    state = await uploads.change(identity.name, name, change, entry, identity.tenant.incarnation, max_pinned_bytes)
     record_of(request.scope).model = name
     return state
