@@ -17,9 +17,7 @@ _TILES_TOGETHER = 32  # whose rows of x a cache holds while a weight's columns g
 class TritonGroups(ExpertGroups):
     """All pairs of the batch, those of other workers' experts included: only the device knows how many these are."""
 
-    experts: (
-        torch.Tensor
-    )  # [num_pairs] int64, from this worker's first; its number of experts: another worker's
+    experts: torch.Tensor  # [num_pairs] int64, from this worker's first; its number of experts: another worker's
     places: torch.Tensor  # [num_rows, top_k] int64, where each row's pairs stand
 
 
