@@ -164,7 +164,7 @@ class RouterReplica:
         name = uuid4().hex[:8]
         self._labels = {"router": name, "base": config.serving.name}
         counts = CanaryCounts(self._redis)
-        self._canaries, self._judge = CanaryBook(self._view, counts), CanaryJudge(self._uploads, counts)
+        self._canaries, self._judge = CanaryBook(counts), CanaryJudge(self._uploads, counts)
         self._canaries.start()
         self._judge.start()
         self._ended_keys = EndedKeys(self._redis)

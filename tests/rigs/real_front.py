@@ -123,7 +123,7 @@ async def real_front(
     uploads = UploadService(AdapterStore(folder / "store"), registry, view, [LAYOUT], LIMITS, reserved={BASE})
     await view.start()
     dispatcher = FakeDispatcher(answer=encoded(text, "hello world"))
-    quotas, canaries = Quotas(redis, lambda: 1, wait_s=PATIENCE_S), CanaryBook(view, CanaryCounts(redis))
+    quotas, canaries = Quotas(redis, lambda: 1, wait_s=PATIENCE_S), CanaryBook(CanaryCounts(redis))
     usage = Usage(
         redis, folder / "ledger", folder / "archive", kept_days=1, spool_bytes=1 << 30, min_free_bytes=0, prices=None
     )
