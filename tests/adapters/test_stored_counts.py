@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from motet.adapters.errors import QuotaExceeded
+from motet.adapters.registry.administration.tenant_registry import TenantRegistry
 from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_keys import STORED, STORED_IS_COUNTED
+from motet.adapters.registry.tenants.audit_entry import Actor
 from motet.adapters.registry.tenants.storage_bounds import StorageBound, StorageUse, check_pinned, check_storage
 from motet.adapters.registry.versions.name_state import VersionNote, with_alias
 from motet.adapters.registry.versions.rollout import MAX_VERSIONS
@@ -121,7 +123,7 @@ async def test_a_recount_says_what_the_counts_said(registry: Registry, redis_cli
 
 async def test_a_tenant_that_is_gone_leaves_no_counts(registry: Registry, redis_client: Redis) -> None:
     await put(registry, "x", 1, 100)
-    await registry.stored.forget("acme")
+    await TenantRegistry(redis_client).delete("acme", Actor(kind="operator"))
     assert not await redis_client.exists(STORED + "acme")
 
 

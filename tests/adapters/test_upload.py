@@ -157,7 +157,7 @@ async def test_each_router_keeps_its_own_layouts_whoever_sweeps(parts: Parts, ca
     assert await parts.uploads.sweep() == 0 and packed() == 2
     pass_time()
     assert await parts.uploads.sweep() == 0 and packed() == 1
-    assert "removed 1 packed files of layouts that nobody has used" in caplog.text
+    assert "removed 1 packed files of layouts that are no longer used" in caplog.text
 
 
 async def test_a_sweep_that_died_is_taken_over(parts: Parts) -> None:
