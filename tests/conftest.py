@@ -18,6 +18,7 @@ from motet.adapters.registry.registry import connect
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.kernels.backend import Kernels
 from motet.router.answers import generation_response
+from motet.tests.rigs.cost_report import CostReport
 from motet.tests.rigs.native_builds import BUILDS, load_build
 from motet.tests.rigs.patience import PATIENCE_S
 
@@ -33,12 +34,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--network-seeds", type=int, default=200, help="Runs of test_network_fuzz.py.")
     group.addoption("--first-network-seed", type=int, default=0, help="The seed of the first of them.")
     group.addoption("--hostile-scale", type=float, default=0.1, help="Size of the attacks in tests/hostile; 1: whole.")
+    group.addoption("--by-file", action="store_true", help="Print what the tests of each file cost.")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """In the background of a script SIGINT is ignored, and processes that tests start would inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("by_file"):
+        config.pluginmanager.register(CostReport())
 
 
 # Files that take long, the longest first: tests are shared out file by file, and a long one in the end would run alone.
