@@ -17,7 +17,7 @@ from ..adapters.registry.registry_view import RegistryView
 from ..adapters.registry.tenants.life import life_number
 from ..workers.wire.messages import AdapterRef
 from .access.request_record import NUM_ANSWER_CHARS, record_of
-from .accounts.account import Accounts, Asked
+from .accounts.account import Accounts, AnswerRequest
 from .answers.answer_shape import AnswerHead, AnswerShape
 from .answers.chat_answer import ChatAnswer
 from .answers.completion_answer import CompletionAnswer
@@ -130,7 +130,7 @@ class CompletionsApi:
     async def complete(self, http: Request) -> GenerationResponse:
         started_at = time.perf_counter()
         identity = self._door.identify(http, "infer")
-        record_of(http.scope).headers = self._accounts.at_door(identity, LAST_EVENT_ID in http.headers)
+        record_of(http.scope).headers = self._accounts.precheck(identity, LAST_EVENT_ID in http.headers)
         tenant = identity.name
         async with self._body(http, tenant, CompletionRequest, self._config.now.max_sequences_per_request) as request:
             position = self._position(http, request, tenant)
@@ -172,7 +172,7 @@ class CompletionsApi:
     async def chat(self, http: Request) -> GenerationResponse:
         started_at = time.perf_counter()
         identity = self._door.identify(http, "infer")
-        record_of(http.scope).headers = self._accounts.at_door(identity, LAST_EVENT_ID in http.headers)
+        record_of(http.scope).headers = self._accounts.precheck(identity, LAST_EVENT_ID in http.headers)
         tenant = identity.name
         async with self._body(http, tenant, ChatRequest, 1) as request:
             position = self._position(http, request, tenant)
@@ -350,7 +350,7 @@ class CompletionsApi:
             self._metrics.num_resumed_streams += position is not None
         running = Generation(generation, self._dispatcher, self._text, self._metrics, started_at)
         context = self._base.gang().max_model_len
-        asked = Asked(
+        asked = AnswerRequest(
             identity=identity,
             response_id=head.id,
             model=request.model,

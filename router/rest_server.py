@@ -91,7 +91,7 @@ def create_app(
     models = ModelsApi(base, view, door)
     if canaries is not None:
         accountants = (*accountants, canaries)
-    accounts = Accounts(accountants) if quotas is None else Accounts((quotas, *accountants), quotas.at_door)
+    accounts = Accounts(accountants) if quotas is None else Accounts((quotas, *accountants), quotas.precheck)
     shadows = None if canaries is None else ShadowSender(dispatcher, text, canaries, accounts)
     completions = CompletionsApi(config, base, dispatcher, view, text, metrics, door, accounts, shadows)
     adapters = AdaptersApi(config, door, uploads, metrics)

@@ -16,5 +16,10 @@ def test_files_that_are_not_python_are_shipped() -> None:
         for pattern in patterns
         for path in ROOT.joinpath(*package.split(".")[1:]).glob(pattern)
     }
-    needed = {Path("py.typed"), *(path.relative_to(ROOT) for path in (ROOT / "kernels" / "cpp").iterdir())}
+    product = {package.split(".")[1] for package in SETUPTOOLS["packages"] if "." in package}
+    needed = {
+        Path("py.typed"),
+        *(path.relative_to(ROOT) for path in (ROOT / "kernels" / "cpp").iterdir()),
+        *(path.relative_to(ROOT) for part in product for path in (ROOT / part).rglob("*.lua")),
+    }
     assert shipped == needed

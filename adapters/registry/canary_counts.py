@@ -6,7 +6,6 @@ those who ask, each decides little: how much of one sticky key counts is bounded
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from typing import Any, Final, Literal
 from redis.asyncio import Redis
 
 from .canary_scripts import COUNT_SCRIPT, FORGET_NEWS_SCRIPT, RATE_SCRIPT
+from .lease import Lease
 from .redis_deadline import answered_within
-from .registry_scripts import HOLD_SWEEP_SCRIPT, PREFIX
+from .registry_scripts import PREFIX
 from .versions.canary_policy import FIRST_TOKEN_EDGES_S, PER_TOKEN_EDGES_S, ArmCounts
 
 Arm = Literal["stable", "canary", "shadow"]
@@ -78,7 +78,7 @@ class CanaryCounts:
         self._clock = clock
         self._count_script = client.register_script(COUNT_SCRIPT)
         self._rate_script = client.register_script(RATE_SCRIPT)
-        self._hold_script = client.register_script(HOLD_SWEEP_SCRIPT)
+        self._judge = Lease(client, _JUDGE, timeout_s)
         self._forget_news_script = client.register_script(FORGET_NEWS_SCRIPT)
 
     async def add(self, outcomes: Sequence[Outcome]) -> None:
@@ -158,9 +158,7 @@ class CanaryCounts:
 
     async def hold_judging(self, router_id: str, hold_s: float) -> bool:
         """Makes one router the judge for `hold_s`, as often as it asks; 0 ends it. False: another one is."""
-        async with answered_within(self._timeout_s):
-            held = await self._hold_script(keys=[_JUDGE], args=[router_id, math.ceil(hold_s * 1000)])
-        return bool(held)
+        return await self._judge.hold(router_id, hold_s)
 
     async def note_failures(self, failures: Mapping[tuple[str, str, int], str | None]) -> None:
         """Why gangs could not load versions, by tenant, name and version; None: they can. Forgotten after ten minutes.

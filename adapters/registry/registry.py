@@ -6,7 +6,6 @@ to a stream. The commands are those of Redis 7.0.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -24,6 +23,7 @@ from ..errors import KeyTaken
 from ..names import check_tenant
 from .digest_set import DigestSet
 from .events import AdapterDeleted, RegistryEvent, decode_adapter, decode_event, decode_key
+from .lease import Lease
 from .name_records import NameRecords
 from .redis_deadline import answered_within
 from .registry_scripts import (
@@ -37,7 +37,6 @@ from .registry_scripts import (
     DIGESTS_SCRIPT,
     EVENTS,
     GIVE_KEYS_SCRIPT,
-    HOLD_SWEEP_SCRIPT,
     LAUNCH_KEYS,
     LIST_SCRIPT,
     NAMES,
@@ -120,7 +119,6 @@ class Registry:
         self._digests_script = client.register_script(DIGESTS_SCRIPT)
         self._scan_script = client.register_script(SCAN_SCRIPT)
         self._tenants_script = client.register_script(TENANTS_SCRIPT)
-        self._hold_sweep_script = client.register_script(HOLD_SWEEP_SCRIPT)
 
     async def ping(self) -> None:
         async with self._bounded():
@@ -245,9 +243,7 @@ class Registry:
 
     async def hold_sweep(self, store_id: str, sweep_id: str, hold_s: float) -> bool:
         """Gives a store to one sweep for `hold_s`, as often as it asks; 0 frees it. False: another holds it."""
-        async with self._bounded():
-            held = await self._hold_sweep_script(keys=[SWEEP + store_id], args=[sweep_id, math.ceil(hold_s * 1000)])
-        return bool(held)
+        return await Lease(self._client, SWEEP + store_id, self._timeout_s).hold(sweep_id, hold_s)
 
     async def set_key(self, tenant: str, key: str) -> None:
         """Gives the API key to the tenant, until `delete_key`. Raises KeyTaken if it belongs to another tenant."""

@@ -354,14 +354,3 @@ end
 found[1] = tenant
 return found
 """
-# sweep, milliseconds. Gives the store to this sweep for so long, and returns 1; 0: another sweep holds it.
-HOLD_SWEEP_SCRIPT = """
-local holder = redis.call('GET', KEYS[1])
-if holder and holder ~= ARGV[1] then return 0 end
-if tonumber(ARGV[2]) > 0 then
-  redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-else
-  redis.call('DEL', KEYS[1])
-end
-return 1
-"""

@@ -23,12 +23,13 @@ class Progress:
     num_prompt_tokens: int
     num_cached_tokens: int  # of the prompt's, that were not computed
     num_completion_tokens: int
+    num_recomputed_tokens: int = 0  # computed again after a preemption or a lost gang: the operator's cost
     kv_page_ms: int = 0  # pages of KV in device memory times milliseconds, as far as gangs have told
     adapter_page_ms: int = 0  # the same, of its part of its adapter's pages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class AnswerRequest:
     """An answer that is about to be made."""
 
     identity: Identity
@@ -69,31 +70,33 @@ class Account(Protocol):
 
 
 class Accountant(Protocol):
-    async def open(self, asked: Asked) -> Account:
+    async def open(self, request: AnswerRequest) -> Account:
         """Raises `ApiError` if the answer must not be made."""
 
 
-AtDoor = Callable[[Identity, bool], Sequence[tuple[bytes, bytes]]]
+# (identity, is_resuming: whether the client resumes a stream) -> headers
+Precheck = Callable[[Identity, bool], Sequence[tuple[bytes, bytes]]]
 
 
 class Accounts:
     """Several accountants as one: an answer that any of them refuses is opened at none."""
 
-    def __init__(self, accountants: Sequence[Accountant], at_door: AtDoor = lambda identity, comes_back: ()) -> None:
-        """The first one is asked first: those that refuse most cheaply stand in front.
+    def __init__(
+        self, accountants: Sequence[Accountant], precheck: Precheck = lambda identity, is_resuming: ()
+    ) -> None:
+        """The accountants are opened in order: put those that refuse most cheaply first.
 
-        `at_door`: is asked before a request is read, and told whether its client comes back for the rest of a stream.
-        It raises ApiError, or returns headers for an answer that comes to no account, as one that says what is wrong
-        with the request.
+        `precheck` is called before a request is read. It raises ApiError, or returns headers for answers that open no
+        account, such as one that says what is wrong with the request.
         """
         self._accountants = tuple(accountants)
-        self.at_door = at_door
+        self.precheck = precheck
 
-    async def open(self, asked: Asked) -> Account:
+    async def open(self, request: AnswerRequest) -> Account:
         accounts: list[Account] = []
         try:
             for accountant in self._accountants:
-                accounts.append(await accountant.open(asked))
+                accounts.append(await accountant.open(request))
         except BaseException as error:
             code = error.detail.code or "" if isinstance(error, ApiError) else "internal_error"
             refused = Ending(
@@ -107,10 +110,10 @@ class Accounts:
                 with suppress(Exception):
                     account.settle(refused)
             raise
-        return _Joint(accounts)
+        return _AllAccounts(accounts)
 
 
-class _Joint:
+class _AllAccounts:
     def __init__(self, accounts: Sequence[Account]) -> None:
         self._accounts = tuple(accounts)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ..accounts.account import Asked, Ending
+from ..accounts.account import AnswerRequest, Ending
 from .bounds import Bounds
 from .local_shares import Held
 from .standing import Headers
@@ -31,7 +31,9 @@ class QuotaAccount:
 
     __slots__ = ("_on_end", "asked", "bounds", "headers", "held", "is_unheard", "lease", "num_tokens")
 
-    def __init__(self, bounds: Bounds, lease: str, asked: Asked, on_end: Callable[[QuotaAccount, int], None]) -> None:
+    def __init__(
+        self, bounds: Bounds, lease: str, asked: AnswerRequest, on_end: Callable[[QuotaAccount, int], None]
+    ) -> None:
         self.bounds, self.lease, self.asked = bounds, lease, asked
         self.num_tokens = asked.num_prompt_tokens + asked.num_new_tokens  # that it may use
         self.headers: Headers = []

@@ -20,7 +20,7 @@ from uuid import uuid4
 from redis.asyncio import Redis
 
 from ...adapters.ended_tasks import end_tasks
-from ..accounts.account import Account, Asked
+from ..accounts.account import Account, AnswerRequest
 from ..tenants.identity import Identity
 from .bounds import Bounds, bounds_of
 from .known_buckets import KnownBuckets
@@ -74,7 +74,7 @@ class Quotas:
         await end_tasks(self._keeper, self._returner)
         await self._redis.close()
 
-    async def open(self, asked: Asked) -> Account:
+    async def open(self, asked: AnswerRequest) -> Account:
         bounds = bounds_of(asked.identity)
         if bounds is None:
             return UNBOUNDED
@@ -88,10 +88,10 @@ class Quotas:
         self._count_stream(bounds, 1)
         return account
 
-    def at_door(self, identity: Identity, comes_back: bool = False) -> Headers:
+    def precheck(self, identity: Identity, is_resuming: bool = False) -> Headers:
         """Headers of what is known to be left, before a request is read.
 
-        Raises the 429 that it would get anyway for the requests that were made before it. `comes_back`: for the rest
+        Raises the 429 that it would get anyway for the requests that were made before it. `is_resuming`: for the rest
         of a stream, which is not charged again; so `open` decides.
         """
         bounds = bounds_of(identity)
@@ -100,7 +100,7 @@ class Quotas:
         now_us = _now_us()
         limits = [float(rate.limit) for rate in bounds.rates]
         standing = Standing(bounds, now_us, self._known.of(bounds), limits, 0, 0)
-        if not (self.is_local or comes_back):
+        if not (self.is_local or is_resuming):
             # Requests hardly ever come back, and other routers only take more of them.
             over = rate_refusal(standing, {"requests": 1})
             if over is not None:

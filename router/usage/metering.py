@@ -9,7 +9,7 @@ import msgspec
 
 from ...adapters.registry.ledger.entry import Entry, Stage
 from ...adapters.registry.tenants.life import life_number
-from ..accounts.account import Account, Asked, Ending, Progress
+from ..accounts.account import Account, AnswerRequest, Ending, Progress
 from ..loop_share import LoopShare
 from ..openai_api.errors import unavailable
 from ..openai_api.response_id import parse_response_id
@@ -27,7 +27,7 @@ class Metering:
         self._spool = spool
         self._open: dict[_MeteredAnswer, None] = {}  # in the order in which they were opened
 
-    async def open(self, asked: Asked) -> Account:
+    async def open(self, asked: AnswerRequest) -> Account:
         """Raises a 503 when no room is left to write down what the answer will have cost."""
         key = asked.identity.key.key_id
         num_bytes = _FIXED_BYTES + len(asked.response_id) + 6 * (len(asked.model) + len(key))  # JSON may escape names
@@ -57,7 +57,7 @@ class Metering:
 
 
 class _MeteredAnswer:
-    def __init__(self, books: Metering, spool: Spool, asked: Asked, num_bytes: int) -> None:
+    def __init__(self, books: Metering, spool: Spool, asked: AnswerRequest, num_bytes: int) -> None:
         self._books, self._spool, self._asked, self._num_bytes = books, spool, asked, num_bytes
         self._written: tuple[int, int] | None = None  # output tokens, and the segment that tells of them
 

@@ -20,7 +20,7 @@ from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.life import life_of
 from ...adapters.registry.versions.canary_policy import first_token_bin, per_token_bin
 from ...adapters.registry.versions.rollout import rollout_of
-from ..accounts.account import Account, Asked, Ending
+from ..accounts.account import Account, AnswerRequest, Ending
 from .remembered import Remembered
 
 FLUSH_S: Final = 0.2  # what a router that is killed loses
@@ -64,11 +64,11 @@ class CanaryBook:
             for _ in range(_MAX_FAILED // _MAX_BATCH):
                 await self.flush()
 
-    async def open(self, asked: Asked) -> Account:
+    async def open(self, asked: AnswerRequest) -> Account:
         version = asked.version
         return _Line(self, asked, None if version is None else await self._trial(asked, version))
 
-    def note(self, asked: Asked, trial: _InTrial | None, ending: Ending) -> None:
+    def note(self, asked: AnswerRequest, trial: _InTrial | None, ending: Ending) -> None:
         """Takes in how an answer has ended. `trial`: that it counts in; None: in none."""
         version = asked.version
         counted = counted_of(ending, is_resumed=asked.is_resumed)
@@ -125,7 +125,7 @@ class CanaryBook:
                 _log.exception("answers of canaries cannot be counted")
             await asyncio.sleep(FLUSH_S)
 
-    async def _trial(self, asked: Asked, version: AdapterVersion) -> _InTrial | None:
+    async def _trial(self, asked: AnswerRequest, version: AdapterVersion) -> _InTrial | None:
         """The trial that an answer belongs to, and for which of the two versions it speaks."""
         if "@" in asked.model:
             return None
@@ -144,7 +144,7 @@ class CanaryBook:
 class _Line:
     headers: Sequence[tuple[bytes, bytes]] = ()
 
-    def __init__(self, book: CanaryBook, asked: Asked, trial: _InTrial | None) -> None:
+    def __init__(self, book: CanaryBook, asked: AnswerRequest, trial: _InTrial | None) -> None:
         self._book, self._asked, self._trial = book, asked, trial
 
     def settle(self, ending: Ending) -> None:

@@ -19,7 +19,7 @@ from ...adapters.registry.tenants.life import life_of
 from ...adapters.registry.versions.canary_choice import gets_canary
 from ...adapters.registry.versions.rollout import Shadow, rollout_of, version_of
 from ...workers.wire.messages import AdapterRef
-from ..accounts.account import Accounts, Asked, Ending
+from ..accounts.account import Accounts, AnswerRequest, Ending
 from ..fleet.dispatch import Dispatcher
 from ..generation.generation import Generation, GenerationRequest, SequenceFailedError
 from ..metrics import Metrics
@@ -110,7 +110,7 @@ class ShadowSender:
         started_at = time.perf_counter()
         generation = Generation(request, self._dispatcher, self._text, Metrics(), started_at)
         (prompt,) = request.prompts
-        asked = Asked(
+        asked = AnswerRequest(
             identity=identity,
             response_id=str(new_response_id(ID_PREFIX, int(time.time()), fingerprint_of(shadow.id))),
             model=f"{version.name}@{version.version}",

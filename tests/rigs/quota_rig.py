@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from motet.adapters.registry.registry import connect
 from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantRecord
-from motet.router.accounts.account import Account, Asked, Ending, Progress
+from motet.router.accounts.account import Account, AnswerRequest, Ending, Progress
 from motet.router.openai_api.errors import ApiError
 from motet.router.quotas.quotas import Quotas
 from motet.router.tenants.identity import Identity
@@ -43,8 +43,8 @@ def asked(
     is_resumed: bool = False,
     is_stream: bool = True,
     by_now: Callable[[], Progress] = progress,
-) -> Asked:
-    return Asked(
+) -> AnswerRequest:
+    return AnswerRequest(
         identity=who,
         response_id=response_id or f"cmpl-{next(NUMBERS)}",
         model="base",
@@ -65,7 +65,7 @@ def ending(prompt: int = 10, completion: int = 0, error: str = "") -> Ending:
     )
 
 
-async def try_open(quotas: Quotas, one: Asked) -> Account | ApiError:
+async def try_open(quotas: Quotas, one: AnswerRequest) -> Account | ApiError:
     try:
         return await quotas.open(one)
     except ApiError as error:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
-from motet.router.accounts.account import Account, Accounts, Asked, Ending, Progress
+from motet.router.accounts.account import Account, Accounts, AnswerRequest, Ending, Progress
 from motet.router.openai_api.errors import ApiError
 from motet.router.tenants.identity import Identity
 
@@ -20,7 +20,7 @@ class Book:
     def __init__(self, name: str, log: list[str], refusal: ApiError | None = None) -> None:
         self._name, self._log, self._refusal = name, log, refusal
 
-    async def open(self, asked: Asked) -> Account:
+    async def open(self, asked: AnswerRequest) -> Account:
         self._log.append(f"{self._name} opens")
         if self._refusal is not None:
             raise self._refusal
@@ -39,8 +39,8 @@ class _Line:
         self._log.append(f"{self._name} settles {ending.error or ending.progress.num_completion_tokens}")
 
 
-def asked() -> Asked:
-    return Asked(
+def asked() -> AnswerRequest:
+    return AnswerRequest(
         identity=Identity(TenantRecord(name="acme"), KeyRecord(key_id="k", tenant="acme")),
         response_id="cmpl-1",
         model="base",

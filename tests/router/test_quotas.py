@@ -272,7 +272,7 @@ async def test_without_quotas_redis_is_not_asked(redis_client: Redis, redis_url:
         account = await quotas.open(asked(identity()))
         account.settle(ending())
         assert headers(account) == {}
-        assert quotas.at_door(identity()) == []
+        assert quotas.precheck(identity()) == []
         bounded = await quotas.open(asked(identity(Quota(requests_per_minute=5))))
         bounded.settle(ending())
     calls = await redis_client.info("commandstats")
@@ -292,12 +292,12 @@ async def test_at_the_door_who_has_no_requests_left_is_refused_unasked(redis_cli
     who = identity(Quota(requests_per_minute=2))
     async with routers(redis_url, 1) as (quotas,):
         for _ in range(2):
-            quotas.at_door(who)
+            quotas.precheck(who)
             await quotas.open(asked(who))
         await redis_client.config_resetstat()
         with pytest.raises(ApiError, match="requests a minute: limit 2, left 0"):
-            quotas.at_door(who)
-        quotas.at_door(who, comes_back=True)
+            quotas.precheck(who)
+        quotas.precheck(who, is_resuming=True)
         assert "cmdstat_evalsha" not in await redis_client.info("commandstats")
         assert await redis_client.exists(QuotaKeys("acme").rates)
 
@@ -316,7 +316,7 @@ async def test_who_gets_the_name_of_a_deleted_tenant_begins_anew(redis_client: R
         await quotas.open(asked(identity(quota), prompt=10, new=90))
         assert isinstance(await try_open(quotas, asked(identity(quota))), ApiError)
         following = identity(quota, num_ended=1)
-        quotas.at_door(following)
+        quotas.precheck(following)
         again = await quotas.open(asked(following, prompt=10, new=90))
         assert headers(again)["x-ratelimit-remaining-requests"] == "0"
         assert isinstance(await try_open(quotas, asked(identity(quota))), ApiError)

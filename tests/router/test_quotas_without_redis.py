@@ -178,7 +178,7 @@ async def test_what_is_resumed_goes_on_whatever_the_share(server: RedisServer) -
         await lose_with_paused(server, quotas)
         await quotas.open(asked(who, prompt=100, new=400))
         assert isinstance(await try_open(quotas, asked(who, prompt=100, new=400)), ApiError)
-        quotas.at_door(who, comes_back=True)
+        quotas.precheck(who, is_resuming=True)
         await quotas.open(asked(who, prompt=100, new=400, is_resumed=True))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from motet.router.accounts.account import Account, Asked, Ending
+from motet.router.accounts.account import Account, AnswerRequest, Ending
 from motet.router.openai_api.errors import ApiError
 from motet.router.openai_api.response_id import parse_response_id
 from motet.router.text.text import TextService
@@ -32,10 +32,10 @@ class Books:
 
     def __init__(self) -> None:
         self.has_room = True
-        self.asked: list[Asked] = []  # shadows
+        self.asked: list[AnswerRequest] = []  # shadows
         self.settled: list[Ending] = []  # of all
 
-    async def open(self, asked: Asked) -> Account:
+    async def open(self, asked: AnswerRequest) -> Account:
         if asked.response_id.startswith("shadow-"):
             self.asked.append(asked)
             if not self.has_room:

@@ -12,8 +12,8 @@ from typing import Any, Final
 import msgspec
 from redis.asyncio import Redis
 
+from ..lease import Lease
 from ..redis_deadline import answered_within
-from ..registry_scripts import HOLD_SWEEP_SCRIPT
 from .entry import Entry, Group, parse_group
 from .ledger_scripts import ARCHIVIST, DAYS, ENTRIES, HOURS, LIVES, SEEN, SUMS_SCRIPT, TAKE_SCRIPT, prefix_of
 
@@ -55,7 +55,7 @@ class Ledger:
         self.kept_days, self._timeout_s, self._max_groups = kept_days, timeout_s, max_groups
         self._take_script = client.register_script(TAKE_SCRIPT)
         self._sums_script = client.register_script(SUMS_SCRIPT)
-        self._hold_script = client.register_script(HOLD_SWEEP_SCRIPT)
+        self._archivist = Lease(client, ARCHIVIST, timeout_s)
 
     async def take(self, entries: Sequence[Entry]) -> None:
         """Takes entries in, of any tenants. Each may have been taken in before."""
@@ -126,8 +126,7 @@ class Ledger:
 
     async def hold_archive(self, owner: str, hold_s: float) -> bool:
         """Whether `owner` alone archives, for so long from now on."""
-        async with answered_within(self._timeout_s):
-            return bool(await self._hold_script(keys=[ARCHIVIST], args=[owner, int(hold_s * 1000)]))
+        return await self._archivist.hold(owner, hold_s)
 
     async def _sums(self, key: str) -> AsyncIterator[list[tuple[int, Group, tuple[int, ...]]]]:
         # Redis may tell a field twice while it makes room for more. By hour or day, since a set that is large takes
