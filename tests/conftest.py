@@ -33,7 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--kill-rounds", type=int, default=1, help="Kills of each kind of process in test_kills.py.")
     group.addoption("--network-seeds", type=int, help="Runs of test_network_fuzz.py: 40, or 400 with --thorough.")
     group.addoption(
-        "--hostile-scale", type=float, help="Size of the attacks in tests/hostile: 0.1, or 1, their whole size, if thorough."
+        "--hostile-scale",
+        type=float,
+        help="Size of the attacks in tests/hostile: 0.1, or 1, their whole size, if thorough.",
     )
     group.addoption("--by-file", action="store_true", help="Print what the tests of each file cost.")
     group.addoption("--note-passed", action="store_true", help="Note in tests/passed.json which covered files passed.")

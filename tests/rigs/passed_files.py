@@ -1,8 +1,8 @@
 """Test files that are left out while nothing has changed since they last passed.
 
-Each depends on one part alone, costs minutes, and gives the same result every time. `tests/passed.json` holds, for each,
+Each depends on one part alone, costs minutes, and gives the same result every time. `tests/passed.json` holds for each
 a digest of all its sources and the dependencies with which they passed. Only a run in which every test of the file
-passed writes there (`passed_plugin.py`); commit it with the change. `scripts/test` leaves such files out, and
+passed writes there (`passing_runs.py`); commit it with the change. `scripts/test` leaves such files out, and
 `scripts/test --all` leaves out none.
 """
 
@@ -45,7 +45,9 @@ class Covered:
 
 COVERED = (
     Covered("tests/interpreted/test_*.py", also=("tests/interpreted/conftest.py",)),
-    Covered("tests/kernels/test_triton*.py", also=("docs/kernels.md", "benchmarks/gpu/run.py", "benchmarks/gpu/sweep.py")),
+    Covered(
+        "tests/kernels/test_triton*.py", also=("docs/kernels.md", "benchmarks/gpu/run.py", "benchmarks/gpu/sweep.py")
+    ),
     Covered("tests/kernels/test_native*.py", also=("tests/kernels/conftest.py", "kernels/cpp/*"), is_native=True),
     Covered(
         "tests/kernels/test_sanitizers.py",
@@ -93,19 +95,11 @@ def sources(file: str, group: Covered, root: Path = ROOT) -> Sources:
     return Sources(tuple(sorted(str(path.relative_to(root)) for path in files)), frozenset(own))
 
 
-@cache
 def _named_in(path: Path, root: Path) -> tuple[list[Path], set[str]]:
-    """Files of the checkout that a Python file names, and top-level names of other packages that it imports.
-
-    A module is named by an import, at any depth, or by a text: processes are started with the names of modules.
-    """
-    source = path.read_text()
-    imported = list(imported_modules(source, module_of(path, root)))
-    texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
-    named = {text for text in texts if isinstance(text, str) and text.startswith("motet.")}
+    """Files of the checkout that a Python file names, and top-level names of other packages that it imports."""
     files: list[Path] = []
     foreign: set[str] = set()
-    for name in {*imported, *named}:
+    for name in _modules_named_in(path.read_text(), module_of(path, root)):
         top = name.partition(".")[0]
         beside = path.with_name(f"{top}.py")  # of a program, which imports what lies beside it
         if top == "motet":
@@ -118,13 +112,26 @@ def _named_in(path: Path, root: Path) -> tuple[list[Path], set[str]]:
     return files, foreign
 
 
+@cache
+def _modules_named_in(source: str, module: str) -> frozenset[str]:
+    """Modules that are imported, at any depth, or named in a text: processes are started with the names of modules."""
+    texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    named = {text for text in texts if isinstance(text, str) and text.startswith("motet.")}
+    return frozenset({*imported_modules(source, module), *named})
+
+
 def dependencies(foreign: Iterable[str], is_native: bool) -> str:
     """The versions of what these tests use, and where they are native the compiler and the processor."""
-    packages = packages_distributions()
-    names = {name for module in foreign for name in packages.get(module, ())}
+    names = {name for module in foreign for name in _distributions().get(module, ())}
     found = [f"Python {sys.version_info.major}.{sys.version_info.minor}"]
     found += [f"{name} {version(name)}" for name in sorted(names, key=str.lower)]
     return ", ".join([*found, *(_machine() if is_native else ())])
+
+
+@cache
+def _distributions() -> Mapping[str, list[str]]:
+    """The installed distributions by the modules that they have; reading them all takes a second."""
+    return packages_distributions()
 
 
 @cache

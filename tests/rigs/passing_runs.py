@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
+from pathlib import Path
 
 import pytest
 
+from motet.tests.rigs.imports import ROOT
 from motet.tests.rigs.passed_files import PassedFiles, standing
 
 
@@ -16,8 +18,9 @@ class PassingRuns:
     A test that is skipped has not passed. A run of some tests of a file must not use this plugin.
     """
 
-    def __init__(self) -> None:
-        self._began = {file: (digest, used) for file, (digest, used, _) in standing().items()}
+    def __init__(self, root: Path = ROOT) -> None:
+        self._root = root
+        self._began = self._now()
         self._wanted: defaultdict[str, set[str]] = defaultdict(set)
         self._passed: set[str] = set()
         self._failed: set[str] = set()
@@ -42,11 +45,14 @@ class PassingRuns:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
         passed = self._passed - self._failed
-        now = {file: (digest, used) for file, (digest, used, _) in standing().items()}
+        now = self._now()
         noted = {
             file: began
             for file, began in self._began.items()
             if self._wanted[file] and self._wanted[file] <= passed and now.get(file) == began
         }
         if noted:
-            PassedFiles.read().add(noted)
+            PassedFiles.read(self._root).add(noted)
+
+    def _now(self) -> dict[str, tuple[str, str]]:
+        return {file: (digest, used) for file, (digest, used, _) in standing(self._root).items()}

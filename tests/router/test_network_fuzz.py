@@ -17,6 +17,7 @@ from motet.workers.leader.routed_sequences import RoutedSequences
 from motet.workers.leader.sequence_journal import SequenceJournal
 from motet.workers.wire.messages import SequenceUpdate
 
+pytestmark = pytest.mark.slow
 NUM_PARTS = 8  # of the seeds, so that a failure names few of them
 SEEDS_UNTIL_FOUND = 60  # in which an injected bug must show
 
