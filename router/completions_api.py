@@ -43,7 +43,7 @@ from .requests.completion_prompts import completion_prompts, count_prompts
 from .requests.model_limits import check_length
 from .requests.sampling_params import sampling_params, stop_strings
 from .route import RouteSpec
-from .tenants.auth import Door
+from .tenants.auth import Authenticator
 from .tenants.identity import Identity
 from .text.text import TextService
 from .versions.shadow_sender import ShadowSender
@@ -85,7 +85,7 @@ class CompletionsApi:
         view: RegistryView,
         text: TextService,
         metrics: Metrics,
-        door: Door,
+        authenticator: Authenticator,
         accounts: Accounts,
         shadows: ShadowSender | None = None,
     ) -> None:
@@ -96,7 +96,7 @@ class CompletionsApi:
         self._view = view
         self._text = text
         self._metrics = metrics
-        self._door, self._accounts, self._shadows = door, accounts, shadows
+        self._authenticator, self._accounts, self._shadows = authenticator, accounts, shadows
 
     def routes(self) -> Sequence[RouteSpec]:
         generating = partial(
@@ -129,12 +129,12 @@ class CompletionsApi:
 
     async def complete(self, http: Request) -> GenerationResponse:
         started_at = time.perf_counter()
-        identity = self._door.identify(http, "infer")
+        identity = self._authenticator.identify(http, "infer")
         record_of(http.scope).headers = self._accounts.precheck(identity, LAST_EVENT_ID in http.headers)
         tenant = identity.name
         async with self._body(http, tenant, CompletionRequest, self._config.now.max_sequences_per_request) as request:
             position = self._position(http, request, tenant)
-            versions = await self._admit(http, request, identity)
+            versions = await self._resolve_versions(http, request, identity)
             if request.echo and request.logprobs is not None:
                 raise unsupported(
                     "echo", "the prompt's log probabilities are not computed; leave echo or logprobs out."
@@ -171,12 +171,12 @@ class CompletionsApi:
 
     async def chat(self, http: Request) -> GenerationResponse:
         started_at = time.perf_counter()
-        identity = self._door.identify(http, "infer")
+        identity = self._authenticator.identify(http, "infer")
         record_of(http.scope).headers = self._accounts.precheck(identity, LAST_EVENT_ID in http.headers)
         tenant = identity.name
         async with self._body(http, tenant, ChatRequest, 1) as request:
             position = self._position(http, request, tenant)
-            versions = await self._admit(http, request, identity)
+            versions = await self._resolve_versions(http, request, identity)
             if request.echo:
                 raise unsupported("echo", "a chat's prompt is not repeated; leave it out.")
             if request.top_logprobs is not None and not request.logprobs:
@@ -218,7 +218,7 @@ class CompletionsApi:
         max_bytes = max_body_bytes(context, num_prompts, self._config.now.max_body_bytes)
         return self._bodies.open(http, tenant, kind, max_bytes=max_bytes, context=context)
 
-    async def _admit(self, http: Request, request: GenerationFields, identity: Identity) -> Versions:
+    async def _resolve_versions(self, http: Request, request: GenerationFields, identity: Identity) -> Versions:
         """The version that answers, and others as `answering` has them. Raises 404, and 400 for refused fields."""
         current = await self._base.adapter(identity.name, request.model)
         versions: Versions = [None] if current is None else answering(current, request, identity)

@@ -21,15 +21,15 @@ from .openai_api.answer_schema import Model
 from .openai_api.errors import model_not_found, unavailable
 from .openai_api.list_page import PAGE_QUERY, ListPage, PageRequest, encoded_list, page_request, read_page
 from .route import RouteSpec
-from .tenants.auth import Door
+from .tenants.auth import Authenticator
 
 OWNER_OF_BASE = "motet"
 _name = attrgetter("name")
 
 
 class ModelsApi:
-    def __init__(self, base: BaseModel, view: RegistryView, door: Door) -> None:
-        self._base, self._door = base, door
+    def __init__(self, base: BaseModel, view: RegistryView, authenticator: Authenticator) -> None:
+        self._base, self._authenticator = base, authenticator
         self._view = view
         self._created_at = int(time.time())
 
@@ -59,7 +59,7 @@ class ModelsApi:
 
     async def list(self, request: Request) -> Response:
         """The base first, then the tenant's adapters by name."""
-        tenant = self._door.identify(request, "infer").name
+        tenant = self._authenticator.identify(request, "infer").name
         wanted = page_request(request)
         models: list[Model] = []
         if wanted.after is None:
@@ -77,7 +77,7 @@ class ModelsApi:
 
     async def show(self, request: Request) -> Response:
         """The base, or an adapter of the tenant's."""
-        tenant = self._door.identify(request, "infer").name
+        tenant = self._authenticator.identify(request, "infer").name
         name = request.path_params["model"]
         if name == self._base.name:
             model = self._base_model()

@@ -27,7 +27,7 @@ from .metrics import Metrics
 from .openai_api.errors import unavailable
 from .readiness import Readiness
 from .route import RouteSpec
-from .tenants.auth import Door
+from .tenants.auth import Authenticator
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,12 +62,12 @@ class OperationsApi:
         view: RegistryView,
         metrics: Metrics,
         readiness: Readiness,
-        door: Door,
+        authenticator: Authenticator,
         labels: Mapping[str, str],
         targets: Callable[[], Sequence[MetricsTarget]],
     ) -> None:
         """`labels`: of all that /metrics shows. `targets`: processes with metrics of their own, this one included."""
-        self._door = door
+        self._authenticator = authenticator
         self._labels, self._targets = labels, targets
         self._base = base
         self._dispatcher = dispatcher
@@ -124,7 +124,7 @@ class OperationsApi:
 
     async def metrics(self, request: Request) -> Response:
         """This router's own numbers, and what each gang has told it: all of a motet that has one router."""
-        self._door.check_operator(request)
+        self._authenticator.check_operator(request)
         own = router_families(self._metrics, router_facts(self._dispatcher, self._view), self._labels)
         gangs = gang_families({info.gang_id: load for info, load in self._dispatcher.gangs()}, self._labels)
         # In a thread: a hundred gangs have thousands of series.
@@ -133,12 +133,12 @@ class OperationsApi:
 
     async def metrics_targets(self, request: Request) -> Response:
         """For Prometheus' HTTP service discovery: where each process of this motet shows its own numbers."""
-        self._door.check_operator(request)
+        self._authenticator.check_operator(request)
         return Response(discovery(self._targets()), media_type="application/json")
 
     async def status(self, request: Request) -> Response:
         """What `motet status` shows."""
-        self._door.check_operator(request)
+        self._authenticator.check_operator(request)
         load = self._dispatcher.load()
         status = Status(
             version=__version__,

@@ -37,7 +37,7 @@ from .quotas.quotas import Quotas
 from .readiness import Readiness
 from .residency.pin_keeper import PinKeeper
 from .route import RouteSpec
-from .tenants.auth import Door, Tokens
+from .tenants.auth import Authenticator, Tokens
 from .text.text import TextService
 from .uploads.adapters_api import AdaptersApi
 from .versions.canary_book import CanaryBook
@@ -70,7 +70,7 @@ def create_app(
     canaries: CanaryBook | None = None,
     preloads: Preloads | None = None,
     pins: PinKeeper | None = None,
-    more_routes: Callable[[Door], Sequence[RouteSpec]] = lambda door: (),
+    more_routes: Callable[[Authenticator], Sequence[RouteSpec]] = lambda authenticator: (),
 ) -> FastAPI:
     """The app. The caller starts and stops the collaborators that it passes in.
 
@@ -81,43 +81,43 @@ def create_app(
     of identity providers; None: there are none. `quotas`: None: nobody has any. `canaries`: must be started; None: no
     version can be put on trial. `preloads`: None, or no `canaries`: nothing is brought to gangs before somebody asks
     for it. `pins`: must be started; None: nothing is pinned. `more_routes`: of what else the caller has made,
-    which ask this door.
+    which ask this authenticator.
     """
     metrics = metrics or Metrics()
-    door = Door(view, operator_key, tokens)
+    authenticator = Authenticator(view, operator_key, tokens)
     base = BaseModel(config.now.model_name, dispatcher, view, scales_from_zero=config.now.scales_from_zero)
     readiness = Readiness(config, dispatcher, metrics)
-    operations = OperationsApi(base, dispatcher, view, metrics, readiness, door, labels or {}, targets)
-    models = ModelsApi(base, view, door)
+    operations = OperationsApi(base, dispatcher, view, metrics, readiness, authenticator, labels or {}, targets)
+    models = ModelsApi(base, view, authenticator)
     if canaries is not None:
         accountants = (*accountants, canaries)
     accounts = Accounts(accountants) if quotas is None else Accounts((quotas, *accountants), quotas.precheck)
     shadows = None if canaries is None else ShadowSender(dispatcher, text, canaries, accounts)
-    completions = CompletionsApi(config, base, dispatcher, view, text, metrics, door, accounts, shadows)
-    adapters = AdaptersApi(config, door, uploads, metrics)
+    completions = CompletionsApi(config, base, dispatcher, view, text, metrics, authenticator, accounts, shadows)
+    adapters = AdaptersApi(config, authenticator, uploads, metrics)
     counts = None if canaries is None else canaries.counts
-    versions = VersionsApi(door, uploads, counts)
-    limits = LimitsApi(door, quotas, uploads)
+    versions = VersionsApi(authenticator, uploads, counts)
+    limits = LimitsApi(authenticator, quotas, uploads)
     access_log = AccessLog(config)
     routes = [
         *completions.routes(),
         *models.routes(),
         *adapters.routes(),
         *versions.routes(),
-        *ResidencyApi(door, uploads, dispatcher, view, counts, preloads, pins).routes(),
+        *ResidencyApi(authenticator, uploads, dispatcher, view, counts, preloads, pins).routes(),
         *limits.routes(),
         *operations.routes(),
-        *more_routes(door),
+        *more_routes(authenticator),
     ]
     if counts is not None:
-        routes += TrialsApi(door, uploads, counts).routes()
+        routes += TrialsApi(authenticator, uploads, counts).routes()
     if canaries is not None and preloads is not None:
-        routes += PreloadApi(door, uploads, Preloader(dispatcher, preloads, canaries)).routes()
+        routes += PreloadApi(authenticator, uploads, Preloader(dispatcher, preloads, canaries)).routes()
     if pins is not None:
-        routes += PinApi(door, uploads, view, pins).routes()
+        routes += PinApi(authenticator, uploads, view, pins).routes()
     if administration is not None:
-        routes += TenantsApi(administration, view, door).routes()
-        routes += KeysApi(administration, view, door).routes()
+        routes += TenantsApi(administration, view, authenticator).routes()
+        routes += KeysApi(administration, view, authenticator).routes()
     openapi = OpenApi(routes)
     app = FastAPI(title="motet", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.routes = openapi.all_routes

@@ -19,7 +19,7 @@ from ...adapters.registry.tenants.records import ALL_OF_A_TENANT, KeyRecord
 from ..bodies.small_body import small_body
 from ..openai_api.list_page import PAGE_QUERY, ListPage, encoded_list, page_request
 from ..route import RouteSpec
-from ..tenants.auth import Door
+from ..tenants.auth import Authenticator
 from ..tenants.identity import Identity, operators
 from .answers import (
     Deleted,
@@ -52,10 +52,10 @@ class KeysApi:
         self,
         administration: Administration,
         view: RegistryView,
-        door: Door,
+        authenticator: Authenticator,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._keys, self._view, self._door, self._clock = administration.keys, view, door, clock
+        self._keys, self._view, self._authenticator, self._clock = administration.keys, view, authenticator, clock
 
     def routes(self) -> Sequence[RouteSpec]:
         of_tenant, one, own = f"{TENANTS}/{{tenant}}/keys", f"{ADMIN_KEYS}/{{key_id}}", f"{OWN_KEYS}/{{key_id}}"
@@ -134,21 +134,21 @@ class KeysApi:
         ]
 
     async def list_of_tenant(self, request: Request) -> Response:
-        self._door.check_operator(request)
+        self._authenticator.check_operator(request)
         return await self._list(request, await self._tenant(request))
 
     async def create_for_tenant(self, request: Request) -> Response:
-        self._door.check_operator(request)
+        self._authenticator.check_operator(request)
         body = await small_body(request, _new)
         tenant = await self._tenant(request)
         return await self._create(self._wanted(tenant, body), operators(request))
 
     async def show(self, request: Request) -> Response:
-        self._door.check_operator(request)
+        self._authenticator.check_operator(request)
         return json_answer(shown_key((await self._key(request))[1]))
 
     async def change(self, request: Request) -> Response:
-        self._door.check_operator(request)
+        self._authenticator.check_operator(request)
         body = await small_body(request, _changes)
         fields = given(body)
         if "scopes" in fields:
@@ -163,33 +163,33 @@ class KeysApi:
         return json_answer(shown_key(changed))
 
     async def delete(self, request: Request) -> Response:
-        self._door.check_operator(request)
+        self._authenticator.check_operator(request)
         return await self._delete(*await self._key(request), operators(request))
 
     async def rotate(self, request: Request) -> Response:
-        self._door.check_operator(request)
+        self._authenticator.check_operator(request)
         overlap_s = (await small_body(request, _rotation)).overlap_s
         return await self._rotate(*await self._key(request), overlap_s, operators(request))
 
     async def list_own(self, request: Request) -> Response:
-        return await self._list(request, self._door.identify(request, "admin").name)
+        return await self._list(request, self._authenticator.identify(request, "admin").name)
 
     async def create_own(self, request: Request) -> Response:
-        identity = self._door.identify(request, "admin")
+        identity = self._authenticator.identify(request, "admin")
         body = await small_body(request, _new)
         wanted = within(self._wanted(identity.name, body), body, identity.key)
         return await self._create(wanted, identity.actor(request))
 
     async def show_own(self, request: Request) -> Response:
-        identity = self._door.identify(request, "admin")
+        identity = self._authenticator.identify(request, "admin")
         return json_answer(shown_key((await self._key(request, identity))[1]))
 
     async def delete_own(self, request: Request) -> Response:
-        identity = self._door.identify(request, "admin")
+        identity = self._authenticator.identify(request, "admin")
         return await self._delete(*await self._key(request, identity), identity.actor(request))
 
     async def rotate_own(self, request: Request) -> Response:
-        identity = self._door.identify(request, "admin")
+        identity = self._authenticator.identify(request, "admin")
         overlap_s = (await small_body(request, _rotation)).overlap_s
         key_hash, key = await self._key(request, identity)
         check_not_beyond(key, identity.key)

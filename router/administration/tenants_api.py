@@ -18,7 +18,7 @@ from ..bodies.small_body import small_body
 from ..openai_api.errors import invalid_value
 from ..openai_api.list_page import PAGE_QUERY, ListPage, encoded_list, page_request
 from ..route import RouteSpec
-from ..tenants.auth import Door
+from ..tenants.auth import Authenticator
 from ..tenants.identity import operators
 from .answers import (
     AuditShown,
@@ -43,9 +43,9 @@ _changes: Final = msgspec.json.Decoder(TenantChanges)
 class TenantsApi:
     """Reads from the router's copy of the registry, after it has come up with all that was changed before."""
 
-    def __init__(self, administration: Administration, view: RegistryView, door: Door) -> None:
+    def __init__(self, administration: Administration, view: RegistryView, authenticator: Authenticator) -> None:
         self._tenants, self._audit = administration.tenants, administration.audit
-        self._view, self._door = view, door
+        self._view, self._authenticator = view, authenticator
 
     def routes(self) -> Sequence[RouteSpec]:
         one = f"{TENANTS}/{{tenant}}"
@@ -81,7 +81,7 @@ class TenantsApi:
         )
 
     async def list(self, request: Request) -> Response:
-        self._door.check_operator(request)
+        self._authenticator.check_operator(request)
         wanted = page_request(request)
         with as_api_errors():
             await self._view.catch_up()
@@ -91,7 +91,7 @@ class TenantsApi:
         return Response(body, media_type="application/json")
 
     async def create(self, request: Request) -> Response:
-        self._door.check_operator(request)
+        self._authenticator.check_operator(request)
         body = await small_body(request, _new)
         tenant = TenantRecord(
             name=body.name,
@@ -105,11 +105,11 @@ class TenantsApi:
         return await self._answer(body.name, 201)
 
     async def show(self, request: Request) -> Response:
-        self._door.check_operator(request)
+        self._authenticator.check_operator(request)
         return json_answer(self._shown(await self._found(request)))
 
     async def change(self, request: Request) -> Response:
-        self._door.check_operator(request)
+        self._authenticator.check_operator(request)
         body = await small_body(request, _changes)
         fields = given(body)
         if "background" in fields:
@@ -120,14 +120,14 @@ class TenantsApi:
         return await self._answer(name)
 
     async def suspend(self, request: Request) -> Response:
-        self._door.check_operator(request)
+        self._authenticator.check_operator(request)
         name = await self._found(request)
         with as_api_errors(name):
             await self._tenants.suspend(name, operators(request))
         return await self._answer(name)
 
     async def resume(self, request: Request) -> Response:
-        self._door.check_operator(request)
+        self._authenticator.check_operator(request)
         name = await self._found(request)
         with as_api_errors(name):
             await self._tenants.resume(name, operators(request))
@@ -135,7 +135,7 @@ class TenantsApi:
 
     async def delete(self, request: Request) -> Response:
         """200 when nothing of the tenant is left. One that was cut off is repeated."""
-        self._door.check_operator(request)
+        self._authenticator.check_operator(request)
         name = await self._found(request)
         with as_api_errors(name):
             num_adapters = await self._tenants.delete(name, operators(request))
@@ -144,7 +144,7 @@ class TenantsApi:
 
     async def audit(self, request: Request) -> Response:
         """The newest entries, or those before the entry `after`; with `tenant` only those about it."""
-        self._door.check_operator(request)
+        self._authenticator.check_operator(request)
         wanted = page_request(request)
         if wanted.after is not None and not _is_entry_id(wanted.after):
             raise invalid_value("after", "it is no id of an entry.")

@@ -57,7 +57,7 @@ class TokenVerifier:
         known = self._verified.get(name)
         if known is not None:
             self._verified.move_to_end(name)
-            return known  # the door looks at its end
+            return known  # the authenticator checks its expiry
         try:
             found = self._verify(token)
         except _REFUSALS:

@@ -14,7 +14,7 @@ from ...adapters.registry.tenants.storage_bounds import StorageUse, storage_boun
 from ...adapters.upload import UploadService
 from ..openai_api.errors import unavailable
 from ..route import RouteSpec
-from ..tenants.auth import Door
+from ..tenants.auth import Authenticator
 from ..tenants.identity import Identity
 from .bounds import Kind, Owner
 from .quotas import Quotas
@@ -47,8 +47,8 @@ _NO_LIMIT = Limit(limit=None, remaining=None)
 
 
 class LimitsApi:
-    def __init__(self, door: Door, quotas: Quotas | None, uploads: UploadService) -> None:
-        self._door, self._quotas, self._uploads = door, quotas, uploads
+    def __init__(self, authenticator: Authenticator, quotas: Quotas | None, uploads: UploadService) -> None:
+        self._authenticator, self._quotas, self._uploads = authenticator, quotas, uploads
 
     def routes(self) -> Sequence[RouteSpec]:
         return [
@@ -64,7 +64,7 @@ class LimitsApi:
         ]
 
     async def show(self, request: Request) -> Response:
-        identity = self._door.identify(request, "metrics")
+        identity = self._authenticator.identify(request, "metrics")
         standing = None if self._quotas is None else await self._quotas.look(identity)
         try:
             stored = await self._uploads.stored(identity.name, identity.key.key_id)

@@ -21,21 +21,18 @@ _MAX_KEY_CHARS = 1024
 
 
 class TokensUnavailable(Exception):  # noqa: N818
-    """Whether a token is good cannot be told now."""
+    """Tokens cannot be verified now."""
 
 
 class Tokens(Protocol):
-    """Who verifies tokens of identity providers."""
+    """Verifies tokens of identity providers."""
 
     def verify(self, token: str) -> tuple[KeyRecord, str] | None:
-        """What a token allows, and its subject; None: it is not accepted. It waits for nobody.
-
-        Raises TokensUnavailable.
-        """
+        """What a token allows, and its subject; None: it is not accepted. It never blocks. Raises TokensUnavailable."""
 
 
-class Door:
-    """Knows whose a request is, from what this router has of the registry: no request waits for Redis."""
+class Authenticator:
+    """Finds the tenant and the key of a request in this router's copy of the registry: no request waits for Redis."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ from ..metrics import Metrics
 from ..openai_api.errors import ApiError, insufficient_quota, unavailable
 from ..openai_api.list_page import PAGE_QUERY, ListPage, encoded_list, page_request, read_page
 from ..route import RouteSpec
-from ..tenants.auth import Door, unknown_key
+from ..tenants.auth import Authenticator, unknown_key
 from ..tenants.identity import Identity
 from .upload_form import AdapterForm, check_form, declared_bytes, receive_upload
 from .upload_spool import UploadSpool
@@ -66,10 +66,12 @@ class DeletedAdapter(msgspec.Struct, frozen=True, kw_only=True):
 class AdaptersApi:
     """Handlers of a tenant's adapters. They ask the registry itself and not this router's copy of it."""
 
-    def __init__(self, config: CurrentConfig, door: Door, uploads: UploadService, metrics: Metrics) -> None:
+    def __init__(
+        self, config: CurrentConfig, authenticator: Authenticator, uploads: UploadService, metrics: Metrics
+    ) -> None:
         self._config = config
         self._metrics = metrics
-        self._door = door
+        self._authenticator = authenticator
         self._uploads = uploads
         self._spool = UploadSpool(config.now.spool_path, config.now.min_free_bytes)
         self._open_uploads = asyncio.Semaphore(config.now.max_open_uploads)
@@ -124,7 +126,7 @@ class AdaptersApi:
     async def upload(self, request: Request) -> Response:
         """201 for a new version, 200 for content that the name already points to."""
         started_at = time.perf_counter()
-        identity = self._door.identify(request, "upload")
+        identity = self._authenticator.identify(request, "upload")
         tenant = identity.name
         if self._tenants_uploads.num_here(tenant) >= MAX_WAITING_UPLOADS:
             raise _too_many_uploads()
@@ -178,7 +180,7 @@ class AdaptersApi:
 
     async def list(self, request: Request) -> Response:
         """By name."""
-        tenant = self._door.identify(request, "upload").name
+        tenant = self._authenticator.identify(request, "upload").name
         wanted = page_request(request)
         try:
             adapters, more = await read_page(partial(self._uploads.list_page, tenant), _name, wanted)
@@ -189,7 +191,7 @@ class AdaptersApi:
 
     async def show(self, request: Request) -> Response:
         """The version that requests with its name get now."""
-        tenant = self._door.identify(request, "upload").name
+        tenant = self._authenticator.identify(request, "upload").name
         name = request.path_params["name"]
         try:
             adapter = await self._uploads.get(tenant, name)
@@ -202,7 +204,7 @@ class AdaptersApi:
 
     async def delete(self, request: Request) -> Response:
         """Requests that are under way finish on it."""
-        identity = self._door.identify(request, "upload")
+        identity = self._authenticator.identify(request, "upload")
         name = request.path_params["name"]
         try:
             deleted = await self._uploads.delete(identity.name, name, identity.entry(request, "adapter.delete", name))

@@ -19,7 +19,7 @@ from ..endpoint import Answer
 from ..loop_share import LoopShare
 from ..openai_api.errors import unavailable
 from ..route import RouteSpec
-from ..tenants.auth import Door
+from ..tenants.auth import Authenticator
 from .csv_answer import CsvAnswer
 from .held_sums import HeldSums
 from .prices import Prices
@@ -32,9 +32,9 @@ _CSV_LINES: Final = 100  # that are sent at once
 
 
 class UsageApi:
-    def __init__(self, door: Door, ledger: Ledger, prices: Prices | None) -> None:
+    def __init__(self, authenticator: Authenticator, ledger: Ledger, prices: Prices | None) -> None:
         """`prices`: None: amounts are not told."""
-        self._door, self._ledger, self._prices = door, ledger, prices
+        self._authenticator, self._ledger, self._prices = authenticator, ledger, prices
         self._turns, self._held = UsageTurns(), HeldSums()
 
     def routes(self) -> Sequence[RouteSpec]:
@@ -66,22 +66,22 @@ class UsageApi:
 
     async def show(self, request: Request) -> Answer:
         """A tenant hears of itself alone."""
-        tenant = self._door.identify(request, "metrics").tenant
+        tenant = self._authenticator.identify(request, "metrics").tenant
         query = usage_query(request.query_params, datetime.now(UTC), for_operators=False)
         return await self._answer(life_of(tenant), query, lambda: _one(tenant))
 
     async def show_all(self, request: Request) -> Answer:
         """Tenants that there are: what a deleted one used is in the archive alone."""
-        self._door.check_operator(request)
+        self._authenticator.check_operator(request)
         query = usage_query(request.query_params, datetime.now(UTC), for_operators=True)
         if query.tenant is not None:
-            tenant = self._door.tenant(query.tenant)
+            tenant = self._authenticator.tenant(query.tenant)
             return await self._answer(_OPERATORS, query, lambda: _one(tenant))
         return await self._answer(_OPERATORS, query, self._tenants)
 
     async def _tenants(self) -> AsyncIterator[TenantRecord]:
         for life in await self._ledger.lives():
-            tenant = self._door.tenant(parse_life(life)[0])
+            tenant = self._authenticator.tenant(parse_life(life)[0])
             if life_of(tenant) == life:
                 yield tenant
 

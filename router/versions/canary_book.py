@@ -21,7 +21,7 @@ from ...adapters.registry.tenants.life import life_of
 from ...adapters.registry.versions.canary_policy import first_token_bin, per_token_bin
 from ...adapters.registry.versions.rollout import rollout_of
 from ..accounts.account import Account, AnswerRequest, Ending
-from .remembered import Remembered
+from .recent_failures import RecentFailures, VersionKey
 
 FLUSH_S: Final = 0.2  # what a router that is killed loses
 MAX_PENDING: Final = 20_000  # answers, while Redis is away; the oldest are lost
@@ -49,9 +49,9 @@ class CanaryBook:
     def __init__(self, view: RegistryView, counts: CanaryCounts) -> None:
         self._view, self.counts = view, counts
         self._pending: deque[Outcome] = deque(maxlen=MAX_PENDING)
-        # Why it cannot be loaded; None: it can be again.
-        self._failures = Remembered[str | None](MAX_FAILED_OF_TENANT, _MAX_FAILED)
-        self._failed = Remembered[None](MAX_FAILED_OF_TENANT, _MAX_FAILED)
+        # Why a version could not be loaded; None: it can be loaded again.
+        self._unreported = RecentFailures[str | None](MAX_FAILED_OF_TENANT, _MAX_FAILED)
+        self._failed = RecentFailures[None](MAX_FAILED_OF_TENANT, _MAX_FAILED)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -74,10 +74,10 @@ class CanaryBook:
         counted = counted_of(ending, is_resumed=asked.is_resumed)
         if version is None or not counted:
             return
-        place = (version.tenant, version.name, version.version)
+        key: VersionKey = (version.tenant, version.name, version.version)
         if ending.error == _REFUSED:
             self.note_load(version, ending.reason)
-        elif place in self._failed.values and not ending.error:
+        elif key in self._failed.values and not ending.error:
             self.note_load(version, None)
         if trial is not None:
             life, of = life_of(asked.identity.tenant), f"{version.tenant}/{version.name}"
@@ -85,12 +85,12 @@ class CanaryBook:
 
     def note_load(self, version: AdapterVersion, reason: str | None) -> None:
         """A gang could not load the version, for this reason; None: one could. Redis is told soon."""
-        place = (version.tenant, version.name, version.version)
+        key: VersionKey = (version.tenant, version.name, version.version)
         if reason is None:
-            self._failed.drop(place)
+            self._failed.drop(key)
         else:
-            self._failed.put(place, None)
-        self._failures.put(place, None if reason is None else reason[:_MAX_REASON_CHARS])
+            self._failed.put(key, None)
+        self._unreported.put(key, None if reason is None else reason[:_MAX_REASON_CHARS])
 
     def count(self, outcome: Outcome) -> None:
         """It is counted soon, unless nothing of it counts."""
@@ -108,12 +108,12 @@ class CanaryBook:
             for one in batch:  # what was dropped meanwhile for lack of room is not there to be removed
                 if self._pending and self._pending[0] is one:
                     self._pending.popleft()
-        failures = dict(islice(self._failures.values.items(), _MAX_BATCH))
+        failures = dict(islice(self._unreported.values.items(), _MAX_BATCH))
         if failures:
             await self.counts.note_failures(failures)
-            for place, reason in failures.items():
-                if self._failures.values.get(place, "") == reason:  # else there is later news
-                    self._failures.drop(place)
+            for key, reason in failures.items():
+                if self._unreported.values.get(key, "") == reason:  # else there is a later report
+                    self._unreported.drop(key)
 
     async def _flush_forever(self) -> None:
         while True:

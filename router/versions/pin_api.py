@@ -18,7 +18,7 @@ from ..access.request_record import record_of
 from ..bodies.small_body import small_body
 from ..residency.pin_keeper import PinKeeper
 from ..route import RouteSpec
-from ..tenants.auth import Door
+from ..tenants.auth import Authenticator
 from ..tenants.identity import Identity
 from .residency_api import State, opaque_gang
 from .version_schema import Deleted, PinBody
@@ -49,8 +49,10 @@ class PinAnswer(msgspec.Struct, frozen=True):
 
 
 class PinApi:
-    def __init__(self, door: Door, uploads: UploadService, view: RegistryView, keeper: PinKeeper) -> None:
-        self._door, self._uploads, self._view, self._keeper = door, uploads, view, keeper
+    def __init__(
+        self, authenticator: Authenticator, uploads: UploadService, view: RegistryView, keeper: PinKeeper
+    ) -> None:
+        self._authenticator, self._uploads, self._view, self._keeper = authenticator, uploads, view, keeper
 
     def routes(self) -> Sequence[RouteSpec]:
         return (
@@ -85,7 +87,7 @@ class PinApi:
         )
 
     async def show(self, request: Request) -> Response:
-        tenant, name = self._door.identify(request, "upload").name, request.path_params["name"]
+        tenant, name = self._authenticator.identify(request, "upload").name, request.path_params["name"]
 
         async def found() -> PinAnswer:
             state = await self._uploads.state(tenant, name)
@@ -98,12 +100,12 @@ class PinApi:
         return answer(shown)
 
     async def pin(self, request: Request) -> Response:
-        identity = self._door.identify(request, "upload")
+        identity = self._authenticator.identify(request, "upload")
         num_gangs = (await small_body(request, _pin)).gangs
         return answer(self._shown(await self._change(request, identity, "pin.set", num_gangs)))
 
     async def unpin(self, request: Request) -> Response:
-        state = await self._change(request, self._door.identify(request, "upload"), "pin.delete", 0)
+        state = await self._change(request, self._authenticator.identify(request, "upload"), "pin.delete", 0)
         return answer(Deleted(state.current.name, "pin"))
 
     async def _change(self, request: Request, identity: Identity, action: str, num_gangs: int) -> NameState:

@@ -14,7 +14,7 @@ from ...adapters.upload import UploadService
 from ..access.request_record import record_of
 from ..bodies.small_body import small_body
 from ..route import RouteSpec
-from ..tenants.auth import Door
+from ..tenants.auth import Authenticator
 from .preloader import Preloader
 from .version_schema import PreloadAnswer, PreloadBody
 from .versions_api import NAME, answer, answered
@@ -23,8 +23,8 @@ _preload: Final = msgspec.json.Decoder(PreloadBody)
 
 
 class PreloadApi:
-    def __init__(self, door: Door, uploads: UploadService, preloader: Preloader) -> None:
-        self._door, self._uploads, self._preloader = door, uploads, preloader
+    def __init__(self, authenticator: Authenticator, uploads: UploadService, preloader: Preloader) -> None:
+        self._authenticator, self._uploads, self._preloader = authenticator, uploads, preloader
 
     def routes(self) -> Sequence[RouteSpec]:
         return (
@@ -41,7 +41,7 @@ class PreloadApi:
         )
 
     async def preload(self, request: Request) -> Response:
-        identity, name = self._door.identify(request, "upload"), request.path_params["name"]
+        identity, name = self._authenticator.identify(request, "upload"), request.path_params["name"]
         body = await small_body(request, _preload)
 
         async def begun() -> PreloadAnswer:

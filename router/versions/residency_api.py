@@ -21,7 +21,7 @@ from ..fleet.dispatch import Dispatcher
 from ..fleet.known_gang import AdapterTier
 from ..residency.pin_keeper import PinKeeper
 from ..route import RouteSpec
-from ..tenants.auth import Door
+from ..tenants.auth import Authenticator
 from .versions_api import NAME, answer, answered
 
 Tier = Literal["device", "host", "store"]  # a gang's pool, or on its way there; its host memory; the store alone
@@ -52,7 +52,7 @@ class ResidencyAnswer(msgspec.Struct, frozen=True):
 class ResidencyApi:
     def __init__(
         self,
-        door: Door,
+        authenticator: Authenticator,
         uploads: UploadService,
         dispatcher: Dispatcher,
         view: RegistryView,
@@ -61,7 +61,7 @@ class ResidencyApi:
         pins: PinKeeper | None,
     ) -> None:
         """`counts`, `preloads`: what routers have noted of versions; None: nobody notes it. `pins`: None: none is."""
-        self._door, self._uploads, self._dispatcher, self._view = door, uploads, dispatcher, view
+        self._authenticator, self._uploads, self._dispatcher, self._view = authenticator, uploads, dispatcher, view
         self._counts, self._preloads, self._pins = counts, preloads, pins
 
     def routes(self) -> Sequence[RouteSpec]:
@@ -78,7 +78,7 @@ class ResidencyApi:
         )
 
     async def show(self, request: Request) -> Response:
-        tenant, name = self._door.identify(request, "metrics").name, request.path_params["name"]
+        tenant, name = self._authenticator.identify(request, "metrics").name, request.path_params["name"]
         found = await answered(self._found(tenant, name))
         record_of(request.scope).model = name
         return answer(ResidencyAnswer(found, len(self._dispatcher.gangs())))

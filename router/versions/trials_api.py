@@ -23,7 +23,7 @@ from ..access.request_record import record_of
 from ..bodies.small_body import small_body
 from ..openai_api.errors import invalid_value
 from ..route import RouteSpec
-from ..tenants.auth import Door
+from ..tenants.auth import Authenticator
 from ..tenants.identity import Identity
 from .canary_book import FLUSH_S
 from .version_schema import (
@@ -48,8 +48,8 @@ _ERRORS: Final = ("invalid_value", "adapter_not_found", "version_not_found", "ve
 class TrialsApi:
     """Handlers. What they change every router hears of within a second."""
 
-    def __init__(self, door: Door, uploads: UploadService, counts: CanaryCounts) -> None:
-        self._door, self._uploads, self._counts = door, uploads, counts
+    def __init__(self, authenticator: Authenticator, uploads: UploadService, counts: CanaryCounts) -> None:
+        self._authenticator, self._uploads, self._counts = authenticator, uploads, counts
 
     def routes(self) -> Sequence[RouteSpec]:
         spec, canary, shadow = RouteSpec, f"{NAME}/canary", f"{NAME}/shadow"
@@ -129,7 +129,7 @@ class TrialsApi:
 
     async def set_canary(self, request: Request) -> Response:
         identity, body, canary_id = (
-            self._door.identify(request, "upload"),
+            self._authenticator.identify(request, "upload"),
             await small_body(request, _canary),
             uuid4().hex,
         )
@@ -147,7 +147,7 @@ class TrialsApi:
             _existing(state, state.rollout.canary, "canary")
             return name_state.without_canary(state, "stopped", "somebody stopped it", now)
 
-        state = await self._change(request, self._door.identify(request, "upload"), "canary.stop", stop)
+        state = await self._change(request, self._authenticator.identify(request, "upload"), "canary.stop", stop)
         return answer(Deleted(state.current.name, "canary"))
 
     async def shadow(self, request: Request) -> Response:
@@ -155,7 +155,7 @@ class TrialsApi:
         return answer(await answered(self._shown_shadow(state)))
 
     async def set_shadow(self, request: Request) -> Response:
-        identity, body = self._door.identify(request, "upload"), await small_body(request, _shadow)
+        identity, body = self._authenticator.identify(request, "upload"), await small_body(request, _shadow)
         version, share, shadow_id = str(body.version), body.share, uuid4().hex
         state = await self._change(
             request, identity, "shadow.set", lambda state, _: name_state.with_shadow(state, version, share, shadow_id)
@@ -167,12 +167,12 @@ class TrialsApi:
             _existing(state, state.rollout.shadow, "shadow")
             return name_state.with_shadow(state, None, 0.0)
 
-        state = await self._change(request, self._door.identify(request, "upload"), "shadow.stop", stop)
+        state = await self._change(request, self._authenticator.identify(request, "upload"), "shadow.stop", stop)
         return answer(Deleted(state.current.name, "shadow"))
 
     async def feedback(self, request: Request) -> Response:
         """The answer is the same for an id that nobody has and for one of another tenant."""
-        life = life_of(self._door.identify(request, "infer").tenant)
+        life = life_of(self._authenticator.identify(request, "infer").tenant)
         body = await small_body(request, _feedback)
         if (body.score is None) == (body.thumb is None):
             raise invalid_value("score", "either score or thumb is needed, and not both.")
@@ -187,7 +187,7 @@ class TrialsApi:
         return answer(FeedbackAnswer(body.id, counted))
 
     def _tenant(self, request: Request) -> str:
-        return self._door.identify(request, "upload").name
+        return self._authenticator.identify(request, "upload").name
 
     async def _change(
         self, request: Request, identity: Identity, action: str, change: Callable[[NameState, float], NameState]

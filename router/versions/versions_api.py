@@ -27,7 +27,7 @@ from ..access.request_record import record_of
 from ..bodies.small_body import small_body
 from ..openai_api.errors import ApiError, insufficient_quota, unavailable
 from ..route import RouteSpec
-from ..tenants.auth import Door, unknown_key
+from ..tenants.auth import Authenticator, unknown_key
 from ..tenants.identity import Identity
 from .version_schema import (
     AliasAnswer,
@@ -55,9 +55,9 @@ _FULL: Final = "insufficient_quota"  # a pinned name's current version may grow
 class VersionsApi:
     """Handlers. They ask the registry itself; what they change every router hears of within a second."""
 
-    def __init__(self, door: Door, uploads: UploadService, counts: CanaryCounts | None) -> None:
+    def __init__(self, authenticator: Authenticator, uploads: UploadService, counts: CanaryCounts | None) -> None:
         """`counts`: knows which versions could not be loaded lately; None: nobody notes it."""
-        self._door, self._uploads, self._counts = door, uploads, counts
+        self._authenticator, self._uploads, self._counts = authenticator, uploads, counts
 
     def routes(self) -> Sequence[RouteSpec]:
         def route(
@@ -99,7 +99,7 @@ class VersionsApi:
         return await self._shown(await self._state(request), request.path_params["version"])
 
     async def note(self, request: Request) -> Response:
-        identity = self._door.identify(request, "upload")
+        identity = self._authenticator.identify(request, "upload")
         selector, body = request.path_params["version"], await small_body(request, _note)
         state = await self._change(
             request, identity, "version.note", lambda state, _: name_state.with_note(state, selector, body.note)
@@ -107,7 +107,7 @@ class VersionsApi:
         return await self._shown(state, selector)
 
     async def promote(self, request: Request) -> Response:
-        identity = self._door.identify(request, "upload")
+        identity = self._authenticator.identify(request, "upload")
         body = await small_body(request, _promote)
         selector = None if body.version is None else str(body.version)
         state = await self._change(
@@ -116,7 +116,7 @@ class VersionsApi:
         return await self._shown(state, str(state.current.version))
 
     async def roll_back(self, request: Request) -> Response:
-        identity = self._door.identify(request, "upload")
+        identity = self._authenticator.identify(request, "upload")
         await small_body(request, _empty)
         state = await self._change(request, identity, "adapter.roll_back", name_state.rolled_back)
         return await self._shown(state, str(state.current.version))
@@ -127,7 +127,7 @@ class VersionsApi:
         return answer(AliasList([AliasAnswer(state.current.name, alias, version) for alias, version in found]))
 
     async def set_alias(self, request: Request) -> Response:
-        identity = self._door.identify(request, "upload")
+        identity = self._authenticator.identify(request, "upload")
         alias, body = request.path_params["alias"], await small_body(request, _alias)
         state = await self._change(
             request, identity, "alias.set", lambda state, _: name_state.with_alias(state, alias, str(body.version))
@@ -135,7 +135,7 @@ class VersionsApi:
         return answer(AliasAnswer(state.current.name, alias, state.rollout.aliases[alias]))
 
     async def delete_alias(self, request: Request) -> Response:
-        identity = self._door.identify(request, "upload")
+        identity = self._authenticator.identify(request, "upload")
         alias = request.path_params["alias"]
         state = await self._change(
             request, identity, "alias.delete", lambda state, _: name_state.with_alias(state, alias, None)
@@ -143,7 +143,7 @@ class VersionsApi:
         return answer(Deleted(f"{state.current.name}@{alias}", "alias"))
 
     async def _state(self, request: Request) -> NameState:
-        tenant, name = self._door.identify(request, "upload").name, request.path_params["name"]
+        tenant, name = self._authenticator.identify(request, "upload").name, request.path_params["name"]
         state = await answered(self._uploads.state(tenant, name))
         record_of(request.scope).model = name
         return state

@@ -47,7 +47,7 @@ class Cluster:
 
 @pytest.fixture
 def config(tmp_path: Path) -> MotetConfig:
-    return MotetConfig(model_path=DEMO / "base", data_dir=tmp_path)
+    return MotetConfig.of(model_path=DEMO / "base", data_dir=tmp_path)
 
 
 async def known(client: Redis, *keys: str) -> list[str | None]:
@@ -129,7 +129,7 @@ async def test_another_base_and_anothers_key_are_refused(
     redis_client: Redis, config: MotetConfig, tmp_path: Path, other_base: Path
 ) -> None:
     await Cluster("old", redis_client, config, (("acme", "key"),)).start()
-    changed = MotetConfig(model_path=other_base, name="base", data_dir=tmp_path / "other")
+    changed = MotetConfig.of(model_path=other_base, name="base", data_dir=tmp_path / "other")
     with pytest.raises(OtherBase, match="REDIS_URL"):
         await Cluster("new", redis_client, changed, (("acme", "new"),)).start()
     with pytest.raises(KeyTaken):
@@ -138,7 +138,7 @@ async def test_another_base_and_anothers_key_are_refused(
 
 
 async def test_an_objective_needs_a_tenant_with_a_key(redis_client: Redis, tmp_path: Path) -> None:
-    hasty = MotetConfig(model_path=DEMO / "base", data_dir=tmp_path, latency_objectives_s=(("acme", 2.0),))
+    hasty = MotetConfig.of(model_path=DEMO / "base", data_dir=tmp_path, latency_objectives_s=(("acme", 2.0),))
     with pytest.raises(ConfigError, match="no tenant acme"):
         await Cluster("one", redis_client, hasty, (("zoo", "key"),)).start()
     await Cluster("one", redis_client, hasty, (("acme", "key"),)).start()

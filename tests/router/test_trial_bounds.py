@@ -14,7 +14,7 @@ from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.registry.administration.audit_log import AuditLog
 from motet.adapters.registry.administration.tenant_registry import TenantRegistry
 from motet.adapters.registry.canary_counts import CanaryCounts, Outcome
-from motet.adapters.registry.registry_scripts import CANARIES
+from motet.adapters.registry.registry_keys import CANARIES
 from motet.adapters.registry.tenants.audit_entry import Actor
 from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
 from motet.adapters.registry.versions.canary_policy import MIN_ANSWERS
@@ -181,7 +181,7 @@ async def test_one_turn_of_telling_is_bounded_and_what_could_not_be_told_is_kept
             if self.is_away:
                 raise RegistryUnavailable("away")
             self.told.append(dict(failures))
-            self.book._failures.put(("acme", "x", self.num_calls), "more of it comes meanwhile")
+            self.book._unreported.put(("acme", "x", self.num_calls), "more of it comes meanwhile")
 
         async def add(self, outcomes: Sequence[Outcome]) -> None:
             self.num_calls += 1
@@ -191,8 +191,8 @@ async def test_one_turn_of_telling_is_bounded_and_what_could_not_be_told_is_kept
     slow = Slow(redis_client)
     slow.told = []
     slow.book = book = CanaryBook(rig.view, slow)
-    book._failures.put(("acme", "x", 9), "first")
-    book._failures.put(("acme", "x", 9), "second")
+    book._unreported.put(("acme", "x", 9), "first")
+    book._unreported.put(("acme", "x", 9), "second")
     book.count(Outcome("acme", "acme/x", "cmpl-1", "c", "stable", ("answers",)))
     await book.flush()
     assert slow.told == [{("acme", "x", 9): "second"}]

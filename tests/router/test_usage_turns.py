@@ -34,8 +34,8 @@ class MonthlyLedger:
 async def test_a_long_question_lets_others_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage_turns, "MAX_ANSWERED", 1)
     ledger: Any = MonthlyLedger()
-    door: Any = None
-    api = UsageApi(door, ledger, None)
+    authenticator: Any = None
+    api = UsageApi(authenticator, ledger, None)
 
     async def asked(name: str, start: str) -> int:
         query = usage_query(
