@@ -14,7 +14,6 @@ from starlette.requests import Request
 
 from ..adapters.adapter import AdapterVersion
 from ..adapters.registry.registry_view import RegistryView
-from ..adapters.registry.tenants.life import life_number
 from ..workers.wire.messages import AdapterRef
 from .access.request_record import NUM_ANSWER_CHARS, record_of
 from .accounts.account import Accounts, AnswerRequest
@@ -270,7 +269,7 @@ class CompletionsApi:
             beams=beam_rules(request, prompts, self._base.gang()),
             request_id=record_of(http.scope).request_id,
             # Who gets a deleted tenant's name shares no KV with it, whatever either of them gives as salt.
-            cache_salt=f"{life_number(identity.tenant)}:{request.cache_salt or ''}",
+            cache_salt=f"{identity.tenant.incarnation}:{request.cache_salt or ''}",
             timeout_s=request.timeout,
             weight=identity.tenant.weight,
             priority=request.priority or 0,

@@ -173,7 +173,7 @@ class AdaptersApi:
                 tensors_path,
                 activate=form.activate,
                 note=VersionNote(form.note, identity.key.key_id),
-                num_ended=identity.tenant.num_ended,
+                incarnation=identity.tenant.incarnation,
                 entry=identity.entry(request, "adapter.upload", form.name),
                 bounds=storage_bounds(identity.tenant, identity.key),
             )

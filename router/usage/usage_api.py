@@ -13,8 +13,7 @@ from starlette.responses import Response
 
 from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.ledger.ledger import Ledger, Sum
-from ...adapters.registry.tenants.life import life_of, parse_life
-from ...adapters.registry.tenants.records import TenantRecord
+from ...adapters.registry.tenants.records import TenantRecord, parse_tenant_id
 from ..endpoint import Answer
 from ..loop_share import LoopShare
 from ..openai_api.errors import unavailable
@@ -68,7 +67,7 @@ class UsageApi:
         """A tenant hears of itself alone."""
         tenant = self._authenticator.identify(request, "metrics").tenant
         query = usage_query(request.query_params, datetime.now(UTC), for_operators=False)
-        return await self._answer(life_of(tenant), query, lambda: _one(tenant))
+        return await self._answer(tenant.tenant_id, query, lambda: _one(tenant))
 
     async def show_all(self, request: Request) -> Answer:
         """Tenants that there are: what a deleted one used is in the archive alone."""
@@ -81,8 +80,8 @@ class UsageApi:
 
     async def _tenants(self) -> AsyncIterator[TenantRecord]:
         for life in await self._ledger.lives():
-            tenant = self._authenticator.tenant(parse_life(life)[0])
-            if life_of(tenant) == life:
+            tenant = self._authenticator.tenant(parse_tenant_id(life)[0])
+            if tenant.tenant_id == life:
                 yield tenant
 
     async def _answer(
@@ -94,7 +93,7 @@ class UsageApi:
             found, share = UsageSums(query, self._prices), LoopShare()
             try:
                 async for tenant in tenants():
-                    for pages in self._reads(life_of(tenant), query):
+                    for pages in self._reads(tenant.tenant_id, query):
                         async with self._turns.reading():
                             async for page in pages:
                                 found.add(tenant.name, page)

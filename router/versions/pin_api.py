@@ -116,7 +116,7 @@ class PinApi:
                 name,
                 lambda state, _: name_state.with_pin(state, num_gangs),
                 identity.entry(request, action, name),
-                identity.tenant.num_ended,
+                identity.tenant.incarnation,
                 identity.key.quota.pinned_bytes,
             )
         )

@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from ...adapters.errors import NoSuchVersion
 from ...adapters.registry.canary_counts import CanaryCounts
-from ...adapters.registry.tenants.life import life_of
 from ...adapters.registry.versions import name_state
 from ...adapters.registry.versions.name_state import NameState
 from ...adapters.registry.versions.rollout import Canary
@@ -172,14 +171,14 @@ class TrialsApi:
 
     async def feedback(self, request: Request) -> Response:
         """The answer is the same for an id that nobody has and for one of another tenant."""
-        life = life_of(self._authenticator.identify(request, "infer").tenant)
+        tenant_id = self._authenticator.identify(request, "infer").tenant.tenant_id
         body = await small_body(request, _feedback)
         if (body.score is None) == (body.thumb is None):
             raise invalid_value("score", "either score or thumb is needed, and not both.")
         if body.score == 0:
             raise invalid_value("score", "it says neither good nor bad: above 0 is good, below 0 is bad.")
         is_good = body.thumb == "up" if body.score is None else body.score > 0
-        rate = partial(self._counts.rate, life, body.id, is_good=is_good, comment=body.comment)
+        rate = partial(self._counts.rate, tenant_id, body.id, is_good=is_good, comment=body.comment)
         counted = await answered(rate())
         if not counted:  # the answer may be so new that its router has not told Redis of it yet
             await asyncio.sleep(2 * FLUSH_S)
@@ -193,8 +192,8 @@ class TrialsApi:
         self, request: Request, identity: Identity, action: str, change: Callable[[NameState, float], NameState]
     ) -> NameState:
         name, entry = request.path_params["name"], identity.entry(request, action, request.path_params["name"])
-        num_ended = identity.tenant.num_ended
-        state = await answered(self._uploads.change(identity.name, name, change, entry, num_ended))
+        incarnation = identity.tenant.incarnation
+        state = await answered(self._uploads.change(identity.name, name, change, entry, incarnation))
         record_of(request.scope).model = name
         return state
 

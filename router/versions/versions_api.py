@@ -152,8 +152,8 @@ class VersionsApi:
         self, request: Request, identity: Identity, action: str, change: Callable[[NameState, float], NameState]
     ) -> NameState:
         name, entry = request.path_params["name"], identity.entry(request, action, request.path_params["name"])
-        num_ended = identity.tenant.num_ended
-        state = await answered(self._uploads.change(identity.name, name, change, entry, num_ended))
+        incarnation = identity.tenant.incarnation
+        state = await answered(self._uploads.change(identity.name, name, change, entry, incarnation))
         record_of(request.scope).model = name
         return state
 
