@@ -54,7 +54,7 @@ _STICKY_BOUND: Final = {
 class Outcome:
     """An answer as it counts."""
 
-    life: str  # of the tenant: see `life_of`
+    tenant_id: str
     of: str  # tenant/name
     response_id: str
     canary_id: str
@@ -98,8 +98,8 @@ class CanaryCounts:
             for one in outcomes:
                 await self._count_answer(
                     on=pipeline,
-                    answers=ANSWERS + one.life,
-                    answer_order=ANSWER_ORDER + one.life,
+                    answers=ANSWERS + one.tenant_id,
+                    answer_order=ANSWER_ORDER + one.tenant_id,
                     counts=CANARY_COUNTS + one.canary_id,
                     sticky=CANARY_STICKY + one.canary_id,
                     response_id=one.response_id,
@@ -117,20 +117,20 @@ class CanaryCounts:
                 )
             await pipeline.execute()
 
-    async def rate(self, life: str, response_id: str, *, is_good: bool, comment: str = "") -> bool:
+    async def rate(self, tenant_id: str, response_id: str, *, is_good: bool, comment: str = "") -> bool:
         """Counts what somebody thinks of an answer; whether it counted.
 
         It does not if the tenant has had no such answer in a trial within ANSWERS_KEPT_S, if it was rated before, or if
         too many thumbs are for answers to the same sticky key.
         """
         async with answered_within(self._timeout_s):
-            known: str | None = await self._client.hget(ANSWERS + life, response_id)
+            known: str | None = await self._client.hget(ANSWERS + tenant_id, response_id)
             if known is None or known.endswith(" rated"):
                 return False
             trial, arm, *sticky = known.split(" ")
             thumb = "up" if is_good else "down"
             counted = await self._rate_answer(
-                answers=ANSWERS + life,
+                answers=ANSWERS + tenant_id,
                 counts=CANARY_COUNTS + trial,
                 comments=CANARY_COMMENTS + trial,
                 sticky=CANARY_STICKY + trial,

@@ -58,7 +58,7 @@ class NameRecords:
         num_bytes: int,
         activate: bool = True,
         note: VersionNote | None = None,
-        num_ended: int | None = None,
+        incarnation: int | None = None,
         entry: AuditEntry | None = None,
         bounds: Sequence[StorageBound] = (),
     ) -> tuple[AdapterVersion, AdapterVersion, bool]:
@@ -67,7 +67,7 @@ class NameRecords:
         The current version with the same digest is taken for the same upload; where the new one would not be current,
         any version of the name is. Raises VersionRefused for the first version of a name that is not to be current, and
         QuotaExceeded if what is stored would be over one of the bounds: that is decided where it is counted.
-        `num_ended`: of the tenant that asked; None: it is not looked at. Raises TenantGone if that tenant is being
+        `incarnation`: of the tenant that asked; None: it is not looked at. Raises TenantGone if that tenant is being
         deleted, or was: who has its name now gets nothing of it. `entry`: for the audit log.
         """
         check_tenant(tenant)
@@ -84,7 +84,7 @@ class NameRecords:
             upload = AdapterVersion(tenant, name, version, digest, module_ranks, num_bytes, now)
             return with_upload(state, upload, own, activate=activate, now=now), version, None
 
-        state, found, version = await self._change(f"{tenant}/{name}", add, entry, num_ended, bounds)
+        state, found, version = await self._change(f"{tenant}/{name}", add, entry, incarnation, bounds)
         if found is not None:
             return found, state.current, False
         made = state.current if activate else state.find(str(version))
@@ -96,10 +96,10 @@ class NameRecords:
         name: str,
         change: Callable[[NameState, float], NameState],
         entry: AuditEntry | None = None,
-        num_ended: int | None = None,
+        incarnation: int | None = None,
         most_pinned_bytes: int | None = None,
     ) -> NameState:
-        """The name after `change`, which gets it and the Unix time. `num_ended`, `entry`: see `register`.
+        """The name after `change`, which gets it and the Unix time. `incarnation`, `entry`: see `register`.
 
         `most_pinned_bytes`: that its tenant may have pinned afterwards if this adds any, beside the tenant's quota.
         Raises NoSuchName, TenantGone, what `change` raises, QuotaExceeded if more would be pinned than may be, and
@@ -109,7 +109,7 @@ class NameRecords:
         def apply(state: NameState | None, last_version: int, now: float) -> tuple[NameState, int, None]:
             return change(_existing(state, name), now), last_version, None
 
-        state, _, _ = await self._change(f"{tenant}/{name}", apply, entry, num_ended, (), most_pinned_bytes)
+        state, _, _ = await self._change(f"{tenant}/{name}", apply, entry, incarnation, (), most_pinned_bytes)
         return state
 
     async def _change(
@@ -117,7 +117,7 @@ class NameRecords:
         field: str,
         change: Callable[[NameState | None, int, float], tuple[NameState, int, AdapterVersion | None]],
         entry: AuditEntry | None = None,
-        num_ended: int | None = None,
+        incarnation: int | None = None,
         bounds: Sequence[StorageBound] = (),
         most_pinned_bytes: int | None = None,
     ) -> tuple[NameState, AdapterVersion | None, int]:
@@ -142,7 +142,7 @@ class NameRecords:
                     has_canary=after.rollout.canary is not None,
                     entry=encode_entry(written_entry),
                     result=result,
-                    incarnation=num_ended,
+                    incarnation=incarnation,
                     max_canaries=MAX_CANARIES,
                     max_pins=MAX_PINS,
                     max_pins_in_all=MAX_PINS_IN_ALL,

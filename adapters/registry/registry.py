@@ -119,7 +119,7 @@ class Registry:
         digest: str,
         module_ranks: Mapping[str, int],
         num_bytes: int,
-        num_ended: int | None = None,
+        incarnation: int | None = None,
         entry: AuditEntry | None = None,
     ) -> tuple[AdapterVersion, bool]:
         """The name's current version, which has this digest, and whether this call made it. See `NameRecords`."""
@@ -129,7 +129,7 @@ class Registry:
             digest=digest,
             module_ranks=module_ranks,
             num_bytes=num_bytes,
-            num_ended=num_ended,
+            incarnation=incarnation,
             entry=entry,
         )
         return adapter, created

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from motet.adapters.errors import KeyTaken, OtherBase
-from motet.adapters.registry.launches import Launches, SilentLaunches
+from motet.adapters.registry.launches import ExpiredLaunches, Launches
 from motet.adapters.registry.registry import Registry
 from motet.cluster.application.registration import register_router
 from motet.cluster.application.shared_token import shared_token
@@ -153,9 +153,9 @@ async def test_routers_and_gangs_agree_on_a_token(redis_client: Redis, redis_url
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 400), st.booleans()), max_size=40))
-def test_who_beats_is_never_silent(steps: list[tuple[float, bool]]) -> None:
+def test_a_launch_with_heartbeats_never_expires(steps: list[tuple[float, bool]]) -> None:
     """Whatever the gaps between two times of listening: who has beaten since the last two is not given up."""
-    silent, now, beats = SilentLaunches(SILENCE_S, LONGEST_GAP_S), 0.0, 0
+    expired, now, beats = ExpiredLaunches(SILENCE_S, LONGEST_GAP_S), 0.0, 0
     unchanged_since, listened_at = 0.0, None
     for gap, has_beaten in steps:
         now += gap
@@ -163,4 +163,4 @@ def test_who_beats_is_never_silent(steps: list[tuple[float, bool]]) -> None:
             unchanged_since = now
         beats += has_beaten
         listened_at = now
-        assert ("it" in silent.hear({"it": beats}, now)) == (now - unchanged_since >= SILENCE_S)
+        assert ("it" in expired.observe({"it": beats}, now)) == (now - unchanged_since >= SILENCE_S)
