@@ -36,7 +36,7 @@ class PinnedGang(Protocol):
     @property
     def known(self) -> KnownPinned: ...
 
-    def tell(self, news: News) -> None: ...
+    def send(self, news: News) -> None: ...
 
 
 class PinKeeper:
@@ -46,7 +46,7 @@ class PinKeeper:
         """`gangs`: those that are connected."""
         self._pins, self._gangs = pins, gangs
         self._places = PinPlaces()
-        self._told: dict[str, GangInfo] = {}  # gangs that have heard of pins, by id, with their greetings
+        self._sent: dict[str, GangInfo] = {}  # gangs that were sent pins, by id, with their greetings
         self._seen: frozenset[str] = frozenset()
         self._seen_since = 0.0
         self._unsettled_since: float | None = None  # None: pins go by the gangs that are connected
@@ -77,8 +77,8 @@ class PinKeeper:
         for gang_id, gang in gangs.items():
             if gang_id in self._places.gangs:
                 self._tell(gang_id, gang)
-        for gang_id in [gang_id for gang_id in self._told if gang_id not in self._places.gangs]:
-            del self._told[gang_id]
+        for gang_id in [gang_id for gang_id in self._sent if gang_id not in self._places.gangs]:
+            del self._sent[gang_id]
 
     def _connected(self) -> dict[str, PinnedGang]:
         return {gang.info.gang_id: gang for gang in self._gangs() if gang.info is not None}
@@ -97,12 +97,12 @@ class PinKeeper:
     def _tell(self, gang_id: str, gang: PinnedGang) -> None:
         changes = self._places.take_changes(gang_id)
         assert gang.info is not None
-        if self._told.get(gang_id) is not gang.info:
-            if gang_id in self._told or self._places.at(gang_id):
-                gang.tell(Pinned(sorted(self._places.at(gang_id)), is_whole=True))
-                self._told[gang_id] = gang.info
+        if self._sent.get(gang_id) is not gang.info:
+            if gang_id in self._sent or self._places.at(gang_id):
+                gang.send(Pinned(sorted(self._places.at(gang_id)), is_whole=True))
+                self._sent[gang_id] = gang.info
         elif changes:
-            gang.tell(
+            gang.send(
                 Pinned(
                     [digest for digest, is_there in changes.items() if is_there],
                     [digest for digest, is_there in changes.items() if not is_there],
@@ -116,4 +116,4 @@ class PinKeeper:
             try:
                 self.look(loop.time())
             except Exception:
-                _log.exception("pins cannot be told to gangs")
+                _log.exception("pins cannot be sent to gangs")

@@ -65,7 +65,7 @@ class FakeGang:
     def known(self) -> FakeGang:
         return self
 
-    def tell(self, news: News) -> None:
+    def send(self, news: News) -> None:
         assert isinstance(news, Pinned)
         self.num_told += 1
         self.pinned = ((set() if news.is_whole else self.pinned) | {*news.came}) - {*news.went}
