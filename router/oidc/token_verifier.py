@@ -107,13 +107,7 @@ class TokenVerifier:
             return None
         check_tenant(tenant)
         claimed = claims.get(self._config.oidc_scopes_claim)
-        words = (
-            claimed_scopes.split(" ")
-            if isinstance(claimed_scopes, str)
-            else claimed_scopes
-            if isinstance(claimed_scopes, list)
-            else []
-        )
+        words = claimed.split(" ") if isinstance(claimed, str) else claimed if isinstance(claimed, list) else []
         scopes = frozenset(scope for scope in _SCOPES if scope in words)
         # One id for all tokens of a subject, so that what it uses is counted together.
         key_id = f"oidc-{sha256(f'{issuer} {subject}'.encode()).hexdigest()[:16]}"

@@ -59,7 +59,7 @@ class PinKeeper:
         await end_tasks(self._task)
 
     def states(self, digest: str) -> Mapping[str, str | None]:
-        """The gangs that must keep the adapter, by their ids. None: it is there; empty: it is coming; else what failed."""
+        """The gangs that must keep the adapter, by id. None: it is there; empty: it is coming; else what failed."""
         found: dict[str, str | None] = {}
         by_id = self._connected()
         for gang_id in self._places.of(digest):
