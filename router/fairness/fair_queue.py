@@ -143,7 +143,7 @@ class _Columns:
 
 
 class _Fluid:
-    """How many tokens the tenants together are served until all have come to a level, as far as they have so many."""
+    """How many tokens all tenants are served until their counters reach a level, at most all that they have."""
 
     def __init__(self, columns: _Columns) -> None:
         counters, weights, tokens = columns.values
@@ -169,5 +169,5 @@ def _num_tokens(share: TenantShare) -> int:
 
 
 def _below(level: float, share: TenantShare, num_tokens: int) -> float:
-    """Of so many tokens of the tenant, those that are served until its counter has come to the level."""
+    """How many of the tenant's `num_tokens` are served until its counter reaches the level."""
     return min(num_tokens, share.weight * max(0.0, level - share.counter))

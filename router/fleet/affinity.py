@@ -82,7 +82,7 @@ class GangView:
         return waiting_s + num_shared_steps * self.num_sequences * self.costs.s_per_token
 
     def cold_load_s(self, num_pages: int) -> float:
-        """What it would cost to load so many pages there, the reload of the adapters that they evict included."""
+        """The cost of loading `num_pages` there, with the reload of the adapters that they evict."""
         return num_pages * self.costs.s_per_page * (1 + self.costs.num_evictions_per_load)
 
 

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from .affinity import GangCosts
 
-# Tokens before the turn of a tenant's sequence, if its tenant had so many more there than it has, and all together had
-# so many more. The arguments: tenant, its weight, these two; a negative number is of tokens that have left.
+# Tokens before the turn of a tenant's sequence. The arguments: tenant, its weight, additional tokens of the tenant, and
+# of all tenants; negative: tokens that have left.
 TokensBefore = Callable[[str, float, int, int], float]
 
 
@@ -138,7 +138,7 @@ def relocations(queues: Sequence[GangQueue], config: RelocationConfig) -> list[R
 
 
 def _begin_s(sequence: WaitingSequence, num_before: float, source: GangQueue, target: GangQueue) -> float:
-    """When the sequence would begin at the target with so many tokens before it, and what else it would lose."""
+    """Seconds until the sequence would begin at the target, with what else it would lose by the move."""
     costs = target.costs
     wait_s = num_before * max(source.s_per_token, target.s_per_token)
     lost_s = sequence.num_cached_tokens * costs.s_per_queued_token

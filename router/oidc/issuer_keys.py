@@ -57,7 +57,7 @@ class IssuerKeys:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, wait_s: float) -> None:
-        """Begins to fetch; waits so long at most for the first keys."""
+        """Begins to fetch; waits at most `wait_s` for the first keys."""
         fetched = asyncio.Event()
         self._task = asyncio.create_task(self._follow(fetched), name="issuer keys")
         with suppress(TimeoutError):

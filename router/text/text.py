@@ -98,7 +98,7 @@ class TextService:
         return await self._done(work, sum(map(len, token_lists)) <= MAX_TOKENS_ON_LOOP)
 
     async def echoes(self, token_lists: Sequence[Sequence[int]]) -> list[str]:
-        """The text of each prompt up to where the detokenizer of an echoed prompt goes on, see `detokenizer`."""
+        """The text of each prompt up to where the detokenizer of an echoed prompt continues, see `detokenizer`."""
         texts = await self.decode_all(token_lists)
         return [text[: len(text) - self._num_cut(ids)] for text, ids in zip(texts, token_lists, strict=True)]
 
@@ -221,7 +221,7 @@ class Detokenizer:
         return text[self._num_chars_of(context, text) :]
 
     def _num_chars_of(self, context: list[int], text: str) -> int:
-        """How many characters at the start of `text`, which goes on after the context, are whole in the context.
+        """How many characters at the start of `text`, which continues the context, are whole in the context.
 
         Its bytes that were � alone may be a character now: that one is not the context's. And where one invalid byte
         turned a whole run of byte tokens into �, those before it decode once it is left out.
@@ -243,7 +243,7 @@ class Detokenizer:
         """The text of the pending tokens.
 
         Byte tokens that turn out to be no character spoil those before them too, whose text is out already: the whole
-        run decodes to replacement characters then. The stream goes on from what is not out yet.
+        run decodes to replacement characters then. The stream continues after the last piece.
         """
         *earlier, last = self._pending
         self._stream = DecodeStream(earlier, skip_special_tokens=True)
