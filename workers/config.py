@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..adapters.packing.layout import Dtype
-from .fairness.standings import Scheduling
+from .fairness.tenant_counters import Scheduling
 
 ExpertSharding = Literal["tensor", "expert"]
 Device = Literal["cpu", "cuda", "auto"]

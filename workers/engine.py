@@ -43,7 +43,7 @@ class Engine:
         self._is_stalled = False
 
     def receive(self, message: EngineMessage) -> None:
-        """Hands a message to its owner. Updates that follow from it come with the next step."""
+        """HeldByOthers a message to its owner. Updates that follow from it come with the next step."""
         match message:
             case Submit(request):
                 self._submit(request)
@@ -55,11 +55,11 @@ class Engine:
                     self._refused.append(SequenceUpdate(sequence_id, error=error))
             case Outdated(digest):
                 self._scheduler.memory.outdate(digest)
-                self._scheduler.host_news.outdate(digest)
+                self._scheduler.host_updates.outdate(digest)
             case PinChanges(changes):
-                self._scheduler.host_news.pin(changes)
+                self._scheduler.host_updates.pin(changes)
             case ServedElsewhere(totals):
-                self._scheduler.standings.charge_elsewhere(totals)
+                self._scheduler.counters.charge_elsewhere(totals)
             case TokenInterval(setting):
                 self._scheduler.token_interval_s = token_interval_of(setting, self.info.device)
 
@@ -83,7 +83,7 @@ class Engine:
         What is executed is busy for longer than this, as far as steps go on to take what such steps took. Nothing waits
         unless somebody came lately who is clearly behind others: a busy CPU wakes a thread late, which costs a little.
         """
-        if not self._ahead.has_plan or not self._scheduler.pressure.is_on:
+        if not self._ahead.has_plan or not self._scheduler.latency_mode.is_on:
             return 0.0
         return max(0.0, self._began_at + self._spare * self._expected_s[0] - self._clock())
 

@@ -24,17 +24,17 @@ class PagedMemory:
         adapter_page_s: Callable[[], float],
         prefix_page_s: Callable[[PageKey], float],
         idle: IdleOrder | None = None,
-        adapter_went: Callable[[str], None] = lambda digest: None,
+        adapter_evicted: Callable[[str], None] = lambda digest: None,
     ) -> None:
         """`adapter_page_s`, `prefix_page_s`: what it costs to bring back an evicted page of an adapter, or of KV.
 
-        `idle`: another order of eviction, for comparisons. `adapter_went` is called when an adapter was evicted.
+        `idle`: another order of eviction, for comparisons. `adapter_evicted` is called when an adapter was evicted.
         """
         self.allocator = PageAllocator(num_pages)
         self._idle = IdleOrder() if idle is None else idle
         self.adapters = AdapterCache(self.allocator, self._idle, adapter_page_s)
         self.prefixes = PrefixCache(self.allocator, self._idle, prefix_page_s)
-        self._adapter_went = adapter_went
+        self._adapter_went = adapter_evicted
         self._hosted: dict[str, bool] = {}  # digests that came into host memory, or went, since they were last told
         self._pin_news: dict[str, str] = {}  # by digest, since they were last told
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..wire.page_keys import PageKey
 from .idle_order import IdleOrder
 from .page_allocator import PageAllocator
-from .page_beginnings import PageBeginnings
+from .partial_page_index import PartialPageIndex
 from .use_count import UseCount
 
 
@@ -34,7 +34,7 @@ class PrefixCache:
         self._pages: dict[PageKey, int] = {}
         self._entries: dict[int, _Entry] = {}  # by page
         self._of_adapters: dict[str, set[int]] = {}  # pages by digest
-        self._beginnings = PageBeginnings()
+        self._beginnings = PartialPageIndex()
         self._moved: dict[PageKey, None] = {}  # keys that came or went since the last take_changes()
         self.num_evictions = 0
 
@@ -95,7 +95,7 @@ class PrefixCache:
         self._moved[key] = None
         return True
 
-    def tell_content(self, key: PageKey, link: PageKey, token_ids: Sequence[int]) -> None:
+    def index_content(self, key: PageKey, link: PageKey, token_ids: Sequence[int]) -> None:
         """Tells that the page of this key holds these tokens, after `link`, so that `find_begun` finds it."""
         if key in self._pages:
             self._beginnings.add(key, link, token_ids)

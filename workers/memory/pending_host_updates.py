@@ -9,7 +9,7 @@ from ..plan import StepPlan
 _MAX_OUTDATED = 1024  # digests that wait for a step; of more the oldest are forgotten
 
 
-class HostNews:
+class PendingHostUpdates:
     def __init__(self) -> None:
         self._outdated: list[str] = []
         self._pins: dict[str, bool] = {}

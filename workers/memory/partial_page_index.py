@@ -11,12 +11,12 @@ _MAX_LOOKED_AT = 32  # of pages that begin alike, the newest ones
 _Place = tuple[PageKey, tuple[int, ...]]  # the key before a page, and its first tokens
 
 
-def least_tokens(block_size: int) -> int:
+def min_common_tokens(block_size: int) -> int:
     """How many tokens a page must have in common with a sequence to be worth a copy."""
     return max(block_size // 4, 1)
 
 
-class PageBeginnings:
+class PartialPageIndex:
     """Knows which pages come after a key, and which tokens they hold."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class PageBeginnings:
 
     def add(self, key: PageKey, link: PageKey, token_ids: Sequence[int]) -> None:
         """A full page that comes after `link`."""
-        place = (link, tuple(token_ids[: least_tokens(len(token_ids))]))
+        place = (link, tuple(token_ids[: min_common_tokens(len(token_ids))]))
         self._places[key] = place
         self._pages.setdefault(place, {})[key] = tuple(token_ids)
 
@@ -39,8 +39,8 @@ class PageBeginnings:
 
     def find(self, link: PageKey, token_ids: Sequence[int], block_size: int) -> tuple[PageKey, int] | None:
         """The page after `link` that begins with most of these tokens, and how many of them; None: with too few."""
-        pages = self._pages.get((link, tuple(token_ids[: least_tokens(block_size)])), {})
-        counts = {key: _num_alike(pages[key], token_ids) for key in islice(reversed(pages), _MAX_LOOKED_AT)}
+        pages = self._pages.get((link, tuple(token_ids[: min_common_tokens(block_size)])), {})
+        counts = {key: _common_prefix_len(pages[key], token_ids) for key in islice(reversed(pages), _MAX_LOOKED_AT)}
         best = max(counts, key=counts.__getitem__, default=None)
         return None if best is None else (best, counts[best])
 
@@ -50,5 +50,5 @@ class PageBeginnings:
         return set(self._places)
 
 
-def _num_alike(first: Sequence[int], second: Sequence[int]) -> int:
+def _common_prefix_len(first: Sequence[int], second: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
