@@ -309,7 +309,7 @@ class OlderSequences:
     """What older waiting sequences need and newer ones must not take, accumulated along the queue."""
 
     def __init__(self, equipped: Iterator[GrowingSequence], has_one_tenant: bool) -> None:
-        """`equipped`: waiting sequences with their adapter there, in fair order. `has_one_tenant`: all of one tenant."""
+        """`equipped`: waiting sequences with their adapter, in fair order. `has_one_tenant`: all are of one."""
         self.wanted: set[str] = set()  # their adapters, which are in the pool
         self.num_reserved_pages = 0  # pages that they will take once their prefixes are copied
         self._sequences, self._has_one_tenant = equipped, has_one_tenant

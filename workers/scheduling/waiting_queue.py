@@ -84,8 +84,8 @@ class WaitingQueue:
     def equipped_in_turn(self, notes_turns: bool = False) -> Iterator[GrowingSequence]:
         """Sequences that have their adapter, in fair order. Invalid once another such iterator is made.
 
-        With several tenants, or if `notes_turns`, sets each sequence's `turn`: its tenant's counter as it would be after
-        the tenant's prompts before it.
+        With several tenants, or if `notes_turns`, sets each sequence's `turn`: the counter that its tenant would have
+        after its prompts before this one.
         """
         if len(self._by_tenant) == 1 and not notes_turns:
             (queue,) = self._by_tenant.values()
