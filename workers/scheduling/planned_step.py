@@ -35,7 +35,8 @@ class PlannedStep:
     def parts(self, chosen: Mapping[int, SampledToken | None] | None) -> tuple[SequencePlan, ...]:
         """The parts of all sequences in the plan, without those that are gone or have ended.
 
-        `chosen`: tokens of the plan before, which is not committed yet, by sequence id. None: they are fed on the device; what is computed after a token that ends its sequence is discarded.
+        `chosen`: tokens of the plan before, which is not committed yet, by sequence id. None: they are fed on the
+        device; what is computed after a token that ends its sequence is discarded.
         """
         gone, decodes, parts = self.gone, self.decodes, list[SequencePlan]()
         if gone:
