@@ -65,7 +65,7 @@ def test_the_page_stays_until_the_copy_is_made() -> None:
     assert s.memory.make_room(12, set())
 
 
-def test_random_beginnings_on_a_small_pool() -> None:
+def test_random_partial_pages_on_a_small_pool() -> None:
     """The worker checks that every page, copied or not, has the content that its sequence expects."""
     rng = random.Random(5)
     s, worker = rig(num_pages=14)

@@ -281,7 +281,7 @@ class PrefixReuse:
             left = left[:-1]  # the last one is computed, since its logits choose the next token
         if not self._enabled or not left:
             return 0
-        begun = self._cache.find_begun(self._link(sequence, len(found)), left, self._block_size)
+        begun = self._cache.find_partial(self._link(sequence, len(found)), left, self._block_size)
         if begun is None:
             return 0
         page, num_tokens = begun
