@@ -27,15 +27,12 @@ class Received:
 
 async def ledger_entries(client: Redis, lives: Iterable[str], tenant: str | None = None) -> dict[str, Entry]:
     """What the ledger says of each id now, by its entries. `tenant`: None: each life is its tenant's first one."""
-    import msgspec
-
     ledger, found = Ledger(client, kept_days=3), dict[str, Entry]()
     today = datetime.now(UTC).date()
     for life in lives:
         for day in (today - timedelta(days=1), today):
             async for page in ledger.entries_of(life, day):
-                for raw in page:
-                    entry = msgspec.json.decode(raw.text, type=Entry)
+                for entry in page:
                     assert entry.life == life and entry.tenant == (tenant or life)
                     found[entry.id] = merged(found[entry.id], entry) if entry.id in found else entry
     return found
