@@ -15,7 +15,6 @@ from uuid import uuid4
 
 import ray
 from fastapi import FastAPI
-from msgspec import structs
 from prometheus_client.metrics_core import Metric
 from ray import serve
 
@@ -100,7 +99,7 @@ class RouterReplica:
         self._launch = LaunchKeeper(
             registry, Launches(self._redis), id_of_this_cluster(), partial(_keys_of, secrets_path)
         )
-        await asyncio.to_thread(config.data_dir.mkdir, parents=True, exist_ok=True)
+        await asyncio.to_thread(config.serving.data_dir.mkdir, parents=True, exist_ok=True)
         await when_redis_answers(partial(register_router, registry, config, self._launch.owner, secrets.keys))
         # The secrets of a node may get a file of keys later.
         given = secrets.keys if secrets_path is not None else secrets.keys or ()
@@ -109,16 +108,14 @@ class RouterReplica:
         await when_redis_answers(self._view.start)
         token = await when_redis_answers(partial(shared_token, secrets))
         model = await asyncio.to_thread(ModelConfig.from_folder, config.model_path)
-        layouts = layouts_of_gang(
-            model, config.tensor_parallel, config.block_size, config.dtype, config.expert_sharding, config.kv_dtype
-        )
+        layouts = layouts_of_gang(model, *config.packing)
         self._uploads = UploadService(
             await asyncio.to_thread(AdapterStore, config.store_path),
             registry,
             self._view,
             layouts=layouts,
-            reserved=[config.name],
-            limits=UploadLimits(max_tensors_bytes=config.max_upload_bytes),
+            reserved=[config.serving.name],
+            limits=UploadLimits(max_tensors_bytes=config.requests.max_upload_bytes),
         )
         self._dispatcher = FleetDispatcher(
             token,
@@ -130,7 +127,7 @@ class RouterReplica:
         self._view.on_outdated = self._dispatcher.outdate
         self._pins = PinKeeper(self._view.pins, self._dispatcher.connected)
         self._pins.start()
-        self._demand = GangDemand(gang, lambda: self._dispatcher.num_waiting) if config.min_gangs == 0 else None
+        self._demand = GangDemand(gang, lambda: self._dispatcher.num_waiting) if config.scaling.min_gangs == 0 else None
         self._gangs: Mapping[str, Metadata] = {}
         self._routers: Mapping[str, Metadata] = {}
         own = serve.get_replica_context().deployment
@@ -145,7 +142,7 @@ class RouterReplica:
         self._text = await asyncio.to_thread(TextService.from_folder, config.model_path)
         operator_key = secrets.operator_key
         if operator_key is None:
-            operator_key = await asyncio.to_thread(operator_key_in, config.data_dir)
+            operator_key = await asyncio.to_thread(operator_key_in, config.serving.data_dir)
         self._tokens = await _verifier(config)
         self._metrics = Metrics()
         self._metrics.dropped_log_lines = lambda: self._log.num_dropped
@@ -153,17 +150,19 @@ class RouterReplica:
             self._redis,
             config.ledger_path,
             config.ledger_archive_path,
-            kept_days=config.ledger_days,
-            spool_bytes=config.ledger_spool_bytes,
-            min_free_bytes=config.min_free_bytes // LEDGERS_PART,
-            prices=None if config.prices_path is None else await asyncio.to_thread(read_prices, config.prices_path),
+            kept_days=config.requests.ledger_days,
+            spool_bytes=config.requests.ledger_spool_bytes,
+            min_free_bytes=config.requests.min_free_bytes // LEDGERS_PART,
+            prices=None
+            if config.requests.prices_path is None
+            else await asyncio.to_thread(read_prices, config.requests.prices_path),
         )
         await self._usage.start()
         self._administration = Administration.of(self._redis, [self._usage.retire])
         self._metrics.ledger = self._usage.behind
         self._watchdog = LoopWatchdog(self._metrics.loop_held_s)
         name = uuid4().hex[:8]
-        self._labels = {"router": name, "base": config.name}
+        self._labels = {"router": name, "base": config.serving.name}
         counts = CanaryCounts(self._redis)
         self._canaries, self._judge = CanaryBook(self._view, counts), CanaryJudge(self._uploads, counts)
         self._canaries.start()
@@ -206,7 +205,7 @@ class RouterReplica:
         Serve would replace a running replica that refuses, by others that refuse as well.
         """
         try:
-            config = structs.replace(self._config, **live_values("router", user_config))
+            config = self._config.replaced(**live_values("router", user_config))
             check = partial(check_objectives_of, self._registry, config)
             await (check() if self._is_up else when_redis_answers(check))
         except (ConfigError, RegistryUnavailable) as error:
@@ -288,7 +287,7 @@ def _keys_of(secrets_path: Path | None) -> Sequence[tuple[str, str]] | None:
 
 async def _verifier(config: MotetConfig) -> TokenVerifier | None:
     """Follows the keys of those whose tokens are accepted; None: nobody's are."""
-    if not config.oidc_issuers:
+    if not config.access.oidc_issuers:
         return None
     from ...router.oidc.token_verifier import TokenVerifier  # what verifies signatures takes memory and time to load
 

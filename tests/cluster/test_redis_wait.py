@@ -63,7 +63,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def config(tmp_path: Path) -> MotetConfig:
-    return MotetConfig(model_path=DEMO / "base", data_dir=tmp_path, max_gangs=1)
+    return MotetConfig.of(model_path=DEMO / "base", data_dir=tmp_path, max_gangs=1)
 
 
 @pytest.fixture
