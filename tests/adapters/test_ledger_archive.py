@@ -1,4 +1,4 @@
-"""The ledger's archive: several who archive one life lose nothing, and a damaged file stops nobody."""
+"""The ledger's archive: several archivists of one tenant lose nothing, and a damaged file stops none."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def entries(count: int, tenant: str = "acme") -> list[Entry]:
     ]
 
 
-def archived(root: Path, life: str) -> list[str]:
-    (path,) = root.glob(f"*/{life}.jsonl.gz")
+def archived(root: Path, tenant_id: str) -> list[str]:
+    (path,) = root.glob(f"*/{tenant_id}.jsonl.gz")
     return sorted(json.loads(line)["e"]["id"] for line in gzip.decompress(path.read_bytes()).splitlines())
 
 
@@ -41,8 +41,8 @@ class SlowLedger(Ledger):
         super().__init__(client, kept_days=0, timeout_s=PATIENCE_S)
         self.has_page, self.may_go_on = asyncio.Event(), asyncio.Event()
 
-    async def entries_of(self, life: str, day: date) -> AsyncIterator[list[Entry]]:
-        async for page in super().entries_of(life, day):
+    async def entries_of(self, tenant_id: str, day: date) -> AsyncIterator[list[Entry]]:
+        async for page in super().entries_of(tenant_id, day):
             yield page
             self.has_page.set()
             await self.may_go_on.wait()
@@ -107,7 +107,7 @@ async def test_a_damaged_file_is_kept_aside_and_stops_nobody(
     (aside,) = path.parent.glob("*.damaged")
     assert aside.read_bytes() == damaged and str(aside) in caplog.text
     await archive.retire("acme", now)  # ends
-    assert await ledger.lives() == ["zeta"]
+    assert await ledger.tenant_ids() == ["zeta"]
 
 
 async def test_one_that_cannot_be_archived_does_not_stop_those_behind_it(redis_client: Redis, tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from datetime import UTC, datetime
 
 from redis.asyncio import Redis
 
 from motet.adapters.registry.ledger.entry import Entry, Stage
+from motet.adapters.registry.ledger.ledger_keys import prefix_of
 from motet.router.openai_api.response_id import new_response_id
 
 MIDNIGHT = int(datetime(2026, 11, 22, tzinfo=UTC).timestamp())
@@ -45,6 +47,9 @@ def realistic_answers(count: int, num_adapters: int, tenant: str = "acme", seed:
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
-async def used_bytes(client: Redis) -> int:
-    """Memory of the server's data set, as its `maxmemory` counts it."""
-    return int((await client.info("memory"))["used_memory"])
+async def bytes_by_kind(client: Redis, tenant_id: str) -> Counter[str]:
+    """Memory of Redis that a tenant's ledger takes, by the part of a key that says what it holds."""
+    prefix, found = prefix_of(tenant_id), Counter[str]()
+    async for key in client.scan_iter(f"{prefix}*", count=1000):
+        found[key.removeprefix(prefix).split(":")[0]] += await client.memory_usage(key, samples=0) or 0
+    return found

@@ -1,4 +1,4 @@
-"""Entries of the ledger on disk, a file for each tenant's life and day: JSON lines, compressed.
+"""Entries of the ledger on disk, a file for each tenant and day: JSON lines, compressed.
 
 `<root>/2026-11-22/acme.jsonl.gz` has the answers that began on that day (UTC), each line `{"n": digest of the line,
 "e": entry}`; `acme~1.jsonl.gz` has those of the tenant that was called `acme` after the first one was deleted. Two
@@ -55,33 +55,33 @@ class LedgerArchive:
     def __init__(self, ledger: Ledger, root: Path) -> None:
         self._ledger, self._root = ledger, root
 
-    async def archive(self, life: str, now: datetime) -> int:
+    async def archive(self, tenant_id: str, now: datetime) -> int:
         """Archives days that have not changed for longer than the ledger keeps them; returns how many.
 
         A day's entries leave Redis only when their file survives a crash of the machine. Raises RegistryUnavailable,
         OSError.
         """
         num_days = 0
-        async with self._locked(life):
-            await self._archive_old(life)
+        async with self._locked(tenant_id):
+            await self._archive_old(tenant_id)
             end_us = (now - timedelta(days=self._ledger.kept_days)).timestamp() * 1e6
-            for pending in await self._ledger.pending_days(life):
+            for pending in await self._ledger.pending_days(tenant_id):
                 if pending.changed_us < end_us:
-                    num_days += await self._archive_pending(life, pending)
+                    num_days += await self._archive_pending(tenant_id, pending)
         return num_days
 
     async def archive_all(self, now: datetime) -> int:
         """The same for all tenants. Raises OSError when all others are archived, if some could not be."""
         num_days, failed, last = 0, list[str](), None
-        for life in await self._ledger.lives():
+        for tenant_id in await self._ledger.tenant_ids():
             try:
-                num_days += await self.archive(life, now)
+                num_days += await self.archive(tenant_id, now)
             except RegistryUnavailable:
                 raise
             except Exception as error:
                 if not isinstance(error, OSError):
-                    _log.exception("the ledger of %s could not be archived", life)
-                failed.append(life)
+                    _log.exception("the ledger of %s could not be archived", tenant_id)
+                failed.append(tenant_id)
                 last = error
         if failed:
             names = ", ".join(failed[:_NUM_NAMED])
@@ -89,65 +89,65 @@ class LedgerArchive:
             raise OSError(message) from last
         return num_days
 
-    async def retire(self, life: str, now: datetime) -> None:
+    async def retire(self, tenant_id: str, now: datetime) -> None:
         """Archives all of a tenant's entries, and removes its ledger: the tenant is deleted.
 
         Those that come later stay until their day is archived, and no question for usage shows them.
         """
-        async with self._locked(life):
-            await self._archive_old(life)
-            while days := await self._ledger.pending_days(life):
+        async with self._locked(tenant_id):
+            await self._archive_old(tenant_id)
+            while days := await self._ledger.pending_days(tenant_id):
                 for pending in days:
-                    await self._archive_pending(life, pending)
-            await self._ledger.remove(life, now)
+                    await self._archive_pending(tenant_id, pending)
+            await self._ledger.remove(tenant_id, now)
 
-    def path(self, life: str, day: date) -> Path:
-        return self._root / day.isoformat() / f"{life}.jsonl.gz"
+    def path(self, tenant_id: str, day: date) -> Path:
+        return self._root / day.isoformat() / f"{tenant_id}.jsonl.gz"
 
-    async def _archive_pending(self, life: str, pending: PendingDay) -> bool:
-        await self._archive_day(life, pending.day, lambda: self._lines_of(life, pending.day))
-        return await self._ledger.remove_day(life, pending)
+    async def _archive_pending(self, tenant_id: str, pending: PendingDay) -> bool:
+        await self._archive_day(tenant_id, pending.day, lambda: self._lines_of(tenant_id, pending.day))
+        return await self._ledger.remove_day(tenant_id, pending)
 
-    async def _archive_old(self, life: str) -> None:
+    async def _archive_old(self, tenant_id: str) -> None:
         """Archives the stream of versions before records."""
-        while (day := await self._ledger.first_old_day(life)) is not None:
+        while (day := await self._ledger.first_old_day(tenant_id)) is not None:
             last = ""
 
             async def lines(day: date = day) -> _Pages:
                 nonlocal last
-                async for page in self._ledger.old_entries_of(life, day):
+                async for page in self._ledger.old_entries_of(tenant_id, day):
                     last = page[-1].number
                     yield [(entry.number, entry.text.encode()) for entry in page]
 
-            await self._archive_day(life, day, lines)
+            await self._archive_day(tenant_id, day, lines)
             if last:  # else another archivist has trimmed it
-                await self._ledger.trim_old(life, last)
+                await self._ledger.trim_old(tenant_id, last)
 
-    async def _lines_of(self, life: str, day: date) -> _Pages:
-        async for page in self._ledger.entries_of(life, day):
+    async def _lines_of(self, tenant_id: str, day: date) -> _Pages:
+        async for page in self._ledger.entries_of(tenant_id, day):
             texts = [_encode(entry) for entry in page]
             yield [(blake2b(text, digest_size=8).hexdigest(), text) for text in texts]
 
     @asynccontextmanager
-    async def _locked(self, life: str) -> AsyncIterator[None]:
-        """Waits until no other archivist works on this life. Where the file system has no locks it does not wait."""
+    async def _locked(self, tenant_id: str) -> AsyncIterator[None]:
+        """Waits until no other archivist works on this tenant. Where the file system has no locks it does not wait."""
         folder = self._root / "locks"
         await asyncio.to_thread(make_folder, folder)
-        with await asyncio.to_thread((folder / life).open, "ab") as file:
+        with await asyncio.to_thread((folder / tenant_id).open, "ab") as file:
             while not await asyncio.to_thread(_lock, file):  # noqa: ASYNC110
                 await asyncio.sleep(_LOCK_INTERVAL_S)
             yield
 
-    async def _archive_day(self, life: str, day: date, lines: Callable[[], _Pages]) -> None:
-        while not await self._has_written(life, day, lines()):
+    async def _archive_day(self, tenant_id: str, day: date, lines: Callable[[], _Pages]) -> None:
+        while not await self._has_written(tenant_id, day, lines()):
             pass  # another archivist has, which happens seldom
 
-    async def _has_written(self, life: str, day: date, pages: _Pages) -> bool:
+    async def _has_written(self, tenant_id: str, day: date, pages: _Pages) -> bool:
         """False: another archivist, which no lock held off, has replaced the file meanwhile.
 
         That file stays: it may have entries that have left Redis since.
         """
-        path, temporary = self.path(life, day), self._root / "tmp"
+        path, temporary = self.path(tenant_id, day), self._root / "tmp"
         for folder in (path.parent, temporary):
             await asyncio.to_thread(make_folder, folder)
         before = await asyncio.to_thread(_version, path)

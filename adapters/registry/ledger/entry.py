@@ -81,7 +81,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     recomputed_tokens: int = 0
 
     @property
-    def life(self) -> str:
+    def tenant_id(self) -> str:
         """Under which it is counted: not the tenant's name, which another tenant may have by now."""
         return make_tenant_id(self.tenant, self.num_ended)
 
@@ -105,7 +105,7 @@ def merged(one: Entry, other: Entry) -> Entry:
     Each position of the prompt is charged once. So what is cached is what no entry has computed: a stream that is
     resumed finds in the cache what it computed before.
     """
-    assert (one.id, one.life) == (other.id, other.life)
+    assert (one.id, one.tenant_id) == (other.id, other.tenant_id)
     # A stream can be resumed with another key of its tenant: then either would do, and all must choose the same.
     first = min(one, other, key=lambda entry: (entry.full_group.encode(), entry.began_at))
     later = max(one, other, key=lambda entry: (entry.stage, entry.error.encode()))

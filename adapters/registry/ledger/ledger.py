@@ -20,10 +20,10 @@ from .ledger_keys import (
     ARCHIVIST,
     DAYS,
     HOURS,
-    LIVES,
     OLD_ENTRIES,
     OLD_SEEN,
     PENDING,
+    TENANT_IDS,
     entry_of,
     field_of,
     prefix_of,
@@ -86,16 +86,16 @@ class Ledger:
     async def take(self, entries: Sequence[Entry]) -> None:
         """Takes entries in, of any tenants. Each may have been taken in before."""
         for start in range(0, len(entries), _SENT_AT_ONCE):
-            by_life: defaultdict[str, list[Entry]] = defaultdict(list)
+            by_tenant: defaultdict[str, list[Entry]] = defaultdict(list)
             for entry in entries[start : start + _SENT_AT_ONCE]:
-                by_life[entry.life].append(entry)
+                by_tenant[entry.tenant_id].append(entry)
             async with answered_within(self._timeout_s), self._client.pipeline(transaction=False) as pipeline:
-                pipeline.sadd(LIVES, *by_life)
-                for life, found in by_life.items():
+                pipeline.sadd(TENANT_IDS, *by_tenant)
+                for tenant_id, found in by_tenant.items():
                     for first in range(0, len(found), _BATCH_SIZE):
                         await self._take(
                             on=pipeline,
-                            prefix=prefix_of(life),
+                            prefix=prefix_of(tenant_id),
                             hour_seconds=HOURS_KEPT_DAYS * DAY_S,
                             day_seconds=DAYS_KEPT_DAYS * DAY_S,
                             max_groups=self._max_groups,
@@ -106,78 +106,78 @@ class Ledger:
                 await asyncio.sleep(0)
                 await pipeline.execute()
 
-    async def hours(self, life: str, day: date) -> AsyncIterator[list[Sum]]:
+    async def hours(self, tenant_id: str, day: date) -> AsyncIterator[list[Sum]]:
         """What a tenant used in each hour of a day, in small pages."""
         start = _midnight(day)
-        async for page in self._sums(f"{prefix_of(life)}{HOURS}{_day(start)}"):
+        async for page in self._sums(f"{prefix_of(tenant_id)}{HOURS}{_day(start)}"):
             yield [Sum(start + timedelta(hours=place), group, numbers) for place, group, numbers in page]
 
-    async def days(self, life: str, month: date) -> AsyncIterator[list[Sum]]:
+    async def days(self, tenant_id: str, month: date) -> AsyncIterator[list[Sum]]:
         """What a tenant used on each day of the month that `month` is in, in small pages."""
         start = _midnight(month.replace(day=1))
-        async for page in self._sums(f"{prefix_of(life)}{DAYS}{_month(start)}"):
+        async for page in self._sums(f"{prefix_of(tenant_id)}{DAYS}{_month(start)}"):
             yield [Sum(start + timedelta(days=place - 1), group, numbers) for place, group, numbers in page]
 
-    async def lives(self) -> list[str]:
+    async def tenant_ids(self) -> list[str]:
         """Those of tenants that may have a ledger, sorted."""
         async with answered_within(self._timeout_s):
-            return sorted(await self._client.smembers(LIVES))
+            return sorted(await self._client.smembers(TENANT_IDS))
 
-    async def pending_days(self, life: str) -> list[PendingDay]:
+    async def pending_days(self, tenant_id: str) -> list[PendingDay]:
         """The days that have records, beginning with the one that has not changed for longest."""
         async with answered_within(self._timeout_s):
-            found = await self._client.zrange(prefix_of(life) + PENDING, 0, -1, withscores=True)
+            found = await self._client.zrange(prefix_of(tenant_id) + PENDING, 0, -1, withscores=True)
         return [PendingDay(datetime.strptime(day, "%Y%m%d").date(), int(score)) for day, score in found]
 
-    async def entries_of(self, life: str, day: date) -> AsyncIterator[list[Entry]]:
+    async def entries_of(self, tenant_id: str, day: date) -> AsyncIterator[list[Entry]]:
         """What is known of each answer that began on the day, in small pages."""
         first: str | None = ""
         while first is not None:
             async with answered_within(self._timeout_s):
-                first, page = await self._records_page(prefix=prefix_of(life), day=_day(day), first=first)
-            yield [entry_of(life, day, *page[i : i + 3]) for i in range(0, len(page), 3)]
+                first, page = await self._records_page(prefix=prefix_of(tenant_id), day=_day(day), first=first)
+            yield [entry_of(tenant_id, day, *page[i : i + 3]) for i in range(0, len(page), 3)]
 
-    async def remove_day(self, life: str, pending: PendingDay) -> bool:
+    async def remove_day(self, tenant_id: str, pending: PendingDay) -> bool:
         """Forgets what is known of the day's answers; sums stay. False: it has changed meanwhile, and is kept."""
         async with answered_within(self._timeout_s):
             day = _day(pending.day)
-            return bool(await self._remove_day(prefix=prefix_of(life), day=day, changed=pending.changed_us))
+            return bool(await self._remove_day(prefix=prefix_of(tenant_id), day=day, changed=pending.changed_us))
 
-    async def first_old_day(self, life: str) -> date | None:
+    async def first_old_day(self, tenant_id: str) -> date | None:
         """The day of the oldest entry in the stream of versions before records; None: there is none."""
         async with answered_within(self._timeout_s):
-            found = await self._client.xrange(prefix_of(life) + OLD_ENTRIES, count=1)
+            found = await self._client.xrange(prefix_of(tenant_id) + OLD_ENTRIES, count=1)
         return datetime.fromtimestamp(int(found[0][0].split("-")[0]) / 1000, UTC).date() if found else None
 
-    async def old_entries_of(self, life: str, day: date) -> AsyncIterator[list[OldEntry]]:
+    async def old_entries_of(self, tenant_id: str, day: date) -> AsyncIterator[list[OldEntry]]:
         """Pages of that stream's entries that were taken in on that day, by Redis's clock."""
         start = int(_midnight(day).timestamp()) * 1000
         first, last = f"{start}-0", f"{start + DAY_S * 1000 - 1}"
         while True:
             async with answered_within(self._timeout_s):
-                page = await self._client.xrange(prefix_of(life) + OLD_ENTRIES, first, last, count=_PAGE_SIZE)
+                page = await self._client.xrange(prefix_of(tenant_id) + OLD_ENTRIES, first, last, count=_PAGE_SIZE)
             if page:
                 yield [OldEntry(number, fields["e"]) for number, fields in page]
             if len(page) < _PAGE_SIZE:
                 return
             first = f"({page[-1][0]}"
 
-    async def trim_old(self, life: str, number: str) -> None:
+    async def trim_old(self, tenant_id: str, number: str) -> None:
         """Forgets that stream's entries up to the one with this number."""
         async with answered_within(self._timeout_s):
             time, place = number.split("-")
             behind = f"{time}-{int(place) + 1}"
-            await self._client.xtrim(prefix_of(life) + OLD_ENTRIES, minid=behind, approximate=False)
+            await self._client.xtrim(prefix_of(tenant_id) + OLD_ENTRIES, minid=behind, approximate=False)
 
-    async def remove(self, life: str, now: datetime) -> None:
+    async def remove(self, tenant_id: str, now: datetime) -> None:
         """Forgets all of a tenant's ledger, of which no records are pending."""
-        prefix, names = prefix_of(life), {OLD_ENTRIES}
+        prefix, names = prefix_of(tenant_id), {OLD_ENTRIES}
         for number in range(-1, DAYS_KEPT_DAYS + 32):
             day = now - timedelta(days=number)
             names |= {HOURS + _day(day), OLD_SEEN + _day(day), DAYS + _month(day)}
         async with answered_within(self._timeout_s):
             await self._client.unlink(*(prefix + name for name in names))
-            await self._client.srem(LIVES, life)
+            await self._client.srem(TENANT_IDS, tenant_id)
 
     async def hold_archive(self, owner: str, hold_s: float) -> bool:
         """Whether `owner` alone archives, for so long from now on."""

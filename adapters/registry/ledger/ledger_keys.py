@@ -1,7 +1,7 @@
 """Which keys of Redis the ledger has, and how a record is written there.
 
-The keys of one life of a tenant begin alike (`prefix_of`), so that a Redis cluster has them in one slot: scripts take
-that beginning as their key. Who gets the name of a deleted tenant has keys of its own.
+The keys of a tenant begin alike (`prefix_of`), so that a Redis cluster has them in one slot: scripts take that
+beginning as their key. They go by the tenant's id: a new tenant with the name of a deleted one has keys of its own.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from datetime import UTC, date, datetime
 from typing import Final
 
-from ..tenants.life import parse_life
+from ..tenants.records import parse_tenant_id
 from .entry import NUMBERS, Entry, Stage
 
-LIVES: Final = "motet:{ledger}:tenants"  # set: lives of tenants that may have a ledger
+TENANT_IDS: Final = "motet:{ledger}:tenants"  # set: ids of tenants that may have a ledger
 ARCHIVIST: Final = "motet:{ledger}:archivist"  # the router that archives, as a string that expires
 
 # Below the prefix; a day is like 20261122, a month like 202611.
@@ -30,8 +30,8 @@ _KINDS: Final = {"cmpl-": "c", "chatcmpl-": "h", "shadow-": "s"}  # of ids, whic
 _OTHER_KIND: Final = "="
 
 
-def prefix_of(life: str) -> str:
-    return f"motet:{{tenant:{life}}}:ledger:"
+def prefix_of(tenant_id: str) -> str:
+    return f"motet:{{tenant:{tenant_id}}}:ledger:"
 
 
 def field_of(id_text: str) -> str:
@@ -41,7 +41,7 @@ def field_of(id_text: str) -> str:
     return f"{_OTHER_KIND}{id_text}" if kind is None else kind + rest
 
 
-def entry_of(life: str, day: date, field: str, record: str, group: str) -> Entry:
+def entry_of(tenant_id: str, day: date, field: str, record: str, group: str) -> Entry:
     """The entry that a record says.
 
     A record is `<stage> <group> <second of the day> <numbers>`, as decimal numbers. The numbers are those that
@@ -53,7 +53,7 @@ def entry_of(life: str, day: date, field: str, record: str, group: str) -> Entry
     """
     texts, _, error = record.partition("\t")
     stage, _, second, *numbers = map(int, texts.split(" "))
-    tenant, num_ended = parse_life(life)
+    tenant, num_ended = parse_tenant_id(tenant_id)
     key_id, adapter, version, digest = group.split("\t")
     midnight = int(datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp())
     kind, rest = field[0], field[1:]

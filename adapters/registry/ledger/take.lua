@@ -1,4 +1,4 @@
--- Takes in entries of one life of a tenant. Returns how many changed something.
+-- Takes in entries of one tenant. Returns how many changed something.
 --
 -- An entry is merged with the record of its id, as `merged` in entry.py does, and the sums of its hour and day change by
 -- the difference. ledger_keys.py says what each key holds.
