@@ -1,4 +1,4 @@
-"""Which requests a canary gets: a pure function of a sticky key, so that all routers always decide alike."""
+"""Which requests get a canary: a pure function, so that every router decides alike, at any time."""
 
 from __future__ import annotations
 
