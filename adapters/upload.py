@@ -72,7 +72,7 @@ class UploadService:
         *,
         activate: bool = True,
         note: VersionNote | None = None,
-        num_ended: int | None = None,
+        incarnation: int | None = None,
         entry: AuditEntry | None = None,
         bounds: Sequence[StorageBound] = (),
     ) -> tuple[AdapterVersion, bool]:
@@ -81,7 +81,7 @@ class UploadService:
         The name points to it from now on, unless `activate` is False: then it is only in the name's history.
 
         `config` is adapter_config.json, as bytes or a file; `tensors` is the file adapter_model.safetensors. The caller
-        removes both afterwards. Once this returns, the adapter is on disk. `num_ended` and `entry`: see
+        removes both afterwards. Once this returns, the adapter is on disk. `incarnation` and `entry`: see
         `NameRecords.register`. Raises AdapterInvalid, UploadTooLarge, TenantGone, VersionRefused for a new name without
         `activate`, QuotaExceeded if more would be stored than `bounds` let, and RegistryUnavailable, after which the
         same upload may be repeated.
@@ -102,7 +102,7 @@ class UploadService:
             num_bytes=content.num_bytes,
             activate=activate,
             note=note,
-            num_ended=num_ended,
+            incarnation=incarnation,
             entry=entry,
             bounds=bounds,
         )
@@ -119,14 +119,14 @@ class UploadService:
         name: str,
         change: Callable[[NameState, float], NameState],
         entry: AuditEntry | None = None,
-        num_ended: int | None = None,
+        incarnation: int | None = None,
         most_pinned_bytes: int | None = None,
     ) -> NameState:
         """The name after a change (`name_state.py`). The other arguments: see `NameRecords.change`.
 
         Raises as the change does, NoSuchName, TenantGone, QuotaExceeded, RegistryUnavailable.
         """
-        state = await self._registry.names.change(tenant, name, change, entry, num_ended, most_pinned_bytes)
+        state = await self._registry.names.change(tenant, name, change, entry, incarnation, most_pinned_bytes)
         self._view.apply(AdapterSet(state.current))
         return state
 

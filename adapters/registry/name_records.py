@@ -21,23 +21,13 @@ from ..errors import NoSuchName, RegistryUnavailable, TenantGone, VersionRefused
 from ..names import check_name, check_tenant
 from .events import decode_adapter, encode_facts
 from .redis_deadline import answered_within
-from .registry_scripts import (
-    ADAPTERS,
-    CANARIES,
-    CHANGE_NAME_SCRIPT,
-    EVENTS,
-    NAMES,
-    NUMBER,
-    READ_NAME_SCRIPT,
-    VERSION_NOTES,
-    VERSIONS,
-)
+from .registry_keys import ADAPTERS, VERSION_NOTES, VERSIONS, bind_script
 from .stored_counts import bound_args, use_of
 from .tenants.audit_entry import AuditEntry, encode_entry, log_entry
 from .tenants.storage_bounds import StorageBound, check_pinned, check_storage
 from .versions.changed_fields import changed_fields
 from .versions.name_state import NameNotes, NameState, VersionNote, with_upload
-from .versions.rollout import MAX_CANARIES, versions_of
+from .versions.rollout import MAX_CANARIES, MAX_PINS, MAX_PINS_IN_ALL, versions_of
 
 _MAX_TRIES: Final = 64  # of a change that others overtake
 _encode = msgspec.json.Encoder().encode
@@ -50,8 +40,8 @@ class NameRecords:
     def __init__(self, client: Redis, timeout_s: float = 3.0, clock: Callable[[], float] = time.time) -> None:
         self._timeout_s = timeout_s
         self._clock = clock
-        self._read_script = client.register_script(READ_NAME_SCRIPT)
-        self._change_script = client.register_script(CHANGE_NAME_SCRIPT)
+        self._client = client
+        self._change_name = bind_script(client, "change_name.lua")
 
     async def get(self, tenant: str, name: str) -> NameState:
         """Raises NoSuchName if the tenant has no adapter of this name."""
@@ -68,7 +58,7 @@ class NameRecords:
         num_bytes: int,
         activate: bool = True,
         note: VersionNote | None = None,
-        num_ended: int | None = None,
+        incarnation: int | None = None,
         entry: AuditEntry | None = None,
         bounds: Sequence[StorageBound] = (),
     ) -> tuple[AdapterVersion, AdapterVersion, bool]:
@@ -77,7 +67,7 @@ class NameRecords:
         The current version with the same digest is taken for the same upload; where the new one would not be current,
         any version of the name is. Raises VersionRefused for the first version of a name that is not to be current, and
         QuotaExceeded if what is stored would be over one of the bounds: that is decided where it is counted.
-        `num_ended`: of the tenant that asked; None: it is not looked at. Raises TenantGone if that tenant is being
+        `incarnation`: of the tenant that asked; None: it is not looked at. Raises TenantGone if that tenant is being
         deleted, or was: who has its name now gets nothing of it. `entry`: for the audit log.
         """
         check_tenant(tenant)
@@ -94,7 +84,7 @@ class NameRecords:
             upload = AdapterVersion(tenant, name, version, digest, module_ranks, num_bytes, now)
             return with_upload(state, upload, own, activate=activate, now=now), version, None
 
-        state, found, version = await self._change(f"{tenant}/{name}", add, entry, num_ended, bounds)
+        state, found, version = await self._change(f"{tenant}/{name}", add, entry, incarnation, bounds)
         if found is not None:
             return found, state.current, False
         made = state.current if activate else state.find(str(version))
@@ -106,10 +96,10 @@ class NameRecords:
         name: str,
         change: Callable[[NameState, float], NameState],
         entry: AuditEntry | None = None,
-        num_ended: int | None = None,
+        incarnation: int | None = None,
         most_pinned_bytes: int | None = None,
     ) -> NameState:
-        """The name after `change`, which gets it and the Unix time. `num_ended`, `entry`: see `register`.
+        """The name after `change`, which gets it and the Unix time. `incarnation`, `entry`: see `register`.
 
         `most_pinned_bytes`: that its tenant may have pinned afterwards if this adds any, beside the tenant's quota.
         Raises NoSuchName, TenantGone, what `change` raises, QuotaExceeded if more would be pinned than may be, and
@@ -119,7 +109,7 @@ class NameRecords:
         def apply(state: NameState | None, last_version: int, now: float) -> tuple[NameState, int, None]:
             return change(_existing(state, name), now), last_version, None
 
-        state, _, _ = await self._change(f"{tenant}/{name}", apply, entry, num_ended, (), most_pinned_bytes)
+        state, _, _ = await self._change(f"{tenant}/{name}", apply, entry, incarnation, (), most_pinned_bytes)
         return state
 
     async def _change(
@@ -127,7 +117,7 @@ class NameRecords:
         field: str,
         change: Callable[[NameState | None, int, float], tuple[NameState, int, AdapterVersion | None]],
         entry: AuditEntry | None = None,
-        num_ended: int | None = None,
+        incarnation: int | None = None,
         bounds: Sequence[StorageBound] = (),
         most_pinned_bytes: int | None = None,
     ) -> tuple[NameState, AdapterVersion | None, int]:
@@ -137,23 +127,27 @@ class NameRecords:
             if after == before and (before is None or after.current.rollout == before.current.rollout):
                 return after, found, new_last
             result = str(new_last if new_last != last_version else after.current.version)
-            head = f"{after.current.version} {after.current.digest} "
-            args: list[Any] = [field, record, last_version, notes, head, encode_facts(after.current), new_last]
             written_entry = entry and structs.replace(entry, changed={**entry.changed, **changed_fields(before, after)})
             new_notes = "" if after.notes == NameNotes() else _encode(after.notes).decode()
             async with answered_within(self._timeout_s):
-                written = await self._change_script(
-                    keys=[ADAPTERS, NAMES, VERSIONS, VERSION_NOTES, CANARIES, NUMBER, EVENTS],
-                    args=[
-                        *args,
-                        new_notes,
-                        int(after.rollout.canary is not None),
-                        encode_entry(written_entry),
-                        result,
-                        "" if num_ended is None else num_ended,
-                        "" if most_pinned_bytes is None else most_pinned_bytes,
-                        *bound_args(bounds),
-                    ],
+                written = await self._change_name(
+                    field=field,
+                    old_record=record,
+                    old_version=last_version,
+                    old_notes=notes,
+                    head=f"{after.current.version} {after.current.digest} ",
+                    facts=encode_facts(after.current),
+                    new_version=new_last,
+                    new_notes=new_notes,
+                    has_canary=after.rollout.canary is not None,
+                    entry=encode_entry(written_entry),
+                    result=result,
+                    incarnation=incarnation,
+                    max_canaries=MAX_CANARIES,
+                    max_pins=MAX_PINS,
+                    max_pins_in_all=MAX_PINS_IN_ALL,
+                    max_pinned_bytes=most_pinned_bytes,
+                    bounds=bound_args(bounds),
                 )
             if written == 0:
                 raise TenantGone("this tenant was deleted meanwhile")
@@ -172,12 +166,13 @@ class NameRecords:
     async def _read(self, field: str) -> tuple[NameState | None, int, str, str]:
         """The name, its last version, and record and notes as Redis holds them."""
         async with answered_within(self._timeout_s):
-            answer: Any = await self._read_script(keys=[ADAPTERS, VERSIONS, VERSION_NOTES], args=[field])
-        record, last_version, notes = answer
+            transaction: Any = self._client.pipeline(transaction=True)
+            transaction.hget(ADAPTERS, field).hget(VERSIONS, field).hget(VERSION_NOTES, field)
+            record, last_version, notes = await transaction.execute()
         state = None
         if record:
             state = NameState(decode_adapter(field, record), _decode_notes(notes) if notes else NameNotes())
-        return state, int(last_version), record, notes
+        return state, int(last_version or 0), record or "", notes or ""
 
 
 def _refuse(bounds: Sequence[StorageBound], key_id: str, *counts: int | str) -> None:

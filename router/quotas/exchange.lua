@@ -28,15 +28,24 @@ for i = 1, #fields, 2 do
     holders[fields[i]] = {held = tonumber(has), in_use = tonumber(uses), number = tonumber(last), lease_end = tonumber(lease_end)}
   end
 end
-bucket.head = math.min(bucket.tail, bucket.head + math.max(0, now - bucket.at))
-bucket.at = now
-for name, holder in pairs(holders) do
-  if holder.lease_end < now then -- a dead router's: its units may have been used
-    if is_rate == '1' then bucket.tail = bucket.tail + holder.held * unit_us end
-    holders[name] = nil
-    redis.call('HDEL', limit_key, name)
+local function drain(moment)
+  if moment > bucket.at then
+    bucket.head, bucket.at = math.min(bucket.tail, bucket.head + moment - bucket.at), moment
   end
 end
+local ended = {}
+for name, holder in pairs(holders) do
+  if holder.lease_end < now then ended[#ended + 1] = name end
+end
+table.sort(ended, function(one, other) return holders[one].lease_end < holders[other].lease_end end)
+for _, name in ipairs(ended) do -- of dead routers: they may have used their units until then
+  drain(holders[name].lease_end)
+  if is_rate == '1' then bucket.tail = bucket.tail + holders[name].held * unit_us end
+  holders[name] = nil
+  redis.call('HDEL', limit_key, name)
+end
+drain(now)
+bucket.at = now
 
 local mine = holders[router]
 local is_new = not mine or mine.number < number

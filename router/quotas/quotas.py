@@ -21,7 +21,6 @@ from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError
 
 from ...adapters.ended_tasks import end_tasks
-from ...adapters.registry.tenants.life import life_of
 from ...adapters.registry.tenants.records import Quota
 from ..accounts.account import Account, AnswerRequest, Ending, Progress
 from ..openai_api.errors import unavailable
@@ -103,7 +102,7 @@ class Quotas:
         self._client: Any = client
         self._num_routers, self._wait_s = num_routers, wait_s
         self._router = uuid4().hex[:12]
-        self._holders: dict[tuple[str, str], _Holder] = {}  # by tenant's life and key
+        self._holders: dict[tuple[str, str], _Holder] = {}  # by tenant's id and key
         self._grants: dict[str, Grant] = {}  # by key in Redis
         self._accounts: dict[str, QuotaAccount] = {}  # of answers under way, by response
         self._due: deque[tuple[float, Grant]] = deque()  # when grants give back what is idle
@@ -174,17 +173,17 @@ class Quotas:
         return holder.levels(_now_us()), is_fleet_wide
 
     def _holder(self, identity: Identity) -> _Holder:
-        life, key_id = life_of(identity.tenant), identity.key.key_id
-        holder, quotas = self._holders.get((life, key_id)), (identity.tenant.quota, identity.key.quota)
+        tenant_id, key_id = identity.tenant.tenant_id, identity.key.key_id
+        holder, quotas = self._holders.get((tenant_id, key_id)), (identity.tenant.quota, identity.key.quota)
         if holder is None or holder.quotas != quotas:
             limits = limits_of(identity)
-            holder = _Holder(quotas, limits, tuple(self._grant(life, limit) for limit in limits if limit.limit))
+            holder = _Holder(quotas, limits, tuple(self._grant(tenant_id, limit) for limit in limits if limit.limit))
             if limits:
-                self._holders[life, key_id] = holder
+                self._holders[tenant_id, key_id] = holder
         return holder
 
-    def _grant(self, life: str, limit: Limit) -> Grant:
-        key = redis_key(life, limit)
+    def _grant(self, tenant_id: str, limit: Limit) -> Grant:
+        key = redis_key(tenant_id, limit)
         grant = self._grants.get(key)
         if grant is None:
             grant = self._grants[key] = Grant(key, limit, self._router)
@@ -391,9 +390,9 @@ class Quotas:
                 self._charge(account, account.request.progress())
 
 
-def redis_key(life: str, limit: Limit) -> str:
+def redis_key(tenant_id: str, limit: Limit) -> str:
     """All limits of a tenant are in one slot of a Redis cluster."""
-    return f"motet:{{tenant:{life}}}:quota:limit:{limit.name}"
+    return f"motet:{{tenant:{tenant_id}}}:quota:limit:{limit.name}"
 
 
 def _lacking(costs: Costs) -> Costs:

@@ -21,13 +21,14 @@ from motet.tests.rigs.scheduler_rig import (
 )
 from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
+from motet.workers.engine_messages import GiveUpWaiting
 from motet.workers.fairness.preemption import choose_victim
 from motet.workers.plan import INT32_BYTES
 from motet.workers.scheduling.request_limits import GangLimits, refusal
 from motet.workers.scheduling.running_sequences import RunningSequences
 from motet.workers.scheduling.sequence import Sequence
 from motet.workers.scheduling.tier_traffic import TierSizes
-from motet.workers.wire.messages import ResidencyChange, SamplingParams, SequenceError, SequenceRequest
+from motet.workers.wire.messages import Cancel, ResidencyChange, SamplingParams, SequenceError, SequenceRequest, Submit
 
 
 @settings(deadline=None, max_examples=150)
@@ -82,12 +83,12 @@ def test_random_workload_ends_with_every_page_accounted_for(
             s.check_integrity()
         if expected and rng.random() < 0.05:
             gone = rng.choice(sorted(expected))
-            engine.cancel(gone)
+            engine.receive(Cancel(gone))
             s.check_integrity()
             del expected[gone]
         if expected and rng.random() < 0.05:
             late = rng.choice(sorted(expected))
-            engine.give_up_waiting(late, SequenceError("overloaded", "it waited"))
+            engine.receive(GiveUpWaiting(late, SequenceError("overloaded", "it waited")))
             s.check_integrity()
         if step >= 40 and not engine.has_work():
             break
@@ -137,8 +138,8 @@ def test_no_token_after_the_last_one_is_shown_or_computed(stop: int) -> None:
     of = limits(num_pages=40, num_sequences=2)
     s, worker = scheduler(of), Worker(of)
     engine = Engine(s, WorkerExecutor(worker), INFO, overlaps=True)
-    engine.submit(request(0, num_prompt=4, max_tokens=20, stop_token_ids=(stop,)))
-    engine.submit(request(1, num_prompt=4, max_tokens=9))
+    engine.receive(Submit(request(0, num_prompt=4, max_tokens=20, stop_token_ids=(stop,))))
+    engine.receive(Submit(request(1, num_prompt=4, max_tokens=9)))
     told: dict[int, list[int]] = {0: [], 1: []}
     while engine.has_work():
         for update in engine.step():
@@ -153,8 +154,8 @@ def test_no_token_after_the_last_one_is_shown_where_they_are_fed(stop: int) -> N
     of = limits(num_pages=40, num_sequences=2)
     s, worker = scheduler(of), Worker(of)
     engine = Engine(s, FeedingExecutor(worker), INFO)
-    engine.submit(request(0, num_prompt=4, max_tokens=20, stop_token_ids=(stop,)))
-    engine.submit(request(1, num_prompt=4, max_tokens=9))
+    engine.receive(Submit(request(0, num_prompt=4, max_tokens=20, stop_token_ids=(stop,))))
+    engine.receive(Submit(request(1, num_prompt=4, max_tokens=9)))
     told: dict[int, list[int]] = {0: [], 1: []}
     while engine.has_work():
         for update in engine.step():

@@ -12,14 +12,13 @@ from redis.asyncio import Redis
 from ...errors import NoSuchTenant, TenantEnding, TenantExists
 from ...names import check_tenant
 from ..redis_deadline import answered_within
+from ..registry_keys import ANSWER_ORDER, ANSWERS, bind_script
 from ..tenants.audit_entry import Actor, AuditEntry
-from ..tenants.life import life_of
 from ..tenants.records import TenantRecord
-from .change_scripts import CHANGED, END_ADAPTERS_KEYS, END_ADAPTERS_SCRIPT, END_KEYS_SCRIPT
 from .record_changes import Found, RecordChanges, Wanted
 
 _PAGE_SIZE: Final = 200  # of what is deleted at once: a few milliseconds of Redis's time
-# Deletes what somebody keeps of a tenant, whose life (`life_of`) it is told; may be called again.
+# Deletes what is kept of the tenant with this `tenant_id`; may be called again.
 EndOfTenant = Callable[[str], Awaitable[None]]
 
 
@@ -36,8 +35,8 @@ class TenantRegistry:
         """`ends`: what else is done before a tenant is gone."""
         self._changes = RecordChanges(client, timeout_s)
         self._ends, self._timeout_s, self._clock = tuple(ends), timeout_s, clock
-        self._end_keys_script = client.register_script(END_KEYS_SCRIPT)
-        self._end_adapters_script = client.register_script(END_ADAPTERS_SCRIPT)
+        self._delete_page_of_keys = bind_script(client, "administration/delete_keys_of_tenant.lua")
+        self._delete_page_of_adapters = bind_script(client, "administration/delete_adapters_of_tenant.lua")
 
     async def create(self, tenant: TenantRecord, actor: Actor) -> TenantRecord:
         """The tenant as it was made. Raises AdapterInvalid for its name, TenantExists, TenantEnding.
@@ -94,21 +93,21 @@ class TenantRegistry:
         is such a tenant. Raises NoSuchTenant if another call has ended it meanwhile.
         """
         check_tenant(name)
-        life = ""
+        tenant_id = ""
 
         def begun(found: Found) -> Wanted:
-            nonlocal life
+            nonlocal tenant_id
             wanted = self._begun(name, found, actor)
             ending = wanted.tenant or found.tenant
             assert ending is not None
-            life = life_of(ending)
+            tenant_id = ending.tenant_id
             return wanted
 
         await self._changes.change(name, (), begun)
         await self._delete_keys(name)
-        num_adapters = await self._delete_adapters(name, life)
+        num_adapters = await self._delete_adapters(name, tenant_id)
         for end in self._ends:
-            await end(life)
+            await end(tenant_id)
         await self._changes.change(name, (), lambda found: self._ended(name, found, actor))
         return num_adapters
 
@@ -130,15 +129,17 @@ class TenantRegistry:
         cursor = "0"
         while True:
             async with answered_within(self._timeout_s):
-                cursor = await self._end_keys_script(keys=CHANGED, args=[name, cursor, _PAGE_SIZE])
+                cursor = await self._delete_page_of_keys(tenant=name, cursor=cursor, count=_PAGE_SIZE)
             if cursor == "0":
                 return
 
-    async def _delete_adapters(self, name: str, life: str) -> int:
+    async def _delete_adapters(self, name: str, tenant_id: str) -> int:
         num_deleted = 0
         while True:
             async with answered_within(self._timeout_s):
-                num = int(await self._end_adapters_script(keys=END_ADAPTERS_KEYS, args=[name, _PAGE_SIZE, life]))
+                num: int = await self._delete_page_of_adapters(
+                    tenant=name, count=_PAGE_SIZE, answers=ANSWERS + tenant_id, answer_order=ANSWER_ORDER + tenant_id
+                )
             num_deleted += num
             if num < _PAGE_SIZE:
                 return num_deleted

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
+_INCARNATION: Final = "~"  # which no tenant's name has
 Scope = Literal["infer", "upload", "admin", "metrics"]
 ALL_OF_A_TENANT: frozenset[Scope] = frozenset({"infer", "upload", "metrics"})  # what a key may do if nothing is said
 
@@ -34,6 +35,29 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     weight: float = 1.0  # its share of what gangs compute, beside those of other tenants
     is_background: bool = False  # all that it asks for yields to everybody else's
     quota: Quota = Quota()
+
+    @property
+    def incarnation(self) -> int:
+        """How many tenants had this name before; it does not change while this one is being deleted."""
+        return self.num_ended - self.is_ending
+
+    @property
+    def tenant_id(self) -> str:
+        """Differs from that of every other tenant that ever has this name. Things are counted and kept by it, so that
+        the next tenant of the name gets nothing of this one. Can be a file's name.
+        """
+        return make_tenant_id(self.name, self.incarnation)
+
+
+def make_tenant_id(name: str, incarnation: int) -> str:
+    """The first tenant of a name has the name itself."""
+    return f"{name}{_INCARNATION}{incarnation}" if incarnation else name
+
+
+def parse_tenant_id(tenant_id: str) -> tuple[str, int]:
+    """The tenant's name and incarnation."""
+    name, _, incarnation = tenant_id.partition(_INCARNATION)
+    return name, int(incarnation or 0)
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
