@@ -28,7 +28,7 @@ def limit_lines(found: Mapping[str, Any]) -> list[str]:
         if found[owner]["pinned_bytes"] is not None:
             lines.append(f"{owner:7} {'pinned':18} {_shown('pinned_bytes', found[owner]['pinned_bytes'])} at most")
     if not found["is_fleet_wide"]:
-        lines.append("Redis is away: what is left is the share of the router that answered.")
+        lines.append("Redis is away: this is what the router that answered knew last.")
     return lines or ["no quotas"]
 
 
