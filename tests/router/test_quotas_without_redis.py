@@ -1,4 +1,4 @@
-"""Quotas while Redis is stopped, paused or slow: routers use the grants that they hold; nothing is let through twice."""
+"""Quotas while Redis is stopped, paused or slow: routers use the grants that they hold, and nothing counts twice."""
 
 from __future__ import annotations
 
