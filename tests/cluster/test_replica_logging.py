@@ -121,7 +121,7 @@ def test_nobody_waits_for_a_pipe_that_nobody_reads() -> None:
         writer.put(line)
         longest_s = max(longest_s, time.thread_time() - began)
     assert writer.num_dropped >= 3000 and longest_s < 0.1
-    assert writer.take_untold() == 0  # there is no room to tell of it
+    assert writer.take_unreported_drops() == 0  # there is no room to tell of it
     with os.fdopen(reader, "rb") as end:
         os.set_blocking(reader, False)
 
@@ -132,7 +132,7 @@ def test_nobody_waits_for_a_pipe_that_nobody_reads() -> None:
 
         eventually(is_read)
         os.set_blocking(reader, True)
-        assert writer.take_untold() == writer.num_dropped
+        assert writer.take_unreported_drops() == writer.num_dropped
         writer.put(b"last\n")
         writer.close()
         os.close(pipe)
@@ -163,7 +163,7 @@ def test_a_full_disk_costs_lines_and_nothing_else() -> None:
     writer = LogWriter(to_descriptor(full), "a full disk")
     writer.put(b"a\n")
     eventually(lambda: writer.num_dropped == 1)
-    assert writer.take_untold() == 1
+    assert writer.take_unreported_drops() == 1
     writer.close()
     os.close(full)
 
