@@ -29,7 +29,7 @@ _thorough: Final = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"), de
 
 
 class JsonLines(logging.Formatter):
-    """`origin`: fields of every line, which say what process it is; it may be added to later."""
+    """`origin`: fields of every line that say which process it is."""
 
     def __init__(self, origin: Mapping[str, Any]) -> None:
         super().__init__()

@@ -29,9 +29,8 @@ class ProcessLog(logging.Handler):
     def __init__(self, config: LogConfig, origin: Mapping[str, Any], writers: Sequence[LogWriter]) -> None:
         """`origin`: fields of every JSON line that say which process it is."""
         super().__init__()
-        self._origin = dict(origin)
         self._writers = writers
-        self.setFormatter(JsonLines(self._origin) if config.log_format == "json" else TextLines())
+        self.setFormatter(JsonLines(origin) if config.log_format == "json" else TextLines())
 
     @property
     def num_dropped(self) -> int:

@@ -204,8 +204,9 @@ def test_a_process_writes_its_lines_to_a_file(
     tmp_path: Path, loggers: None, monkeypatch: pytest.MonkeyPatch, log_format: LogFormat
 ) -> None:
     monkeypatch.delenv(TO_STDERR, raising=False)
-    log = start_process_log(LogConfig(log_format=log_format, log_level="info"), "gang", {"node": "n1"}, tmp_path)
-    log.know(gang="g1")
+    log = start_process_log(
+        LogConfig(log_format=log_format, log_level="info"), "gang", {"node": "n1", "gang": "g1"}, tmp_path
+    )
     logging.getLogger("motet.workers.x").debug("not told")
     logging.getLogger("motet.workers.x").info("told", extra={"fields": {"request_id": "i", "tenant": "acme"}})
     logging.getLogger("some.library").info("not told")
