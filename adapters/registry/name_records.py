@@ -1,7 +1,7 @@
-"""What the registry holds of each name, and how it is changed: read, compute, and write if nobody wrote meanwhile.
+"""The registry's records of names. A change reads the record, computes the new one, and compares and swaps.
 
-A change is a pure function of `NameState` (`name_state.py`) and lands in one script or not at all; one that lost
-against another is computed anew.
+A change is a pure function of `NameState` (`name_state.py`) and is written by one script or not at all; if another
+change came first it is computed anew.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .versions.changed_fields import changed_fields
 from .versions.name_state import NameNotes, NameState, VersionNote, with_upload
 from .versions.rollout import MAX_CANARIES, MAX_PINS, MAX_PINS_IN_ALL, versions_of
 
-_MAX_TRIES: Final = 64  # of a change that others overtake
+_MAX_TRIES: Final = 64  # of a change that loses to others
 _encode = msgspec.json.Encoder().encode
 _decode_notes = msgspec.json.Decoder(NameNotes).decode
 
@@ -68,7 +68,7 @@ class NameRecords:
         any version of the name is. Raises VersionRefused for the first version of a name that is not to be current, and
         QuotaExceeded if what is stored would be over one of the bounds: that is decided where it is counted.
         `incarnation`: of the tenant that asked; None: it is not looked at. Raises TenantGone if that tenant is being
-        deleted, or was: who has its name now gets nothing of it. `entry`: for the audit log.
+        deleted, or was: the next tenant of its name gets nothing of it. `entry`: for the audit log.
         """
         check_tenant(tenant)
         check_name(name)
@@ -161,7 +161,7 @@ class NameRecords:
                     log_entry(written_entry, result)
                 return NameState(decode_adapter(field, written), after.notes), found, new_last
             await asyncio.sleep(random.uniform(0.0, 0.01))
-        raise RegistryUnavailable("others change this adapter all the time: try again")
+        raise RegistryUnavailable("this adapter keeps changing: try again")
 
     async def _read(self, field: str) -> tuple[NameState | None, int, str, str]:
         """The name, its last version, and record and notes as Redis holds them."""

@@ -32,7 +32,7 @@ class TenantRegistry:
         timeout_s: float = 3.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`ends`: what else is done before a tenant is gone."""
+        """`ends`: what else is deleted with a tenant."""
         self._changes = RecordChanges(client, timeout_s)
         self._ends, self._timeout_s, self._clock = tuple(ends), timeout_s, clock
         self._delete_page_of_keys = bind_script(client, "administration/delete_keys_of_tenant.lua")
@@ -41,7 +41,7 @@ class TenantRegistry:
     async def create(self, tenant: TenantRecord, actor: Actor) -> TenantRecord:
         """The tenant as it was made. Raises AdapterInvalid for its name, TenantExists, TenantEnding.
 
-        One that had a key already, and of whom nothing else was said, is taken over with its keys.
+        A tenant that has keys but no record keeps its keys.
         """
         check_tenant(tenant.name)
         given = {"weight": tenant.weight, "is_background": tenant.is_background, "quota": structs.asdict(tenant.quota)}
@@ -79,7 +79,7 @@ class TenantRegistry:
         return _tenant_of(await self._changes.change(name, (), make))
 
     async def suspend(self, name: str, actor: Actor) -> TenantRecord:
-        """From now on the tenant's requests are refused. What runs goes on to its end."""
+        """From now on the tenant's requests are refused. Running ones finish."""
         return await self.change(name, {"is_suspended": True}, actor, "tenant.suspend")
 
     async def resume(self, name: str, actor: Actor) -> TenantRecord:
@@ -88,8 +88,8 @@ class TenantRegistry:
     async def delete(self, name: str, actor: Actor) -> int:
         """Deletes a tenant with all that is its, and returns how many adapters this call has deleted.
 
-        The tenant is refused from the first moment on. The rest goes in pages; where that is cut off, the same call
-        goes on with it, and until it has ended nobody can have the tenant's name. The caller has made sure that there
+        The tenant is refused at once; its things are deleted page by page. If that is interrupted, the same call
+        continues it, and until it has ended the tenant's name cannot be used again. The caller has made sure that there
         is such a tenant. Raises NoSuchTenant if another call has ended it meanwhile.
         """
         check_tenant(name)

@@ -8,7 +8,7 @@ import msgspec
 
 _INCARNATION: Final = "~"  # which no tenant's name has
 Scope = Literal["infer", "upload", "admin", "metrics"]
-ALL_OF_A_TENANT: frozenset[Scope] = frozenset({"infer", "upload", "metrics"})  # what a key may do if nothing is said
+ALL_OF_A_TENANT: frozenset[Scope] = frozenset({"infer", "upload", "metrics"})  # the default
 
 
 class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
@@ -23,17 +23,17 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
 
 
 class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """A tenant. One of whom nothing was said has what stands here."""
+    """A tenant. A tenant without a record has the defaults."""
 
     name: str
-    label: str = ""  # the operators' words
+    label: str = ""  # free text of operators
     created_at: float = 0.0  # Unix time, seconds; 0: it came with a configured key
     is_suspended: bool = False
-    is_ending: bool = False  # its deletion has begun, and goes on until all that is its is gone
-    is_gone: bool = False  # it was deleted; who has its name now has nothing of it
+    is_ending: bool = False  # its deletion has begun and has not ended
+    is_gone: bool = False  # it was deleted
     num_ended: int = 0  # tenants that had this name before and were deleted, one that is ending included
     weight: float = 1.0  # its share of what gangs compute, beside those of other tenants
-    is_background: bool = False  # all that it asks for yields to everybody else's
+    is_background: bool = False  # its requests yield to all others
     quota: Quota = Quota()
 
     @property
@@ -66,7 +66,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
     key_id: str  # may be shown
     tenant: str
     scopes: frozenset[Scope] = ALL_OF_A_TENANT
-    label: str = ""  # its maker's words
+    label: str = ""  # free text
     created_at: float = 0.0  # Unix time, seconds; 0: it was configured
     expires_at: float | None = None  # Unix time, seconds; None: never
     quota: Quota = Quota()  # beside its tenant's
