@@ -198,14 +198,7 @@ def _memory(facts: RedisFacts) -> list[Finding]:
     limit = int((facts.config or {}).get("maxmemory", "0"))
     used = format_byte_size(facts.used_bytes)
     if not limit:
-        return [
-            warning(
-                CHECK,
-                f"it uses {used} of memory, and has no limit of its own (maxmemory 0)",
-                why="when the machine's memory is full the kernel kills it, instead of its refusing uploads",
-                do="redis-cli config set maxmemory with what docs/size.md says, and the same in its configuration",
-            )
-        ]
+        return [ok(CHECK, f"it uses {used} of memory, and has no limit of its own")]
     if facts.used_bytes < NEARLY_FULL * limit:
         return [ok(CHECK, f"it uses {used} of {format_byte_size(limit)}")]
     return [
