@@ -53,8 +53,8 @@ def simulate(
 ) -> list[Mapping[str, float]]:
     """What each tenant was served by all gangs together, in tokens, after each step.
 
-    `news_s`: so often a gang tells all routers of its tenants, and hears from them what others have told, which is up
-    to so old by then. Infinite: nothing is told, and each gang is fair alone.
+    `news_s`: the interval at which a gang sends all routers its tenants' shares and receives from them what other gangs
+    have sent, which is up to one interval old. Infinite: nothing is sent, and each gang is fair alone.
     """
     gangs = [_Gang(TenantCounters(STEP_TOKENS)) for _ in range(num_gangs)]
     routers = [FleetShares() for _ in range(num_routers)]
@@ -71,7 +71,7 @@ def simulate(
             for tenant in wanting.keys() - gang.here.keys():
                 gang.here[tenant] = gang.counters.join(tenant, wanting[tenant])
             gang.step(served)
-            if news_every and (step + number) % news_every == 0:  # gangs tell at different times
+            if news_every and (step + number) % news_every == 0:  # gangs send at different times
                 shares = gang.shares()
                 for router in routers:
                     router.receive(str(number), shares)

@@ -179,7 +179,7 @@ async def test_what_adds_to_the_registry_is_refused_and_what_frees_it_works(fron
     (path,) = (front.folder / "archive").rglob(f"{OWNER}.jsonl.gz")
     assert answer.id in gzip.decompress(path.read_bytes()).decode()
     actions = [one["action"] for one in (await done(front, "GET", "/v1/admin/audit", OPERATOR_KEY))["data"]]
-    assert {, "adapter.delete", "tenant.delete"} <= {*actions}
+    assert {"key.delete", "adapter.delete", "tenant.delete"} <= {*actions}
 
 
 async def test_launches_and_leases_hold(front: RealFront) -> None:

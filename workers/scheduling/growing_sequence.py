@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from ..fairness.page_times import HeldPages
 from ..fairness.preemption import Rank
@@ -105,3 +107,13 @@ class GrowingSequence:
             prompt = known[:split] if self.sampling.repetition_penalty != 1 else ()
             seen = SeenTokens(packed(prompt), packed(known[split:]))
         return SamplePlan(self.sampling, self.seed, len(known) - split, seen)
+
+
+by_arrival = attrgetter("arrival")
+
+
+def remove_by_arrival(sequences: list[GrowingSequence], sequence: GrowingSequence) -> None:
+    """Removes a sequence from a list that is sorted by arrival, and has it."""
+    index = bisect_left(sequences, sequence.arrival, key=by_arrival)
+    assert sequences[index] is sequence
+    del sequences[index]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, tee
-from operator import attrgetter
 
 from ..fairness.page_times import PageTimes
 from ..fairness.preemption import should_preempt
@@ -17,7 +16,7 @@ from ..memory.paged_memory import PagedMemory
 from ..wire.messages import AdapterRef
 from ..wire.page_keys import PageKey
 from .gang_load import StepCounts
-from .growing_sequence import GrowingSequence
+from .growing_sequence import GrowingSequence, by_arrival
 from .planned_step import PlannedChunk, plan_chunk
 from .prefetch_policy import MAX_LOADS_UNDER_WAY
 from .prefetcher import Prefetcher
@@ -32,8 +31,6 @@ _MAX_CANDIDATES = 64  # in one look for sequences to start; another look follows
 
 _LASTING_STEPS = 256  # duration of latency mode after the arrival that switched it on
 _THROTTLED_PART = 0.25  # of a step's tokens, for prompts of all throttled tenants together
-
-_arrival = attrgetter("arrival")
 
 
 class PromptPlanner:
@@ -182,7 +179,7 @@ class PromptPlanner:
         so steps stay short for new arrivals.
         """
         by_tenant: dict[TenantCounter, list[GrowingSequence]] = {}
-        for sequence in sorted(left, key=_arrival):
+        for sequence in sorted(left, key=by_arrival):
             by_tenant.setdefault(sequence.counter, []).append(sequence)
         granted: dict[GrowingSequence, int] = {}
         for counter in sorted(by_tenant, key=_order):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from operator import attrgetter
 
 from ..fairness.tenant_counters import TenantCounter
-from .growing_sequence import GrowingSequence
+from .growing_sequence import GrowingSequence, by_arrival, remove_by_arrival
 
-_arrival, _rank = attrgetter("arrival"), attrgetter("rank")
+_rank = attrgetter("rank")
 
 
 class RunningSequences:
@@ -39,8 +39,8 @@ class RunningSequences:
             self.penalised[sequence.sequence_id] = None
         self.num_uncomputed += sequence.num_uncomputed
         self.num_background += sequence.counter.is_background
-        insort(self.by_tenant.setdefault(sequence.counter, []), sequence, key=_arrival)
-        insort(self.prompts if sequence.num_unplanned > 1 else self.decoding, sequence, key=_arrival)
+        insort(self.by_tenant.setdefault(sequence.counter, []), sequence, key=by_arrival)
+        insort(self.prompts if sequence.num_unplanned > 1 else self.decoding, sequence, key=by_arrival)
 
     def remove(self, sequence: GrowingSequence) -> None:
         """The sequence must be here."""
@@ -49,16 +49,16 @@ class RunningSequences:
         self.num_uncomputed -= sequence.num_uncomputed
         self.num_background -= sequence.counter.is_background
         own = self.by_tenant[sequence.counter]
-        _take_out(own, sequence)
+        remove_by_arrival(own, sequence)
         if not own:
             del self.by_tenant[sequence.counter]
-        _take_out(self.prompts if sequence.num_unplanned > 1 else self.decoding, sequence)
+        remove_by_arrival(self.prompts if sequence.num_unplanned > 1 else self.decoding, sequence)
 
     def end_prompts(self) -> None:
         """Moves prompts with at most one unplanned token to `decoding`."""
         for sequence in [each for each in self.prompts if each.num_unplanned <= 1]:
-            _take_out(self.prompts, sequence)
-            insort(self.decoding, sequence, key=_arrival)
+            remove_by_arrival(self.prompts, sequence)
+            insort(self.decoding, sequence, key=by_arrival)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a sequence is in the wrong list, or a list out of order."""
@@ -74,9 +74,3 @@ class RunningSequences:
         assert self.num_uncomputed == sum(s.num_uncomputed for s in self.by_id.values()), "tokens are miscounted"
         assert all(s.num_unplanned == 1 for s in self.decoding), "a sequence decodes, and has other tokens to compute"
         assert all(s.num_unplanned > 1 for s in self.prompts), "a prompt has no tokens left"
-
-
-def _take_out(sequences: list[GrowingSequence], sequence: GrowingSequence) -> None:
-    index = bisect_left(sequences, sequence.arrival, key=_arrival)
-    assert sequences[index] is sequence
-    del sequences[index]

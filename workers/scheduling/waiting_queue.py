@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice
-from operator import attrgetter
 
 from ..fairness.min_queue import Key, MinQueue
 from ..fairness.prices import prompt_price
 from ..fairness.tenant_counters import TenantCounter
 from ..wire.page_keys import PageKey
-from .growing_sequence import GrowingSequence
+from .growing_sequence import GrowingSequence, by_arrival, remove_by_arrival
 
 _MAX_TENANTS_LOOKED_AT = 64  # in the search for the oldest sequence that lacks its adapter
-
-_arrival = attrgetter("arrival")
 
 
 class _TenantQueue:
@@ -111,7 +108,7 @@ class WaitingQueue:
         queue = self._by_tenant.get(sequence.counter)
         if queue is None:
             queue = self._by_tenant[sequence.counter] = _TenantQueue(sequence.counter)
-        insort(queue.sequences, sequence, key=_arrival)
+        insort(queue.sequences, sequence, key=by_arrival)
         self._all.put(queue)
         self._by_id[sequence.sequence_id] = sequence
         self._count_tokens(queue, sequence.num_uncomputed - sequence.num_found)
@@ -130,7 +127,7 @@ class WaitingQueue:
         """The sequence must be here."""
         assert self._by_id.get(sequence.sequence_id) is sequence
         queue = self._by_tenant[sequence.counter]
-        _take_out(queue.sequences, sequence)
+        remove_by_arrival(queue.sequences, sequence)
         del self._by_id[sequence.sequence_id]
         self._count_tokens(queue, sequence.num_found - sequence.num_uncomputed)
         digest = sequence.adapter_digest
@@ -138,7 +135,7 @@ class WaitingQueue:
             queue.num_lacking -= 1
             self.num_lacking -= 1
         else:
-            _take_out(queue.equipped, sequence)
+            remove_by_arrival(queue.equipped, sequence)
             self._num_equipped -= 1
             self._stop_awaiting(sequence)
         if digest is not None:
@@ -161,7 +158,7 @@ class WaitingQueue:
                 queue.num_lacking -= len(came)
                 self.num_lacking -= len(came)
                 self._num_equipped += len(came)
-                queue.equipped = sorted([*queue.equipped, *came], key=_arrival)
+                queue.equipped = sorted([*queue.equipped, *came], key=by_arrival)
                 self._with_equipped.put(queue)
 
     def adapter_evicted(self, digest: str) -> None:
@@ -256,7 +253,7 @@ class WaitingQueue:
             self.num_background_tokens += more
 
     def _equip(self, queue: _TenantQueue, sequence: GrowingSequence) -> None:
-        insort(queue.equipped, sequence, key=_arrival)
+        insort(queue.equipped, sequence, key=by_arrival)
         self._num_equipped += 1
         self._with_equipped.put(queue)
 
@@ -320,9 +317,3 @@ def _in_turn(
         price = prompt_price(max(sequence.num_uncomputed - sequence.num_found, 1))
         further = key[1] + price / sequence.counter.weight
         heapreplace(merging, ((key[0], further, sequences[index + 1].arrival), sequences, index + 1))
-
-
-def _take_out(sequences: list[GrowingSequence], sequence: GrowingSequence) -> None:
-    index = bisect_left(sequences, sequence.arrival, key=_arrival)
-    assert sequences[index] is sequence
-    del sequences[index]
