@@ -197,7 +197,7 @@ class RedisServer:
             stderr=subprocess.STDOUT,
             cwd=self._folder,
             start_new_session=True,  # Ctrl-C is for us; we stop the server when we are done with it
-            pass_fds=(self._lock.handle,),  # while it lives, nobody else may use the folder
+            pass_fds=(self._lock.handle,),  # while it lives, no other server may use the folder
         )
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
