@@ -114,7 +114,7 @@ async def test_completions_go_on_and_all_of_them_are_in_the_ledger_and_in_the_co
     await reconcile(front.redis, received)
 
     async def are_counted() -> bool:
-        return sum(map(int, await front.redis.hvals(UPDATED_TRIALS))) == 6  # type: ignore[misc]
+        return sum(map(int, await front.redis.hvals(UPDATED_TRIALS))) == 6
 
     await until(are_counted)
     assert (await ask(front, "POST", "/v1/completions", json={"model": BASE, "prompt": "hi"})).status_code == 200
