@@ -214,7 +214,7 @@ class Deployment:
         config.serving.data_dir.mkdir(parents=True, exist_ok=True)
         embedded_redis = config.access.redis_url is None
         if embedded_redis:
-            redis = RedisServer(config.redis_path, host=host)
+            redis = RedisServer(config.redis_path, host=host, max_bytes=config.access.redis_max_bytes)
             self._parts.callback(redis.stop)
             self._config = config = config.with_redis_url(redis.start())
         asyncio.run(register_launch(config, embedded_redis=embedded_redis))

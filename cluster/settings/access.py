@@ -13,7 +13,7 @@ from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_tenant
 from ...router.oidc.oidc_config import is_safe
 from ..logs.log_config import LogFormat, LogLevel
-from .setting import CountOrNone, Pairs, Refusal, Setting, Unit
+from .setting import Bytes, CountOrNone, Pairs, Refusal, Setting, Unit
 from .setting_field import SettingGroup
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
@@ -252,3 +252,11 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
             not_in_args=_A_SECRET.format("redis-url"),
         ),
     ] = None
+    redis_max_bytes: Annotated[
+        Bytes,
+        Setting(
+            "Memory of motet's own Redis (another one has its own `maxmemory`). When it is full, uploads are refused; "
+            "completions go on until the ledger's disk is full, too (docs/size.md).",
+            not_in_args="applications use a Redis of their own, whose maxmemory bounds it",
+        ),
+    ] = 1 << 30
