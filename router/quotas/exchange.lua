@@ -80,11 +80,15 @@ if is_new and not is_lost then
   else
     -- The places of a dead router have the earliest lease. A living one says again what it has in use.
     table.sort(others, function(one, other) return holders[one].lease_end < holders[other].lease_end end)
-    for i = 1, math.min(tonumber(takeovers), #others) do
-      local holder = holders[others[i]]
-      local part = holder.in_use > 0 and 'in_use' or 'held' -- a place that was granted may be in use by now
-      holder[part], elsewhere[part], mine.held = holder[part] - 1, elsewhere[part] - 1, mine.held + 1
-      redis.call('HSET', limit_key, others[i],
+    local missing = tonumber(takeovers)
+    for _, name in ipairs(others) do
+      local holder = holders[name]
+      for _, part in ipairs({'in_use', 'held'}) do -- a place that was granted may be in use by now
+        local taken = math.min(missing, math.max(0, holder[part]))
+        holder[part], elsewhere[part] = holder[part] - taken, elsewhere[part] - taken
+        mine.held, missing = mine.held + taken, missing - taken
+      end
+      redis.call('HSET', limit_key, name,
         string.format('%d %d %d %.0f', holder.held, holder.in_use, holder.number, holder.lease_end))
     end
   end

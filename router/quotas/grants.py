@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from ...adapters.registry.lua_script import LuaScript
 from .limits import Level, Limit
 
-EXCHANGE: Final = LuaScript(Path(__file__).with_name("exchange.lua"))
+EXCHANGE: Final = LuaScript(Path(__file__).with_name("exchange.lua"), allow_oom=True)  # a tenant's grants stay small
 SAY_US: Final = 250_000.0  # between messages of a grant for which no request waits
 IDLE_US: Final = SAY_US / 2  # units that were not needed for so long go back with the next message
 LEASE_US: Final = 20_000_000  # after which a router that did not renew its grant has lost it

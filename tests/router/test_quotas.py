@@ -234,6 +234,16 @@ async def test_a_resumed_stream_is_admitted_and_charged_for_what_it_uses(redis_c
         assert now["streams"] == 1
 
 
+async def test_all_streams_of_a_dead_router_may_be_resumed_at_once(redis_client: Redis, redis_url: str) -> None:
+    who, names = identity(Quota(concurrent_streams=8)), [f"cmpl-{number}" for number in range(8)]
+    async with routers(redis_url, 2) as (lost, other):
+        for name in names:
+            await lost.open(asked(who, response_id=name))
+        returns = [try_open(other, asked(who, response_id=name, is_resumed=True)) for name in names]
+        assert not any(isinstance(one, ApiError) for one in await asyncio.gather(*returns))
+        assert isinstance(await try_open(other, asked(who)), ApiError)
+
+
 async def test_a_place_that_was_taken_over_is_no_second_one_where_its_stream_was(
     redis_client: Redis, redis_url: str
 ) -> None:
