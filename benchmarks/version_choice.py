@@ -61,13 +61,13 @@ def current_version(rollout: Rollout) -> AdapterVersion:
 
 def cpu_us(work: Callable[[], object], options: argparse.Namespace) -> float:
     """CPU microseconds of one call, of the fastest round."""
-    rounds = []
+    rounds: list[float] = []
     for _ in range(options.rounds):
         began = time.process_time()
         for _ in range(options.requests):
             work()
         rounds.append(time.process_time() - began)
-    return min(rounds) / options.requests * 1e6
+    return min(rounds) / int(options.requests) * 1e6
 
 
 if __name__ == "__main__":

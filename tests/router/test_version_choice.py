@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +16,6 @@ from motet.adapters.registry.versions.rollout import Canary, Rollout, Shadow, Ve
 from motet.router.openai_api.errors import ApiError
 from motet.router.openai_api.request_schema import CompletionRequest
 from motet.router.tenants.identity import Identity
-from motet.router.versions import version_choice
 from motet.router.versions.version_choice import VersionChoice, choose_version
 
 IDENTITY = Identity(TenantRecord(name="acme"), KeyRecord(key_id="key", tenant="acme"))
@@ -58,7 +58,7 @@ def test_a_request_that_names_a_version_is_in_no_trial() -> None:
 
 
 def test_a_name_without_a_canary_hashes_nothing() -> None:
-    with patch.object(version_choice, "blake2b", side_effect=AssertionError):
+    with patch("motet.router.versions.version_choice.blake2b", side_effect=AssertionError):
         choice = choose(name=current(canary=None))
         base = choose_version(None, CompletionRequest(model="base", prompt="Hello"), IDENTITY)
     assert choice.version is not None and choice.version.version == 3
@@ -81,7 +81,7 @@ def test_a_resumed_stream_counts_for_the_version_that_it_began_with() -> None:
 def test_a_record_is_decoded_once_and_a_prompt_hashed_once() -> None:
     name = current()
     rollouts._decode.cache_clear()
-    with patch.object(version_choice, "blake2b", wraps=version_choice.blake2b) as hashes:
+    with patch("motet.router.versions.version_choice.blake2b", wraps=blake2b) as hashes:
         choice = choose(name=name)
         assert choice.trial is not None and choice.shadow is not None
         assert choice.version is not None
