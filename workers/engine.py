@@ -13,7 +13,8 @@ from .plan_ahead import PlanAhead
 from .scheduling.scheduler import Scheduler
 from .wire.engine_load import EngineLoad
 from .wire.fair_shares import TenantShare
-from .wire.messages import GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
+from .wire.messages import CANCELLED, GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
+from .wire.sequence_usage import SequenceUsage
 
 _LATE = 0.1  # of what a step was expected to take: a plan after it should be made by so long before its end
 _LEAST_SPARE, _MOST_SPARE, _MORE_SPARE = 0.05, 0.85, 0.01  # of what a step was expected to take
@@ -37,7 +38,7 @@ class Engine:
         self._began_at = 0.0  # the plan that is executed
         self._expected_s: deque[float] = deque()  # that it takes, and the one that was begun behind it
         self._spare = _LEAST_SPARE  # part of a step's time in which the next plan need not be made yet
-        self._refused: list[SequenceUpdate] = []
+        self._ended: list[SequenceUpdate] = []  # last updates of sequences that ended between two steps
         self._is_stalled = False
 
     def submit(self, request: SequenceRequest) -> None:
@@ -45,17 +46,19 @@ class Engine:
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         error = self._scheduler.add(request, seed)
         if error is not None:
-            self._refused.append(SequenceUpdate(request.sequence_id, error=error))
+            self._ended.append(SequenceUpdate(request.sequence_id, error=error, usage=request.usage))
 
-    def cancel(self, sequence_id: int) -> None:
-        """Forgets a sequence; no update follows. Unknown ids are ignored."""
-        self._scheduler.cancel(sequence_id)
-        self._refused = [update for update in self._refused if update.sequence_id != sequence_id]
+    def cancel(self, sequence_id: int, error: SequenceError = CANCELLED) -> None:
+        """Ends a sequence: an update with this error and its usage follows at the next step. Ignores unknown ids."""
+        self._end(sequence_id, self._scheduler.cancel(sequence_id), error)
 
     def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
         """Ends a sequence that waits: an update with this error follows at the next step. One that runs goes on."""
-        if self._scheduler.forget_waiting(sequence_id):
-            self._refused.append(SequenceUpdate(sequence_id, error=error))
+        self._end(sequence_id, self._scheduler.cancel_waiting(sequence_id), error)
+
+    def _end(self, sequence_id: int, usage: SequenceUsage | None, error: SequenceError) -> None:
+        if usage is not None:
+            self._ended.append(SequenceUpdate(sequence_id, error=error, usage=usage))
 
     def outdate(self, digest: str) -> None:
         """No name points to the adapter any more: what there is of it goes first. Sequences that need it go on."""
@@ -78,7 +81,7 @@ class Engine:
         self._scheduler.token_interval_s = token_interval_s
 
     def has_work(self) -> bool:
-        return bool(self._refused) or self._ahead.has_plan or self._scheduler.has_work()
+        return bool(self._ended) or self._ahead.has_plan or self._scheduler.has_work()
 
     def spare_s(self) -> float:
         """For how long the next plan can still wait: who comes meanwhile is in it, and else comes a whole step later.
@@ -97,7 +100,7 @@ class Engine:
         committed. So what the last step made ahead is executed already, and there is nothing to schedule. Where tokens
         are fed on the device, execution begins before they are known, so that the device need not wait for anybody.
         """
-        refused, self._refused = self._refused, []
+        ended, self._ended = self._ended, []
         plan_made_ahead = self._ahead.take()
         plan = plan_made_ahead or self._begin(self._scheduler.schedule())
         if self._overlaps and plan.sequences:
@@ -111,7 +114,7 @@ class Engine:
         # A plan made ahead knew nothing of what the step before it left behind: another one may find more to do.
         has_news = bool(plan.sequences or result.loaded or result.failed or result.moved)
         self._is_stalled = plan_made_ahead is None and not has_news
-        return refused + self._scheduler.commit(plan, result)
+        return ended + self._scheduler.commit(plan, result)
 
     def _begin(self, plan: StepPlan) -> StepPlan:
         if not self._expected_s:  # else it waits for the one that is executed

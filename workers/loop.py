@@ -18,7 +18,7 @@ from .step_deadline import StepDeadline
 from .step_times import StepTimes
 from .wire.fair_shares import ServedElsewhere, TenantShare
 from .wire.messages import (
-    Cancel,
+    CANCELLED,
     GangInfo,
     Outdated,
     ResidencyChange,
@@ -33,11 +33,12 @@ _SHARES_S, _MAX_SHARES = 0.25, 512  # so often so many tenants' shares are told
 _HEARTBEAT_S = 5.0  # between steps while there is nothing to compute
 
 
-class GiveUpWaiting(msgspec.Struct, frozen=True):
-    """End a sequence with this error if it still waits."""
+class End(msgspec.Struct, frozen=True):
+    """End a sequence with this error."""
 
     sequence_id: int
     error: SequenceError
+    if_waiting: bool  # leave it alone if it runs
 
 
 class PinChanges(msgspec.Struct, frozen=True):
@@ -53,7 +54,7 @@ class TokenInterval(msgspec.Struct, frozen=True):
 
 
 _Message = (
-    Submit | Cancel | GiveUpWaiting | Outdated | PinChanges | TokenInterval | ServedElsewhere
+    Submit | End | Outdated | PinChanges | TokenInterval | ServedElsewhere
 )  # what the loop's thread is told by others
 
 
@@ -99,12 +100,13 @@ class EngineLoop:
     def submit(self, request: SequenceRequest) -> None:
         self._put(Submit(request))
 
-    def cancel(self, sequence_id: int) -> None:
-        self._put(Cancel(sequence_id))
+    def cancel(self, sequence_id: int, error: SequenceError = CANCELLED) -> None:
+        """An update with this error and the sequence's usage follows, unless it has ended."""
+        self._put(End(sequence_id, error, if_waiting=False))
 
     def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
         """An update with this error, unless the sequence runs when it comes to that, or has ended."""
-        self._put(GiveUpWaiting(sequence_id, error))
+        self._put(End(sequence_id, error, if_waiting=True))
 
     def outdate(self, digest: str) -> None:
         self._put(Outdated(digest))
@@ -194,9 +196,6 @@ class EngineLoop:
             case Submit(request):
                 self._engine.submit(request)
                 self._submitted.add(request.sequence_id)
-            case Cancel(sequence_id):
-                self._engine.cancel(sequence_id)
-                self._submitted.discard(sequence_id)
             case Outdated(digest):
                 self._engine.outdate(digest)
             case PinChanges(changes):
@@ -205,8 +204,8 @@ class EngineLoop:
                 self._engine.charge_elsewhere(totals)
             case TokenInterval(seconds):
                 self._engine.change_token_interval(seconds)
-            case GiveUpWaiting(sequence_id, error):
-                self._engine.give_up_waiting(sequence_id, error)
+            case End(sequence_id, error, if_waiting):
+                (self._engine.give_up_waiting if if_waiting else self._engine.cancel)(sequence_id, error)
 
     def _is_due(self) -> bool:
         if self._stopping or self._inbox or self._copies_ended:

@@ -17,6 +17,7 @@ from motet.workers.leader.leader_config import LeaderConfig
 from motet.workers.wire.engine_load import EngineGauges, EngineLoad
 from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
 from motet.workers.wire.messages import (
+    CANCELLED,
     GangInfo,
     ResidencyChange,
     SequenceError,
@@ -36,6 +37,7 @@ class ReadyEngine:
     def __init__(self, text_token_ids: Sequence[int]) -> None:
         self._text = list(text_token_ids)
         self._running: dict[int, tuple[SequenceRequest, int]] = {}
+        self._ended: list[SequenceUpdate] = []  # last updates of cancelled sequences
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -49,9 +51,11 @@ class ReadyEngine:
             self._running[request.sequence_id] = (request, 0)
             self._changed.notify()
 
-    def cancel(self, sequence_id: int) -> None:
+    def cancel(self, sequence_id: int, error: SequenceError = CANCELLED) -> None:
         with self._changed:
-            self._running.pop(sequence_id, None)
+            if self._running.pop(sequence_id, None) is not None:
+                self._ended.append(SequenceUpdate(sequence_id, error=error))
+                self._changed.notify()
 
     def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
         """Nothing: none ever waits."""
@@ -81,12 +85,13 @@ class ReadyEngine:
         next_step_at = time.monotonic()
         while True:
             with self._changed:
-                while not self._running and not self._stopping:
+                while not (self._running or self._ended or self._stopping):
                     self._changed.wait()
                 if self._stopping:
                     return
-                pace = max(request.sampling.seed or 1 for request, _ in self._running.values())
-                updates = [self._advance(*entry) for entry in list(self._running.values())]
+                pace = max([request.sampling.seed or 1 for request, _ in self._running.values()], default=1000)
+                ended, self._ended = self._ended, []
+                updates = ended + [self._advance(*entry) for entry in list(self._running.values())]
                 num_running = len(self._running)
             on_step(updates, EngineLoad(EngineGauges(num_running=num_running)), ResidencyChange())
             next_step_at = max(next_step_at + 1 / pace, time.monotonic() - 1 / pace)

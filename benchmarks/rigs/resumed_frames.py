@@ -16,7 +16,14 @@ from motet.workers.leader.router_stream import RouterStream
 from motet.workers.leader.served_engine import OnStep
 from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
-from motet.workers.wire.messages import SamplingParams, SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
+from motet.workers.wire.messages import (
+    CANCELLED,
+    SamplingParams,
+    SequenceError,
+    SequenceRequest,
+    SequenceUpdate,
+    TokenLogprobs,
+)
 
 
 class _NoEngine:
@@ -28,7 +35,7 @@ class _NoEngine:
 
     def submit(self, request: SequenceRequest) -> None: ...
 
-    def cancel(self, sequence_id: int) -> None: ...
+    def cancel(self, sequence_id: int, error: SequenceError = CANCELLED) -> None: ...
 
     def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None: ...
 

@@ -18,14 +18,22 @@ from ..tenants.identity import Identity
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """What an answer has cost so far."""
+    """What an answer has cost so far: all that gangs computed for it, each position of a sequence once.
 
-    num_prompt_tokens: int
-    num_cached_tokens: int  # of the prompt's, that were not computed
-    num_completion_tokens: int
+    That may be more or less than its client receives, whose `usage` is OpenAI's.
+    """
+
+    num_prompt_tokens: int  # that were computed or found in the cache; the latter once for each prompt
+    num_cached_tokens: int  # of these, those that were found in the cache
+    num_completion_tokens: int  # that were generated
     num_recomputed_tokens: int = 0  # computed again after a preemption or a lost gang: the operator's cost
-    kv_page_ms: int = 0  # pages of KV in device memory times milliseconds, as far as gangs have told
+    kv_page_ms: int = 0  # pages of KV in device memory times milliseconds
     adapter_page_ms: int = 0  # the same, of its part of its adapter's pages
+
+    @property
+    def has_cost(self) -> bool:
+        """Something was computed or found for the answer."""
+        return bool(self.num_prompt_tokens or self.num_completion_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

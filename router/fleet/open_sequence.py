@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
@@ -10,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from ...workers.wire.messages import ErrorKind, SequenceError, SequenceRequest, SequenceUpdate
-from ...workers.wire.page_seconds import PageSeconds
+from ...workers.wire.sequence_usage import SequenceUsage
 from ...workers.wire.unread_update import UnreadUpdate
 from .admission import TimeLimit
 
@@ -58,7 +59,9 @@ class OpenSequence:
         self.num_vain_tries = 0  # gangs that died before it had arrived there, since its last token
         self.num_store_failures: Counter[str] = Counter()  # by gang: how often it could not read the adapter
         self._token_ids: list[int] = []  # all that came, read or not
-        self._page_seconds: PageSeconds | None = None  # as they were last told
+        self._usage = SequenceUsage()  # as last reported
+        self.usage_at: float | None = None  # when that was, by time.perf_counter(); None: it was not reported
+        self._last_report: asyncio.Future[None] | None = None  # it was cancelled, and its gang reports the usage
         self._arrived: SequenceUpdate | UnreadUpdate | None = None  # not yet read
         self._on_read: Callable[[OpenSequence], None] | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -79,6 +82,35 @@ class OpenSequence:
     def has_begun(self) -> bool:
         """A token has come."""
         return bool(self._token_ids)
+
+    @property
+    def usage(self) -> SequenceUsage:
+        """Its cost as last reported; tokens that came since then are counted."""
+        return self._usage.with_generated(len(self._token_ids))
+
+    @property
+    def is_reported(self) -> bool:
+        """`usage` will not change any more, if the sequence has ended."""
+        return self._last_report is None or self._last_report.done()
+
+    async def reported(self) -> None:
+        """Waits until the gang of a cancelled sequence has reported its usage, or cannot report it any more."""
+        if self._last_report is not None:
+            await asyncio.wait((self._last_report,))
+
+    def await_last_report(self) -> None:
+        """The gang of the sequence, which has ended here, is to report what it has cost."""
+        self._last_report = asyncio.get_running_loop().create_future()
+
+    def end_reports(self) -> None:
+        """No more usage will be reported."""
+        if self._last_report is not None and not self._last_report.done():
+            self._last_report.set_result(None)
+
+    def note_usage(self, usage: SequenceUsage | None) -> None:
+        """Takes in what its gang has reported, if it did."""
+        if usage is not None:
+            self._usage, self.usage_at = usage, time.perf_counter()
 
     @property
     def may_move(self) -> bool:
@@ -105,7 +137,7 @@ class OpenSequence:
             self.request,
             sequence_id=sequence_id,
             generated_token_ids=[*self._token_ids],
-            page_seconds=self._page_seconds,
+            usage=None if self.usage_at is None else self._usage,
             has_begun=self.has_begun or self.limit.has_begun,
             is_resumed=self.is_resumed,
             was_admitted=self.num_moves > 0,
@@ -162,8 +194,7 @@ class OpenSequence:
             self._token_ids += update.token_ids
             self.num_losses = self.num_vain_tries = 0
             self.num_store_failures.clear()
-        if update.page_seconds is not None:
-            self._page_seconds = update.page_seconds
+        self.note_usage(update.usage)
         if update.finish_reason is not None or update.error is not None:
             self._close()
         if self._arrived is None:

@@ -25,7 +25,7 @@ def portions(update: SequenceUpdate) -> Sequence[SequenceUpdate]:
             update.error if start == starts[-1] else None,
             update.num_cached_tokens if start == 0 else None,
             update.computing_s if start == 0 else None,
-            update.page_seconds if start == 0 else None,
+            update.usage if start == 0 else None,
         )
         for start in starts
     ]

@@ -63,9 +63,7 @@ class QuotaAccount:
         return progress.num_prompt_tokens + progress.num_completion_tokens
 
     def settle(self, ending: Ending) -> None:
-        progress = ending.progress
-        is_in_vain = bool(ending.error) and progress.num_completion_tokens == 0
-        self._on_end(self, 0 if is_in_vain else progress.num_prompt_tokens + progress.num_completion_tokens)
+        self._on_end(self, ending.progress.num_prompt_tokens + ending.progress.num_completion_tokens)
 
 
 class _Unbounded:

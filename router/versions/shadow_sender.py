@@ -143,12 +143,14 @@ class ShadowSender:
         finally:
             generation.cancel()
             first_at = generation.first_token_at
+            duration_s = time.perf_counter() - started_at
+            await generation.reported()
             ending = Ending(
                 progress=generation.progress(),
                 error=error,
                 is_cancelled=is_cancelled,
                 first_token_s=None if first_at is None else first_at - started_at,
-                duration_s=time.perf_counter() - started_at,
+                duration_s=duration_s,
             )
             account.settle(ending)
         life, of = life_of(identity.tenant), f"{version.tenant}/{version.name}"

@@ -169,7 +169,7 @@ class FakeDispatcher:
         self.submitted.append(request)
         self.limits.append(limit)
         self.resumed.append(is_resumed)
-        self.streams.append(FakeStream(updates, self.hangs))
+        self.streams.append(FakeStream(updates, self.hangs, len(request.prompt_token_ids)))
         return self.streams[-1]
 
     def gang(self) -> GangInfo | None:

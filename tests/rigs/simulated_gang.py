@@ -6,7 +6,7 @@ A token follows from its sequence's seed and its index, so everybody knows what 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 
 import msgspec
@@ -21,7 +21,7 @@ from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.step_times import StepTimes
 from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
-from motet.workers.wire.messages import SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
+from motet.workers.wire.messages import CANCELLED, SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
 
 TOKEN = "a secret"
 VOCAB_SIZE = 1000
@@ -31,7 +31,8 @@ def token_of(seed: int, index: int) -> int:
     return int.from_bytes(blake2b(f"{seed} {index}".encode(), digest_size=4).digest()) % VOCAB_SIZE
 
 
-_Message = SequenceRequest | tuple[int, SequenceError | None]  # a new one; one to cancel, or to give up if it waits
+# A new one; or one to end with an error, by a method of the engine.
+_Message = SequenceRequest | tuple[int, SequenceError, Callable[[int, SequenceError], None]]
 
 
 class _Executor:
@@ -84,12 +85,11 @@ class SimulatedEngine:
         self.requests[request.sequence_id] = request
         self._put(request)
 
-    def cancel(self, sequence_id: int) -> None:
-        self.requests.pop(sequence_id, None)
-        self._put((sequence_id, None))
+    def cancel(self, sequence_id: int, error: SequenceError = CANCELLED) -> None:
+        self._put((sequence_id, error, self._engine.cancel))
 
     def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
-        self._put((sequence_id, error))
+        self._put((sequence_id, error, self._engine.give_up_waiting))
 
     def outdate(self, digest: str) -> None:
         """Nothing: its sequences have no adapters."""
@@ -112,7 +112,7 @@ class SimulatedEngine:
     def fail(self) -> None:
         """Ends all sequences, and those that still come, as an `EngineLoop` whose engine has raised."""
         self.alive = False
-        self._put((0, None))
+        self._wake()
 
     def check_idle(self) -> None:
         """Raises AssertionError if a sequence or a page is left."""
@@ -145,10 +145,9 @@ class SimulatedEngine:
         for message in inbox:
             if isinstance(message, SequenceRequest):
                 self._engine.submit(message)
-            elif message[1] is None:
-                self._engine.cancel(message[0])
             else:
-                self._engine.give_up_waiting(message[0], message[1])
+                sequence_id, error, end = message
+                end(sequence_id, error)
         updates = self._engine.step()
         for update in updates:
             if update.finish_reason is not None or update.error is not None:

@@ -14,6 +14,7 @@ from motet.tests.rigs.engine_loads import engine_load
 from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
 from motet.workers.wire.messages import (
+    CANCELLED,
     AdapterRef,
     GangInfo,
     ResidencyChange,
@@ -23,6 +24,7 @@ from motet.workers.wire.messages import (
     TokenLogprobs,
 )
 from motet.workers.wire.page_keys import first_link, next_keys, short_key
+from motet.workers.wire.sequence_usage import SequenceUsage
 from motet.workers.wire.short_digest import short_digest
 
 OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
@@ -117,10 +119,12 @@ class StandInEngine:
             self._residency.pages_went.extend(self._pages)
             self._pages.clear()
 
-    def cancel(self, sequence_id: int) -> None:
+    def cancel(self, sequence_id: int, error: SequenceError = CANCELLED) -> None:
         with self._lock:
             self.cancelled.append(sequence_id)
-            self._running.pop(sequence_id, None)
+            ended = self._running.pop(sequence_id, None)
+            if ended is not None:
+                self._given_up.append(SequenceUpdate(sequence_id, error=error, usage=_usage(*ended)))
 
     def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
         with self._lock:
@@ -214,4 +218,11 @@ class StandInEngine:
         limit = request.sampling.max_tokens
         is_last = limit is not None and count + 1 >= limit
         logprobs = None if request.sampling.num_logprobs is None else [TokenLogprobs(-float(count), [], [])]
-        return SequenceUpdate(request.sequence_id, [token], logprobs, "length" if is_last else None)
+        usage = _usage(request, count + 1) if is_last or count == len(request.generated_token_ids) else None
+        return SequenceUpdate(request.sequence_id, [token], logprobs, "length" if is_last else None, usage=usage)
+
+
+def _usage(request: SequenceRequest, num_generated: int) -> SequenceUsage:
+    """As if the whole prompt was computed with the first token."""
+    num_computed = len(request.prompt_token_ids) if num_generated else 0
+    return SequenceUsage(num_computed_prompt_tokens=num_computed, num_generated_tokens=num_generated)

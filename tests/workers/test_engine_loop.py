@@ -49,7 +49,7 @@ class CountingEngine:
     def submit(self, request: SequenceRequest) -> None:
         self.left[request.sequence_id] = 3
 
-    def cancel(self, sequence_id: int) -> None:
+    def cancel(self, sequence_id: int, error: SequenceError) -> None:
         self.left.pop(sequence_id, None)
 
     def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:

@@ -28,6 +28,7 @@ from motet.workers.scheduling.running_sequences import RunningSequences
 from motet.workers.scheduling.sequence import Sequence
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire.messages import ResidencyChange, SamplingParams, SequenceError, SequenceRequest
+from motet.workers.wire.sequence_usage import SequenceUsage
 
 
 @settings(deadline=None, max_examples=150)
@@ -215,9 +216,9 @@ def test_who_waits_can_be_forgotten_and_who_runs_cannot() -> None:
     for sequence_id in (1, 2):
         assert s.add(request(sequence_id), seed=0) is None
     plan = s.schedule()
-    assert not s.forget_waiting(1)
-    assert s.forget_waiting(2)
-    assert not s.forget_waiting(2)
+    assert s.cancel_waiting(1) is None
+    assert s.cancel_waiting(2) == SequenceUsage()
+    assert s.cancel_waiting(2) is None
     updates = s.commit(plan, worker.execute(plan)) + run(s, worker)
     assert {update.sequence_id for update in updates} == {1}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..wire.kept_logprobs import KeptLogprobs
 from ..wire.messages import FinishReason, SequenceError, SequenceRequest, SequenceUpdate
-from ..wire.page_seconds import PageSeconds
+from ..wire.sequence_usage import SequenceUsage
 from ..wire.unread_update import UnreadUpdate
 
 
@@ -22,7 +22,7 @@ class KeptSequence:
     finish_reason: FinishReason | None = None
     error: SequenceError | None = None
     num_cached_tokens: int | None = None
-    page_seconds: PageSeconds | None = None
+    usage: SequenceUsage | None = None  # as last reported
     expires_at: float | None = None  # None: it has an owner and goes on
     left_by: str = ""  # the router's connection whose stream it was an orphan of last
 
@@ -63,7 +63,7 @@ class KeptSequence:
             self.finish_reason,
             self.error,
             self.num_cached_tokens,
-            page_seconds=self.page_seconds,
+            usage=self.usage,
         )
         logprobs = None
         if self.request.sampling.num_logprobs is not None:

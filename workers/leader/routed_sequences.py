@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..wire.messages import SequenceError, SequenceRequest, SequenceUpdate
+from ..wire.messages import CANCELLED, SequenceError, SequenceRequest, SequenceUpdate
 from .asked_adapters import AskedAdapters
 from .leader_config import LeaderConfig
 from .queue_limit import QueueLimit
@@ -60,6 +60,7 @@ class RoutedSequences:
         """`on_orphans` gets the keys of orphans that have come or gone."""
         self._engine, self._on_orphans = engine, on_orphans
         self._listeners: dict[int, _Listener] = {}  # by the engine's id; orphans have none
+        self._cancelled: dict[int, _Listener] = {}  # by the engine's id, until the engine has reported the usage
         self._last_engine_id = 0
         self._journal = SequenceJournal(config)
         self._queue_limit = QueueLimit(config)
@@ -132,14 +133,20 @@ class RoutedSequences:
             self._engine.submit(numbered)
 
     def cancel(self, stream: RouterStream, sequence_id: int) -> None:
-        """Unknown ids are ignored."""
+        """Ends the sequence. Its last update is what it cost. Unknown ids are ignored."""
+        was_unsent, unsent_usage = sequence_id in stream.unsent, stream.unsent.drop(sequence_id)
         engine_id = stream.live.pop(sequence_id, None)
-        if engine_id is not None:
-            del self._listeners[engine_id]
-            self._journal.forget(engine_id)
-            self._cancel_in_engine(engine_id)
-        stream.unsent.drop(sequence_id)
-        stream.parts.pop(sequence_id, None)
+        if engine_id is None:
+            if was_unsent:  # it has ended
+                stream.tell(SequenceUpdate(sequence_id, error=CANCELLED, usage=unsent_usage))
+            return
+        listener = self._listeners.pop(engine_id)
+        self._journal.forget(engine_id)
+        if self._places.is_held(engine_id):
+            stream.tell(SequenceUpdate(sequence_id, error=CANCELLED))
+        else:
+            self._cancelled[engine_id] = listener
+        self._cancel_in_engine(engine_id)
 
     def withdraw(self, stream: RouterStream, sequence_id: int) -> None:
         """Gives the sequence back to its router, unless it runs or has ended. Unknown ids are ignored."""
@@ -256,7 +263,11 @@ class RoutedSequences:
             self._journal.record(update, now)
         listener = self._listeners.get(update.sequence_id)
         if listener is None:
-            return  # cancelled, or an orphan
+            if update.finish_reason is not None or update.error is not None:
+                cancelled = self._cancelled.pop(update.sequence_id, None)
+                if cancelled is not None:
+                    cancelled.stream.tell(SequenceUpdate(cancelled.sequence_id, error=CANCELLED, usage=update.usage))
+            return
         stream, sequence_id, request_id, tenant = listener
         if update.finish_reason is not None or update.error is not None:
             del self._listeners[update.sequence_id], stream.live[sequence_id]
@@ -270,7 +281,7 @@ class RoutedSequences:
                 update.error,
                 update.num_cached_tokens,
                 update.computing_s,
-                update.page_seconds,
+                update.usage,
             )
         )
         stream.wake.set()
@@ -308,11 +319,11 @@ class RoutedSequences:
             self._engine.submit(following)
 
     def _time_out(self, engine_id: int) -> None:
-        """A sequence's time is over, whether it waits or runs, and whether or not a router hears of it."""
-        self._cancel_in_engine(engine_id)
-        ending = SequenceUpdate(engine_id, error=_TIMEOUT)
-        self._count_end(ending)
-        self._tell(ending, _now())
+        """A sequence's time is over, whether it waits or runs, and whether or not it is an orphan."""
+        if self._places.is_held(engine_id):
+            self._give_up(engine_id, _TIMEOUT)
+        else:
+            self._engine.cancel(engine_id, _TIMEOUT)
 
     def _count_end(self, ending: SequenceUpdate) -> None:
         self.num_ended[ending.finish_reason or (ending.error.kind if ending.error is not None else "")] += 1

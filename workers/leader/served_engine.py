@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ..wire.engine_load import EngineLoad
 from ..wire.fair_shares import ServedElsewhere, TenantShare
-from ..wire.messages import ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
+from ..wire.messages import CANCELLED, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 
 OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
 
@@ -24,8 +24,8 @@ class ServedEngine(Protocol):
 
     def submit(self, request: SequenceRequest) -> None: ...
 
-    def cancel(self, sequence_id: int) -> None:
-        """Forgets a sequence. Unknown ids are ignored."""
+    def cancel(self, sequence_id: int, error: SequenceError = CANCELLED) -> None:
+        """Ends the sequence: an update with this error and its usage follows. Unknown ids are ignored."""
 
     def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
         """Ends the sequence with this error, unless it runs or has ended."""

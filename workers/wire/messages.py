@@ -6,20 +6,21 @@ step; it holds the tokens of every sequence that this router submitted.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from .engine_load import EngineLoad
 from .fair_shares import ServedElsewhere, TenantShare
-from .page_seconds import PageSeconds
+from .sequence_usage import SequenceUsage
 
 FinishReason = Literal["stop", "length"]
 # A leader says "gang_lost" of a sequence when its engine has failed, and "handed_over" when it leaves before the
 # sequence has ended. A router continues both elsewhere; when that cannot be, its client hears "gang_lost". A sequence
 # is "taken_over" when it was submitted again, by another router or for another of the client's connections. It is
 # "given_back" when it brings more than its router reads: the router asks for it again when it has read all that came.
-# It is "withdrawn" when its router has asked for that before it began: the router sends it elsewhere.
+# It is "withdrawn" when its router has asked for that before it began: the router sends it elsewhere. It is "cancelled"
+# when its router has asked for that.
 # "store_unavailable": its adapter is not in the gang and cannot be read there now; a router goes on with it at another
 # gang, or at the same one after a pause, and its client hears of it if that was of no use.
 ErrorKind = Literal[
@@ -33,6 +34,7 @@ ErrorKind = Literal[
     "taken_over",
     "given_back",
     "withdrawn",
+    "cancelled",
     "internal",
 ]
 # Why a sequence is "overloaded": it was expected to wait too long ("wait"), to miss its timeout ("timeout"), or to get
@@ -94,7 +96,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: AdapterRef | None = None  # None: the base
     adapter_name: str = ""  # as its tenant calls it, only to be shown; nothing is decided by it
     generated_token_ids: list[int] = []
-    page_seconds: PageSeconds | None = None  # what it took there, as far as was told; it is counted on from there
+    usage: SequenceUsage | None = None  # its cost at other gangs, as last reported; counting goes on from there
     cache_salt: str = ""  # sequences of one tenant share KV only if this is the same
     request_id: str = ""  # of the request that it belongs to: for the gang's log
     key: str = ""  # names it among its tenant's sequences, on all gangs; empty: it cannot be asked for again
@@ -109,7 +111,10 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Forget a sequence: no update follows. Unknown and finished ids are ignored."""
+    """End a sequence. One more update follows: it has ended meanwhile, or has the error "cancelled" and its usage.
+
+    Unknown and finished ids are ignored.
+    """
 
     sequence_id: int
 
@@ -187,6 +192,9 @@ class SequenceError(msgspec.Struct, frozen=True):
     reason: RefusalReason | None = None  # of "overloaded"
 
 
+CANCELLED: Final = SequenceError("cancelled", "it was cancelled")
+
+
 class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one step brought for one sequence. After a `finish_reason` or an `error` no more updates follow.
 
@@ -201,8 +209,8 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: SequenceError | None = None
     num_cached_tokens: int | None = None  # tokens of its prompt that were not computed; with its first token, else None
     computing_s: float | None = None  # since a step was first planned for it, to its first token; with that, else None
-    # All that it has taken by now: with its first and its last token, and now and then between; else None.
-    page_seconds: PageSeconds | None = None
+    # With its first token, its last update, every few pages between, and chunks of a long prompt; else None.
+    usage: SequenceUsage | None = None
 
 
 class ResidencyChange(msgspec.Struct, frozen=True, omit_defaults=True):
