@@ -32,7 +32,7 @@ from motet.benchmarks.rigs.workload import Job, draw_jobs
 from motet.cluster.config import MotetConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
-from motet.workers.wire.messages import SamplingParams, SequenceRequest
+from motet.workers.wire.messages import Cancel, SamplingParams, SequenceRequest, Submit
 
 POOL_BYTES = 2 << 30  # holds about 240 of the adapters
 BATCH_SIZE = 32  # sequences that run at once
@@ -87,7 +87,7 @@ class Clients:
         wall_s, cpu_s = time.perf_counter() - started, worker_cpu_s() - cpu_started
         first_token_s.extend(wall_s - at for at in arrived.values())
         for sequence_id in open_ids:
-            self._engine.cancel(sequence_id)
+            self._engine.receive(Cancel(sequence_id))
         while self._engine.has_work():
             self._engine.step()
         num_loads = self._engine.load().counters.num_adapter_loads - loads_before
@@ -95,14 +95,16 @@ class Clients:
 
     def _submit(self, job: Job) -> None:
         assert job.adapter is not None
-        self._engine.submit(
-            SequenceRequest(
-                sequence_id=self._next_id,
-                prompt_token_ids=job.prompt_token_ids,
-                sampling=SamplingParams(max_tokens=job.num_output_tokens, temperature=0.0, ignore_eos=True),
-                tenant="benchmark",
-                cache_salt=str(self._next_id),  # rounds ask the same again
-                adapter=self._adapters[job.adapter].ref,
+        self._engine.receive(
+            Submit(
+                SequenceRequest(
+                    sequence_id=self._next_id,
+                    prompt_token_ids=job.prompt_token_ids,
+                    sampling=SamplingParams(max_tokens=job.num_output_tokens, temperature=0.0, ignore_eos=True),
+                    tenant="benchmark",
+                    cache_salt=str(self._next_id),  # rounds ask the same again
+                    adapter=self._adapters[job.adapter].ref,
+                )
             )
         )
         self._next_id += 1

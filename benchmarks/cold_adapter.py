@@ -27,7 +27,7 @@ from motet.benchmarks.rigs.engine_side import BLOCK_SIZE, worker_cpu_s
 from motet.cluster.config import MotetConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
-from motet.workers.wire.messages import SamplingParams, SequenceRequest
+from motet.workers.wire.messages import Cancel, SamplingParams, SequenceRequest, Submit
 
 NUM_STREAMS = 16
 NUM_STORED = 800  # 5.5 GB
@@ -92,20 +92,22 @@ class Bench:
         window.step_cpu_s = (worker_cpu_s() - cpu_started) / (load.counters.num_steps - steps_before)
         window.num_loads = load.counters.num_adapter_loads - loads_before
         for sequence_id in (*streams, *asked):
-            engine.cancel(sequence_id)
+            engine.receive(Cancel(sequence_id))
         while engine.has_work():
             engine.step()
         return window
 
     def _submit(self, adapter: StoredAdapter, num_prompt: int, max_tokens: int) -> int:
         sequence_id = next(self._ids)
-        self._engine.submit(
-            SequenceRequest(
-                sequence_id=sequence_id,
-                prompt_token_ids=[self._rng.randrange(1, random_model.VOCAB_SIZE) for _ in range(num_prompt)],
-                sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
-                tenant="benchmark",
-                adapter=adapter.ref,
+        self._engine.receive(
+            Submit(
+                SequenceRequest(
+                    sequence_id=sequence_id,
+                    prompt_token_ids=[self._rng.randrange(1, random_model.VOCAB_SIZE) for _ in range(num_prompt)],
+                    sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+                    tenant="benchmark",
+                    adapter=adapter.ref,
+                )
             )
         )
         return sequence_id

@@ -36,7 +36,7 @@ from motet.workers.decoding.token_choice import begin_sample, sampled
 from motet.workers.execution import device_rows, inputs, runner
 from motet.workers.execution.executor import LocalExecutor
 from motet.workers.execution.feeding_executor import FeedingExecutor
-from motet.workers.wire.messages import AdapterRef, Frame, SamplingParams, SequenceRequest
+from motet.workers.wire.messages import AdapterRef, Frame, SamplingParams, SequenceRequest, Submit
 
 Way = Literal["waiting", "fed"]
 PASS_S = {1: 6e-3, 64: 12e-3, 256: 18e-3}  # by sequences
@@ -83,13 +83,15 @@ class Host:
         engine, encoder, rng = self.bench.engine, msgspec.msgpack.Encoder(), random.Random(seed)
         modules = dict.fromkeys(self.bench._layout.shape.modules, RANK)
         for index in range(num_sequences):
-            engine.submit(
-                SequenceRequest(
-                    sequence_id=index,
-                    prompt_token_ids=rng.choices(range(VOCAB_SIZE), k=CONTEXT),
-                    sampling=sampling,
-                    tenant=f"round-{seed}",
-                    adapter=AdapterRef(str(index % NUM_ADAPTERS), modules),
+            engine.receive(
+                Submit(
+                    SequenceRequest(
+                        sequence_id=index,
+                        prompt_token_ids=rng.choices(range(VOCAB_SIZE), k=CONTEXT),
+                        sampling=sampling,
+                        tenant=f"round-{seed}",
+                        adapter=AdapterRef(str(index % NUM_ADAPTERS), modules),
+                    )
                 )
             )
         found: list[Step] = []

@@ -27,7 +27,7 @@ from motet.kernels.plain import attention, float8_kv
 from motet.workers import worker_builder
 from motet.workers.config import EngineConfig, KVDtype
 from motet.workers.engine_builder import build_engine
-from motet.workers.wire.messages import SamplingParams, SequenceRequest, TokenLogprobs
+from motet.workers.wire.messages import SamplingParams, SequenceRequest, Submit, TokenLogprobs
 
 BASE: Final = Path(__file__).resolve().parents[1] / "examples" / "demo" / "base"
 BLOCK, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_KEYS = 16, 32, 8, 128, 1024
@@ -80,8 +80,8 @@ def answers(config: EngineConfig, kv_dtype: KVDtype) -> list[Answer]:
     for number in range(NUM_PROMPTS):
         prompt = [rng.randrange(4, 500) for _ in range(rng.randrange(40, 200))]
         sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, num_logprobs=TOP)
-        engine.submit(
-            SequenceRequest(sequence_id=number, prompt_token_ids=prompt, sampling=sampling, tenant="benchmark")
+        engine.receive(
+            Submit(SequenceRequest(sequence_id=number, prompt_token_ids=prompt, sampling=sampling, tenant="benchmark"))
         )
     found: list[Answer] = [[] for _ in range(NUM_PROMPTS)]
     while engine.has_work():

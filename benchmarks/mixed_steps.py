@@ -34,7 +34,7 @@ from motet.workers.execution import device_rows
 from motet.workers.execution.executor import LocalExecutor
 from motet.workers.execution.feeding_executor import FeedingExecutor
 from motet.workers.execution.graphs import Between, Compute
-from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest
+from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest, Submit
 
 Way = Literal["launched", "recorded"]
 LAUNCH_S, REPLAY_S = 15e-6, 15e-6  # of the host: one of Triton's, arguments included; of a graph of some ten kernels
@@ -89,13 +89,15 @@ class Host:
     def ask(self, num_prompt_tokens: int, num_tokens: int) -> None:
         modules = dict.fromkeys(self.bench._layout.shape.modules, RANK)
         adapter = AdapterRef(str(self._num_asked % self._num_adapters), modules) if self._num_adapters else None
-        self.bench.engine.submit(
-            SequenceRequest(
-                sequence_id=self._num_asked,
-                prompt_token_ids=random.Random(self._num_asked).choices(range(VOCAB_SIZE), k=num_prompt_tokens),
-                sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True),
-                tenant="one",
-                adapter=adapter,
+        self.bench.engine.receive(
+            Submit(
+                SequenceRequest(
+                    sequence_id=self._num_asked,
+                    prompt_token_ids=random.Random(self._num_asked).choices(range(VOCAB_SIZE), k=num_prompt_tokens),
+                    sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True),
+                    tenant="one",
+                    adapter=adapter,
+                )
             )
         )
         self._num_asked += 1

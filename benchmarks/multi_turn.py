@@ -24,7 +24,7 @@ from motet.cluster.config import MotetConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.wire.engine_load import EngineCounters
-from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest
+from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest, Submit
 
 NUM_TURNS = 10
 NUM_ASKED, NUM_ANSWERED = 36, 12  # tokens a turn
@@ -57,9 +57,11 @@ def talk(engine: Engine, num_conversations: int, adapters: Sequence[AdapterRef],
         num_prompt_tokens += len(said[index])
         num_left += 1
         adapter = adapters[index % len(adapters)]
-        engine.submit(
-            SequenceRequest(
-                sequence_id=index, prompt_token_ids=[*said[index]], sampling=sampling, tenant="t", adapter=adapter
+        engine.receive(
+            Submit(
+                SequenceRequest(
+                    sequence_id=index, prompt_token_ids=[*said[index]], sampling=sampling, tenant="t", adapter=adapter
+                )
             )
         )
 

@@ -25,7 +25,7 @@ from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.execution.executor import LocalExecutor
 from motet.workers.plan import StepPlan, StepResult
-from motet.workers.wire.messages import AdapterRef, Frame, SamplingParams, SequenceRequest
+from motet.workers.wire.messages import AdapterRef, Frame, SamplingParams, SequenceRequest, Submit
 
 NUM_PROMPT, NUM_OUTPUT = 32, 48  # tokens of each sequence
 
@@ -57,13 +57,15 @@ def decode(
     sampling = SamplingParams(max_tokens=NUM_OUTPUT, temperature=0.0, ignore_eos=True)
     for index in range(num_sequences):
         prompt = [rng.randrange(1, 4000) for _ in range(NUM_PROMPT)]
-        engine.submit(
-            SequenceRequest(
-                sequence_id=index,
-                prompt_token_ids=prompt,
-                sampling=sampling,
-                tenant="benchmark",
-                adapter=refs[index % len(refs)],
+        engine.receive(
+            Submit(
+                SequenceRequest(
+                    sequence_id=index,
+                    prompt_token_ids=prompt,
+                    sampling=sampling,
+                    tenant="benchmark",
+                    adapter=refs[index % len(refs)],
+                )
             )
         )
     encoder = msgspec.msgpack.Encoder()

@@ -20,19 +20,21 @@ from motet.benchmarks.rigs.engine_side import BLOCK_SIZE, POOL_BYTES
 from motet.cluster.config import MotetConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
-from motet.workers.wire.messages import SamplingParams, SequenceRequest
+from motet.workers.wire.messages import SamplingParams, SequenceRequest, Submit
 
 NUM_STREAMS, STREAM_TOKENS = 8, 200
 NUM_PROMPTS, NUM_PROMPT_TOKENS, NUM_OUTPUT = 32, 512, 32
 
 
 def submit(engine: Engine, sequence_id: int, num_prompt: int, num_output: int, rng: random.Random) -> None:
-    engine.submit(
-        SequenceRequest(
-            sequence_id=sequence_id,
-            prompt_token_ids=[rng.randrange(1, 4000) for _ in range(num_prompt)],
-            sampling=SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True),
-            tenant="benchmark",
+    engine.receive(
+        Submit(
+            SequenceRequest(
+                sequence_id=sequence_id,
+                prompt_token_ids=[rng.randrange(1, 4000) for _ in range(num_prompt)],
+                sampling=SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True),
+                tenant="benchmark",
+            )
         )
     )
 

@@ -5,15 +5,27 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 
+from .engine_messages import End, EngineMessage, GiveUpWaiting, PinChanges, TokenInterval
 from .execution.executor import Executor
+from .fairness.prompt_budget import token_interval_of
 from .plan import StepPlan, StepResult
 from .plan_ahead import PlanAhead
 from .scheduling.scheduler import Scheduler
 from .wire.engine_load import EngineLoad
-from .wire.fair_shares import TenantShare
-from .wire.messages import CANCELLED, GangInfo, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
+from .wire.fair_shares import ServedElsewhere, TenantShare
+from .wire.messages import (
+    CANCELLED,
+    Cancel,
+    GangInfo,
+    Outdated,
+    ResidencyChange,
+    SequenceError,
+    SequenceRequest,
+    SequenceUpdate,
+    Submit,
+)
 from .wire.sequence_usage import SequenceUsage
 
 _LATE = 0.1  # of what a step was expected to take: a plan after it should be made by so long before its end
@@ -41,44 +53,42 @@ class Engine:
         self._ended: list[SequenceUpdate] = []  # last updates of sequences that ended between two steps
         self._is_stalled = False
 
-    def submit(self, request: SequenceRequest) -> None:
+    def receive(self, message: EngineMessage) -> None:
+        """Hands a message to its owner. Updates that follow from it come with the next step."""
+        match message:
+            case Submit(request):
+                self._submit(request)
+            case Cancel(sequence_id):
+                self._end(sequence_id, self._scheduler.cancel(sequence_id), CANCELLED)
+            case End(sequence_id, error):
+                self._end(sequence_id, self._scheduler.cancel(sequence_id), error)
+            case GiveUpWaiting(sequence_id, error):
+                self._end(sequence_id, self._scheduler.cancel_waiting(sequence_id), error)
+            case Outdated(digest):
+                self._scheduler.memory.outdate(digest)
+                self._scheduler.host_news.outdate(digest)
+            case PinChanges(changes):
+                self._scheduler.host_news.pin(changes)
+            case ServedElsewhere(totals):
+                self._scheduler.standings.charge_elsewhere(totals)
+            case TokenInterval(setting):
+                self._scheduler.token_interval_s = token_interval_of(setting, self.info.device)
+
+    def _submit(self, request: SequenceRequest) -> None:
         """Queues a sequence. One that can never be served gets an update with an error at the next step."""
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         error = self._scheduler.add(request, seed)
         if error is not None:
             self._ended.append(SequenceUpdate(request.sequence_id, error=error, usage=request.usage))
 
-    def cancel(self, sequence_id: int, error: SequenceError = CANCELLED) -> None:
-        """Ends a sequence: an update with this error and its usage follows at the next step. Ignores unknown ids."""
-        self._end(sequence_id, self._scheduler.cancel(sequence_id), error)
-
-    def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
-        """Ends a sequence that waits: an update with this error follows at the next step. One that runs goes on."""
-        self._end(sequence_id, self._scheduler.cancel_waiting(sequence_id), error)
-
     def _end(self, sequence_id: int, usage: SequenceUsage | None, error: SequenceError) -> None:
+        """Reports the end of a sequence with the next step, unless it was unknown."""
         if usage is not None:
             self._ended.append(SequenceUpdate(sequence_id, error=error, usage=usage))
-
-    def outdate(self, digest: str) -> None:
-        """No name points to the adapter any more: what there is of it goes first. Sequences that need it go on."""
-        self._scheduler.outdate(digest)
-
-    def pin(self, changes: Mapping[str, bool]) -> None:
-        """Adapters that host memory must keep from now on (True), or need not keep any more."""
-        self._scheduler.host_news.pin(changes)
-
-    def charge_elsewhere(self, totals: Iterable[tuple[str, float]]) -> None:
-        """What tenants have had of all other gangs, as `ServedElsewhere` has it: here they come later for it."""
-        self._scheduler.charge_elsewhere(totals)
 
     def take_shares(self, most: int) -> list[TenantShare]:
         """Of at most so many tenants whose share has changed since it was last taken."""
         return self._scheduler.take_shares(most)
-
-    def change_token_interval(self, token_interval_s: float) -> None:
-        """Steps that are planned from now on should take no longer while sequences decode; 0: as long as they take."""
-        self._scheduler.token_interval_s = token_interval_s
 
     def has_work(self) -> bool:
         return bool(self._ended) or self._ahead.has_plan or self._scheduler.has_work()

@@ -6,56 +6,18 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import Literal
-
-import msgspec
 
 from .engine import Engine
-from .fairness.prompt_budget import token_interval_of
-from .leader.served_engine import OnStep
+from .engine_messages import EngineMessage
+from .leader.served_engine import OnStep, StepReport
 from .step_deadline import StepDeadline
 from .step_times import StepTimes
-from .wire.fair_shares import ServedElsewhere, TenantShare
-from .wire.messages import (
-    CANCELLED,
-    GangInfo,
-    Outdated,
-    ResidencyChange,
-    SequenceError,
-    SequenceRequest,
-    SequenceUpdate,
-    Submit,
-)
+from .wire.fair_shares import TenantShare
+from .wire.messages import GangInfo, SequenceError, SequenceUpdate, Submit
 
 _log = logging.getLogger(__name__)
-_SHARES_S, _MAX_SHARES = 0.25, 512  # so often so many tenants' shares are told
+_SHARES_S, _MAX_SHARES = 0.25, 512  # how often shares are reported, and of how many tenants at most
 _HEARTBEAT_S = 5.0  # between steps while there is nothing to compute
-
-
-class End(msgspec.Struct, frozen=True):
-    """End a sequence with this error."""
-
-    sequence_id: int
-    error: SequenceError
-    if_waiting: bool  # leave it alone if it runs
-
-
-class PinChanges(msgspec.Struct, frozen=True):
-    """Adapters that host memory must keep from now on (True), or need not keep any more."""
-
-    changes: Mapping[str, bool]
-
-
-class TokenInterval(msgspec.Struct, frozen=True):
-    """Steps should take no longer than this while sequences decode."""
-
-    seconds: float
-
-
-_Message = (
-    Submit | End | Outdated | PinChanges | TokenInterval | ServedElsewhere
-)  # what the loop's thread is told by others
 
 
 class EngineLoop:
@@ -66,7 +28,7 @@ class EngineLoop:
         self._engine = engine
         self._deadline = StepDeadline(step_deadline_s)
         self._wake = threading.Condition()
-        self._inbox: deque[_Message] = deque()
+        self._inbox: deque[EngineMessage] = deque()
         self._copies_ended = 0
         self._stopping = False
         self._failure: SequenceError | None = None
@@ -74,9 +36,8 @@ class EngineLoop:
         self._submitted: set[int] = set()  # unfinished sequences; the loop's thread owns it
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._times = StepTimes()
-        self._shares: deque[list[TenantShare]] = deque()  # that nobody has taken
         self._shares_due_at = 0.0
-        self._on_step: OnStep = lambda updates, load, residency: None
+        self._on_step: OnStep = lambda report: None
         engine.wake_on_copy_end(self._copy_ended)
 
     @property
@@ -97,33 +58,11 @@ class EngineLoop:
         self._on_step = on_step
         self._thread.start()
 
-    def submit(self, request: SequenceRequest) -> None:
-        self._put(Submit(request))
-
-    def cancel(self, sequence_id: int, error: SequenceError = CANCELLED) -> None:
-        """An update with this error and the sequence's usage follows, unless it has ended."""
-        self._put(End(sequence_id, error, if_waiting=False))
-
-    def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
-        """An update with this error, unless the sequence runs when it comes to that, or has ended."""
-        self._put(End(sequence_id, error, if_waiting=True))
-
-    def outdate(self, digest: str) -> None:
-        self._put(Outdated(digest))
-
-    def pin(self, changes: Mapping[str, bool]) -> None:
-        self._put(PinChanges(changes))
-
-    def charge_elsewhere(self, served: ServedElsewhere) -> None:
-        self._put(served)
-
-    def take_shares(self) -> list[TenantShare]:
-        """Shares that have changed since they were last taken: some, and a few times a second."""
-        return self._shares.popleft() if self._shares else []
-
-    def change_token_interval(self, token_interval_s: float | Literal["auto"]) -> None:
-        """As the setting of an engine has it, from the next plan on."""
-        self._put(TokenInterval(token_interval_of(token_interval_s, self.info.device)))
+    def receive(self, message: EngineMessage) -> None:
+        """Hands a message to the engine before its next step, from any thread."""
+        with self._wake:
+            self._inbox.append(message)
+            self._wake.notify()
 
     def stop(self) -> None:
         """Ends the thread after its current step; unfinished sequences get no more updates."""
@@ -133,11 +72,6 @@ class EngineLoop:
         if self._thread.is_alive():
             self._thread.join()
         self._engine.close()
-
-    def _put(self, message: _Message) -> None:
-        with self._wake:
-            self._inbox.append(message)
-            self._wake.notify()
 
     def _copy_ended(self) -> None:
         with self._wake:
@@ -157,10 +91,12 @@ class EngineLoop:
         updates = self._engine.step()
         self._submitted.difference_update(u.sequence_id for u in updates if u.finish_reason or u.error)
         self._deadline.observe(time.monotonic() - self._progress_at)
-        if time.monotonic() >= self._shares_due_at and not self._shares:
+        shares: list[TenantShare] = []
+        if time.monotonic() >= self._shares_due_at:
             self._shares_due_at = time.monotonic() + _SHARES_S
-            self._shares.append(self._engine.take_shares(_MAX_SHARES))
-        self._on_step(updates, self._times.end_step(self._engine.load()), self._engine.take_residency_changes())
+            shares = self._engine.take_shares(_MAX_SHARES)
+        load = self._times.end_step(self._engine.load())
+        self._on_step(StepReport(updates, load, self._engine.take_residency_changes(), shares))
 
     def _refuse_all(self, failure: SequenceError) -> None:
         """Ends all sequences, those that still come included, with this error until the loop is stopped."""
@@ -168,7 +104,7 @@ class EngineLoop:
             failed = [SequenceUpdate(sequence_id, error=failure) for sequence_id in sorted(self._submitted)]
             self._submitted.clear()
             if failed:
-                self._on_step(failed, self._engine.load(), ResidencyChange())
+                self._on_step(StepReport(failed, self._engine.load()))
             with self._wake:
                 self._wake.wait_for(lambda: self._stopping or self._inbox)
                 self._submitted.update(m.request.sequence_id for m in self._inbox if isinstance(m, Submit))
@@ -188,24 +124,10 @@ class EngineLoop:
             self._inbox.clear()
             stopping = self._stopping
         for message in messages:
-            self._obey(message)
+            if isinstance(message, Submit):
+                self._submitted.add(message.request.sequence_id)
+            self._engine.receive(message)
         return not stopping
-
-    def _obey(self, message: _Message) -> None:
-        match message:
-            case Submit(request):
-                self._engine.submit(request)
-                self._submitted.add(request.sequence_id)
-            case Outdated(digest):
-                self._engine.outdate(digest)
-            case PinChanges(changes):
-                self._engine.pin(changes)
-            case ServedElsewhere(totals):
-                self._engine.charge_elsewhere(totals)
-            case TokenInterval(seconds):
-                self._engine.change_token_interval(seconds)
-            case End(sequence_id, error, if_waiting):
-                (self._engine.give_up_waiting if if_waiting else self._engine.cancel)(sequence_id, error)
 
     def _is_due(self) -> bool:
         if self._stopping or self._inbox or self._copies_ended:

@@ -13,11 +13,25 @@ from typing import Any, Final, Literal
 
 from redis.asyncio import Redis
 
-from .canary_scripts import COUNT_SCRIPT, FORGET_NEWS_SCRIPT, RATE_SCRIPT
 from .lease import Lease
 from .redis_deadline import answered_within
-from .registry_scripts import PREFIX
-from .versions.canary_policy import FIRST_TOKEN_EDGES_S, PER_TOKEN_EDGES_S, ArmCounts
+from .registry_keys import (
+    ANSWER_ORDER,
+    ANSWERS,
+    CANARY_COMMENTS,
+    CANARY_COUNTS,
+    CANARY_STICKY,
+    PREFIX,
+    UPDATED_TRIALS,
+    bind_script,
+)
+from .versions.canary_policy import (
+    ANSWERS_A_SHARE,
+    FIRST_TOKEN_EDGES_S,
+    FREE_ANSWERS,
+    PER_TOKEN_EDGES_S,
+    ArmCounts,
+)
 
 Arm = Literal["stable", "canary", "shadow"]
 MAX_ANSWERS: Final = 100_000  # of a tenant, that are remembered; the oldest go first
@@ -27,17 +41,13 @@ MAX_COMMENTS: Final = 100  # of a canary
 _FAILURE_KEPT_S: Final = 600
 
 _ARMS: Final[tuple[Arm, ...]] = ("stable", "canary", "shadow")
-_COUNTS: Final = PREFIX + "canary:"  # + id: hash of counts, by "arm what", and "of": tenant/name
-_STICKY: Final = PREFIX + "canary_sticky:"  # + id: hash: what counted, by "arm kind" and by "arm kind sticky key"
-NEWS: Final = PREFIX + "canary_news"  # hash: id -> how often something was counted since somebody looked
-_COMMENTS: Final = PREFIX + "canary_comments:"  # + id: list, the newest first
-_ANSWERS: Final = PREFIX + "answers:"  # + life: hash: response id -> "id arm sticky", with " rated" once somebody did
-_ORDER: Final = PREFIX + "answer_order:"  # + life: sorted set of response ids, by when they were counted
 _FAILED: Final = PREFIX + "failed:"  # + tenant/name@version: why a gang could not load it; expires
 _JUDGE: Final = PREFIX + "canary_judge"  # the router that judges, as a string that expires
-
-OF_A_LIFE: Final = (_ANSWERS, _ORDER)
-OF_A_TRIAL: Final = (_COUNTS, _COMMENTS, _STICKY)
+_STICKY_BOUND: Final = {
+    "free_answers": FREE_ANSWERS,
+    "answers_a_share": ANSWERS_A_SHARE,
+    "max_sticky_fields": 10_000,  # of a trial's sticky keys; then all of them begin anew
+}
 
 
 @dataclass(frozen=True)
@@ -76,24 +86,35 @@ class CanaryCounts:
         self._client: Any = client
         self._timeout_s = timeout_s
         self._clock = clock
-        self._count_script = client.register_script(COUNT_SCRIPT)
-        self._rate_script = client.register_script(RATE_SCRIPT)
+        self._count_answer = bind_script(client, "count_answer.lua")
+        self._rate_answer = bind_script(client, "rate_answer.lua")
         self._judge = Lease(client, _JUDGE, timeout_s)
-        self._forget_news_script = client.register_script(FORGET_NEWS_SCRIPT)
+        self._forget_updates = bind_script(client, "forget_updates.lua")
 
     async def add(self, outcomes: Sequence[Outcome]) -> None:
         """Counts answers, each of them unless it was told before, as far as their sticky keys' bounds let."""
         now = self._clock()
         async with answered_within(self._timeout_s), self._client.pipeline(transaction=False) as pipeline:
             for one in outcomes:
-                trial = one.canary_id
-                keys = [_ANSWERS + one.life, _ORDER + one.life, _COUNTS + trial, _STICKY + trial, NEWS]
-                kept = f"{trial} {one.arm} {one.sticky}".rstrip()
-                bounds = [MAX_ANSWERS, ANSWERS_KEPT_S, COUNTS_KEPT_S]
-                args: list[Any] = [one.response_id, kept, trial, one.arm, one.sticky, one.of, now, *bounds]
-                for what in one.counted:
-                    args += [kind_of(what), what]
-                await self._count_script(keys=keys, args=args, client=pipeline)
+                await self._count_answer(
+                    on=pipeline,
+                    answers=ANSWERS + one.life,
+                    answer_order=ANSWER_ORDER + one.life,
+                    counts=CANARY_COUNTS + one.canary_id,
+                    sticky=CANARY_STICKY + one.canary_id,
+                    response_id=one.response_id,
+                    kept=f"{one.canary_id} {one.arm} {one.sticky}".rstrip(),
+                    trial=one.canary_id,
+                    arm=one.arm,
+                    sticky_key=one.sticky,
+                    field=one.of,
+                    now=now,
+                    max_answers=MAX_ANSWERS,
+                    answers_kept_s=ANSWERS_KEPT_S,
+                    counts_kept_s=COUNTS_KEPT_S,
+                    kinds_and_counts=[part for count in one.counted for part in (kind_of(count), count)],
+                    **_STICKY_BOUND,
+                )
             await pipeline.execute()
 
     async def rate(self, life: str, response_id: str, *, is_good: bool, comment: str = "") -> bool:
@@ -103,25 +124,27 @@ class CanaryCounts:
         too many thumbs are for answers to the same sticky key.
         """
         async with answered_within(self._timeout_s):
-            known: str | None = await self._client.hget(_ANSWERS + life, response_id)
+            known: str | None = await self._client.hget(ANSWERS + life, response_id)
             if known is None or known.endswith(" rated"):
                 return False
             trial, arm, *sticky = known.split(" ")
-            keys = [_ANSWERS + life, _COUNTS + trial, _COMMENTS + trial, _STICKY + trial, NEWS]
             thumb = "up" if is_good else "down"
-            remark = f"{arm} {thumb}: {comment}" if comment else ""
-            args: list[Any] = [
-                response_id,
-                known,
-                trial,
-                arm,
-                "".join(sticky),
-                thumb,
-                remark,
-                MAX_COMMENTS,
-                COUNTS_KEPT_S,
-            ]
-            counted = await self._rate_script(keys=keys, args=args)
+            counted = await self._rate_answer(
+                answers=ANSWERS + life,
+                counts=CANARY_COUNTS + trial,
+                comments=CANARY_COMMENTS + trial,
+                sticky=CANARY_STICKY + trial,
+                response_id=response_id,
+                kept=known,
+                trial=trial,
+                arm=arm,
+                sticky_key="".join(sticky),
+                thumb=thumb,
+                comment=f"{arm} {thumb}: {comment}" if comment else "",
+                max_comments=MAX_COMMENTS,
+                counts_kept_s=COUNTS_KEPT_S,
+                **_STICKY_BOUND,
+            )
         return bool(counted)
 
     async def read(self, canary_id: str) -> Mapping[Arm, ArmCounts]:
@@ -133,28 +156,28 @@ class CanaryCounts:
         """The counts of each trial, in one round trip."""
         async with answered_within(self._timeout_s), self._client.pipeline(transaction=False) as pipeline:
             for canary_id in canary_ids:
-                pipeline.hgetall(_COUNTS + canary_id)
+                pipeline.hgetall(CANARY_COUNTS + canary_id)
             found = await pipeline.execute()
         return [Trial(counts.get("of", ""), {arm: _arm(arm, counts) for arm in _ARMS}) for counts in found]
 
     async def comments(self, canary_id: str) -> list[str]:
         """What people said of its answers, the newest first, each behind "arm up: " or "arm down: "."""
         async with answered_within(self._timeout_s):
-            found: list[str] = await self._client.lrange(_COMMENTS + canary_id, 0, -1)
+            found: list[str] = await self._client.lrange(CANARY_COMMENTS + canary_id, 0, -1)
         return found
 
     async def news(self, limit: int) -> list[News]:
         """At most so many of the trials that there is news of, any of them as likely as another."""
         async with answered_within(self._timeout_s):
-            found = await self._client.hrandfield(NEWS, limit, withvalues=True)
+            found = await self._client.hrandfield(UPDATED_TRIALS, limit, withvalues=True)
         return [News(canary_id, int(num)) for canary_id, num in zip(found[::2], found[1::2], strict=True)]
 
     async def forget_news(self, news: Sequence[News]) -> None:
         """The trials were looked at. What was counted in them meanwhile is news still."""
         if news:
-            args: list[Any] = [part for one in news for part in (one.canary_id, one.num)]
+            numbers = [part for one in news for part in (one.canary_id, one.num)]
             async with answered_within(self._timeout_s):
-                await self._forget_news_script(keys=[NEWS], args=args)
+                await self._forget_updates(trials_and_numbers=numbers)
 
     async def hold_judging(self, router_id: str, hold_s: float) -> bool:
         """Makes one router the judge for `hold_s`, as often as it asks; 0 ends it. False: another one is."""

@@ -14,7 +14,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from .redis_deadline import answered_within
-from .registry_scripts import CLUSTER_TOKEN, LAUNCHES
+from .registry_keys import CLUSTER_TOKEN, LAUNCHES
 
 
 class Launches:

@@ -22,7 +22,7 @@ class LuaScript:
     """The script in `path`, read once.
 
     Its first lines are comments. They declare the names under which the script finds its keys and arguments, and the
-    files beside it whose functions it uses:
+    files whose functions it uses, relative to its folder:
 
         -- Renames an adapter. Returns 1, or 0 if its record has changed meanwhile.
         -- include: events.lua
@@ -38,6 +38,7 @@ class LuaScript:
     """
 
     def __init__(self, path: Path) -> None:
+        path = path.resolve()
         parts: dict[Path, _Part] = {}
         _collect(path, parts)
         own = parts[path]
@@ -106,7 +107,7 @@ class _Part:
     @property
     def checked_body(self) -> str:
         """The body as others include it: a script need not use all of its functions."""
-        return f"-- luacheck: push ignore 211\n{self.body}\n-- luacheck: pop"
+        return f"-- luacheck: push ignore 211 431\n{self.body}\n-- luacheck: pop"
 
 
 def _collect(path: Path, parts: dict[Path, _Part]) -> None:
@@ -122,8 +123,9 @@ def _collect(path: Path, parts: dict[Path, _Part]) -> None:
         if not _NAME.fullmatch(name):
             raise ValueError(f"{path}: {name!r} is no name of a key or an argument, such as num_bytes or others[]")
     for include in part.includes:
-        if path.with_name(include) not in parts:
-            _collect(path.with_name(include), parts)
+        included = (path.parent / include).resolve()
+        if included not in parts:
+            _collect(included, parts)
     parts[path] = part
 
 

@@ -21,23 +21,13 @@ from ..errors import NoSuchName, RegistryUnavailable, TenantGone, VersionRefused
 from ..names import check_name, check_tenant
 from .events import decode_adapter, encode_facts
 from .redis_deadline import answered_within
-from .registry_scripts import (
-    ADAPTERS,
-    CANARIES,
-    CHANGE_NAME_SCRIPT,
-    EVENTS,
-    NAMES,
-    NUMBER,
-    READ_NAME_SCRIPT,
-    VERSION_NOTES,
-    VERSIONS,
-)
+from .registry_keys import ADAPTERS, VERSION_NOTES, VERSIONS, bind_script
 from .stored_counts import bound_args, use_of
 from .tenants.audit_entry import AuditEntry, encode_entry, log_entry
 from .tenants.storage_bounds import StorageBound, check_pinned, check_storage
 from .versions.changed_fields import changed_fields
 from .versions.name_state import NameNotes, NameState, VersionNote, with_upload
-from .versions.rollout import MAX_CANARIES, versions_of
+from .versions.rollout import MAX_CANARIES, MAX_PINS, MAX_PINS_IN_ALL, versions_of
 
 _MAX_TRIES: Final = 64  # of a change that others overtake
 _encode = msgspec.json.Encoder().encode
@@ -50,8 +40,8 @@ class NameRecords:
     def __init__(self, client: Redis, timeout_s: float = 3.0, clock: Callable[[], float] = time.time) -> None:
         self._timeout_s = timeout_s
         self._clock = clock
-        self._read_script = client.register_script(READ_NAME_SCRIPT)
-        self._change_script = client.register_script(CHANGE_NAME_SCRIPT)
+        self._client = client
+        self._change_name = bind_script(client, "change_name.lua")
 
     async def get(self, tenant: str, name: str) -> NameState:
         """Raises NoSuchName if the tenant has no adapter of this name."""
@@ -137,23 +127,27 @@ class NameRecords:
             if after == before and (before is None or after.current.rollout == before.current.rollout):
                 return after, found, new_last
             result = str(new_last if new_last != last_version else after.current.version)
-            head = f"{after.current.version} {after.current.digest} "
-            args: list[Any] = [field, record, last_version, notes, head, encode_facts(after.current), new_last]
             written_entry = entry and structs.replace(entry, changed={**entry.changed, **changed_fields(before, after)})
             new_notes = "" if after.notes == NameNotes() else _encode(after.notes).decode()
             async with answered_within(self._timeout_s):
-                written = await self._change_script(
-                    keys=[ADAPTERS, NAMES, VERSIONS, VERSION_NOTES, CANARIES, NUMBER, EVENTS],
-                    args=[
-                        *args,
-                        new_notes,
-                        int(after.rollout.canary is not None),
-                        encode_entry(written_entry),
-                        result,
-                        "" if num_ended is None else num_ended,
-                        "" if most_pinned_bytes is None else most_pinned_bytes,
-                        *bound_args(bounds),
-                    ],
+                written = await self._change_name(
+                    field=field,
+                    old_record=record,
+                    old_version=last_version,
+                    old_notes=notes,
+                    head=f"{after.current.version} {after.current.digest} ",
+                    facts=encode_facts(after.current),
+                    new_version=new_last,
+                    new_notes=new_notes,
+                    has_canary=after.rollout.canary is not None,
+                    entry=encode_entry(written_entry),
+                    result=result,
+                    incarnation=num_ended,
+                    max_canaries=MAX_CANARIES,
+                    max_pins=MAX_PINS,
+                    max_pins_in_all=MAX_PINS_IN_ALL,
+                    max_pinned_bytes=most_pinned_bytes,
+                    bounds=bound_args(bounds),
                 )
             if written == 0:
                 raise TenantGone("this tenant was deleted meanwhile")
@@ -172,12 +166,13 @@ class NameRecords:
     async def _read(self, field: str) -> tuple[NameState | None, int, str, str]:
         """The name, its last version, and record and notes as Redis holds them."""
         async with answered_within(self._timeout_s):
-            answer: Any = await self._read_script(keys=[ADAPTERS, VERSIONS, VERSION_NOTES], args=[field])
-        record, last_version, notes = answer
+            transaction: Any = self._client.pipeline(transaction=True)
+            transaction.hget(ADAPTERS, field).hget(VERSIONS, field).hget(VERSION_NOTES, field)
+            record, last_version, notes = await transaction.execute()
         state = None
         if record:
             state = NameState(decode_adapter(field, record), _decode_notes(notes) if notes else NameNotes())
-        return state, int(last_version), record, notes
+        return state, int(last_version or 0), record or "", notes or ""
 
 
 def _refuse(bounds: Sequence[StorageBound], key_id: str, *counts: int | str) -> None:

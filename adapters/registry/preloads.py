@@ -9,7 +9,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from .redis_deadline import answered_within
-from .registry_scripts import PREFIX
+from .registry_keys import PREFIX
 
 KEPT_S: Final = 300  # after the last news
 _PRELOADS: Final = PREFIX + "preloads:"  # + tenant/name@version digest: hash: id of a gang -> JSON of Preload; expires

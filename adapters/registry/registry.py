@@ -1,6 +1,6 @@
 """The registry in Redis: which version each tenant's adapter name points to, and which API key belongs to which tenant.
 
-Every change is one Lua script (`registry_scripts.py`), so that it happens completely or not at all, and adds an event
+Every change is one Lua script, so that it happens completely or not at all, and adds an event
 to a stream. The commands are those of Redis 7.0.
 """
 
@@ -26,30 +26,17 @@ from .events import AdapterDeleted, RegistryEvent, decode_adapter, decode_event,
 from .lease import Lease
 from .name_records import NameRecords
 from .redis_deadline import answered_within
-from .registry_scripts import (
+from .registry_keys import (
     ADAPTERS,
     API_KEYS,
-    AUDIT,
-    BASE,
-    CANARIES,
-    CLAIM_BASE_SCRIPT,
-    DELETE_SCRIPT,
-    DIGESTS_SCRIPT,
+    EVENT_NUMBER,
     EVENTS,
-    GIVE_KEYS_SCRIPT,
     LAUNCH_KEYS,
-    LIST_SCRIPT,
-    NAMES,
-    NUMBER,
     PINS,
-    SCAN_SCRIPT,
-    SET_KEY_SCRIPT,
     STREAM_KEY,
     SWEEP,
-    TAKE_BACK_KEYS_SCRIPT,
     TENANTS,
-    TENANTS_SCRIPT,
-    VERSION_NOTES,
+    bind_script,
 )
 from .stored_counts import StoredCounts
 from .tenants.audit_entry import AuditEntry, encode_entry, log_entry
@@ -110,15 +97,15 @@ class Registry:
         self._clock = clock
         self.names = NameRecords(client, timeout_s, clock)
         self.stored = StoredCounts(client, timeout_s)
-        self._delete_script = client.register_script(DELETE_SCRIPT)
-        self._set_key_script = client.register_script(SET_KEY_SCRIPT)
-        self._give_keys_script = client.register_script(GIVE_KEYS_SCRIPT)
-        self._take_back_keys_script = client.register_script(TAKE_BACK_KEYS_SCRIPT)
-        self._claim_base_script = client.register_script(CLAIM_BASE_SCRIPT)
-        self._list_script = client.register_script(LIST_SCRIPT)
-        self._digests_script = client.register_script(DIGESTS_SCRIPT)
-        self._scan_script = client.register_script(SCAN_SCRIPT)
-        self._tenants_script = client.register_script(TENANTS_SCRIPT)
+        self._delete_name = bind_script(client, "delete_name.lua")
+        self._set_key = bind_script(client, "set_key.lua")
+        self._give_keys = bind_script(client, "give_keys.lua")
+        self._take_back_keys = bind_script(client, "take_back_keys.lua")
+        self._claim_base = bind_script(client, "claim_base.lua")
+        self._list_adapters = bind_script(client, "list_adapters.lua")
+        self._scan_digests = bind_script(client, "scan_digests.lua")
+        self._scan_hash = bind_script(client, "scan_hash.lua")
+        self._tenants_with = bind_script(client, "tenants_with.lua")
 
     async def ping(self) -> None:
         async with self._bounded():
@@ -164,7 +151,7 @@ class Registry:
         if not 1 <= limit <= PAGE_SIZE:
             raise ValueError(f"limit = {limit}: 1 to {PAGE_SIZE} adapters a call are accepted")
         async with self._bounded():
-            found = await self._list_script(keys=[ADAPTERS, NAMES], args=[tenant, after, limit])
+            found = await self._list_adapters(tenant=tenant, after=after, count=limit)
         return [decode_adapter(field, record) for field, record in zip(found[::2], found[1::2], strict=True)]
 
     async def list(self, tenant: str) -> Sequence[AdapterVersion]:
@@ -178,13 +165,10 @@ class Registry:
     async def delete(self, tenant: str, name: str, entry: AuditEntry | None = None) -> AdapterDeleted | None:
         """Removes the name with all its versions; None: there is no such name. `entry`: for the audit log."""
         async with self._bounded():
-            ended = await self._delete_script(
-                keys=[ADAPTERS, NAMES, VERSION_NOTES, CANARIES, NUMBER, EVENTS, AUDIT],
-                args=[f"{tenant}/{name}", encode_entry(entry)],
-            )
-        if ended is None:
+            reply = await self._delete_name(field=f"{tenant}/{name}", entry=encode_entry(entry))
+        if reply is None:
             return None
-        deleted = AdapterDeleted(tenant, name, *map(int, ended.split(" ")))
+        deleted = AdapterDeleted(tenant, name, *map(int, reply.split(" ")))
         if entry is not None:
             log_entry(entry, str(deleted.version))
         return deleted
@@ -225,7 +209,7 @@ class Registry:
         cursor = "0"
         while True:
             async with self._bounded():
-                cursor, page = await self._digests_script(keys=[ADAPTERS], args=[cursor, PAGE_SIZE])
+                cursor, page = await self._scan_digests(cursor=cursor, count=PAGE_SIZE)
             pages.append(page)
             if cursor == "0":
                 return DigestSet(pages)
@@ -236,7 +220,7 @@ class Registry:
         after = ""
         while True:
             async with self._bounded():
-                after, *found = await self._tenants_script(keys=[NAMES], args=[after, name, PAGE_SIZE])
+                after, *found = await self._tenants_with(previous=after, name=name, count=PAGE_SIZE)
             tenants.update(found)
             if not after:
                 return sorted(tenants)
@@ -268,11 +252,10 @@ class Registry:
             for key_hash, record in zip(page, held, strict=True):
                 if record is not None and (owner_name := decode_key(key_hash, record).tenant) != given[key_hash]:
                     raise _key_taken(given[key_hash], owner_name)
-        changed = [API_KEYS, LAUNCH_KEYS, NUMBER, EVENTS]
         for page in _pages(list(given)):
-            args = [part for key_hash in page for part in (key_hash, given[key_hash])]
+            pairs = [part for key_hash in page for part in (key_hash, given[key_hash])]
             async with self._bounded():
-                taken = await self._give_keys_script(keys=changed, args=[owner, *args])
+                taken = await self._give_keys(launch=owner, hashes_and_tenants=pairs)
             if taken is not None:
                 raise _key_taken(*taken)
         async with self._bounded():
@@ -280,7 +263,7 @@ class Registry:
         mine = (key_hash for giver, key_hash in (mark.split(" ") for mark in marks) if giver == owner)
         for page in _pages([key_hash for key_hash in mine if key_hash not in given]):
             async with self._bounded():
-                await self._take_back_keys_script(keys=changed, args=[owner, *page])
+                await self._take_back_keys(launch=owner, hashes=page)
 
     async def tenants_besides(self, owner: str) -> set[str]:
         """Tenants that have a key from `set_key` or from another owner of launch keys than this one."""
@@ -300,7 +283,7 @@ class Registry:
         Raises OtherBase, with `remedy` in its message, if it belongs to another base.
         """
         async with self._bounded():
-            held = await self._claim_base_script(keys=[BASE, ADAPTERS], args=[str(base), int(if_empty)])
+            held = await self._claim_base(wanted=str(base), may_change=if_empty)
         base.check(BaseIdentity.parse(held), "the registry in Redis", remedy)
 
     async def delete_key(self, key: str) -> None:
@@ -317,7 +300,7 @@ class Registry:
         """Where the event stream is now. What is read afterwards is at least as new as the event there."""
         async with self._bounded():
             transaction: Any = self._client.pipeline(transaction=True)
-            transaction.xrevrange(EVENTS, count=1).get(NUMBER).hlen(ADAPTERS)
+            transaction.xrevrange(EVENTS, count=1).get(EVENT_NUMBER).hlen(ADAPTERS)
             newest, number, num_adapters = await transaction.execute()
         return Position(newest[0][0] if newest else "0-0", int(number or 0), num_adapters)
 
@@ -346,13 +329,11 @@ class Registry:
     async def num_events(self) -> int:
         """The number of events so far, which is the number of the newest one."""
         async with self._bounded():
-            return int(await self._command("GET", NUMBER) or 0)
+            return int(await self._command("GET", EVENT_NUMBER) or 0)
 
     async def _change_key(self, key: str, tenant: str) -> None:
         async with self._bounded():
-            owner = await self._set_key_script(
-                keys=[API_KEYS, LAUNCH_KEYS, NUMBER, EVENTS], args=[hash_key(key), tenant]
-            )
+            owner = await self._set_key(hash=hash_key(key), tenant=tenant)
         if owner is not None:
             raise _key_taken(tenant, owner)
 
@@ -360,7 +341,7 @@ class Registry:
         cursor = "0"
         while True:
             async with self._bounded():
-                cursor, page = await self._scan_script(keys=[key], args=[cursor, _SCAN_SIZE])
+                cursor, page = await self._scan_hash(hash=key, cursor=cursor, count=_SCAN_SIZE)
             lines = page.split("\n") if page else []
             yield list(zip(lines[::2], lines[1::2], strict=True))
             if cursor == "0":

@@ -8,7 +8,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from .redis_deadline import answered_within
-from .registry_scripts import ADAPTERS, NAMES, RECOUNT_SCRIPT, STORED, STORED_IS_COUNTED, VERSION_NOTES
+from .registry_keys import STORED, STORED_IS_COUNTED, bind_script
 from .tenants.storage_bounds import StorageBound, StorageUse
 
 
@@ -18,7 +18,7 @@ class StoredCounts:
     def __init__(self, client: Redis, timeout_s: float) -> None:
         self._client: Any = client
         self._timeout_s = timeout_s
-        self._recount_script = client.register_script(RECOUNT_SCRIPT)
+        self._recount_tenant = bind_script(client, "recount_tenant.lua")
 
     async def of(self, tenant: str, key_id: str) -> tuple[StorageUse, StorageUse]:
         """What the tenant has stored, and what of that was uploaded with the key."""
@@ -50,7 +50,7 @@ class StoredCounts:
         tenant, num_tenants = "", 0
         while True:
             async with answered_within(self._timeout_s):
-                tenant = await self._recount_script(keys=[NAMES, ADAPTERS, VERSION_NOTES], args=[tenant])
+                tenant = await self._recount_tenant(previous=tenant)
             if not tenant:
                 return num_tenants
             num_tenants += 1

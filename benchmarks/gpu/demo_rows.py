@@ -33,7 +33,7 @@ from motet.workers.config import EngineConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.models.config import ModelConfig
-from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest, TokenLogprobs
+from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest, Submit, TokenLogprobs
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE, ADAPTERS = ROOT / "examples" / "demo" / "base", ROOT / "examples" / "demo" / "adapters"
@@ -203,13 +203,15 @@ def _ask(engine: Engine, requests: Sequence[SequenceRequest], first_id: int) -> 
     for request in requests:
         sequence_id = first_id + request.sequence_id
         answers[sequence_id] = Answer(request.sampling.temperature == 0 and not request.sampling.has_penalty)
-        engine.submit(
-            SequenceRequest(
-                sequence_id=sequence_id,
-                prompt_token_ids=request.prompt_token_ids,
-                sampling=request.sampling,
-                tenant=request.tenant,
-                adapter=request.adapter,
+        engine.receive(
+            Submit(
+                SequenceRequest(
+                    sequence_id=sequence_id,
+                    prompt_token_ids=request.prompt_token_ids,
+                    sampling=request.sampling,
+                    tenant=request.tenant,
+                    adapter=request.adapter,
+                )
             )
         )
     deadline = time.monotonic() + _PATIENCE_S

@@ -40,7 +40,7 @@ from motet.workers.plan import Tier
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
-from motet.workers.wire.messages import AdapterRef, GangInfo, SamplingParams, SequenceRequest, SequenceUpdate
+from motet.workers.wire.messages import AdapterRef, GangInfo, SamplingParams, SequenceRequest, SequenceUpdate, Submit
 
 RANK = 16
 BLOCK = 16
@@ -234,9 +234,15 @@ class Bench:
             )
             self._next_id += 1
             told[self._next_id] = []
-            self.engine.submit(
-                SequenceRequest(
-                    sequence_id=self._next_id, prompt_token_ids=prompt, sampling=sampling, tenant=tenant, adapter=ref
+            self.engine.receive(
+                Submit(
+                    SequenceRequest(
+                        sequence_id=self._next_id,
+                        prompt_token_ids=prompt,
+                        sampling=sampling,
+                        tenant=tenant,
+                        adapter=ref,
+                    )
                 )
             )
         times = []

@@ -15,7 +15,7 @@ from motet.benchmarks.rigs.workload import Job
 from motet.cluster.config import MotetConfig
 from motet.workers.engine_builder import build_engine
 from motet.workers.models.config import ModelConfig
-from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest
+from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest, Submit
 
 BLOCK_SIZE = 16
 POOL_BYTES = 2 << 30  # 64 adapters of ranks 8 to 64 take 1.2 GB of it
@@ -90,13 +90,15 @@ class EngineSide:
         self._engine.close()
 
     def _submit(self, job: Job) -> None:
-        self._engine.submit(
-            SequenceRequest(
-                sequence_id=self._next_id,
-                prompt_token_ids=job.prompt_token_ids,
-                sampling=SamplingParams(max_tokens=job.num_output_tokens, temperature=0.0, ignore_eos=True),
-                tenant="benchmark",
-                adapter=None if job.adapter is None else self._refs[job.adapter],
+        self._engine.receive(
+            Submit(
+                SequenceRequest(
+                    sequence_id=self._next_id,
+                    prompt_token_ids=job.prompt_token_ids,
+                    sampling=SamplingParams(max_tokens=job.num_output_tokens, temperature=0.0, ignore_eos=True),
+                    tenant="benchmark",
+                    adapter=None if job.adapter is None else self._refs[job.adapter],
+                )
             )
         )
         self._next_id += 1

@@ -11,7 +11,7 @@ from motet.workers.engine import Engine
 from motet.workers.scheduling.request_limits import GangLimits, pages_for
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
-from motet.workers.wire.messages import AdapterRef, GangInfo, SamplingParams, SequenceRequest
+from motet.workers.wire.messages import AdapterRef, GangInfo, SamplingParams, SequenceRequest, Submit
 
 BLOCK_SIZE = 16
 CONTEXT = 256  # tokens of a prompt, unless a case is about that
@@ -49,13 +49,15 @@ class LeaderSteps:
 
     def submit(self, prompt_token_ids: list[int], adapter: str | None = None, max_tokens: int | None = None) -> None:
         self._next_id += 1
-        self.engine.submit(
-            SequenceRequest(
-                sequence_id=self._next_id,
-                prompt_token_ids=prompt_token_ids,
-                sampling=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens),
-                tenant="scale",
-                adapter=None if adapter is None else AdapterRef(adapter, {"q_proj": 8}),
+        self.engine.receive(
+            Submit(
+                SequenceRequest(
+                    sequence_id=self._next_id,
+                    prompt_token_ids=prompt_token_ids,
+                    sampling=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens),
+                    tenant="scale",
+                    adapter=None if adapter is None else AdapterRef(adapter, {"q_proj": 8}),
+                )
             )
         )
 

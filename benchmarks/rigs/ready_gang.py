@@ -5,27 +5,26 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import ray
 
 from motet.cluster.config import part_config
 from motet.cluster.replicas.replica_directory import ADDRESS
 from motet.cluster.settings.settings import Settings
+from motet.workers.engine_messages import EngineMessage
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.leader.leader_config import LeaderConfig
+from motet.workers.leader.served_engine import OnStep, StepReport
 from motet.workers.wire.engine_load import EngineGauges, EngineLoad
-from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
 from motet.workers.wire.messages import (
     CANCELLED,
+    Cancel,
     GangInfo,
-    ResidencyChange,
-    SequenceError,
     SequenceRequest,
     SequenceUpdate,
+    Submit,
 )
-
-OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
 
 
 class ReadyEngine:
@@ -46,31 +45,17 @@ class ReadyEngine:
         self._thread = threading.Thread(target=self._run, args=(on_step,), daemon=True)
         self._thread.start()
 
-    def submit(self, request: SequenceRequest) -> None:
+    def receive(self, message: EngineMessage) -> None:
+        """It has no adapters, serves all at once, and none ever waits: so only two messages mean anything to it."""
         with self._changed:
-            self._running[request.sequence_id] = (request, 0)
-            self._changed.notify()
-
-    def cancel(self, sequence_id: int, error: SequenceError = CANCELLED) -> None:
-        with self._changed:
-            if self._running.pop(sequence_id, None) is not None:
-                self._ended.append(SequenceUpdate(sequence_id, error=error))
-                self._changed.notify()
-
-    def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
-        """Nothing: none ever waits."""
-
-    def outdate(self, digest: str) -> None:
-        """Nothing: it has no adapters."""
-
-    def pin(self, changes: Mapping[str, bool]) -> None:
-        """Nothing: it has no adapters."""
-
-    def charge_elsewhere(self, served: ServedElsewhere) -> None:
-        """Nothing: it serves all at once."""
-
-    def take_shares(self) -> list[TenantShare]:
-        return []
+            match message:
+                case Submit(request):
+                    self._running[request.sequence_id] = (request, 0)
+                    self._changed.notify()
+                case Cancel(sequence_id):
+                    if self._running.pop(sequence_id, None) is not None:
+                        self._ended.append(SequenceUpdate(sequence_id, error=CANCELLED))
+                        self._changed.notify()
 
     def stop(self) -> None:
         with self._changed:
@@ -93,7 +78,7 @@ class ReadyEngine:
                 ended, self._ended = self._ended, []
                 updates = ended + [self._advance(*entry) for entry in list(self._running.values())]
                 num_running = len(self._running)
-            on_step(updates, EngineLoad(EngineGauges(num_running=num_running)), ResidencyChange())
+            on_step(StepReport(updates, EngineLoad(EngineGauges(num_running=num_running))))
             next_step_at = max(next_step_at + 1 / pace, time.monotonic() - 1 / pace)
             time.sleep(max(0.0, next_step_at - time.monotonic()))
 
@@ -131,7 +116,7 @@ class ReadyGang:
         self._queues: dict[int, asyncio.Queue[SequenceUpdate]] = {}
         self._engine = ReadyEngine(text_token_ids)
         loop = asyncio.get_running_loop()
-        self._engine.start(lambda updates, _load, _residency: self._hand_over(loop, updates))
+        self._engine.start(lambda report: self._hand_over(loop, report.updates))
 
     def info(self) -> GangInfo:
         return self._info
@@ -142,7 +127,7 @@ class ReadyGang:
     async def stream(self, request: SequenceRequest) -> AsyncIterator[SequenceUpdate]:
         """The updates of one sequence, each a message of its own."""
         queue = self._queues[request.sequence_id] = asyncio.Queue()
-        self._engine.submit(request)
+        self._engine.receive(Submit(request))
         try:
             while True:
                 update = await queue.get()
@@ -150,7 +135,7 @@ class ReadyGang:
                 if update.finish_reason is not None:
                     return
         finally:
-            self._engine.cancel(request.sequence_id)
+            self._engine.receive(Cancel(request.sequence_id))
             del self._queues[request.sequence_id]
 
     def _hand_over(self, loop: asyncio.AbstractEventLoop, updates: Sequence[SequenceUpdate]) -> None:

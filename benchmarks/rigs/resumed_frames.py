@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import msgspec
 
 from motet.cluster.config import part_config
 from motet.cluster.settings.settings import Settings
+from motet.workers.engine_messages import EngineMessage
 from motet.workers.leader.known_shares import KnownShares
 from motet.workers.leader.leader_config import LeaderConfig
 from motet.workers.leader.residency import Residency
@@ -15,15 +14,7 @@ from motet.workers.leader.routed_sequences import RoutedSequences
 from motet.workers.leader.router_stream import RouterStream
 from motet.workers.leader.served_engine import OnStep
 from motet.workers.wire.engine_load import EngineLoad
-from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
-from motet.workers.wire.messages import (
-    CANCELLED,
-    SamplingParams,
-    SequenceError,
-    SequenceRequest,
-    SequenceUpdate,
-    TokenLogprobs,
-)
+from motet.workers.wire.messages import SamplingParams, SequenceRequest, SequenceUpdate, TokenLogprobs
 
 
 class _NoEngine:
@@ -33,20 +24,7 @@ class _NoEngine:
 
     def start(self, on_step: OnStep) -> None: ...
 
-    def submit(self, request: SequenceRequest) -> None: ...
-
-    def cancel(self, sequence_id: int, error: SequenceError = CANCELLED) -> None: ...
-
-    def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None: ...
-
-    def outdate(self, digest: str) -> None: ...
-
-    def pin(self, changes: Mapping[str, bool]) -> None: ...
-
-    def charge_elsewhere(self, served: ServedElsewhere) -> None: ...
-
-    def take_shares(self) -> list[TenantShare]:
-        return []
+    def receive(self, message: EngineMessage) -> None: ...
 
     def stop(self) -> None: ...
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from motet.benchmarks.rigs import random_model
 from motet.cluster.config import MotetConfig
 from motet.workers.engine_builder import build_engine
-from motet.workers.wire.messages import SamplingParams, SequenceRequest
+from motet.workers.wire.messages import Cancel, SamplingParams, SequenceRequest, Submit
 
 NUM_SEQUENCES = 128
 NUM_PROMPT = 8000
@@ -61,7 +61,7 @@ class DecodingEngine:
             request = SequenceRequest(
                 sequence_id=sequence_id, prompt_token_ids=prompt, sampling=sampling, tenant="scale"
             )
-            self._engine.submit(request)
+            self._engine.receive(Submit(request))
         decoding: set[int] = set()
         while len(decoding) < NUM_SEQUENCES:
             for update in self._engine.step():
@@ -72,6 +72,6 @@ class DecodingEngine:
             self._engine.step()
         spent_s = time.process_time() - began_s
         for sequence_id in ids:
-            self._engine.cancel(sequence_id)
+            self._engine.receive(Cancel(sequence_id))
         self._engine.step()
         return spent_s / _NUM_STEPS * 1e3

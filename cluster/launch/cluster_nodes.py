@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ... import __version__
-from ...adapters.registry.registry_scripts import PREFIX
+from ...adapters.registry.registry_keys import PREFIX
 from ..application.base_fingerprint import identify_base
 from ..config import MotetConfig
 from .feasibility import Demand, Node, can_host, places, why_no_place

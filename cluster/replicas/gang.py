@@ -20,6 +20,7 @@ import ray
 from ray import serve
 
 from ...workers.config import EngineConfig
+from ...workers.engine_messages import TokenInterval
 from ...workers.leader.frame_server import FrameServer
 from ...workers.leader.leader_config import LeaderConfig
 from ..application.live_settings import live_values
@@ -113,7 +114,7 @@ class GangReplica:
                 raise
             _log.error("the settings stay as they were: %s", error)
             return
-        self._engine.change_token_interval(values.pop("token_interval_s", self._config.token_interval_s))
+        self._engine.receive(TokenInterval(values.pop("token_interval_s", self._config.token_interval_s)))
         self._server.change(dataclasses.replace(self._leader, **values))
 
     async def check_health(self) -> None:

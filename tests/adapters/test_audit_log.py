@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
 from motet.adapters.registry.administration.audit_log import AuditLog
-from motet.adapters.registry.registry_scripts import (
-    AUDIT,
-    AUDIT_ORDER,
-    NOTE,
-    NUM_AUDIT_ENTRIES_KEPT,
-    NUM_TENANTS_AUDIT_ENTRIES_KEPT,
-    TENANTS_AUDIT,
-)
+from motet.adapters.registry.lua_script import LuaScript
+from motet.adapters.registry.registry_keys import AUDIT, AUDIT_ORDER, SCRIPT_KEYS, TENANTS_AUDIT
 from motet.adapters.registry.tenants.audit_entry import Actor, ActorKind, AuditEntry, WrittenEntry, encode_entry
 
-# tenant, entry, count
-NOTE_OFTEN = f"{NOTE} for i = 1, tonumber(ARGV[3]) do note(ARGV[1], ARGV[2], tostring(i)) end"
+NUM_OPERATOR_ENTRIES = 100_000  # that are kept
+NUM_TENANT_ENTRIES = 1_000
+APPEND_OFTEN = LuaScript(Path(__file__).with_name("append_often.lua"))
 
 
 async def noted(client: Redis, tenant: str, kind: ActorKind, count: int = 1) -> None:
     actor = Actor(kind=kind, tenant="" if kind == "operator" else tenant)
     entry = encode_entry(AuditEntry(action="adapter.upload", tenant=tenant, target="x", actor=actor))
-    anything: Any = client
-    await anything.eval(NOTE_OFTEN, 0, tenant, entry, count)
+    await APPEND_OFTEN.bind(client, SCRIPT_KEYS)(tenant=tenant, entry=entry, count=count)
 
 
 def told(entries: Sequence[WrittenEntry]) -> list[tuple[str, str, str]]:
@@ -36,7 +30,7 @@ def told(entries: Sequence[WrittenEntry]) -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize("kind", ["key", "token", "judge"])
 async def test_a_tenant_pushes_out_its_own_entries_alone(kind: ActorKind, redis_client: Redis) -> None:
-    log, most = AuditLog(redis_client), NUM_TENANTS_AUDIT_ENTRIES_KEPT
+    log, most = AuditLog(redis_client), NUM_TENANT_ENTRIES
     await noted(redis_client, "quiet", "operator")
     await noted(redis_client, "loud", "operator")
     await noted(redis_client, "quiet", "key")
@@ -53,9 +47,9 @@ async def test_operators_have_a_bound_of_their_own(redis_client: Redis) -> None:
     await noted(redis_client, "acme", "key")
     await noted(redis_client, "acme", "operator", 3)
     for _ in range(10):
-        await noted(redis_client, "zoo", "operator", NUM_AUDIT_ENTRIES_KEPT // 10)
-    assert await redis_client.xlen(AUDIT) == NUM_AUDIT_ENTRIES_KEPT
-    assert await redis_client.xlen(AUDIT_ORDER) == NUM_AUDIT_ENTRIES_KEPT + 1
+        await noted(redis_client, "zoo", "operator", NUM_OPERATOR_ENTRIES // 10)
+    assert await redis_client.xlen(AUDIT) == NUM_OPERATOR_ENTRIES
+    assert await redis_client.xlen(AUDIT_ORDER) == NUM_OPERATOR_ENTRIES + 1
     assert told(await AuditLog(redis_client).read("", 5, "acme")) == [("acme", "key", "1")]
 
 

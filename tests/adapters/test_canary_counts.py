@@ -10,10 +10,10 @@ import pytest
 from redis.asyncio import Redis
 
 from motet.adapters.errors import TenantGone, VersionRefused
-from motet.adapters.registry import canary_scripts
+from motet.adapters.registry import canary_counts
 from motet.adapters.registry.canary_counts import CanaryCounts, Outcome
 from motet.adapters.registry.registry import Registry
-from motet.adapters.registry.registry_scripts import CANARIES, PREFIX, TENANTS
+from motet.adapters.registry.registry_keys import CANARIES, PREFIX, TENANTS
 from motet.adapters.registry.versions import name_state
 from motet.adapters.registry.versions.canary_policy import counts_still
 from motet.adapters.registry.versions.rollout import MAX_CANARIES
@@ -68,10 +68,7 @@ async def test_thumbs_of_one_key_are_few(counts: CanaryCounts) -> None:
 async def test_what_is_kept_of_sticky_keys_is_bounded(
     counts: CanaryCounts, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "motet.adapters.registry.canary_counts.COUNT_SCRIPT",
-        canary_scripts.COUNT_SCRIPT.replace(str(canary_scripts._MAX_FIELDS), "50"),
-    )
+    monkeypatch.setitem(canary_counts._STICKY_BOUND, "max_sticky_fields", 50)
     counts = CanaryCounts(redis_client)
     await counts.add([outcome(number, f"user {number}") for number in range(500)])
     assert await redis_client.hlen(PREFIX + "canary_sticky:c") <= 52

@@ -16,7 +16,7 @@ from motet.adapters.registry.administration.ended_keys import KEPT_S, PAGE_SIZE,
 from motet.adapters.registry.administration.key_registry import KeyRegistry
 from motet.adapters.registry.administration.tenant_registry import TenantRegistry
 from motet.adapters.registry.registry import Registry, hash_key
-from motet.adapters.registry.registry_scripts import API_KEYS, KEY_ENDS, MADE_KEYS
+from motet.adapters.registry.registry_keys import API_KEYS, KEY_ENDS, MADE_KEYS
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.registry.tenants.audit_entry import Actor
 from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord

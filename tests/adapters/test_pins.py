@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from motet.adapters.errors import NoSuchVersion, QuotaExceeded, VersionRefused
 from motet.adapters.registry.administration.administration import Administration
 from motet.adapters.registry.registry import Registry
-from motet.adapters.registry.registry_scripts import PINNED, PINS, TENANTS
+from motet.adapters.registry.registry_keys import PINNED, PINS, TENANTS
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.registry.tenants.audit_entry import Actor
 from motet.adapters.registry.tenants.records import Quota, TenantRecord

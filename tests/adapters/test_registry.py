@@ -11,7 +11,7 @@ from motet.adapters.base_identity import BaseIdentity
 from motet.adapters.errors import AdapterInvalid, KeyTaken, OtherBase, RegistryUnavailable
 from motet.adapters.registry.events import AdapterDeleted, AdapterSet, KeySet
 from motet.adapters.registry.registry import PAGE_SIZE, Position, Registry, connect, hash_key
-from motet.adapters.registry.registry_scripts import PREFIX
+from motet.adapters.registry.registry_keys import PREFIX
 from motet.tests.rigs.patience import PATIENCE_S
 
 

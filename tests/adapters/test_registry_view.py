@@ -14,7 +14,7 @@ from motet.adapters.adapter import AdapterVersion
 from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.registry.events import AdapterSet, KeySet
 from motet.adapters.registry.registry import NumberedEvent, Position, Registry, connect, hash_key
-from motet.adapters.registry.registry_scripts import PREFIX
+from motet.adapters.registry.registry_keys import PREFIX
 from motet.adapters.registry.registry_view import RegistryView
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.tests.rigs.patience import PATIENCE_S

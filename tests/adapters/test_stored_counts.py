@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from motet.adapters.errors import QuotaExceeded
 from motet.adapters.registry.registry import Registry
-from motet.adapters.registry.registry_scripts import STORED, STORED_IS_COUNTED
+from motet.adapters.registry.registry_keys import STORED, STORED_IS_COUNTED
 from motet.adapters.registry.tenants.storage_bounds import StorageBound, StorageUse, check_pinned, check_storage
 from motet.adapters.registry.versions.name_state import VersionNote, with_alias
 from motet.adapters.registry.versions.rollout import MAX_VERSIONS

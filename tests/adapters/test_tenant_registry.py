@@ -14,7 +14,7 @@ from motet.adapters.registry.administration.audit_log import AuditLog
 from motet.adapters.registry.administration.key_registry import KEY_PREFIX, KeyRegistry
 from motet.adapters.registry.administration.tenant_registry import TenantRegistry
 from motet.adapters.registry.registry import Registry, hash_key
-from motet.adapters.registry.registry_scripts import ADAPTERS, API_KEYS, LAUNCH_KEYS, NAMES, PREFIX
+from motet.adapters.registry.registry_keys import ADAPTERS, API_KEYS, LAUNCH_KEYS, NAMES, PREFIX
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.registry.tenants.audit_entry import Actor, AuditEntry, WrittenEntry
 from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantRecord
@@ -252,8 +252,9 @@ async def test_a_deletion_that_was_cut_off_goes_on(
         return call
 
     cut = TenantRegistry(redis_client, [end])
-    cut._end_keys_script, cut._end_adapters_script = counted(cut._end_keys_script), counted(cut._end_adapters_script)
-    cut._changes._change_script = counted(cut._changes._change_script)
+    cut._delete_page_of_keys = counted(cut._delete_page_of_keys)
+    cut._delete_page_of_adapters = counted(cut._delete_page_of_adapters)
+    cut._changes._change_records = counted(cut._changes._change_records)
     with pytest.raises(CutOff):
         await cut.delete("acme", OPERATOR)
     await view.catch_up()

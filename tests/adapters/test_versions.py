@@ -13,7 +13,7 @@ from motet.adapters.adapter import AdapterVersion
 from motet.adapters.errors import AdapterInvalid, NoSuchVersion, VersionRefused
 from motet.adapters.registry.events import AdapterSet
 from motet.adapters.registry.registry import Registry
-from motet.adapters.registry.registry_scripts import CANARIES, PREFIX
+from motet.adapters.registry.registry_keys import CANARIES, PREFIX
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.registry.versions import name_state
 from motet.adapters.registry.versions.name_state import NameState, VersionNote, check_integrity, with_upload

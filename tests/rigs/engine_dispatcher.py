@@ -24,7 +24,7 @@ from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.part_configs import router_config
 from motet.tests.rigs.router_rig import BASE, HEADERS, OPERATOR_KEY, FakeUploads, FakeView, text_service
 from motet.workers.wire.engine_load import EngineLoad
-from motet.workers.wire.messages import GangInfo, SequenceRequest
+from motet.workers.wire.messages import Cancel, GangInfo, SequenceRequest, Submit
 
 
 def client_of(
@@ -69,7 +69,7 @@ class EngineDispatcher:
         self.requests.append(request)
         sequence = self._open[request.sequence_id] = OpenSequence(request)
         sequence.move(None, self)
-        self.rig.engine.submit(request)
+        self.rig.engine.receive(Submit(request))
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step())
         return sequence
@@ -93,7 +93,7 @@ class EngineDispatcher:
         sequence_id = sequence.request.sequence_id
         self._cancelled[sequence_id] = self._open.pop(sequence_id)
         sequence.await_last_report()
-        self.rig.engine.cancel(sequence_id)
+        self.rig.engine.receive(Cancel(sequence_id))
 
     async def _step(self) -> None:
         while self.rig.engine.has_work():

@@ -29,6 +29,7 @@ from motet.workers.wire.messages import (
     SequenceError,
     SequenceRequest,
     SequenceUpdate,
+    Submit,
     TokenLogprobs,
 )
 
@@ -134,14 +135,16 @@ class EngineRig:
         """Submits a request. `generated`: tokens that the sequence had at another gang before."""
         ref = self.refs[adapter] if isinstance(adapter, str) else adapter
         self.told[sequence_id] = Told()
-        self.engine.submit(
-            SequenceRequest(
-                sequence_id=sequence_id,
-                prompt_token_ids=prompt,
-                sampling=sampling,
-                tenant="acme",
-                adapter=ref,
-                generated_token_ids=list(generated),
+        self.engine.receive(
+            Submit(
+                SequenceRequest(
+                    sequence_id=sequence_id,
+                    prompt_token_ids=prompt,
+                    sampling=sampling,
+                    tenant="acme",
+                    adapter=ref,
+                    generated_token_ids=list(generated),
+                )
             )
         )
 

@@ -141,7 +141,7 @@ class Worker:
     def check_residence(self, s: Scheduler) -> None:
         """Checks that pages which the scheduler calls resident, in any tier, hold the content of their keys."""
         resident: list[tuple[PageKey, list[object]]] = []
-        for key, page in s._memory.prefixes._pages.items():
+        for key, page in s.memory.prefixes._pages.items():
             resident.append((key, self._read_page("device", page)))
         for tier, slots in s._tiers._tiers.items():
             resident += [(key, self._read_page(tier, slot)) for key, slot in slots._slots.items()]

@@ -6,7 +6,6 @@ A token follows from its sequence's seed and its index, so everybody knows what 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
 from hashlib import blake2b
 
 import msgspec
@@ -14,14 +13,14 @@ import msgspec
 from motet.tests.rigs.part_configs import leader_config
 from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
+from motet.workers.engine_messages import EngineMessage
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.leader.served_engine import OnStep
+from motet.workers.leader.served_engine import OnStep, StepReport
 from motet.workers.plan import SampledToken, StepPlan, StepResult
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.step_times import StepTimes
-from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
-from motet.workers.wire.messages import CANCELLED, SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
+from motet.workers.wire.messages import SequenceError, SequenceRequest, SequenceUpdate, Submit, TokenLogprobs
 
 TOKEN = "a secret"
 VOCAB_SIZE = 1000
@@ -29,10 +28,6 @@ VOCAB_SIZE = 1000
 
 def token_of(seed: int, index: int) -> int:
     return int.from_bytes(blake2b(f"{seed} {index}".encode(), digest_size=4).digest()) % VOCAB_SIZE
-
-
-# A new one; or one to end with an error, by a method of the engine.
-_Message = SequenceRequest | tuple[int, SequenceError, Callable[[int, SequenceError], None]]
 
 
 class _Executor:
@@ -72,8 +67,8 @@ class SimulatedEngine:
         self.scheduler = Scheduler(limits, frozenset(), lambda ref: 2, clock=loop.time)
         self._engine = Engine(self.scheduler, _Executor(), INFO, clock=loop.time)
         self._times = StepTimes(loop.time)
-        self._inbox: list[_Message] = []
-        self._on_step: OnStep = lambda updates, load, residency: None
+        self._inbox: list[EngineMessage] = []
+        self._on_step: OnStep = lambda report: None
         self._timer: asyncio.TimerHandle | None = None
         self.requests: dict[int, SequenceRequest] = {}  # unfinished ones
         self.alive = False
@@ -81,27 +76,11 @@ class SimulatedEngine:
     def start(self, on_step: OnStep) -> None:
         self._on_step, self.alive = on_step, True
 
-    def submit(self, request: SequenceRequest) -> None:
-        self.requests[request.sequence_id] = request
-        self._put(request)
-
-    def cancel(self, sequence_id: int, error: SequenceError = CANCELLED) -> None:
-        self._put((sequence_id, error, self._engine.cancel))
-
-    def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
-        self._put((sequence_id, error, self._engine.give_up_waiting))
-
-    def outdate(self, digest: str) -> None:
-        """Nothing: its sequences have no adapters."""
-
-    def pin(self, changes: Mapping[str, bool]) -> None:
-        """Nothing: it has no adapters."""
-
-    def charge_elsewhere(self, served: ServedElsewhere) -> None:
-        self.scheduler.charge_elsewhere(served.totals)
-
-    def take_shares(self) -> list[TenantShare]:
-        return self.scheduler.take_shares(512)
+    def receive(self, message: EngineMessage) -> None:
+        if isinstance(message, Submit):
+            self.requests[message.request.sequence_id] = message.request
+        self._inbox.append(message)
+        self._wake()
 
     def stop(self) -> None:
         self.alive = False
@@ -124,10 +103,6 @@ class SimulatedEngine:
             assert now.num_running == now.num_waiting == 0
             assert now.num_free_pages + now.num_prefix_pages + now.num_adapter_pages == now.num_pages, "a page leaked"
 
-    def _put(self, message: _Message) -> None:
-        self._inbox.append(message)
-        self._wake()
-
     def _wake(self) -> None:
         if self._timer is None:
             self._times.begin_step()
@@ -140,19 +115,17 @@ class SimulatedEngine:
             failure = SequenceError("gang_lost", "the engine failed: as told")
             failed, self.requests = [*self.requests], {}
             updates = [SequenceUpdate(sequence_id, error=failure) for sequence_id in failed]
-            self._on_step(updates, self._engine.load(), self._engine.take_residency_changes())
+            self._on_step(StepReport(updates, self._engine.load(), self._engine.take_residency_changes()))
             return
         for message in inbox:
-            if isinstance(message, SequenceRequest):
-                self._engine.submit(message)
-            else:
-                sequence_id, error, end = message
-                end(sequence_id, error)
+            self._engine.receive(message)
         updates = self._engine.step()
         for update in updates:
             if update.finish_reason is not None or update.error is not None:
                 self.requests.pop(update.sequence_id, None)
-        self._on_step(updates, self._times.end_step(self._engine.load()), self._engine.take_residency_changes())
+        load = self._times.end_step(self._engine.load())
+        shares = self._engine.take_shares(512)
+        self._on_step(StepReport(updates, load, self._engine.take_residency_changes(), shares))
         if self._engine.has_work():
             self._wake()
 

@@ -8,26 +8,28 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
 
 from motet.tests.rigs.engine_loads import engine_load
+from motet.workers.engine_messages import End, EngineMessage, GiveUpWaiting, PinChanges
+from motet.workers.leader.served_engine import OnStep, StepReport
 from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
 from motet.workers.wire.messages import (
     CANCELLED,
     AdapterRef,
+    Cancel,
     GangInfo,
+    Outdated,
     ResidencyChange,
     SequenceError,
     SequenceRequest,
     SequenceUpdate,
+    Submit,
     TokenLogprobs,
 )
 from motet.workers.wire.page_keys import first_link, next_keys, short_key
 from motet.workers.wire.sequence_usage import SequenceUsage
 from motet.workers.wire.short_digest import short_digest
-
-OnStep = Callable[[Sequence[SequenceUpdate], EngineLoad, ResidencyChange], None]
 
 INFO = GangInfo(
     gang_id="stand-in",
@@ -90,17 +92,41 @@ class StandInEngine:
         self._thread = threading.Thread(target=self._run, args=(on_step,), daemon=True)
         self._thread.start()
 
-    def submit(self, request: SequenceRequest) -> None:
+    def receive(self, message: EngineMessage) -> None:
         with self._lock:
-            self.submitted.append(request)
-            self._running[request.sequence_id] = (request, len(request.generated_token_ids))
-            if request.adapter is not None:
-                self._residency.came.append(request.adapter.digest)
-            num_full = len(request.prompt_token_ids) // INFO.block_size
-            keys = next_keys(first_link(request), request.prompt_token_ids, 0, INFO.block_size, num_full)
-            pages = [*map(short_key, keys)]
-            self._pages += pages
-            self._residency.pages_came.extend(pages)
+            match message:
+                case Submit(request):
+                    self._submit(request)
+                case Cancel(sequence_id):
+                    self.cancelled.append(sequence_id)
+                    self._end(sequence_id, CANCELLED)
+                case End(sequence_id, error):
+                    self._end(sequence_id, error)
+                case GiveUpWaiting(sequence_id, error):
+                    if sequence_id in [*self._running][self._num_places or len(self._running) :]:
+                        del self._running[sequence_id]
+                        self._given_up.append(SequenceUpdate(sequence_id, error=error))
+                case Outdated(digest):
+                    self.outdated.append(digest)
+                case PinChanges(changes):
+                    self.pinned = {digest for digest in {*self.pinned, *changes} if changes.get(digest, True)}
+                case ServedElsewhere():
+                    self.served_elsewhere.append(message)
+
+    def _submit(self, request: SequenceRequest) -> None:
+        self.submitted.append(request)
+        self._running[request.sequence_id] = (request, len(request.generated_token_ids))
+        if request.adapter is not None:
+            self._residency.came.append(request.adapter.digest)
+        num_full = len(request.prompt_token_ids) // INFO.block_size
+        keys = next_keys(first_link(request), request.prompt_token_ids, 0, INFO.block_size, num_full)
+        pages = [*map(short_key, keys)]
+        self._pages += pages
+        self._residency.pages_came.extend(pages)
+
+    def _end(self, sequence_id: int, error: SequenceError) -> None:
+        if (ended := self._running.pop(sequence_id, None)) is not None:
+            self._given_up.append(SequenceUpdate(sequence_id, error=error, usage=_usage(*ended)))
 
     def evict(self, digest: str) -> None:
         """Reports with the next step that the adapter was evicted."""
@@ -118,32 +144,6 @@ class StandInEngine:
         with self._lock:
             self._residency.pages_went.extend(self._pages)
             self._pages.clear()
-
-    def cancel(self, sequence_id: int, error: SequenceError = CANCELLED) -> None:
-        with self._lock:
-            self.cancelled.append(sequence_id)
-            ended = self._running.pop(sequence_id, None)
-            if ended is not None:
-                self._given_up.append(SequenceUpdate(sequence_id, error=error, usage=_usage(*ended)))
-
-    def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
-        with self._lock:
-            if sequence_id in [*self._running][self._num_places or len(self._running) :]:
-                del self._running[sequence_id]
-                self._given_up.append(SequenceUpdate(sequence_id, error=error))
-
-    def outdate(self, digest: str) -> None:
-        self.outdated.append(digest)
-
-    def pin(self, changes: Mapping[str, bool]) -> None:
-        self.pinned = {digest for digest in {*self.pinned, *changes} if changes.get(digest, True)}
-
-    def charge_elsewhere(self, served: ServedElsewhere) -> None:
-        self.served_elsewhere.append(served)
-
-    def take_shares(self) -> list[TenantShare]:
-        shares, self.shares = self.shares, []
-        return shares
 
     def stop(self) -> None:
         self._stopping.set()
@@ -168,7 +168,7 @@ class StandInEngine:
             if self.paused:
                 continue
             if self.fails:
-                on_step(self._lose_all(), EngineLoad(), ResidencyChange())
+                on_step(StepReport(self._lose_all(), EngineLoad()))
                 return
             with self._lock:
                 placed = [*self._running.values()][: self._num_places]
@@ -199,7 +199,8 @@ class StandInEngine:
                     num_generated_tokens=self._num_generated,
                     busy_s=self._busy_s,
                 )
-                on_step(given_up + updates, load, self._take_residency())
+                shares, self.shares = self.shares, []
+                on_step(StepReport(given_up + updates, load, self._take_residency(), shares))
 
     def _lose_all(self) -> list[SequenceUpdate]:
         with self._lock:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.registry.registry_scripts import TENANTS
+from motet.adapters.registry.registry_keys import TENANTS
 from motet.adapters.registry.tenants.records import Quota, TenantRecord
 from motet.adapters.registry.versions.pins import KnownPins
 from motet.router.fleet.dispatch import FleetDispatcher

@@ -14,7 +14,7 @@ from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.registry.administration.audit_log import AuditLog
 from motet.adapters.registry.administration.tenant_registry import TenantRegistry
 from motet.adapters.registry.canary_counts import CanaryCounts, Outcome
-from motet.adapters.registry.registry_scripts import CANARIES
+from motet.adapters.registry.registry_keys import CANARIES
 from motet.adapters.registry.tenants.audit_entry import Actor
 from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
 from motet.adapters.registry.versions.canary_policy import MIN_ANSWERS

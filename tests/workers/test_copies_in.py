@@ -40,7 +40,7 @@ def in_host_memory(num_tokens: int, num_prompts: int) -> tuple[Scheduler, Copies
         assert s.add(asking(i, prompt, 1), 0) is None
         while s.has_work():
             copies.step(s)
-    assert s._memory.make_room(num_pages, frozenset())
+    assert s.memory.make_room(num_pages, frozenset())
     for _ in range(200):
         s._costs.observe_step(1, 1, 0.05)
         s._costs.observe_step(1, 100, 1.0)

@@ -16,8 +16,9 @@ from motet.tests.rigs.engine_rig import Stock
 from motet.tests.rigs.oracle import write_adapters, write_model
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.workers.copies import store_readers
+from motet.workers.engine_messages import GiveUpWaiting, TokenInterval
 from motet.workers.memory.host_adapter_cache import HostAdapterCache
-from motet.workers.wire.messages import SamplingParams, SequenceError
+from motet.workers.wire.messages import Cancel, Outdated, SamplingParams, SequenceError
 
 LONG = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
 
@@ -36,13 +37,20 @@ def test_who_has_waited_too_long_hears_so_and_who_runs_goes_on(stock: Stock) -> 
         rig.step()
         error = SequenceError("overloaded", "it waited")
         for sequence_id in (0, 1, 99):
-            rig.engine.give_up_waiting(sequence_id, error)
+            rig.engine.receive(GiveUpWaiting(sequence_id, error))
         updates = rig.engine.step()
         assert [update.sequence_id for update in updates if update.error == error] == [1]
         while rig.engine.has_work():
             updates += rig.engine.step()
         assert [update.finish_reason for update in updates if update.finish_reason] == ["length"]
         assert rig.engine.load().gauges.num_running == rig.engine.load().gauges.num_waiting == 0
+
+
+def test_another_token_interval_is_resolved_for_the_engine_s_device(stock: Stock) -> None:
+    with stock.engine(num_pages=60) as rig:
+        for setting, expected_s in ((0.25, 0.25), ("auto", 0.1), (0.0, 0.0)):
+            rig.engine.receive(TokenInterval(setting))  # type: ignore[arg-type]
+            assert rig.engine._scheduler.token_interval_s == expected_s
 
 
 def test_a_cancel_frees_the_pages_within_two_steps(stock: Stock) -> None:
@@ -52,14 +60,14 @@ def test_a_cancel_frees_the_pages_within_two_steps(stock: Stock) -> None:
         for _ in range(5):
             rig.step()
         before = rig.engine.load()
-        rig.engine.cancel(0)
+        rig.engine.receive(Cancel(0))
         rig.step()
         after = rig.engine.load()
         assert after.gauges.num_running == 1
         free_before = before.gauges.num_free_pages + before.gauges.num_idle_prefix_pages
         assert after.gauges.num_free_pages + after.gauges.num_idle_prefix_pages >= free_before + 2
         assert after.counters.num_steps - before.counters.num_steps <= 2
-        rig.engine.cancel(1)
+        rig.engine.receive(Cancel(1))
 
 
 def test_steps_go_on_while_an_adapter_is_coming(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +160,7 @@ def test_an_adapter_cancelled_while_it_comes_is_there_for_the_next(stock: Stock)
     with stock.engine(num_pages=200) as rig:
         rig.submit(0, [1, 2, 3], name, LONG)
         rig.step()
-        rig.engine.cancel(0)
+        rig.engine.receive(Cancel(0))
         rig.finish()
         rig.submit(1, [1, 2, 3], name, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
         rig.finish()
@@ -185,7 +193,7 @@ def test_host_memory_does_not_keep_what_no_name_points_to(stock: Stock) -> None:
             rig.submit(sequence_id, [1, 2, 3], name, short)
             rig.finish()
         both = rig.engine.load().gauges.host_adapter_bytes
-        rig.engine.outdate(stock.refs[old].digest)
+        rig.engine.receive(Outdated(stock.refs[old].digest))
         rig.submit(2, [1, 2, 3], new, short)
         rig.finish()
         assert 0 < rig.engine.load().gauges.host_adapter_bytes < both

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -13,16 +13,21 @@ from hypothesis import strategies as st
 from motet.tests.rigs.engine_loads import engine_load
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.workers import step_deadline
+from motet.workers.engine_messages import EngineMessage, GiveUpWaiting, PinChanges, TokenInterval
+from motet.workers.leader.served_engine import StepReport
 from motet.workers.loop import EngineLoop
 from motet.workers.step_deadline import StepDeadline
 from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
 from motet.workers.wire.messages import (
+    Cancel,
+    Outdated,
     ResidencyChange,
     SamplingParams,
     SequenceError,
     SequenceRequest,
     SequenceUpdate,
+    Submit,
 )
 
 
@@ -31,10 +36,7 @@ class CountingEngine:
 
     def __init__(self) -> None:
         self.left: dict[int, int] = {}
-        self.given_up: list[tuple[int, SequenceError]] = []
-        self.info = SimpleNamespace(device="cpu")
-        self.token_intervals_s: list[float] = []
-        self.elsewhere: list[tuple[str, float]] = []
+        self.others: list[EngineMessage] = []  # messages that neither submit nor cancel
         self.waits = False
         self.fails = False
         self.hangs_until: threading.Event | None = None
@@ -46,25 +48,18 @@ class CountingEngine:
     def wake_on_copy_end(self, wake: Callable[[], None]) -> None:
         self.wake = wake
 
-    def submit(self, request: SequenceRequest) -> None:
-        self.left[request.sequence_id] = 3
-
-    def cancel(self, sequence_id: int, error: SequenceError) -> None:
-        self.left.pop(sequence_id, None)
-
-    def give_up_waiting(self, sequence_id: int, error: SequenceError) -> None:
-        self.given_up.append((sequence_id, error))
-
-    def charge_elsewhere(self, totals: list[tuple[str, float]]) -> None:
-        self.elsewhere += totals
-        self.stepped.set()
+    def receive(self, message: EngineMessage) -> None:
+        match message:
+            case Submit(request):
+                self.left[request.sequence_id] = 3
+            case Cancel(sequence_id):
+                self.left.pop(sequence_id, None)
+            case _:
+                self.others.append(message)
+                self.stepped.set()
 
     def take_shares(self, most: int) -> list[TenantShare]:
         return [TenantShare("acme", 1.0, 1, 0, 0)][:most]
-
-    def change_token_interval(self, token_interval_s: float) -> None:
-        self.token_intervals_s.append(token_interval_s)
-        self.stepped.set()
 
     def has_work(self) -> bool:
         return bool(self.left)
@@ -101,15 +96,17 @@ class Listener:
     def __init__(self) -> None:
         self.updates: list[SequenceUpdate] = []
         self.came: list[str] = []
+        self.shares: list[TenantShare] = []
         self.busy_s = 0.0
         self.told = threading.Condition()
 
-    def __call__(self, updates: Sequence[SequenceUpdate], load: EngineLoad, residency: ResidencyChange) -> None:
+    def __call__(self, report: StepReport) -> None:
         with self.told:
-            self.updates += updates
-            self.came += residency.came
-            assert load.counters.busy_s >= self.busy_s
-            self.busy_s = load.counters.busy_s
+            self.updates += report.updates
+            self.came += report.residency.came
+            self.shares += report.shares
+            assert report.load.counters.busy_s >= self.busy_s
+            self.busy_s = report.load.counters.busy_s
             self.told.notify_all()
 
     def wait_for(self, sequence_id: int) -> SequenceUpdate:
@@ -134,8 +131,8 @@ def started() -> tuple[CountingEngine, EngineLoop, Listener]:
 
 def test_sequences_are_answered_and_an_idle_loop_sleeps() -> None:
     engine, loop, listener = started()
-    loop.submit(request(1))
-    loop.submit(request(2))
+    loop.receive(Submit(request(1)))
+    loop.receive(Submit(request(2)))
     assert listener.wait_for(1).finish_reason == "length"
     assert listener.wait_for(2).finish_reason == "length"
     assert listener.came == [f"came at {step + 1}" for step in range(engine.num_steps)]
@@ -151,8 +148,8 @@ def test_sequences_are_answered_and_an_idle_loop_sleeps() -> None:
 def test_who_comes_while_the_next_plan_can_wait_is_in_it() -> None:
     engine, loop, listener = started()
     late = [request(2)]
-    engine.meanwhile = lambda: loop.submit(late.pop()) if late else None
-    loop.submit(request(1))
+    engine.meanwhile = lambda: loop.receive(Submit(late.pop())) if late else None
+    loop.receive(Submit(request(1)))
     listener.wait_for(1)
     listener.wait_for(2)
     assert engine.num_steps == 3  # each has a token in each of them
@@ -162,7 +159,7 @@ def test_who_comes_while_the_next_plan_can_wait_is_in_it() -> None:
 def test_a_waiting_engine_is_stepped_when_a_load_ends() -> None:
     engine, loop, listener = started()
     engine.waits = True
-    loop.submit(request(1))
+    loop.receive(Submit(request(1)))
     assert engine.stepped.wait(PATIENCE_S)
     engine.stepped.clear()
     assert not engine.stepped.wait(0.2)
@@ -175,11 +172,11 @@ def test_a_waiting_engine_is_stepped_when_a_load_ends() -> None:
 def test_a_cancelled_sequence_is_forgotten() -> None:
     engine, loop, listener = started()
     engine.waits = True
-    loop.submit(request(1))
+    loop.receive(Submit(request(1)))
     assert engine.stepped.wait(PATIENCE_S)
     engine.waits = False
-    loop.cancel(1)
-    loop.submit(request(2))
+    loop.receive(Cancel(1))
+    loop.receive(Submit(request(2)))
     listener.wait_for(2)
     assert {update.sequence_id for update in listener.updates} == {2}
     loop.stop()
@@ -187,24 +184,24 @@ def test_a_cancelled_sequence_is_forgotten() -> None:
 
 def test_the_engine_hears_between_steps_of_who_has_waited_too_long() -> None:
     engine, loop, listener = started()
-    error = SequenceError("overloaded", "waited")
-    loop.give_up_waiting(7, error)
-    loop.submit(request(2))
+    message = GiveUpWaiting(7, SequenceError("overloaded", "waited"))
+    loop.receive(message)
+    loop.receive(Submit(request(2)))
     listener.wait_for(2)
-    assert engine.given_up == [(7, error)]
+    assert engine.others == [message]
     loop.stop()
 
 
 def test_a_failing_engine_fails_its_sequences_and_counts_as_dead() -> None:
     engine, loop, listener = started()
     engine.fails = True
-    loop.submit(request(7))
+    loop.receive(Submit(request(7)))
     error = listener.wait_for(7).error
     assert error is not None
     assert error.kind == "gang_lost"  # routers continue its sequences elsewhere
     assert "boom" in error.message
     assert not loop.alive
-    loop.submit(request(8))
+    loop.receive(Submit(request(8)))
     assert listener.wait_for(8).error == error
     loop.stop()
 
@@ -215,11 +212,11 @@ def test_an_engine_that_hangs_counts_as_dead_long_before_the_longest_step_that_m
     monkeypatch.setattr(step_deadline, "LEAST_S", 0.5)
     monkeypatch.setattr(step_deadline, "FACTOR", 0.0)  # steps of this busy machine may be long
     engine, loop, listener = started()
-    loop.submit(request(1))
+    loop.receive(Submit(request(1)))
     listener.wait_for(1)
     assert loop.alive
     engine.hangs_until = threading.Event()
-    loop.submit(request(2))
+    loop.receive(Submit(request(2)))
     eventually(lambda: not loop.alive)
     engine.hangs_until.set()
     listener.wait_for(2)
@@ -236,19 +233,27 @@ def test_a_deadline_is_above_what_steps_took(steps_s: list[float]) -> None:
     assert deadline.seconds == 120.0 or deadline.seconds >= step_deadline.FACTOR * max(steps_s)
 
 
-def test_shares_are_told_a_few_times_a_second_and_what_others_served_reaches_the_engine() -> None:
-    engine, loop, _ = started()
-    loop.charge_elsewhere(ServedElsewhere([("acme", 3.0)]))
-    eventually(lambda: engine.elsewhere == [("acme", 3.0)])
-    eventually(lambda: loop.take_shares() == [TenantShare("acme", 1.0, 1, 0, 0)])
-    assert loop.take_shares() == []
+def test_shares_are_reported_a_few_times_a_second() -> None:
+    began_at = time.monotonic()
+    engine, loop, listener = started()
+    for number in range(10):
+        loop.receive(Submit(request(number)))
+        listener.wait_for(number)
+    assert engine.num_steps >= 30
+    assert {*listener.shares} == {TenantShare("acme", 1.0, 1, 0, 0)}
+    assert len(listener.shares) <= 1 + 4 * (time.monotonic() - began_at)
     loop.stop()
 
 
-def test_another_token_interval_reaches_the_engine_in_its_thread() -> None:
+def test_other_messages_reach_the_engine_in_its_thread_in_order() -> None:
     engine, loop, _ = started()
-    for interval_s in (0.25, "auto", 0.0):
-        loop.change_token_interval(interval_s)
-    eventually(lambda: len(engine.token_intervals_s) == 3)
-    assert engine.token_intervals_s == [0.25, 0.1, 0.0]
+    messages: list[EngineMessage] = [
+        ServedElsewhere([("acme", 3.0)]),
+        TokenInterval("auto"),
+        PinChanges({"a": True}),
+        Outdated("b"),
+    ]
+    for message in messages:
+        loop.receive(message)
+    eventually(lambda: engine.others == messages)
     loop.stop()

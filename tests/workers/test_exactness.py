@@ -17,7 +17,7 @@ from motet.kernels.native.build import COMPILERS
 from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
 from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, Answer, Oracle, write_adapters, write_model
 from motet.workers.models.config import ModelConfig
-from motet.workers.wire.messages import AdapterRef, SamplingParams
+from motet.workers.wire.messages import AdapterRef, Cancel, SamplingParams
 
 TOLERANCE = 1e-3  # of logits and log-probabilities in float32
 BFLOAT16_TOLERANCE = 0.25  # of log-probabilities, mean over the vocabulary; transformers in bfloat16 is 0.12 off itself
@@ -223,7 +223,7 @@ def test_random_workload(bench: Bench) -> None:
                 lost.add(sequence_id)
             if generator.random() < 0.3:
                 victim = generator.choice(list(asked))  # running, waiting, ended or cancelled before
-                rig.engine.cancel(victim)
+                rig.engine.receive(Cancel(victim))
                 rig.engine.check_integrity()
                 if not rig.told[victim].ended:
                     cancelled.setdefault(victim, len(rig.told[victim].token_ids))

@@ -20,7 +20,7 @@ from motet.workers.fairness.standings import Scheduling
 from motet.workers.plan import StepPlan, StepResult
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
-from motet.workers.wire.messages import SequenceRequest
+from motet.workers.wire.messages import Cancel, SequenceRequest
 
 
 class QuickExecutor:
@@ -94,7 +94,7 @@ def bound(of: GangLimits, s: Scheduler, least_weight: float) -> float:
     """What two backlogged tenants may differ by: see docs/fairness.md."""
     step = OUTPUT_TOKEN * (of.max_tokens_per_step + of.max_num_sequences)
     sequences = OUTPUT_TOKEN * of.num_pages * of.block_size  # those that run are not cut off by a newcomer without need
-    return 2 * (s._standings.burst + 2 * s._standings.slack + (step + sequences) / least_weight)
+    return 2 * (s.standings.burst + 2 * s.standings.slack + (step + sequences) / least_weight)
 
 
 def shared(seed: int, scheduling: Scheduling) -> tuple[float, float]:
@@ -120,7 +120,7 @@ def shared(seed: int, scheduling: Scheduling) -> tuple[float, float]:
             gang.add("z", rng.randint(1, 20), rng.randint(1, 10), adapter, is_background=background)
         if rng.random() < 0.1 and (live := gang.live("z")):
             gone = rng.choice(live)
-            gang.engine.cancel(gone)
+            gang.engine.receive(Cancel(gone))
             gang.ended.add(gone)
         gang.step()
         if step == 100:
@@ -290,10 +290,10 @@ def test_tokens_that_are_computed_again_are_charged_once_and_found_ones_less() -
     prompt = [5] * 16
     for number, expected in ((100, 16 + OUTPUT_TOKEN), (101, 1 + 15 * CACHED_TOKEN + OUTPUT_TOKEN)):
         assert gang.scheduler.add(asking(number, prompt, 1, tenant="b"), 1) is None
-        before = gang.scheduler._standings.join("b").served
+        before = gang.scheduler.standings.join("b").served
         for _ in range(6):
             gang.engine.step()
-        assert gang.scheduler._standings.join("b").served - before == pytest.approx(expected)
+        assert gang.scheduler.standings.join("b").served - before == pytest.approx(expected)
 
 
 @settings(deadline=None, max_examples=60)
@@ -322,7 +322,7 @@ def test_whoever_is_first_goes_on_and_nobody_changes_places_without_end(seed: in
         assert gang.num_steps < 4000, "no end"
     assert gang.ended == gang.requests.keys()
     worth = sum(len(r.prompt_token_ids) + OUTPUT_TOKEN * gang.num_tokens[n] for n, r in gang.requests.items())
-    num_bands = worth / s._standings.slack + 6
+    num_bands = worth / s.standings.slack + 6
     assert s.load().counters.num_fair_preemptions <= 8 * of.max_num_sequences * num_bands
     s.check_integrity()
 

@@ -21,7 +21,7 @@ from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest
+from motet.workers.wire.messages import AdapterRef, Outdated, SamplingParams, SequenceRequest
 
 
 def held() -> tuple[int, int]:
@@ -80,7 +80,7 @@ def test_a_gang_keeps_nothing_of_versions_and_answers_that_are_gone(tmp_path: Pa
                 assert all(update.error is None for update in rig.engine.step())
             rig.engine.take_residency_changes()
             if number % 2:  # of some of them no router tells that they are outdated
-                rig.engine.outdate(ref.digest)
+                rig.engine.receive(Outdated(ref.digest))
 
     with stock.engine(num_pages=60, host_bytes=10 * stock.page_bytes, kv_host_bytes=0) as rig:
         serve(rig, range(150))

@@ -69,7 +69,7 @@ def keys(rig: EngineRig, adapter: str) -> list[PageKey]:
 def where(rig: EngineRig, adapter: str) -> set[str]:
     """The fastest tier that each of the prompt's pages is in."""
     scheduler = rig.engine._scheduler
-    tiers: list[tuple[str, Any]] = [("device", scheduler._memory.prefixes._pages), *scheduler._tiers._tiers.items()]
+    tiers: list[tuple[str, Any]] = [("device", scheduler.memory.prefixes._pages), *scheduler._tiers._tiers.items()]
     return {next((tier for tier, held in tiers if key in held), "nowhere") for key in keys(rig, adapter)}
 
 
@@ -157,7 +157,7 @@ def test_an_adapter_in_host_memory_is_not_read_again(stock: Stock, tmp_path: Pat
     with engine(stock, 400, 0, tmp_path) as rig:
         for adapter in (OLD, NEW, OLD, NEW):
             ask(rig, adapter)
-            assert rig.engine._scheduler._memory.make_room(POOL, frozenset())
+            assert rig.engine._scheduler.memory.make_room(POOL, frozenset())
         load = rig.engine.load()
         assert (load.counters.num_adapter_loads, load.counters.num_adapter_reads) == (4, 2)
         refs = [rig.refs[adapter] for adapter in (OLD, NEW)]

@@ -58,11 +58,11 @@ def test_the_page_stays_until_the_copy_is_made() -> None:
     assert copy.target == unpacked(plan.sequences[0].pages)[6]
     s.cancel(1)
     s.check_integrity()
-    assert not s._memory.make_room(12, set())  # all but the one that is copied could go
-    assert s._memory.make_room(11, set())
+    assert not s.memory.make_room(12, set())  # all but the one that is copied could go
+    assert s.memory.make_room(11, set())
     s._prefixes.end_copies(plan.copies)
     s.check_integrity()
-    assert s._memory.make_room(12, set())
+    assert s.memory.make_room(12, set())
 
 
 def test_random_beginnings_on_a_small_pool() -> None:

@@ -13,6 +13,7 @@ from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.oracle import write_adapters, write_model
 from motet.tests.rigs.patience import eventually
 from motet.workers.copies import pin_reader
+from motet.workers.engine_messages import PinChanges
 from motet.workers.memory.host_pins import FULL
 from motet.workers.memory.pinned_adapters import FORGET_S, PinnedAdapters
 from motet.workers.wire.messages import Pinned, ResidencyChange, SamplingParams
@@ -59,7 +60,7 @@ def test_a_pinned_adapter_comes_by_itself_and_is_read_once_whatever_else_is_aske
     host_bytes = 2 * num_bytes(stock, others[-1])
     with stock.engine(num_pages=60, host_bytes=host_bytes) as rig:
         host = Host(rig)
-        rig.engine.pin({stock.refs[pinned].digest: True})
+        rig.engine.receive(PinChanges({stock.refs[pinned].digest: True}))
         assert not rig.engine.has_work()
         eventually(lambda: host.has(pinned))
         for sequence_id, name in enumerate([*others, *others, pinned, *others]):
@@ -68,7 +69,7 @@ def test_a_pinned_adapter_comes_by_itself_and_is_read_once_whatever_else_is_aske
             assert rig.told[sequence_id].error is None
             assert host.has(pinned)
             assert rig.engine.load().gauges.host_adapter_bytes <= host_bytes
-        rig.engine.pin({stock.refs[pinned].digest: False})
+        rig.engine.receive(PinChanges({stock.refs[pinned].digest: False}))
         for sequence_id, name in enumerate([*others, *others], 100):
             rig.submit(sequence_id, [1, 2, 3], name, ONE)
             rig.finish()
@@ -80,11 +81,11 @@ def test_what_cannot_be_kept_says_why(stock: Stock, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pin_reader, "AGAIN_S", 0.01)
     with stock.engine(num_pages=60, host_bytes=2 * num_bytes(stock, small)) as rig:
         host = Host(rig)
-        rig.engine.pin({stock.refs[large].digest: True, stock.refs[small].digest: True, "f" * 64: True})
+        rig.engine.receive(PinChanges({stock.refs[large].digest: True, stock.refs[small].digest: True, "f" * 64: True}))
         eventually(lambda: host.has(small))
         eventually(lambda: host.failure(large) == FULL)
         eventually(lambda: host.step() and "f" * 64 in host.failed.get(short_digest("f" * 64), ""))
-        rig.engine.pin({stock.refs[large].digest: False})
+        rig.engine.receive(PinChanges({stock.refs[large].digest: False}))
         eventually(lambda: host.failure(large) == "")
 
 
@@ -102,7 +103,7 @@ def test_a_store_that_is_away_delays_a_pin(stock: Stock, tmp_path: Path, monkeyp
     monkeypatch.setattr(AdapterStore, "load_packed", load)
     with stock.engine(num_pages=60, host_bytes=1 << 30) as rig:
         host = Host(rig)
-        rig.engine.pin({stock.refs[name].digest: True})
+        rig.engine.receive(PinChanges({stock.refs[name].digest: True}))
         eventually(lambda: "the disk is gone" in (host.failure(name) or ""))
         assert not host.has(name)
 

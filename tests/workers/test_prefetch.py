@@ -17,7 +17,7 @@ from motet.workers.scheduling.prefetch_policy import MAX_LOADS_UNDER_WAY, Waitin
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.sequence import Sequence
 from motet.workers.scheduling.tier_traffic import TierSizes
-from motet.workers.wire.messages import SequenceUpdate
+from motet.workers.wire.messages import SequenceUpdate, Submit
 
 # Where an adapter is and its size follow from its digest, as they do when a scheduler asks.
 _ADAPTERS = {"a": (True, 5), "b": (True, 2), "c": (True, 1), "d": (False, 3), "e": (False, 0)}
@@ -240,7 +240,7 @@ def test_older_ones_first_within_bounds_and_none_again_for_nothing(
         assert s._adapters.num_loading <= MAX_LOADS_UNDER_WAY
         assert not before.intersection(loads_of(plan)), "pushed out and loaded again at once"
         num_events += not running.issuperset(s._running.by_id)
-        went = before.intersection(s._memory._idle._soon) - set(
+        went = before.intersection(s.memory._idle._soon) - set(
             s._adapters._entries
         )  # though somebody looks forward to it
         went_at |= dict.fromkeys(went, num_events)
@@ -266,12 +266,12 @@ def test_who_can_run_does_not_wait_for_an_adapter_that_began_to_come_as_the_batc
     s, worker = scheduler(of), Worker(of, slow_loads=never_ending())
     engine = Engine(s, WorkerExecutor(worker), INFO)
     for i in range(2):
-        engine.submit(request(i))
+        engine.receive(Submit(request(i)))
     finished: list[int] = []
     for _ in range(num_steps):
         finished += [update.sequence_id for update in engine.step() if update.finish_reason]
-    engine.submit(request(10))
-    engine.submit(request(11, adapter="a3"))
+    engine.receive(Submit(request(10)))
+    engine.receive(Submit(request(11, adapter="a3")))
     for _ in range(30):
         finished += [update.sequence_id for update in engine.step() if update.finish_reason]
         if engine.waits:
@@ -304,7 +304,7 @@ def told_before(num_pages: int, num_often: int = 0) -> tuple[Scheduler, Worker]:
 
     add(0, PROMPT, 1)
     run(s, worker)
-    assert s._memory.make_room(num_pages, frozenset())
+    assert s.memory.make_room(num_pages, frozenset())
     for i in range(num_often):
         for _ in range(5):
             add(20 + i, [50 + i] * 17, 1)
@@ -357,7 +357,7 @@ def test_pages_of_kv_of_an_older_one_do_not_go_for_a_newer_ones_adapter() -> Non
     s.add(request(6, adapter="a4"), 0)
     assert loads_of(step(s, worker)[0]) == ["a4"]
     assert s.load().counters.num_prefix_evictions > 0
-    assert len(s._memory.prefixes.find(keys)) == 7
+    assert len(s.memory.prefixes.find(keys)) == 7
 
 
 @pytest.mark.parametrize(("num_pages", "enters"), [(9, True), (8, False)])
@@ -368,7 +368,7 @@ def test_the_room_of_one_whose_pages_come_is_not_taken_by_a_newer_one(num_pages:
     assert s.add(asking(0, PROMPT, 1), 0) is None
     worker.sequence_of = s._running.by_id.__getitem__
     run(s, worker)
-    assert s._memory.make_room(num_pages, frozenset())
+    assert s.memory.make_room(num_pages, frozenset())
     worker.slow_loads = never_ending()
     assert s.add(asking(1, PROMPT, 1), 0) is None
     assert s.add(request(2, num_prompt=3, max_tokens=1), 0) is None
@@ -386,13 +386,13 @@ def test_pages_that_others_follow_on_stay_while_those_come() -> None:
     assert s.add(asking(0, PROMPT, 1), 0) is None
     worker.sequence_of = s._running.by_id.__getitem__
     run(s, worker)
-    assert s._memory.make_room(12 - 3, frozenset())  # the first three pages are left
+    assert s.memory.make_room(12 - 3, frozenset())  # the first three pages are left
     worker.slow_loads = never_ending()
     assert s.add(asking(1, PROMPT, 1), 0) is None
     (move,) = step(s, worker)[0].moves
     assert len(move.target_pages) == 4
-    assert not s._memory.make_room(12 - 3 - 4 + 1, frozenset())
-    assert s._memory.make_room(12 - 3 - 4, frozenset())
+    assert not s.memory.make_room(12 - 3 - 4 + 1, frozenset())
+    assert s.memory.make_room(12 - 3 - 4, frozenset())
     worker.slow_loads = None
     run(s, worker)
     assert s.load().counters.num_cached_tokens == 28

@@ -77,7 +77,7 @@ def test_what_an_earlier_run_looked_for_says_nothing_of_the_next_one() -> None:
     s, worker = rig(budget=2)
     ask(s, worker, asking(0, PROMPT, max_tokens=1))
     keys = next_keys(first_link(asking(0, PROMPT)), PROMPT, 0, 4, 7)
-    s._memory.prefixes.forget(keys[5:])
+    s.memory.prefixes.forget(keys[5:])
     for i in (1, 2):
         s.add(asking(i, PROMPT, max_tokens=1), 0)
     plan = s.schedule()
@@ -85,7 +85,7 @@ def test_what_an_earlier_run_looked_for_says_nothing_of_the_next_one() -> None:
     preempted, other = s._running.by_id[1], s._waiting.get(2)
     assert other is not None
     s._preempt(preempted)
-    s._memory.prefixes.forget(keys[1:2])
+    s.memory.prefixes.forget(keys[1:2])
     s._prefixes._coming[keys[5]] = other  # it has begun, and is beyond the page that is not there any more
     found = s._prefixes.find(preempted, frozenset())
     assert found is not None or s._prefixes.key_to_await(preempted) in s._prefixes._coming, "nobody would wake it"
@@ -328,7 +328,7 @@ def test_pages_that_are_in_the_pool_are_not_copied_into_it() -> None:
     s, worker = rig(num_pages=12, tiers=TierSizes(host=100))
     ask(s, worker, asking(0, PROMPT))
     flood(s, worker, num_prompts=1)
-    num_missing = 7 - sum(s._memory.prefixes.page_of(key) is not None for key in keys_of(PROMPT))
+    num_missing = 7 - sum(s.memory.prefixes.page_of(key) is not None for key in keys_of(PROMPT))
     ask(s, worker, asking(1, PROMPT, max_tokens=1))
     assert s.load().counters.num_pages_in <= num_missing
 

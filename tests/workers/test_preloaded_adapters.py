@@ -11,7 +11,7 @@ import pytest
 from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
 from motet.tests.rigs.oracle import write_adapters, write_model
 from motet.workers.execution.executor import LocalExecutor
-from motet.workers.wire.messages import SamplingParams, SequenceRequest
+from motet.workers.wire.messages import Outdated, SamplingParams, SequenceRequest, Submit
 from motet.workers.wire.short_digest import short_digest
 
 ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
@@ -27,14 +27,16 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
 def preload(rig: EngineRig, sequence_id: int, adapter: str) -> None:
     """As a router's preloader asks for it."""
     rig.told[sequence_id] = Told()
-    rig.engine.submit(
-        SequenceRequest(
-            sequence_id=sequence_id,
-            prompt_token_ids=[0],
-            sampling=ONE,
-            tenant="acme",
-            adapter=rig.refs[adapter],
-            is_background=True,
+    rig.engine.receive(
+        Submit(
+            SequenceRequest(
+                sequence_id=sequence_id,
+                prompt_token_ids=[0],
+                sampling=ONE,
+                tenant="acme",
+                adapter=rig.refs[adapter],
+                is_background=True,
+            )
         )
     )
 
@@ -67,7 +69,7 @@ def test_it_reaches_pool_and_host_memory_and_leaves_them_in_turn(stock: Stock) -
         preload(rig, 1, second)  # there is room for one
         rig.finish()
         assert (tiers.of(first), tiers.of(second)) == (["host"], ["device", "host"])
-        rig.engine.outdate(rig.refs[first].digest)
+        rig.engine.receive(Outdated(rig.refs[first].digest))
         preload(rig, 2, second)
         rig.finish()
         rig.step()

@@ -21,13 +21,14 @@ from motet.tests.rigs.scheduler_rig import (
 )
 from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
+from motet.workers.engine_messages import GiveUpWaiting
 from motet.workers.fairness.preemption import choose_victim
 from motet.workers.plan import INT32_BYTES
 from motet.workers.scheduling.request_limits import GangLimits, refusal
 from motet.workers.scheduling.running_sequences import RunningSequences
 from motet.workers.scheduling.sequence import Sequence
 from motet.workers.scheduling.tier_traffic import TierSizes
-from motet.workers.wire.messages import ResidencyChange, SamplingParams, SequenceError, SequenceRequest
+from motet.workers.wire.messages import Cancel, ResidencyChange, SamplingParams, SequenceError, SequenceRequest, Submit
 from motet.workers.wire.sequence_usage import SequenceUsage
 
 
@@ -57,6 +58,7 @@ def test_random_workload_ends_with_every_page_accounted_for(
     received: dict[int, list[int]] = {}
     finished: set[int] = set()
     failed: set[int] = set()
+    cancelled: set[int] = set()  # those whose end was not reported yet
     versions = {name: f"{name}{rank}" for name, rank in (("a", 1), ("b", 2), ("c", 3), ("d", 4))}  # digest by name
     told: set[str] = set()  # adapters that are there or coming, as a router would know
     told_pages: set[int] = set()
@@ -83,12 +85,13 @@ def test_random_workload_ends_with_every_page_accounted_for(
             s.check_integrity()
         if expected and rng.random() < 0.05:
             gone = rng.choice(sorted(expected))
-            engine.cancel(gone)
+            engine.receive(Cancel(gone))
             s.check_integrity()
             del expected[gone]
+            cancelled.add(gone)
         if expected and rng.random() < 0.05:
             late = rng.choice(sorted(expected))
-            engine.give_up_waiting(late, SequenceError("overloaded", "it waited"))
+            engine.receive(GiveUpWaiting(late, SequenceError("overloaded", "it waited")))
             s.check_integrity()
         if step >= 40 and not engine.has_work():
             break
@@ -96,6 +99,10 @@ def test_random_workload_ends_with_every_page_accounted_for(
         worker.failing_adapters = {digest for digest in worker.coming if rng.random() < 0.05}
         running |= s._running.by_id | {waiting.sequence_id: waiting for waiting in s._waiting}
         for update in engine.step():
+            if update.error is not None and update.error.kind == "cancelled":
+                assert update.sequence_id in cancelled
+                cancelled.remove(update.sequence_id)
+                continue
             assert update.sequence_id in expected, "a cancelled sequence spoke"
             assert update.sequence_id not in finished | failed, "a sequence spoke after its end"
             received[update.sequence_id] += update.token_ids
@@ -138,8 +145,8 @@ def test_no_token_after_the_last_one_is_shown_or_computed(stop: int) -> None:
     of = limits(num_pages=40, num_sequences=2)
     s, worker = scheduler(of), Worker(of)
     engine = Engine(s, WorkerExecutor(worker), INFO, overlaps=True)
-    engine.submit(request(0, num_prompt=4, max_tokens=20, stop_token_ids=(stop,)))
-    engine.submit(request(1, num_prompt=4, max_tokens=9))
+    engine.receive(Submit(request(0, num_prompt=4, max_tokens=20, stop_token_ids=(stop,))))
+    engine.receive(Submit(request(1, num_prompt=4, max_tokens=9)))
     told: dict[int, list[int]] = {0: [], 1: []}
     while engine.has_work():
         for update in engine.step():
@@ -154,8 +161,8 @@ def test_no_token_after_the_last_one_is_shown_where_they_are_fed(stop: int) -> N
     of = limits(num_pages=40, num_sequences=2)
     s, worker = scheduler(of), Worker(of)
     engine = Engine(s, FeedingExecutor(worker), INFO)
-    engine.submit(request(0, num_prompt=4, max_tokens=20, stop_token_ids=(stop,)))
-    engine.submit(request(1, num_prompt=4, max_tokens=9))
+    engine.receive(Submit(request(0, num_prompt=4, max_tokens=20, stop_token_ids=(stop,))))
+    engine.receive(Submit(request(1, num_prompt=4, max_tokens=9)))
     told: dict[int, list[int]] = {0: [], 1: []}
     while engine.has_work():
         for update in engine.step():

@@ -15,13 +15,14 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 import grpc
 import msgspec
 
+from ..engine_messages import PinChanges
 from ..memory.pinned_adapters import PinnedAdapters
 from ..wire.engine_load import EngineGauges, EngineLoad
 from ..wire.fair_shares import ServedElsewhere, TenantShare
@@ -31,8 +32,6 @@ from ..wire.messages import (
     GangInfo,
     Outdated,
     Pinned,
-    ResidencyChange,
-    SequenceUpdate,
     Submit,
     SubmitPart,
     ToLeader,
@@ -53,7 +52,7 @@ from .leader_config import LeaderConfig
 from .residency import Residency
 from .routed_sequences import RoutedSequences
 from .router_stream import RouterStream
-from .served_engine import ServedEngine
+from .served_engine import ServedEngine, StepReport
 from .unsent_updates import UnsentUpdates
 
 _BEAT_S = 0.25
@@ -144,10 +143,10 @@ class FrameServer:
         """Starts engine and server; the address on which routers reach it. Port 0 takes a free one."""
         loop = asyncio.get_running_loop()
 
-        def on_step(updates: Sequence[SequenceUpdate], load: EngineLoad, residency: ResidencyChange) -> None:
+        def on_step(report: StepReport) -> None:
             # After stop() the loop may be closed while the engine's last step ends.
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._deliver, updates, load, residency)
+                loop.call_soon_threadsafe(self._deliver, report)
 
         server = grpc.aio.server(options=LEADER_OPTIONS)
         handler: Any = grpc.stream_stream_rpc_method_handler(self._serve)  # bytes in, bytes out
@@ -188,10 +187,10 @@ class FrameServer:
             await server.stop(grace=0)
         await asyncio.to_thread(self._engine.stop)
 
-    def _deliver(self, updates: Sequence[SequenceUpdate], load: EngineLoad, residency: ResidencyChange) -> None:
-        """Takes in one step: sorts its updates by router, and notes what else the frames tell."""
-        self._sequences.deliver(updates)
-        sequences = self._sequences
+    def _deliver(self, report: StepReport) -> None:
+        """Takes in one step: sorts its updates by router, and notes what else the frames bring."""
+        sequences, load = self._sequences, report.load
+        sequences.deliver(report.updates)
         gauges = msgspec.structs.replace(
             load.gauges,
             num_waiting=load.gauges.num_waiting + sequences.num_held,
@@ -200,12 +199,11 @@ class FrameServer:
         )
         self._load = EngineLoad(gauges, load.counters)
         self._on_load(self._load)
-        self._residency.apply(residency)
-        told = self._engine.take_shares()
-        self._shares.apply(told)
+        self._residency.apply(report.residency)
+        self._shares.apply(report.shares)
         for stream in self._streams.values():
-            stream.tell_moved(residency)
-            stream.tell_shares(told)
+            stream.tell_moved(report.residency)
+            stream.tell_shares(report.shares)
             if stream.unsent.is_overfull:
                 self._sequences.give_back(stream)
 
@@ -293,22 +291,21 @@ class FrameServer:
                 if stream.is_ending or stream.failure is not None:
                     continue  # it crossed the farewell, or another stream's greeting: the router sends it again
                 for message in self._decoder.decode(data).messages:
-                    if isinstance(message, Cancel):
-                        self._sequences.cancel(stream, message.sequence_id)
-                    elif isinstance(message, Withdraw):
-                        self._sequences.withdraw(stream, message.sequence_id)
-                    elif isinstance(message, Disown):
-                        self._sequences.disown(stream, message.names)
-                    elif isinstance(message, Outdated):
-                        self._engine.outdate(message.digest)
-                    elif isinstance(message, Pinned):
-                        self._pin(self._pinned.hear(stream.router or str(stream.number), message))
-                    elif isinstance(message, Submit):
-                        self._sequences.submit(stream, message.request)
-                    elif isinstance(message, ServedElsewhere):
-                        self._engine.charge_elsewhere(message)
-                    else:
-                        self._take_part(stream, message)
+                    match message:
+                        case Submit(request):
+                            self._sequences.submit(stream, request)
+                        case SubmitPart():
+                            self._take_part(stream, message)
+                        case Cancel(sequence_id):
+                            self._sequences.cancel(stream, sequence_id)
+                        case Withdraw(sequence_id):
+                            self._sequences.withdraw(stream, sequence_id)
+                        case Disown(names):
+                            self._sequences.disown(stream, names)
+                        case Pinned():
+                            self._pin(self._pinned.hear(stream.router or str(stream.number), message))
+                        case Outdated() | ServedElsewhere():
+                            self._engine.receive(message)
         except (msgspec.DecodeError, ValueError) as error:
             failure = f"a router's message is not understood: {error}"
             _log.error("%s", failure)
@@ -317,7 +314,7 @@ class FrameServer:
 
     def _pin(self, changes: Mapping[str, bool]) -> None:
         if changes:
-            self._engine.pin(changes)
+            self._engine.receive(PinChanges(changes))
 
     def _take_part(self, stream: RouterStream, part: SubmitPart) -> None:
         """Submits the request once all of it is here. Raises ValueError if it grows too long."""

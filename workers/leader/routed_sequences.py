@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..wire.messages import CANCELLED, SequenceError, SequenceRequest, SequenceUpdate
+from ..engine_messages import End, GiveUpWaiting
+from ..wire.messages import CANCELLED, Cancel, SequenceError, SequenceRequest, SequenceUpdate, Submit
 from .asked_adapters import AskedAdapters
 from .leader_config import LeaderConfig
 from .queue_limit import QueueLimit
@@ -78,7 +79,7 @@ class RoutedSequences:
         self._journal.change(config)
         self._queue_limit.change(config)
         for request in self._places.change(config.num_tenant_places):
-            self._engine.submit(request)
+            self._engine.receive(Submit(request))
 
     @property
     def orphans(self) -> list[str]:
@@ -130,7 +131,7 @@ class RoutedSequences:
         self.asked_adapters.begin(engine_id, request)
         numbered = msgspec.structs.replace(request, sequence_id=engine_id)
         if self._places.enter(numbered):
-            self._engine.submit(numbered)
+            self._engine.receive(Submit(numbered))
 
     def cancel(self, stream: RouterStream, sequence_id: int) -> None:
         """Ends the sequence. Its last update is what it cost. Unknown ids are ignored."""
@@ -302,7 +303,7 @@ class RoutedSequences:
     def _give_up(self, engine_id: int, error: SequenceError) -> None:
         """Ends a sequence with this error if it waits, in the engine or for a place of its tenant."""
         if not self._places.is_held(engine_id):
-            self._engine.give_up_waiting(engine_id, error)
+            self._engine.receive(GiveUpWaiting(engine_id, error))
             return
         self._timers.end(engine_id)
         self._leave_place(engine_id)
@@ -316,14 +317,14 @@ class RoutedSequences:
         self.asked_adapters.end(engine_id)
         following = self._places.leave(engine_id)
         if following is not None:
-            self._engine.submit(following)
+            self._engine.receive(Submit(following))
 
     def _time_out(self, engine_id: int) -> None:
         """A sequence's time is over, whether it waits or runs, and whether or not it is an orphan."""
         if self._places.is_held(engine_id):
             self._give_up(engine_id, _TIMEOUT)
         else:
-            self._engine.cancel(engine_id, _TIMEOUT)
+            self._engine.receive(End(engine_id, _TIMEOUT))
 
     def _count_end(self, ending: SequenceUpdate) -> None:
         self.num_ended[ending.finish_reason or (ending.error.kind if ending.error is not None else "")] += 1
@@ -331,7 +332,7 @@ class RoutedSequences:
     def _cancel_in_engine(self, engine_id: int) -> None:
         self._timers.end(engine_id)
         if not self._places.is_held(engine_id):
-            self._engine.cancel(engine_id)
+            self._engine.receive(Cancel(engine_id))
         self._leave_place(engine_id)
 
     def _tell_orphans(self) -> None:

@@ -10,7 +10,7 @@ are kept as they change, and who waits is woken.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -72,40 +72,40 @@ class Scheduler:
         self._costs, self._step_costs = MeasuredCosts(limits.block_size), StepCosts()
         self._times = PageTimes(clock)
         self._waiting, self._running = WaitingQueue(), RunningSequences()
-        self._memory = PagedMemory(
+        self.memory = PagedMemory(
             limits.num_pages,
             lambda: self._costs.costs("host").copy_s,
             self._prefix_page_s,
             adapter_went=self._waiting.adapter_went,
         )
-        self._adapters = self._memory.adapters
-        self._tiers = TierTraffic(self._memory, tiers or TierSizes(), self._costs)
-        self._prefixes = PrefixReuse(self._memory.prefixes, self._tiers, self._waiting, limits.block_size, prefix_cache)
+        self._adapters = self.memory.adapters
+        self._tiers = TierTraffic(self.memory, tiers or TierSizes(), self._costs)
+        self._prefixes = PrefixReuse(self.memory.prefixes, self._tiers, self._waiting, limits.block_size, prefix_cache)
         self._counts, self._arrivals = StepCounts(), 0
         self.pressure = Pressure(self._counts, self._running)
-        self._standings = Standings(limits.max_tokens_per_step, scheduling)
+        self.standings = Standings(limits.max_tokens_per_step, scheduling)
         self._prefetcher = Prefetcher(
-            self._memory, self._prefixes, pages_of_adapter, limits.block_size, self._charge_load
+            self.memory, self._prefixes, pages_of_adapter, limits.block_size, self._charge_load
         )
         self._admission = Admission(
-            self._memory,
+            self.memory,
             self._prefixes,
             self._prefetcher,
             self._waiting,
             self._running,
             limits,
-            self._standings,
+            self.standings,
             self.pressure,
             pages_of_adapter,
             self._times,
             clock,
         )
         self._decodes = Decodes(
-            self._memory,
+            self.memory,
             self._waiting,
             self._running,
             limits,
-            self._standings,
+            self.standings,
             self._preempt,
             self._counts,
             self._times,
@@ -121,11 +121,11 @@ class Scheduler:
         if error is None:
             self._arrivals += 1
             arrival = self._arrivals - (_HEAD_START if request.generated_token_ids else 0)
-            arrival -= _PRIORITY * request.priority if self._standings.is_fair else 0
+            arrival -= _PRIORITY * request.priority if self.standings.is_fair else 0
             token_ids = [*request.prompt_token_ids, *request.generated_token_ids]
             longest = max_length(request, num_adapter_pages, self._limits)
             sequence = Sequence(request, arrival, seed, token_ids, stop_ids(request, self._eos_token_ids), longest)
-            sequence.standing = self._standings.join(request.tenant, request.weight, request.is_background)
+            sequence.standing = self.standings.join(request.tenant, request.weight, request.is_background)
             self.pressure.observe(sequence)
             self._prefixes.prepare(sequence)
             self._wait(sequence)
@@ -151,19 +151,10 @@ class Scheduler:
         self._end_waiting(sequence)
         return self._usage(sequence)
 
-    def charge_elsewhere(self, totals: Iterable[tuple[str, float]]) -> None:
-        """What tenants have had of all other gangs, as `ServedElsewhere` has it."""
-        self._standings.charge_elsewhere(totals)
-
     def take_shares(self, most: int) -> list[TenantShare]:
         """Of at most so many tenants whose share has changed since it was last taken."""
-        changed = self._standings.take_changed(most)
+        changed = self.standings.take_changed(most)
         return [tenant_share(standing, self._waiting, self._running) for standing in changed]
-
-    def outdate(self, digest: str) -> None:
-        """No name points to the adapter any more: what there is of it goes first. Sequences that need it go on."""
-        self._memory.outdate(digest)
-        self.host_news.outdate(digest)
 
     def has_work(self) -> bool:
         return bool(self._running or self._waiting or self._adapters.num_loading or self._tiers.has_work())
@@ -173,7 +164,7 @@ class Scheduler:
         self._counts.num_steps += 1
         step = self._counts.num_steps
         digests = (sequence.adapter_digest for sequence in self._next_batch())
-        self._memory.want_soon(dict.fromkeys(digest for digest in digests if digest is not None))
+        self.memory.want_soon(dict.fromkeys(digest for digest in digests if digest is not None))
         self._counts.num_fair_preemptions += self._admission.make_way(self._preempt)
         num_preemptions = self._counts.num_preemptions
         decodes = self._decodes.plan()
@@ -213,7 +204,7 @@ class Scheduler:
         self._prefixes.end_copies(plan.copies)
         self._host_adapter_stats = stats = result.host_adapter_stats
         if stats.came or stats.went or stats.pin_news:
-            self._memory.note_hosted(stats.came, stats.went, stats.pin_news)
+            self.memory.note_hosted(stats.came, stats.went, stats.pin_news)
         for digest in result.loaded:
             self._adapters.finish_load(digest)
             self._waiting.adapter_came(digest)
@@ -247,7 +238,7 @@ class Scheduler:
             self._counts,
             self._waiting,
             self._running,
-            self._memory,
+            self.memory,
             self._tiers,
             self._prefixes,
             self._host_adapter_stats,
@@ -256,18 +247,18 @@ class Scheduler:
 
     def take_residency_changes(self) -> ResidencyChange:
         """Adapters and full pages that came into the pool, or began to, and those that went since the last call."""
-        return self._memory.take_residency_changes()
+        return self.memory.take_residency_changes()
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a page leaked, or its holders or an adapter's users are miscounted."""
         running = [*self._running.by_id.values()]
         held = [*(s.pages for s in running), *self._tiers.holders(), *self._prefixes.holders()]
-        self._memory.check_integrity(held)
+        self.memory.check_integrity(held)
         self._tiers.check_integrity()
         self._waiting.check_integrity(lambda digest: self._adapters.state(digest) is AdapterState.RESIDENT)
         self._running.check_integrity()
         self._prefixes.check_integrity(running)
-        self._standings.check_integrity([sequence.standing for sequence in (*running, *self._waiting)])
+        self.standings.check_integrity([sequence.standing for sequence in (*running, *self._waiting)])
         assert all(not s.pages and s.num_computed == 0 for s in self._waiting), "a waiting sequence holds pages"
         users: dict[str, int] = {}
         for sequence in running:
@@ -279,7 +270,7 @@ class Scheduler:
         assert users == self._adapters.users() == self._times.users(), "an adapter's running sequences are miscounted"
 
     def _charge_load(self, sequence: Sequence, num_pages: int) -> None:
-        self._standings.charge(sequence.standing, load_price(num_pages, self._limits.block_size))
+        self.standings.charge(sequence.standing, load_price(num_pages, self._limits.block_size))
 
     def _prompt_budget(self, num_decodes: int) -> int:
         """Tokens of prompts that the plan may compute beside so many decodes."""
@@ -314,12 +305,12 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         """A sequence that runs ends."""
         self._leave(sequence)
-        self._standings.leave(sequence.standing)
+        self.standings.leave(sequence.standing)
 
     def _end_waiting(self, sequence: Sequence) -> None:
         """A sequence that waits ends."""
         self._waiting.remove(sequence)
-        self._standings.leave(sequence.standing)
+        self.standings.leave(sequence.standing)
 
     def _leave(self, sequence: Sequence) -> None:
         """Ends the run of a sequence: releases its pages and its adapter."""

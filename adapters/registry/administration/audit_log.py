@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 from redis.asyncio import Redis
 
 from ..redis_deadline import answered_within
-from ..registry_scripts import AUDIT, AUDIT_ORDER, SETTINGS, TENANTS_AUDIT
+from ..registry_keys import SETTINGS, TENANTS_AUDIT, bind_script
 from ..tenants.audit_entry import Actor, AuditEntry, WrittenEntry, decode_entry, encode_entry, log_entry
-from .change_scripts import READ_AUDIT_SCRIPT, READ_OPERATORS_SCRIPT, SETTINGS_KEYS, SETTINGS_SCRIPT
 
 _PAGE_SIZE: Final = 1000  # entries that Redis looks at in one go
 
@@ -25,9 +25,9 @@ class AuditLog:
     def __init__(self, client: Redis, timeout_s: float = 3.0) -> None:
         self._client: Any = client
         self._timeout_s = timeout_s
-        self._settings_script = client.register_script(SETTINGS_SCRIPT)
-        self._read_script = client.register_script(READ_AUDIT_SCRIPT)
-        self._operators_script = client.register_script(READ_OPERATORS_SCRIPT)
+        self._change_settings = bind_script(client, "administration/change_settings.lua")
+        self._read_all = bind_script(client, "administration/read_audit.lua")
+        self._read_operators = bind_script(client, "administration/read_operators_audit.lua")
 
     async def read(self, before: str, limit: int, tenant: str = "") -> Sequence[WrittenEntry]:
         """At most `limit` entries that are older than the one with the id `before`, if one is named.
@@ -36,18 +36,18 @@ class AuditLog:
         """
         end = f"({before}" if before else "+"
         if not tenant:
-            return await self._pages(self._read_script, AUDIT_ORDER, end, limit)
+            return await self._pages(self._read_all, end, limit)
         async with answered_within(self._timeout_s):
             found = await self._client.xrevrange(TENANTS_AUDIT + tenant, end, "-", count=limit)
         own = [decode_entry(one, fields["entry"], fields["result"]) for one, fields in found]
-        by_operators = await self._pages(self._operators_script, AUDIT, end, limit, tenant)
+        by_operators = await self._pages(partial(self._read_operators, tenant=tenant), end, limit)
         return sorted([*own, *by_operators], key=_place, reverse=True)[:limit]
 
-    async def _pages(self, script: Any, log: str, end: str, limit: int, *more: str) -> Sequence[WrittenEntry]:
+    async def _pages(self, read: Callable[..., Awaitable[Any]], end: str, limit: int) -> Sequence[WrittenEntry]:
         entries: list[WrittenEntry] = []
         while len(entries) < limit:
             async with answered_within(self._timeout_s):
-                last, *found = await script(keys=[log], args=[end, _PAGE_SIZE, *more])
+                last, *found = await read(last=end, count=_PAGE_SIZE)
             entries += map(decode_entry, found[::3], found[1::3], found[2::3])
             if not last:
                 break
@@ -79,7 +79,9 @@ class AuditLog:
                 actor=Actor(kind="configuration"),
             )
             async with answered_within(self._timeout_s):
-                is_noted = await self._settings_script(keys=SETTINGS_KEYS, args=[before, text, encode_entry(entry)])
+                is_noted = await self._change_settings(
+                    old_settings=before, new_settings=text, entry=encode_entry(entry)
+                )
             if is_noted:
                 log_entry(entry)
                 return True

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from ...ended_tasks import end_tasks
 from ...errors import RegistryUnavailable
 from ..redis_deadline import answered_within
-from .change_scripts import FORGET_KEYS_KEYS, FORGET_KEYS_SCRIPT
+from ..registry_keys import bind_script
 
 KEPT_S: Final = 7 * 86_400  # after a key's end, in which its tenant sees in the list why it is refused
 PAGE_SIZE: Final = 100  # keys in one script: a millisecond of Redis' time
@@ -25,7 +25,7 @@ class EndedKeys:
 
     def __init__(self, client: Redis, timeout_s: float = 3.0) -> None:
         self._timeout_s = timeout_s
-        self._script = client.register_script(FORGET_KEYS_SCRIPT)
+        self._delete_ended = bind_script(client, "administration/delete_ended_keys.lua")
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -40,7 +40,7 @@ class EndedKeys:
         Raises RegistryUnavailable.
         """
         async with answered_within(self._timeout_s):
-            return bool(await self._script(keys=FORGET_KEYS_KEYS, args=[KEPT_S, PAGE_SIZE]) == PAGE_SIZE)
+            return bool(await self._delete_ended(kept_s=KEPT_S, count=PAGE_SIZE) == PAGE_SIZE)
 
     async def _forget_forever(self) -> None:
         while True:

@@ -12,10 +12,9 @@ from redis.asyncio import Redis
 from ...errors import RegistryUnavailable, TooManyKeys
 from ..events import decode_key, decode_tenant
 from ..redis_deadline import answered_within
-from ..registry_scripts import API_KEYS, TENANTS
+from ..registry_keys import API_KEYS, TENANTS, bind_script
 from ..tenants.audit_entry import AuditEntry, encode_entry, log_entry
 from ..tenants.records import KeyRecord, TenantRecord
-from .change_scripts import CHANGE_SCRIPT, CHANGED
 
 MAX_KEYS: Final = 1000  # of a tenant, beside those of a configuration
 _NUM_TRIES: Final = 32  # each but the last means that somebody else has changed the same record in between
@@ -46,7 +45,7 @@ class RecordChanges:
     def __init__(self, client: Redis, timeout_s: float) -> None:
         self._client: Any = client
         self._timeout_s = timeout_s
-        self._change_script = client.register_script(CHANGE_SCRIPT)
+        self._change_records = bind_script(client, "administration/change_records.lua")
 
     async def change(self, tenant: str, hashes: Sequence[str], make: Callable[[Found], Wanted]) -> Wanted:
         """What was changed, in one script. `make` is called with what there is, as often as that changes meanwhile.
@@ -67,11 +66,18 @@ class RecordChanges:
                     keys={one: None if record is None else decode_key(one, record) for one, record in held.items()},
                 )
             )
-            args = [encode_entry(wanted.entry), tenant, told or "", _encoded(wanted.tenant), MAX_KEYS]
+            keys = []
             for key_hash, record in wanted.keys.items():
-                args += [key_hash, held.get(key_hash) or "", _encoded(record)]
+                keys += [key_hash, held.get(key_hash), _encoded(record)]
             async with answered_within(self._timeout_s):
-                done = await self._change_script(keys=CHANGED, args=args)
+                done = await self._change_records(
+                    entry=encode_entry(wanted.entry),
+                    tenant=tenant,
+                    old_record=told,
+                    new_record=_encoded(wanted.tenant),
+                    max_keys=MAX_KEYS,
+                    keys=keys,
+                )
             if done == _TOO_MANY_KEYS:
                 raise TooManyKeys(f"{tenant} has {MAX_KEYS} keys already")
             if done:

@@ -12,10 +12,10 @@ from redis.asyncio import Redis
 from ...errors import NoSuchTenant, TenantEnding, TenantExists
 from ...names import check_tenant
 from ..redis_deadline import answered_within
+from ..registry_keys import ANSWER_ORDER, ANSWERS, bind_script
 from ..tenants.audit_entry import Actor, AuditEntry
 from ..tenants.life import life_of
 from ..tenants.records import TenantRecord
-from .change_scripts import CHANGED, END_ADAPTERS_KEYS, END_ADAPTERS_SCRIPT, END_KEYS_SCRIPT
 from .record_changes import Found, RecordChanges, Wanted
 
 _PAGE_SIZE: Final = 200  # of what is deleted at once: a few milliseconds of Redis's time
@@ -36,8 +36,8 @@ class TenantRegistry:
         """`ends`: what else is done before a tenant is gone."""
         self._changes = RecordChanges(client, timeout_s)
         self._ends, self._timeout_s, self._clock = tuple(ends), timeout_s, clock
-        self._end_keys_script = client.register_script(END_KEYS_SCRIPT)
-        self._end_adapters_script = client.register_script(END_ADAPTERS_SCRIPT)
+        self._delete_page_of_keys = bind_script(client, "administration/delete_keys_of_tenant.lua")
+        self._delete_page_of_adapters = bind_script(client, "administration/delete_adapters_of_tenant.lua")
 
     async def create(self, tenant: TenantRecord, actor: Actor) -> TenantRecord:
         """The tenant as it was made. Raises AdapterInvalid for its name, TenantExists, TenantEnding.
@@ -130,7 +130,7 @@ class TenantRegistry:
         cursor = "0"
         while True:
             async with answered_within(self._timeout_s):
-                cursor = await self._end_keys_script(keys=CHANGED, args=[name, cursor, _PAGE_SIZE])
+                cursor = await self._delete_page_of_keys(tenant=name, cursor=cursor, count=_PAGE_SIZE)
             if cursor == "0":
                 return
 
@@ -138,7 +138,9 @@ class TenantRegistry:
         num_deleted = 0
         while True:
             async with answered_within(self._timeout_s):
-                num = int(await self._end_adapters_script(keys=END_ADAPTERS_KEYS, args=[name, _PAGE_SIZE, life]))
+                num: int = await self._delete_page_of_adapters(
+                    tenant=name, count=_PAGE_SIZE, answers=ANSWERS + life, answer_order=ANSWER_ORDER + life
+                )
             num_deleted += num
             if num < _PAGE_SIZE:
                 return num_deleted

@@ -1,0 +1,18 @@
+-- Deletes a name with all its versions. Returns "version revision" of the deletion; nil: there is no such name.
+-- include: events.lua, audit.lua, stored_counts.lua, pins.lua
+-- KEYS: adapters, names, version_notes, canaries
+-- ARGV: field, entry
+local record = redis.call('HGET', adapters, field)
+if not record then return false end
+local tenant = string.match(field, '^[^/]*')
+write_count_changes(tenant, count_changes(record, redis.call('HGET', version_notes, field) or '', '', ''))
+write_pin_change(tenant, field, pin_change(tenant, record, ''))
+redis.call('HDEL', adapters, field)
+redis.call('ZREM', names, field)
+redis.call('HDEL', version_notes, field)
+redis.call('ZREM', canaries, field)
+local version = string.match(record, '^%d+')
+local deleted = version .. ' ' .. string.format('%d', next_event_number())
+publish('delete', field, deleted)
+append_audit(tenant, entry, version)
+return deleted

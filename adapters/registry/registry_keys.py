@@ -1,0 +1,90 @@
+"""What a registry stores in Redis, and the Lua scripts that read or change several of its keys at once.
+
+A record of a name is "version digest facts", where the facts are JSON that holds its revision and its other versions.
+Each change gives it a higher revision, which is the number of the change's event. A launch mark is "owner hash": the
+owner is a launch that gave the API key with this hash. Tenants and API keys are JSON of their records; a key's may be
+the bare name of its tenant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from redis.asyncio import Redis
+
+from .lua_script import BoundScript, LuaScript
+
+PREFIX = "motet:{registry}:"  # the braces put all keys into one slot of a Redis cluster
+ADAPTERS = PREFIX + "adapters"  # hash: tenant/name -> record
+NAMES = PREFIX + "names"  # sorted set of tenant/name, all with the score 0, so that they are sorted by name
+VERSIONS = PREFIX + "versions"  # hash: tenant/name -> last version, kept when the name is deleted
+VERSION_NOTES = PREFIX + "version_notes"  # hash: tenant/name -> JSON of NameNotes, for names that have any
+STORED = PREFIX + "stored:"  # + tenant, hash: id of a key (empty: all of the tenant) -> "adapters bytes"
+STORED_IS_COUNTED = PREFIX + "stored_is_counted"  # set once all tenants' are, in a registry older than the counts
+PINS = PREFIX + "pins"  # hash: tenant/name that is pinned -> "digest gangs"
+PINNED = PREFIX + "pinned"  # hash: tenant -> "pins bytes"; the bytes of each count for each of its gangs
+CANARIES = PREFIX + "canary_names"  # sorted set of tenant/name that have a canary, all with the score 0
+API_KEYS = PREFIX + "keys"  # hash: SHA-256 of an API key -> its record, or its tenant
+MADE_KEYS = PREFIX + "made_keys:"  # + tenant, set: hashes of its keys, but for configured ones
+KEY_ENDS = PREFIX + "key_ends"  # sorted set: hashes of keys by when they end, Unix seconds
+TENANTS = PREFIX + "tenants"  # hash: name -> record of the tenant
+AUDIT = PREFIX + "audit"  # stream of (tenant, entry, result): what operators have changed
+TENANTS_AUDIT = PREFIX + "audit:"  # + tenant, the same: changes by its keys, its tokens and its canaries' judge
+AUDIT_ORDER = PREFIX + "audit_order"  # stream of (whose): ids of all entries, and the tenant whose log has each
+LAUNCH_KEYS = PREFIX + "launch_keys"  # set of launch marks
+LAUNCHES = PREFIX + "launches"  # hash: launch that has given keys -> number of its beats
+CLUSTER_TOKEN = PREFIX + "cluster_token"  # that routers show to gangs, unless a file holds one
+SETTINGS = PREFIX + "settings"  # JSON of those that routers serve by now
+BASE = PREFIX + "base"  # fingerprint and name of the base that all adapters belong to
+EVENT_NUMBER = PREFIX + "event_number"  # number of events so far
+STREAM_KEY = PREFIX + "stream_key"  # hex: with which routers seal the ids of events
+SWEEP = PREFIX + "sweep:"  # + id of a store: the sweep that holds this store, as a string that expires
+EVENTS = PREFIX + "events"  # stream of (number, kind, field, value), see events.py
+CANARY_COUNTS = PREFIX + "canary:"  # + trial: hash of counts, by "arm what", and "of": tenant/name
+CANARY_STICKY = PREFIX + "canary_sticky:"  # + trial: hash: what counted, by "arm kind" and by "arm kind sticky key"
+CANARY_COMMENTS = PREFIX + "canary_comments:"  # + trial: list, the newest first
+UPDATED_TRIALS = PREFIX + "canary_news"  # hash: trial -> how often something was counted since the judge looked
+ANSWERS = PREFIX + "answers:"  # + tenant_id: hash: response id -> "trial arm sticky", with " rated" once it was
+ANSWER_ORDER = PREFIX + "answer_order:"  # + tenant_id: sorted set of response ids, by when they were counted
+
+# By the names of KEYS in scripts. A script adds the last part to a key whose name ends in `_prefix`.
+SCRIPT_KEYS: Final[Mapping[str, str]] = {
+    "adapters": ADAPTERS,
+    "names": NAMES,
+    "versions": VERSIONS,
+    "version_notes": VERSION_NOTES,
+    "stored_prefix": STORED,
+    "pins": PINS,
+    "pinned": PINNED,
+    "canaries": CANARIES,
+    "api_keys": API_KEYS,
+    "made_keys_prefix": MADE_KEYS,
+    "key_ends": KEY_ENDS,
+    "tenants": TENANTS,
+    "audit": AUDIT,
+    "tenant_audit_prefix": TENANTS_AUDIT,
+    "audit_order": AUDIT_ORDER,
+    "launch_keys": LAUNCH_KEYS,
+    "settings": SETTINGS,
+    "base": BASE,
+    "event_number": EVENT_NUMBER,
+    "events": EVENTS,
+    "counts_prefix": CANARY_COUNTS,
+    "sticky_prefix": CANARY_STICKY,
+    "comments_prefix": CANARY_COMMENTS,
+    "updated_trials": UPDATED_TRIALS,
+}
+_FOLDER: Final = Path(__file__).parent
+
+
+def bind_script(client: Redis, name: str) -> BoundScript:
+    """The script in the file `name` of this folder; callers pass only keys that SCRIPT_KEYS lacks."""
+    return _load(name).bind(client, SCRIPT_KEYS)
+
+
+@cache
+def _load(name: str) -> LuaScript:
+    return LuaScript(_FOLDER / name)
