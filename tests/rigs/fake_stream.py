@@ -15,10 +15,12 @@ class FakeStream:
 
     is_reported = True
 
-    def __init__(self, updates: Sequence[SequenceUpdate], hangs: bool, num_prompt_tokens: int = 0) -> None:
+    def __init__(
+        self, updates: Sequence[SequenceUpdate], hangs: bool, num_prompt_tokens: int = 0, *, shares_prompt: bool = False
+    ) -> None:
         """Unless the updates report a usage, what is not cached of the prompt is computed with the first token."""
         self._updates = updates
-        self._num_prompt_tokens = num_prompt_tokens
+        self._num_prompt_tokens, self._shares_prompt = num_prompt_tokens, shares_prompt
         self.usage = SequenceUsage()
         self.usage_at: float | None = None
         self._hangs = hangs
@@ -43,7 +45,7 @@ class FakeStream:
         if update.usage is not None:
             self.usage, self.usage_at = update.usage, time.perf_counter()
         elif update.token_ids and num_generated == len(update.token_ids):
-            num_cached = update.num_cached_tokens or 0
+            num_cached = self._num_prompt_tokens if self._shares_prompt else update.num_cached_tokens or 0
             self.usage = SequenceUsage(
                 num_computed_prompt_tokens=self._num_prompt_tokens - num_cached, num_cached_prompt_tokens=num_cached
             )

@@ -98,7 +98,6 @@ class StandInEngine:
                 case Submit(request):
                     self._submit(request)
                 case Cancel(sequence_id):
-                    self.cancelled.append(sequence_id)
                     self._end(sequence_id, CANCELLED)
                 case End(sequence_id, error):
                     self._end(sequence_id, error)
@@ -125,6 +124,7 @@ class StandInEngine:
         self._residency.pages_came.extend(pages)
 
     def _end(self, sequence_id: int, error: SequenceError) -> None:
+        self.cancelled.append(sequence_id)
         if (ended := self._running.pop(sequence_id, None)) is not None:
             self._given_up.append(SequenceUpdate(sequence_id, error=error, usage=_usage(*ended)))
 

@@ -15,6 +15,7 @@ from motet.router.generation import generation
 from motet.router.text.text import TextService
 from motet.router.usage.prices import Price, Prices
 from motet.router.usage.usage import Usage
+from motet.tests.rigs import fake_stream
 from motet.tests.rigs.engine_dispatcher import EngineDispatcher, client_of
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.oracle import write_adapters, write_model
@@ -125,6 +126,7 @@ async def test_what_a_cut_off_answer_held_since_it_was_told_of_counts_up_to_its_
             return now
 
     monkeypatch.setattr(generation, "time", Clock)
+    monkeypatch.setattr(fake_stream, "time", Clock)
 
     def script(request: SequenceRequest) -> Iterator[SequenceUpdate]:
         nonlocal now

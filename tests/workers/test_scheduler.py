@@ -88,7 +88,7 @@ def test_random_workload_ends_with_every_page_accounted_for(
             engine.receive(Cancel(gone))
             s.check_integrity()
             del expected[gone]
-            cancelled.add(gone)
+            cancelled |= {gone} - finished - failed
         if expected and rng.random() < 0.05:
             late = rng.choice(sorted(expected))
             engine.receive(GiveUpWaiting(late, SequenceError("overloaded", "it waited")))
@@ -129,6 +129,7 @@ def test_random_workload_ends_with_every_page_accounted_for(
     assert not s._uncommitted
     assert s.load().gauges.num_queued_tokens == 0
     assert finished | failed >= set(expected)
+    assert not cancelled, "the end of a cancelled sequence was not reported"
     for sequence_id, num_tokens in expected.items():
         if sequence_id in failed:
             num_tokens = len(received[sequence_id])

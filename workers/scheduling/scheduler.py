@@ -368,6 +368,9 @@ class Scheduler:
         None: its logits were not finite, and the sequence ends with an error.
         """
         sequence.num_coming -= 1
+        if sequence.num_counted < sequence.num_prompt_tokens:  # the prompt's last token was computed like a decode
+            sequence.num_computed_prompt_tokens += 1
+            sequence.num_counted = sequence.num_prompt_tokens
         if token is None:
             self._running.num_uncomputed -= 1
             self._prefixes.disown(sequence)
