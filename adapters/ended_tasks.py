@@ -1,4 +1,4 @@
-"""The end of tasks that go on until they are cancelled."""
+"""Cancels tasks that run until they are cancelled."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _AGAIN_S: Final = 1.0
 
 
 async def end_tasks(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancels tasks, and returns once all have ended. None stands for one that was not begun.
+    """Cancels tasks, and returns once all have ended. None stands for a task that was not started.
 
-    One cancellation may not do: up to Python 3.11 `asyncio.wait_for` hides one that comes in the very moment in which
-    what it waits for is done (python/cpython#86296), and redis-py waits so for what it writes. A task in a loop would
-    go on for ever, and whoever waits for it.
+    One cancellation may not be enough: up to Python 3.11 `asyncio.wait_for` swallows a cancellation that arrives as the
+    awaited future completes (python/cpython#86296), and redis-py uses it for writes. A task in a loop would then run
+    for ever, and so would this wait.
     """
-    going_on = {task for task in tasks if task is not None}
-    while going_on:
-        for task in going_on:
+    running = {task for task in tasks if task is not None}
+    while running:
+        for task in running:
             task.cancel()
-        _, going_on = await asyncio.wait(going_on, timeout=_AGAIN_S)
+        _, running = await asyncio.wait(running, timeout=_AGAIN_S)

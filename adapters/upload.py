@@ -28,7 +28,7 @@ from .store.store import BEGINNINGS, AdapterStore
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_SWEEP_LEASE_S = 60.0  # of a 256th of a store; after so long another router takes over from one that died
+_SWEEP_LEASE_S = 60.0  # of a 256th of a store; then another router takes over from one that died
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class UploadService:
         *,
         activate: bool = True,
         note: VersionNote | None = None,
-        num_ended: int | None = None,
+        incarnation: int | None = None,
         entry: AuditEntry | None = None,
         bounds: Sequence[StorageBound] = (),
     ) -> tuple[AdapterVersion, bool]:
@@ -81,7 +81,7 @@ class UploadService:
         The name points to it from now on, unless `activate` is False: then it is only in the name's history.
 
         `config` is adapter_config.json, as bytes or a file; `tensors` is the file adapter_model.safetensors. The caller
-        removes both afterwards. Once this returns, the adapter is on disk. `num_ended` and `entry`: see
+        removes both afterwards. Once this returns, the adapter is on disk. `incarnation` and `entry`: see
         `NameRecords.register`. Raises AdapterInvalid, UploadTooLarge, TenantGone, VersionRefused for a new name without
         `activate`, QuotaExceeded if more would be stored than `bounds` let, and RegistryUnavailable, after which the
         same upload may be repeated.
@@ -102,7 +102,7 @@ class UploadService:
             num_bytes=content.num_bytes,
             activate=activate,
             note=note,
-            num_ended=num_ended,
+            incarnation=incarnation,
             entry=entry,
             bounds=bounds,
         )
@@ -119,14 +119,14 @@ class UploadService:
         name: str,
         change: Callable[[NameState, float], NameState],
         entry: AuditEntry | None = None,
-        num_ended: int | None = None,
+        incarnation: int | None = None,
         most_pinned_bytes: int | None = None,
     ) -> NameState:
         """The name after a change (`name_state.py`). The other arguments: see `NameRecords.change`.
 
         Raises as the change does, NoSuchName, TenantGone, QuotaExceeded, RegistryUnavailable.
         """
-        state = await self._registry.names.change(tenant, name, change, entry, num_ended, most_pinned_bytes)
+        state = await self._registry.names.change(tenant, name, change, entry, incarnation, most_pinned_bytes)
         self._view.apply(AdapterSet(state.current))
         return state
 
@@ -145,10 +145,6 @@ class UploadService:
         """At most `limit` of them, from behind the name `after`. Raises RegistryUnavailable."""
         return await self._registry.list_adapters(tenant, after, limit)
 
-    async def list(self, tenant: str) -> Sequence[AdapterVersion]:
-        """The tenant's adapters, sorted by name. Raises RegistryUnavailable."""
-        return await self._registry.list(tenant)
-
     async def get(self, tenant: str, name: str) -> AdapterVersion | None:
         """The name's current version. Raises RegistryUnavailable."""
         return await self._registry.get(tenant, name)
@@ -156,11 +152,11 @@ class UploadService:
     async def sweep(self, older_than_s: float = 3600.0, rest_s: float = 0.0) -> int | None:
         """Removes stored adapters that no name has had as a version for `older_than_s`, and returns their number.
 
-        Packed files of layouts that nobody uses any more go as well, and those of this service's layouts are kept.
+        Packed files of layouts that are no longer in use are removed too; those of this service's layouts are kept.
         None: another router sweeps this store, or did so less than its `rest_s` ago. The caller calls it at intervals.
         Raises RegistryUnavailable.
         """
-        keeps = await self._tidied(self._store.keep_layouts, self._layouts) is not None  # whoever sweeps
+        keeps = await self._tidied(self._store.keep_layouts, self._layouts) is not None  # also if another router sweeps
         store_id, sweep_id = await asyncio.to_thread(self._store.store_id), secrets.token_hex(16)
         if not await self._registry.hold_sweep(store_id, sweep_id, _SWEEP_LEASE_S):
             return None
@@ -169,7 +165,7 @@ class UploadService:
             referenced = await self._registry.digests()
             for beginning in BEGINNINGS:
                 is_held = await self._registry.hold_sweep(store_id, sweep_id, _SWEEP_LEASE_S)
-                if not is_held:  # this router was stopped for so long that another one goes on
+                if not is_held:  # this router was suspended, and another one sweeps now
                     return num_removed
                 removed = await asyncio.to_thread(self._store.sweep_some, beginning, referenced, older_than_s)
                 num_removed += len(removed)
@@ -179,18 +175,18 @@ class UploadService:
             rest = rest_s
         finally:
             if num_packed:
-                _log.info("removed %d packed files of layouts that nobody has used for a while", num_packed)
+                _log.info("removed %d packed files of layouts that are no longer used", num_packed)
             if is_held:
                 await self._registry.hold_sweep(store_id, sweep_id, rest)
         return num_removed
 
     @staticmethod
     async def _tidied(work: Callable[[T], int], given: T) -> int | None:
-        """None: the disk was full, or lacked something else. Then what is not needed goes all the same."""
+        """None: the disk was full, or had another error. The sweep goes on without it."""
         try:
             return await asyncio.to_thread(work, given)
         except OSError as error:
-            _log.warning("packed files that nobody uses stay for now: %s", error)
+            _log.warning("unused packed files stay for now: %s", error)
             return None
 
     async def stored(self, tenant: str, key_id: str) -> tuple[StorageUse, StorageUse]:
@@ -200,7 +196,7 @@ class UploadService:
     async def _check_room(
         self, tenant: str, name: str, content: AdapterContent, bounds: Sequence[StorageBound]
     ) -> None:
-        """Raises QuotaExceeded as far as can be told before the upload is registered, which decides."""
+        """Raises QuotaExceeded if the upload is over a bound already now; the registration decides."""
         current = await self._registry.get(tenant, name)
         versions = [] if current is None else [*versions_of(current)]
         if any(version.digest == content.digest for version in versions):

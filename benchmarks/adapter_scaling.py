@@ -136,7 +136,7 @@ def main() -> None:
         store_path = Path(folder) / "store"
         adapters = write_store(store_path, model_path, max(arguments.registered), BLOCK_SIZE)
         engine = build_engine(
-            MotetConfig(
+            MotetConfig.of(
                 model_path=model_path,
                 data_dir=store_path.parent,
                 pool_bytes=POOL_BYTES,

@@ -126,7 +126,7 @@ def main() -> None:
         store_path = Path(folder) / "store"
         adapters = write_store(store_path, model_path, NUM_STORED, BLOCK_SIZE)
         engine = build_engine(
-            MotetConfig(
+            MotetConfig.of(
                 model_path=model_path,
                 data_dir=store_path.parent,
                 pool_bytes=POOL_BYTES,

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Literal
 
 import httpx
-import msgspec
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
@@ -49,7 +48,7 @@ def main() -> None:
     arguments = parser.parse_args()
     deployment = Deployment()
     with tempfile.TemporaryDirectory(prefix="motet-fairness-") as folder:
-        config = MotetConfig(
+        config = MotetConfig.of(
             model_path=DEMO / "base",
             data_dir=Path(folder) / "data",
             port=free_ports(1)[0],
@@ -102,7 +101,7 @@ class Fairness:
         """Measures everything once, and prints what it found."""
         tokens_per_s: dict[Way, float] = {}
         for way in ways:
-            self._config = msgspec.structs.replace(self._config, scheduling=way)
+            self._config = self._config.replaced(scheduling=way)
             self._deployment.update(self._config)
             each_s = seconds if way == "fair" else FIFO_SHARE * seconds
             self._quiet(WARM_S)
@@ -127,7 +126,7 @@ class Fairness:
 
     def _ask(self, kind: str, tenant: str, seconds: float, nice: int = 0) -> Asking:
         adapters = self._adapters if tenant == FLOODER else []
-        return Asking(kind, self._config.url, f"key-of-{tenant}", self._config.name, seconds, adapters, nice)
+        return Asking(kind, self._config.url, f"key-of-{tenant}", self._config.serving.name, seconds, adapters, nice)
 
     def _quiet(self, seconds: float) -> list[float]:
         first_token_s: list[float] = self._ask("quiet", QUIET, seconds).heard()

@@ -97,7 +97,7 @@ def main() -> None:
     torch.set_num_threads(1)
     errors = attention_errors()
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder:
-        config = MotetConfig(
+        config = MotetConfig.of(
             model_path=BASE, data_dir=Path(folder), dtype="bfloat16", pool_bytes=64 << 20, device="cpu"
         )
         config.engine.store_path.mkdir(parents=True, exist_ok=True)

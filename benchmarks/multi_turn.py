@@ -108,7 +108,7 @@ def main() -> None:
 
         def engine(num_kv_pages: int, **settings: Any) -> Engine:
             built = build_engine(
-                MotetConfig(
+                MotetConfig.of(
                     model_path=model_path,
                     data_dir=Path(folder),
                     dtype="bfloat16",

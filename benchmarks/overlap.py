@@ -87,7 +87,7 @@ def main() -> None:
         adapters = random_model.write_adapters(Path(folder) / "adapters", 16)
         refs = fill_store(Path(folder) / "store", model_path, adapters)
         engine = build_engine(
-            MotetConfig(
+            MotetConfig.of(
                 model_path=model_path,
                 data_dir=Path(folder),
                 dtype="bfloat16",

@@ -79,7 +79,7 @@ def main() -> None:
         model_path = random_model.write_model(Path(folder) / "model")
         engines = {
             target_s: build_engine(
-                MotetConfig(
+                MotetConfig.of(
                     model_path=model_path,
                     data_dir=Path(folder),
                     dtype="bfloat16",

@@ -59,7 +59,7 @@ def main() -> None:
     arguments = parser.parse_args()
     deployment = Deployment()
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder:
-        config = MotetConfig(
+        config = MotetConfig.of(
             model_path=MODEL_PATH,
             data_dir=Path(folder),
             port=free_ports(1)[0],

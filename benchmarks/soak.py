@@ -48,7 +48,7 @@ def main() -> None:
     arguments = parser.parse_args()
     deployment = Deployment()
     with tempfile.TemporaryDirectory(prefix="motet-soak-") as folder:
-        config = MotetConfig(
+        config = MotetConfig.of(
             model_path=MODEL_PATH,
             data_dir=Path(folder),
             port=free_ports(1)[0],
@@ -78,13 +78,13 @@ class Soak:
 
     async def run(self) -> None:
         tenants = [
-            Tenant(self._config.url, name, f"key-of-{name}", self._config.name, seed)
+            Tenant(self._config.url, name, f"key-of-{name}", self._config.serving.name, seed)
             for seed, name in enumerate(TENANTS)
         ]
         began_at = time.monotonic()
         disturbing = [asyncio.create_task(one) for one in (self._kill(), self._stall(), self._watch(began_at))]
         alone = await self._serve(tenants, self._duration_s / 2)
-        mallory = HostileTenant(self._config.url, f"key-of-{MALLORY}", self._config.name)
+        mallory = HostileTenant(self._config.url, f"key-of-{MALLORY}", self._config.serving.name)
         attacking = asyncio.create_task(mallory.attack_forever())
         beside = await self._serve(tenants, self._duration_s / 2)
         for task in (attacking, *disturbing):

@@ -54,7 +54,7 @@ def write_model(folder: Path) -> Path:
 
 def count(model_path: Path, degree: int, with_adapters: bool) -> tuple[int, int]:
     """Collectives of a step of NUM_ROWS prompt tokens that samples nothing, and bytes that one worker sends."""
-    config = MotetConfig(
+    config = MotetConfig.of(
         model_path=model_path, data_dir=model_path, pool_bytes=64 << 20, tensor_parallel=degree, num_threads=1
     ).engine
 

@@ -17,10 +17,11 @@ from typing import Any, Self, TypeVar
 
 from msgspec import structs
 
+from ..adapters.packing.layout import Dtype
 from ..router.config import RouterConfig
 from ..router.fleet.admission import AdmissionConfig
 from ..router.oidc.oidc_config import OidcConfig
-from ..workers.config import EngineConfig
+from ..workers.config import EngineConfig, ExpertSharding, KVDtype
 from ..workers.device_probe import probe_device
 from ..workers.leader.leader_config import LeaderConfig
 from .edge.edge_limits import EdgeLimits
@@ -29,7 +30,6 @@ from .logs.log_config import LogConfig
 from .resources import Resources
 from .scaling import ScalingConfig
 from .settings.config_error import ConfigError
-from .settings.serving import check_base_name
 from .settings.setting_field import fields_of
 from .settings.settings import Settings
 from .threads import threads_of_a_worker, usable_cores
@@ -44,7 +44,7 @@ STEPS_QUEUED_PER_GANG = 16  # a prompt that waits longer is worth another gang
 P = TypeVar("P")
 
 
-class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MotetConfig(Settings, frozen=True, kw_only=True):
     """The settings, and what this machine adds to them. It checks what holds between two settings."""
 
     model_path: Path  # a complete model folder
@@ -52,21 +52,20 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     gangs_beside: int | None = None  # gangs that share this machine's cores; None: max_gangs. An update keeps it
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.host is None:  # on a running cluster it is there for other machines too
-            structs.force_setattr(self, "host", LOOPBACK if self.address is None else ALL_ADDRESSES)
-        if not self.name:
-            structs.force_setattr(self, "name", self.model_path.name)
-            if not self.name:
-                raise ConfigError("--name", self.name, "the base needs a name, and its folder has none")
-            if (refusal := check_base_name(self.name)) is not None:
-                raise ConfigError("--name", *refusal)
+        if self.access.host is None:  # routers on a running cluster are also for clients on other machines
+            host = LOOPBACK if self.placement.address is None else ALL_ADDRESSES
+            structs.force_setattr(self, "access", structs.replace(self.access, host=host))
+        if not self.serving.name:
+            if not self.model_path.name:
+                raise ConfigError("--name", "", "the base needs a name, and its folder has none")
+            structs.force_setattr(self, "serving", structs.replace(self.serving, name=self.model_path.name))
         self._check_model()
-        if self.placement != "strict-pack" and self.tensor_parallel == 1:
-            raise ConfigError("--placement", self.placement, "a gang of one worker is on one node: strict-pack is it")
+        strategy = self.placement.strategy
+        if strategy != "strict-pack" and self.placement.tensor_parallel == 1:
+            raise ConfigError("--placement", strategy, "a gang of one worker runs on one node: strict-pack is accepted")
         _ = self.worker_device  # which checks what holds between its settings, as those of the following do
         try:
-            _ = self.scaling, self.oidc, part_config(EngineConfig, self, num_threads=1)
+            _ = self.scaling_policy, self.oidc, part_config(EngineConfig, self, num_threads=1)
         except ValueError as error:
             raise ValueError(with_options(str(error))) from error
 
@@ -89,28 +88,28 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         cache_home = Path(environ.get(CACHE_VARIABLE, ""))
         if given.get("cache_path") is None and cache_home.is_absolute():  # the specification ignores relative ones
             given["cache_path"] = cache_home / "motet"
-        return cls(**given)
+        return cls.of(**given)
 
     @property
     def store_path(self) -> Path:
-        return self.data_dir / "store"
+        return self.serving.data_dir / "store"
 
     @property
     def redis_path(self) -> Path:
-        return self.data_dir / "redis"
+        return self.serving.data_dir / "redis"
 
     @property
     def kv_disk_path(self) -> Path:
-        return self.data_dir / "kv"
+        return self.serving.data_dir / "kv"
 
     @property
     def spool_path(self) -> Path:
-        return self.data_dir / "spool"
+        return self.serving.data_dir / "spool"
 
     @property
     def ledger_path(self) -> Path:
         """Of what routers have not sent to Redis yet."""
-        return self.data_dir / "ledger"
+        return self.serving.data_dir / "ledger"
 
     @property
     def ledger_archive_path(self) -> Path:
@@ -119,14 +118,14 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def listen_host(self) -> str:
         """Where it listens."""
-        assert self.host is not None
-        return self.host
+        assert self.access.host is not None
+        return self.access.host
 
     @property
     def url(self) -> str:
         """Where a client on this machine reaches it."""
         host = {ALL_ADDRESSES: LOOPBACK, "::": LOOPBACK}.get(self.listen_host, self.listen_host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.access.port}"
 
     @property
     def engine(self) -> EngineConfig:
@@ -141,7 +140,8 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def router(self) -> RouterConfig:
         """Settings of one router."""
-        return part_config(RouterConfig, self, model_name=self.name, scales_from_zero=self.min_gangs == 0)
+        scales_from_zero = self.scaling.min_gangs == 0
+        return part_config(RouterConfig, self, model_name=self.serving.name, scales_from_zero=scales_from_zero)
 
     @property
     def oidc(self) -> OidcConfig:
@@ -166,7 +166,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def admission(self) -> AdmissionConfig:
         """Which requests are refused because they would be late."""
-        scaling = self.scaling
+        scaling = self.scaling_policy
         return part_config(
             AdmissionConfig,
             self,
@@ -175,29 +175,41 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         )
 
     @property
-    def scaling(self) -> ScalingConfig:
+    def scaling_policy(self) -> ScalingConfig:
         """How many gangs there are, and when."""
         return scaling_of(self)
 
     @property
+    def packing(self) -> tuple[int, int, Dtype, ExpertSharding, KVDtype]:
+        """What adapters are packed for, as `layouts_of_gang` takes it."""
+        serving, placement = self.serving, self.placement
+        return (
+            placement.tensor_parallel,
+            self.memory.block_size,
+            serving.dtype,
+            placement.expert_sharding,
+            serving.kv_dtype,
+        )
+
+    @property
     def num_worker_threads(self) -> int:
         """`num_threads`, with what "auto" means here."""
-        if self.num_threads != "auto":
-            return self.num_threads
-        if self.worker_resources.num_gpus or self.device == "cuda":
+        if self.batching.num_threads != "auto":
+            return self.batching.num_threads
+        if self.worker_resources.num_gpus or self.serving.device == "cuda":
             return 1  # it computes on its GPU
-        if self.address is not None:
-            return max(1, int(self.gang_num_cpus))  # its share of whichever node it runs on
-        num_gangs = self.gangs_beside or self.scaling.max_gangs
-        return threads_of_a_worker(usable_cores(), num_gangs, self.tensor_parallel)
+        if self.placement.address is not None:
+            return max(1, int(self.placement.gang_num_cpus))  # its share of whichever node it runs on
+        num_gangs = self.gangs_beside or self.scaling_policy.max_gangs
+        return threads_of_a_worker(usable_cores(), num_gangs, self.placement.tensor_parallel)
 
     @property
     def gang_bundles(self) -> tuple[dict[str, float], ...]:
         """What each process of a gang takes of its node: one that is leader and worker, or a leader, then workers."""
         worker = self.worker_resources.bundle
-        if self.tensor_parallel == 1:
+        if self.placement.tensor_parallel == 1:
             return (worker,)
-        return ({"CPU": LEADER_NUM_CPUS}, *(dict(worker) for _ in range(self.tensor_parallel)))
+        return ({"CPU": LEADER_NUM_CPUS}, *(dict(worker) for _ in range(self.placement.tensor_parallel)))
 
     @property
     def worker_device(self) -> WorkerDevice:
@@ -206,11 +218,12 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def worker_resources(self) -> Resources:
-        """What each worker takes: a GPU where this machine serves alone and has some, unless told otherwise."""
-        num_gpus, has_custom = self.gang_num_gpus, bool(self.gang_resources)
-        if not num_gpus and not has_custom and self.address is None and probe_device(self.device).kind == "cuda":
-            num_gpus = 1.0
-        return Resources(num_cpus=self.gang_num_cpus, num_gpus=num_gpus, custom=self.gang_resources)
+        """What each worker takes. By default it takes a GPU if motet serves on this machine only and there is one."""
+        placement = self.placement
+        num_gpus = placement.gang_num_gpus
+        if not num_gpus and not placement.gang_resources and placement.address is None:
+            num_gpus = 1.0 if probe_device(self.serving.device).kind == "cuda" else 0.0
+        return Resources(num_cpus=placement.gang_num_cpus, num_gpus=num_gpus, custom=placement.gang_resources)
 
     @property
     def num_cpus_of_a_gang(self) -> float:
@@ -220,23 +233,22 @@ class MotetConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def sequence_wait_s(self) -> float:
         """How long a sequence waits while no gang is connected."""
-        return max(self.gang_wait_s, self.cold_start_wait_s) if self.min_gangs == 0 else self.gang_wait_s
+        timeouts = self.timeouts
+        return timeouts.gang_wait_s if self.scaling.min_gangs else max(timeouts.gang_wait_s, timeouts.cold_start_wait_s)
 
     @property
     def told(self) -> dict[str, Any]:
         """The settings as they are written, without secrets."""
         shown = [field for field in fields_of(Settings) if not field.mark.secret]
-        return {field.flags[0]: _written(getattr(self, field.name)) for field in shown}
+        return {field.flags[0]: _written(self.value(field.name)) for field in shown}
 
     def without_secrets(self) -> MotetConfig:
         """The same, without what nobody but this process may know: it may be sent where others look."""
-        return structs.replace(
-            self, **{field.name: field.default for field in fields_of(Settings) if field.mark.secret}
-        )
+        return self.replaced(**{field.name: field.default for field in fields_of(Settings) if field.mark.secret})
 
     def with_redis_url(self, redis_url: str) -> MotetConfig:
         """The same, with the server that was started."""
-        return structs.replace(self, redis_url=redis_url)
+        return self.replaced(redis_url=redis_url)
 
 
 def with_options(message: str) -> str:
@@ -256,19 +268,20 @@ def _written(value: object) -> object:
 def part_config(kind: type[P], settings: Settings, **given: object) -> P:
     """A part's own config: each of its fields is `given`, or the setting of the same name."""
     names = {field.name for field in fields(kind)} - given.keys()  # type: ignore[arg-type]
-    return kind(**{name: getattr(settings, name) for name in names}, **given)
+    return kind(**{name: settings.value(name) for name in names}, **given)
 
 
 def scaling_of(settings: Settings) -> ScalingConfig:
     """How many gangs there are, and when. Raises ValueError for bounds that do not go together."""
-    queued_tokens_per_gang = settings.queued_tokens_per_gang
+    scaling = settings.scaling
+    queued_tokens_per_gang = scaling.queued_tokens_per_gang
     if queued_tokens_per_gang is None:
-        queued_tokens_per_gang = STEPS_QUEUED_PER_GANG * settings.max_tokens_per_step
+        queued_tokens_per_gang = STEPS_QUEUED_PER_GANG * settings.batching.max_tokens_per_step
     return part_config(
         ScalingConfig,
         settings,
-        max_gangs=max(settings.min_gangs, 1) if settings.max_gangs is None else settings.max_gangs,
+        max_gangs=max(scaling.min_gangs, 1) if scaling.max_gangs is None else scaling.max_gangs,
         queued_tokens_per_gang=queued_tokens_per_gang,
-        start_grace_s=settings.cold_start_wait_s,
-        window_s=settings.scaling_window_s,
+        start_grace_s=settings.timeouts.cold_start_wait_s,
+        window_s=scaling.scaling_window_s,
     )

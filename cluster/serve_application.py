@@ -20,4 +20,4 @@ def build(args: Mapping[str, Any]) -> Any:
     """
     config = application_config(args)
     # A number of gangs that follows the load stays as it is at another `args`; from none the first one must start.
-    return build_application(config, None, is_update=config.min_gangs > 0)
+    return build_application(config, None, is_update=config.scaling.min_gangs > 0)

@@ -98,7 +98,7 @@ def plain_kernels() -> Kernels:
     lora = PlainLora()
     return Kernels(
         name="torch",
-        pack_linear=as_it_is,
+        pack_linear=identity,
         linear=linear,
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,
@@ -107,7 +107,7 @@ def plain_kernels() -> Kernels:
         write_kv=plain_attention.write_kv,
         paged_attention=plain_attention.paged_attention,
         lora=lora,
-        pack_experts=as_it_is,
+        pack_experts=identity,
         experts=PlainExperts(),
         expert_lora=HostExpertLora(lora),
         sampling=PlainSampling(),
@@ -131,7 +131,7 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
     experts: ExpertKernels = native_experts
     if not native.is_best and onednn_linear.can_pack(dtype):
         pack, multiply = onednn_linear.pack_linear, onednn_linear.linear
-        pack_experts, experts = as_it_is, PlainExperts()
+        pack_experts, experts = identity, PlainExperts()
         others |= {"linear": "oneDNN", "experts": "torch"}
     return Kernels(
         name="native",
@@ -180,7 +180,7 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         attend, others["attention"] = FlashAttention(flash, attend).paged_attention, flash.name
     return Kernels(
         name="triton",
-        pack_linear=as_it_is,
+        pack_linear=identity,
         linear=linear,
         rms_norm=triton_rows.rms_norm,
         add_rms_norm=triton_rows.add_rms_norm,
@@ -189,7 +189,7 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         write_kv=attention.write_kv,
         paged_attention=attend,
         lora=lora,
-        pack_experts=as_it_is,
+        pack_experts=identity,
         experts=TritonExperts(),
         expert_lora=expert_lora,
         sampling=PlainSampling(),
@@ -226,8 +226,8 @@ def with_float8_kv(kernels: Kernels) -> Kernels:
     return replace(kernels, write_kv=attention.write_kv, paged_attention=attention.paged_attention, others=others)
 
 
-class OnlySlowKernels(ValueError):  # noqa: N818
-    """None but the plain twins can be had here, and they are not wanted; the message says why."""
+class FastKernelsUnavailable(ValueError):  # noqa: N818
+    """Only the plain twins work here, and the caller does not want them; the message says why."""
 
 
 def choose_kernels(
@@ -239,15 +239,15 @@ def choose_kernels(
     *,
     slow_ones: bool = True,
 ) -> Kernels:
-    """The fastest kernels that this machine can have. One warning says what is lost where the plain twins serve.
+    """The fastest kernels for this machine. Logs one warning that says what is lost where the plain twins serve.
 
     `cache`: the folder that keeps compiled kernels; None: `.cache/motet` in the user's home. `on_compile`: see
-    `load_library`. `slow_ones`: the plain twins may serve; else raises OnlySlowKernels where nothing else can.
+    `load_library`. `slow_ones`: the plain twins may serve; else raises FastKernelsUnavailable where nothing else can.
     """
 
     def plain(lost: str, problem: object) -> Kernels:
         if not slow_ones:
-            raise OnlySlowKernels(f"there are only plain torch kernels, {lost}, and these are refused: {problem}")
+            raise FastKernelsUnavailable(f"only plain torch kernels are available, {lost}, and refused: {problem}")
         log.warning("plain torch kernels serve, %s: %s", lost, problem)
         return plain_kernels()
 
@@ -264,6 +264,6 @@ def choose_kernels(
         return plain("with several times fewer tokens per second", problem)
 
 
-def as_it_is(weight: torch.Tensor) -> torch.Tensor:
+def identity(weight: torch.Tensor) -> torch.Tensor:
     """The weight itself, for kernels that read torch's own layout."""
     return weight

@@ -40,7 +40,7 @@ class ExpertKernels(Protocol):
     def linear(self, x: torch.Tensor, weight: ExpertWeight, groups: ExpertGroups) -> torch.Tensor:
         """Each pair's row times its expert's weight, transposed: `[num_pairs, out]` of x `[num_pairs, in]`.
 
-        What comes out for pairs of other workers' experts may be anything, NaN included.
+        Outputs for pairs of other workers' experts are undefined, and may be NaN.
 
         `weight` holds exactly the experts that `groups` was made for.
         """

@@ -1,6 +1,6 @@
-"""Sampling of all rows of a step together, for a GPU: one copy to it and one back, for which alone the host waits.
+"""Sampling of all rows of a step together, for a GPU: one copy to it, and one back, for which the host waits.
 
-What is chosen is what `sampling.py` says, row by row. Probabilities are computed in float64 for some rows at a time, so
+The result is that of `sampling.py`, row by row. Probabilities are computed in float64 for some rows at a time, so
 that they never take more than a fixed part of the device's memory.
 """
 
@@ -17,18 +17,18 @@ from .sampling import NOT_FINITE, Draw, Penalty
 from .staging import Arriving, staged
 
 FIRST_LOOK = 1024  # likeliest tokens that are tried as candidates before the whole vocabulary is sorted
-_NOT_ENOUGH = -2  # in place of a token: filters may keep more candidates than were looked at
+_NOT_ENOUGH = -2  # in place of a token: filters may keep more candidates than the first look took
 _MOST_BYTES = 64 << 20  # of one float64 copy of logits
 
 
 @dataclass(frozen=True)
 class RowChoice:
-    """How the token of a row is chosen, and what is told of it."""
+    """How the token of a row is chosen, and which log-probabilities are returned with it."""
 
     draw: Draw | None  # None: the highest logit
     penalty: Penalty | None
     bias: Mapping[int, float]  # is added to the logits of these tokens
-    num_logprobs: int | None  # likeliest tokens to tell, beside the chosen one; None: no log-probabilities at all
+    num_logprobs: int | None  # of this many likeliest tokens beside the chosen one; None: no log-probabilities at all
 
 
 class Chosen(NamedTuple):
@@ -44,7 +44,7 @@ class _Drawn:
 
     rows: torch.Tensor  # [num_rows] int64
     draws: torch.Tensor  # [5, num_rows, 1]: temperature, u, top_k, top_p, min_p
-    num_candidates: int  # that are looked at, the likeliest first; 0: no filter, and all in their order
+    num_candidates: int  # candidates, the likeliest first; 0: no filter, so the whole vocabulary in its order
 
 
 def choose_together(logits: torch.Tensor, choices: Sequence[RowChoice]) -> list[Chosen | None]:
@@ -57,19 +57,19 @@ def choose_together(logits: torch.Tensor, choices: Sequence[RowChoice]) -> list[
 
 
 class ChoicesUnderWay:
-    """What `choose_together` chooses, while the device is still at it: nothing waits before `read`."""
+    """The result of `choose_together` while the device still computes it: nothing waits before `read`."""
 
     def __init__(self, logits: torch.Tensor, choices: Sequence[RowChoice]) -> None:
         """`logits` must stay as they are until `read`, if a token `may_change`."""
         self._choices = choices
-        self._told = told = [row for row, choice in enumerate(choices) if choice.num_logprobs is not None]
+        self._reported = reported = [row for row, choice in enumerate(choices) if choice.num_logprobs is not None]
         groups = _groups(choices, logits.shape[1])
         self._logprobs: torch.Tensor | None = None
         drawn: list[_Drawn] = []
-        if told or groups or any(choice.penalty is not None or choice.bias for choice in choices):
-            told_rows, drawn, shaping = _on_device(logits.device, told, groups, choices)
-            if told:
-                self._logprobs = torch.log_softmax(logits.index_select(0, told_rows), dim=-1)
+        if reported or groups or any(choice.penalty is not None or choice.bias for choice in choices):
+            reported_rows, drawn, shaping = _on_device(logits.device, reported, groups, choices)
+            if reported:
+                self._logprobs = torch.log_softmax(logits.index_select(0, reported_rows), dim=-1)
             _shape(logits, shaping)
         values, highest = logits.max(dim=-1)
         self.token_ids = chosen = torch.where(values.isfinite(), highest, NOT_FINITE)  # [num_rows], on the device
@@ -78,27 +78,27 @@ class ChoicesUnderWay:
             chosen.index_copy_(0, group.rows, torch.where(chosen.index_select(0, group.rows) < 0, NOT_FINITE, tokens))
         answer = [chosen]
         if self._logprobs is not None:
-            most = max(choices[row].num_logprobs or 0 for row in told)
-            own = chosen.index_select(0, told_rows).clamp(min=0)
+            most = max(choices[row].num_logprobs or 0 for row in reported)
+            own = chosen.index_select(0, reported_rows).clamp(min=0)
             top_logprobs, top_ids = self._logprobs.topk(min(most, logits.shape[1]))
             answer += [self._logprobs.gather(1, own.unsqueeze(1)), top_logprobs, top_ids]
-        # Until it is read a negative token may stand for one that has to be looked for in the whole vocabulary.
-        self.may_change = any(_may_lack(choice.draw, logits.shape[1]) for choice in choices)
-        self._logits = logits if self.may_change else None  # else their memory is free for the next step
+        # Until `read`, a negative token may stand for a row that has to be drawn from the whole vocabulary.
+        self.may_change = any(_may_need_more(choice.draw, logits.shape[1]) for choice in choices)
+        self._logits = logits if self.may_change else None  # otherwise their memory is free for the next step
         self._answer = Arriving(answer)
 
     def read(self) -> list[Chosen | None]:
         """Waits for the tokens; afterwards `token_ids` are the same on the device. May be called once."""
-        choices, told = self._choices, self._told
+        choices, reported = self._choices, self._reported
         token_ids, *tops = (part.tolist() for part in self._answer.read())
-        if not told and not self.may_change:
+        if not reported and not self.may_change:
             return [None if token_id == NOT_FINITE else Chosen(token_id, None, [], []) for token_id in token_ids]
-        of_row = dict(zip(told, zip(*tops, strict=True), strict=True)) if told else {}
+        of_row = dict(zip(reported, zip(*tops, strict=True), strict=True)) if reported else {}
         chances = {row: own[0] for row, (own, _, _) in of_row.items()}
         lacking = [row for row, token_id in enumerate(token_ids) if token_id == _NOT_ENOUGH]
         if lacking:
             assert self._logits is not None
-            again = _looked_through(self._logits, self._logprobs, self.token_ids, lacking, told, choices)
+            again = _draw_from_all(self._logits, self._logprobs, self.token_ids, lacking, reported, choices)
             for row, (token_id, chance) in again.items():
                 token_ids[row], chances[row] = token_id, chance
         self.may_change = False
@@ -112,7 +112,7 @@ class ChoicesUnderWay:
 
 
 def _groups(choices: Sequence[RowChoice], vocab_size: int) -> list[tuple[list[int], int]]:
-    """Rows to draw, and how many candidates are looked at; of each group the float64 copy is of a bounded size."""
+    """Groups of rows to draw, each with its number of candidates; the float64 copy of a group has a bounded size."""
     by_count: dict[int, list[int]] = {}
     for row, choice in enumerate(choices):
         if choice.draw is not None:
@@ -127,8 +127,8 @@ def _num_candidates(draw: Draw, vocab_size: int) -> int:
     return vocab_size if draw.top_k > FIRST_LOOK else min(FIRST_LOOK, vocab_size)
 
 
-def _may_lack(draw: Draw | None, vocab_size: int) -> bool:
-    """Whether filters may keep more candidates than are looked at."""
+def _may_need_more(draw: Draw | None, vocab_size: int) -> bool:
+    """Whether filters may keep more candidates than the first look takes."""
     if draw is None or draw.top_k > 0:
         return False
     return 0 < _num_candidates(draw, vocab_size) < vocab_size
@@ -146,9 +146,9 @@ class _Shaping:
 
 
 def _on_device(
-    device: torch.device, told: list[int], groups: list[tuple[list[int], int]], choices: Sequence[RowChoice]
+    device: torch.device, reported: list[int], groups: list[tuple[list[int], int]], choices: Sequence[RowChoice]
 ) -> tuple[torch.Tensor, list[_Drawn], _Shaping]:
-    """All that the device must know, in one copy."""
+    """Everything that the device needs, in one copy."""
     penalties = [(row, c.penalty) for row, c in enumerate(choices) if c.penalty is not None and c.penalty.token_ids]
     biases = [(row, token, value) for row, c in enumerate(choices) for token, value in c.bias.items()]
     drawn_rows = list(chain.from_iterable(rows for rows, _ in groups))
@@ -160,7 +160,7 @@ def _on_device(
         device,
         torch.tensor(numbers, dtype=torch.float64).view(-1, 5).t().contiguous(),
         torch.tensor([[row, p.repetition, p.presence, p.frequency] for row, p in penalties], dtype=torch.float64),
-        torch.tensor([*told, *drawn_rows], dtype=torch.int64),
+        torch.tensor([*reported, *drawn_rows], dtype=torch.int64),
         torch.tensor([len(p.token_ids) for _, p in penalties], dtype=torch.int64),
         torch.tensor([[row for row, _, _ in biases], [token for _, token, _ in biases]], dtype=torch.int64),
         torch.tensor([value for _, _, value in biases], dtype=torch.float32),
@@ -170,9 +170,9 @@ def _on_device(
     drawn, at = [], 0
     for group, count in groups:
         part = slice(at, at + len(group))
-        drawn.append(_Drawn(rows[len(told) :][part], of_draws[:, part].unsqueeze(2), count))
+        drawn.append(_Drawn(rows[len(reported) :][part], of_draws[:, part].unsqueeze(2), count))
         at += len(group)
-    return rows[: len(told)], drawn, _Shaping(factors, lengths, bias_at, bias, penalised)
+    return rows[: len(reported)], drawn, _Shaping(factors, lengths, bias_at, bias, penalised)
 
 
 def _shape(logits: torch.Tensor, shaping: _Shaping) -> None:
@@ -191,7 +191,7 @@ def _shape(logits: torch.Tensor, shaping: _Shaping) -> None:
 
 
 def _draw(logits: torch.Tensor, group: _Drawn) -> torch.Tensor:
-    """A token `[num_rows]` for each row of a group; _NOT_ENOUGH where its filters may keep more than was looked at."""
+    """A token `[num_rows]` for each row of a group; _NOT_ENOUGH where its filters may keep more candidates."""
     rows = logits.index_select(0, group.rows)
     temperature, uniform, top_k, top_p, min_p = group.draws
     # The highest logit is subtracted in float64, so that the smallest temperature gives the greedy token and not NaN.
@@ -225,23 +225,23 @@ def _pick(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return torch.minimum(found, last)
 
 
-def _looked_through(
+def _draw_from_all(
     logits: torch.Tensor,
     logprobs: torch.Tensor | None,
     chosen: torch.Tensor,
     lacking: list[int],
-    told: list[int],
+    reported: list[int],
     choices: Sequence[RowChoice],
 ) -> dict[int, tuple[int, float]]:
-    """Draws these rows from the whole vocabulary: the token of each and, of rows that are told, its log-probability.
+    """Draws these rows from the whole vocabulary: the token of each and, for `reported` rows, its log-probability.
 
-    The tokens are put into `chosen`.
+    Writes the tokens into `chosen`.
     """
     vocab_size = logits.shape[1]
     most = max(_MOST_BYTES // (8 * vocab_size), 1)
     groups = [(lacking[at : at + most], vocab_size) for at in range(0, len(lacking), most)]
     alone = [replace(choice, penalty=None, bias={}) for choice in choices]  # the logits are shaped
-    places = [told.index(row) if row in told else 0 for row in lacking]
+    places = [reported.index(row) if row in reported else 0 for row in lacking]
     at, drawn, _ = _on_device(logits.device, places, groups, alone)
     tokens = torch.cat([_draw(logits, group) for group in drawn])
     chosen.index_copy_(0, torch.cat([group.rows for group in drawn]), tokens)

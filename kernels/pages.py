@@ -39,7 +39,7 @@ def read_pages(pool: torch.Tensor, pages: Sequence[int]) -> torch.Tensor:
         for page, target in zip(pages, content, strict=True):
             _copy_page(target, pool[page])
         return content
-    return torch.stack([pool[page] for page in pages])  # their numbers stay on the host, which so waits for nothing
+    return torch.stack([pool[page] for page in pages])  # page numbers stay on the host, so nothing waits
 
 
 def _copy_page(target: torch.Tensor, source: torch.Tensor) -> None:

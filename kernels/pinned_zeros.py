@@ -19,8 +19,8 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of this
 def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype, advice: str) -> torch.Tensor:
     """Zeros in pinned memory, which is unpinned when the tensor itself is gone.
 
-    Whoever keeps a view keeps the tensor as well. Raises ValueError, which ends in `advice`, if the driver does not pin
-    so much.
+    Keep the tensor for as long as any view of it. Raises ValueError, which ends in `advice`, if the driver cannot pin
+    that much.
     """
     zeros = zeros_in_huge_pages(math.prod(shape), dtype).view(shape)
     runtime, address = torch.cuda.cudart(), zeros.data_ptr()

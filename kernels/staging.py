@@ -1,4 +1,4 @@
-"""Numbers of the host on their way to a device, and back."""
+"""Small tensors copied to a device and back without a wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def staged(device: torch.device, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors on the device, in one copy that the host does not wait for. Those of wider numbers come first."""
+    """The tensors on the device, in one copy that the host does not wait for. Pass the widest elements first."""
     if device.type == "cpu":
         return tensors
     together = torch.cat([x.reshape(-1).view(torch.uint8) for x in tensors])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 from ..adapters.adapter import AdapterVersion
-from ..adapters.errors import RegistryUnavailable
 from ..adapters.registry.registry_view import RegistryView
 from ..adapters.registry.versions.rollout import selected
 from ..workers.wire.messages import GangInfo
@@ -55,7 +54,7 @@ class BaseModel:
         """The current version of the adapter that a request's `model` names, `name` or `name@…`; None: the base itself.
 
         Raises 404 for a name that the tenant does not have; what stands behind an @ is not looked at.
-        Raises 503 for an adapter that this router does not keep in memory while the registry is away.
+        Raises RegistryUnavailable for an adapter that this router does not keep in memory while Redis is away.
         """
         if model == self.name:
             return None
@@ -68,12 +67,8 @@ class BaseModel:
 async def resolved(view: RegistryView, tenant: str, model: str) -> AdapterVersion | None:
     """The version that `name`, `name@3` or `name@alias` is for the tenant; None: there is none.
 
-    Raises 503 if that cannot be told now.
+    Raises RegistryUnavailable.
     """
     name, is_selected, selector = model.partition("@")
-    try:
-        current = await view.resolve(tenant, name)
-        return selected(current, selector) if is_selected and current is not None else current
-    except RegistryUnavailable as error:
-        message = f"The adapter {model} cannot be looked up now: {error}"
-        raise unavailable(message, "registry_unavailable") from error
+    current = await view.resolve(tenant, name)
+    return selected(current, selector) if is_selected and current is not None else current

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Final, TypeVar
 
 from msgspec import Meta
@@ -14,7 +13,6 @@ from starlette.requests import Request
 
 from ..adapters.adapter import AdapterVersion
 from ..adapters.registry.registry_view import RegistryView
-from ..adapters.registry.tenants.life import life_number
 from ..workers.wire.messages import AdapterRef
 from .access.request_record import NUM_ANSWER_CHARS, record_of
 from .accounts.account import Accounts, AnswerRequest
@@ -42,8 +40,7 @@ from .requests.chat_prompt import chat_prompt
 from .requests.completion_prompts import completion_prompts, count_prompts
 from .requests.model_limits import check_length
 from .requests.sampling_params import sampling_params, stop_strings
-from .route import RouteSpec
-from .tenants.auth import Authenticator
+from .route import route
 from .tenants.identity import Identity
 from .text.text import TextService
 from .versions.shadow_sender import ShadowSender
@@ -53,6 +50,7 @@ R = TypeVar("R", bound=GenerationFields)
 Versions = Sequence[AdapterVersion | None]  # the one that answers first; None: the base
 
 _EventId = Annotated[str, Meta(description="The last event's id that came of a stream: it goes on behind that.")]
+_EVENTS: Final = {"text/event-stream": "With `stream`: an event for each chunk, and at last `[DONE]`."}
 _ERRORS: Final = (
     "unsupported_parameter",
     "context_length_exceeded",
@@ -85,7 +83,6 @@ class CompletionsApi:
         view: RegistryView,
         text: TextService,
         metrics: Metrics,
-        authenticator: Authenticator,
         accounts: Accounts,
         shadows: ShadowSender | None = None,
     ) -> None:
@@ -96,40 +93,68 @@ class CompletionsApi:
         self._view = view
         self._text = text
         self._metrics = metrics
-        self._authenticator, self._accounts, self._shadows = authenticator, accounts, shadows
+        self._accounts, self._shadows = accounts, shadows
 
-    def routes(self) -> Sequence[RouteSpec]:
-        generating = partial(
-            RouteSpec,
-            method="POST",
-            scope="infer",
-            texts={"text/event-stream": "With `stream`: an event for each chunk, and at last `[DONE]`."},
-            headers={LAST_EVENT_ID: _EventId},
-        )
-        return (
-            generating(
-                path="/v1/chat/completions",
-                handler=self.chat,
-                summary="Answer a chat.",
-                body=ChatRequest,
-                answers={200: ChatCompletion},
-                events=ChatChunk,
-                errors=("invalid_messages", *_ERRORS),
-            ),
-            generating(
-                path="/v1/completions",
-                handler=self.complete,
-                summary="Complete a text.",
-                body=CompletionRequest,
-                answers={200: Completion},
-                events=Completion,
-                errors=_ERRORS,
-            ),
-        )
-
-    async def complete(self, http: Request) -> GenerationResponse:
+    @route(
+        "POST",
+        "/v1/chat/completions",
+        scope="infer",
+        summary="Answer a chat.",
+        headers={LAST_EVENT_ID: _EventId},
+        body=ChatRequest,
+        reads_body=True,
+        answers={200: ChatCompletion},
+        texts=_EVENTS,
+        events=ChatChunk,
+        errors=("invalid_messages", *_ERRORS),
+    )
+    async def chat(self, http: Request, identity: Identity) -> GenerationResponse:
         started_at = time.perf_counter()
-        identity = self._authenticator.identify(http, "infer")
+        record_of(http.scope).headers = self._accounts.precheck(identity, LAST_EVENT_ID in http.headers)
+        tenant = identity.name
+        async with self._body(http, tenant, ChatRequest, 1) as request:
+            position = self._position(http, request, tenant)
+            versions = await self._resolve_versions(http, request, identity)
+            if request.echo:
+                raise unsupported("echo", "a chat's prompt is not repeated; leave it out.")
+            if request.top_logprobs is not None and not request.logprobs:
+                raise invalid_value("top_logprobs", "it needs logprobs to be true.")
+            check_beams(request)
+            self._check_num_sequences(1, request, "n")
+            await self._base.wait_for_first_gang()
+            token_ids = await chat_prompt(request, self._text, self._base.gang())
+        max_tokens = request.max_completion_tokens or request.max_tokens
+        num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        prompt = self._prompt(request, token_ids, "messages", max_tokens, num_logprobs)
+        generation = self._generation(http, request, [prompt], identity)
+        head, version = await self._head("chatcmpl-", request, generation, position, versions)
+        generation = _of_version(generation, version, request.model)
+        record_of(http.scope).answer = head.id[-NUM_ANSWER_CHARS:]
+        shape = ChatAnswer(
+            head,
+            self._text.token_bytes,
+            num_choices=request.n or 1,
+            prompt=token_ids,
+            with_logprobs=bool(request.logprobs),
+            with_token_ids=bool(request.return_token_ids),
+        )
+        return await self._response(request, generation, head, position, shape, started_at, identity, version, versions)
+
+    @route(
+        "POST",
+        "/v1/completions",
+        scope="infer",
+        summary="Complete a text.",
+        headers={LAST_EVENT_ID: _EventId},
+        body=CompletionRequest,
+        reads_body=True,
+        answers={200: Completion},
+        texts=_EVENTS,
+        events=Completion,
+        errors=_ERRORS,
+    )
+    async def complete(self, http: Request, identity: Identity) -> GenerationResponse:
+        started_at = time.perf_counter()
         record_of(http.scope).headers = self._accounts.precheck(identity, LAST_EVENT_ID in http.headers)
         tenant = identity.name
         async with self._body(http, tenant, CompletionRequest, self._config.now.max_sequences_per_request) as request:
@@ -165,39 +190,6 @@ class CompletionsApi:
             echoes=[echo for echo in echoes for _ in range(n)],
             prompts=[ids for ids in token_lists for _ in range(n)],
             with_logprobs=request.logprobs is not None,
-            with_token_ids=bool(request.return_token_ids),
-        )
-        return await self._response(request, generation, head, position, shape, started_at, identity, version, versions)
-
-    async def chat(self, http: Request) -> GenerationResponse:
-        started_at = time.perf_counter()
-        identity = self._authenticator.identify(http, "infer")
-        record_of(http.scope).headers = self._accounts.precheck(identity, LAST_EVENT_ID in http.headers)
-        tenant = identity.name
-        async with self._body(http, tenant, ChatRequest, 1) as request:
-            position = self._position(http, request, tenant)
-            versions = await self._resolve_versions(http, request, identity)
-            if request.echo:
-                raise unsupported("echo", "a chat's prompt is not repeated; leave it out.")
-            if request.top_logprobs is not None and not request.logprobs:
-                raise invalid_value("top_logprobs", "it needs logprobs to be true.")
-            check_beams(request)
-            self._check_num_sequences(1, request, "n")
-            await self._base.wait_for_first_gang()
-            token_ids = await chat_prompt(request, self._text, self._base.gang())
-        max_tokens = request.max_completion_tokens or request.max_tokens
-        num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        prompt = self._prompt(request, token_ids, "messages", max_tokens, num_logprobs)
-        generation = self._generation(http, request, [prompt], identity)
-        head, version = await self._head("chatcmpl-", request, generation, position, versions)
-        generation = _of_version(generation, version, request.model)
-        record_of(http.scope).answer = head.id[-NUM_ANSWER_CHARS:]
-        shape = ChatAnswer(
-            head,
-            self._text.token_bytes,
-            num_choices=request.n or 1,
-            prompt=token_ids,
-            with_logprobs=bool(request.logprobs),
             with_token_ids=bool(request.return_token_ids),
         )
         return await self._response(request, generation, head, position, shape, started_at, identity, version, versions)
@@ -270,7 +262,7 @@ class CompletionsApi:
             beams=beam_rules(request, prompts, self._base.gang()),
             request_id=record_of(http.scope).request_id,
             # Who gets a deleted tenant's name shares no KV with it, whatever either of them gives as salt.
-            cache_salt=f"{life_number(identity.tenant)}:{request.cache_salt or ''}",
+            cache_salt=f"{identity.tenant.incarnation}:{request.cache_salt or ''}",
             timeout_s=request.timeout,
             weight=identity.tenant.weight,
             priority=request.priority or 0,

@@ -1,55 +1,51 @@
-"""The handler of one route as an ASGI app: it sends errors in OpenAI's format, counts requests by status and has each
-one's line written in the access log.
+"""One route as an ASGI app: authenticates, decodes the body, calls the handler, sends errors in OpenAI's format, counts
+requests by status and writes each one's line of the access log.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Any
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ..adapters.errors import AdapterError
 from .access.access_log import AccessLog
 from .access.request_record import RequestRecord, begin_record
 from .answers.generation_response import CLIENT_CLOSED_REQUEST
+from .bodies.small_body import small_body
 from .metrics import Metrics
-from .openai_api.errors import ApiError, internal_error
+from .openai_api.errors import ApiError, from_adapter_error, internal_error
+from .route import Answer, RouteSpec
+from .tenants.auth import Authenticator
 
 _log = logging.getLogger(__name__)
-
-
-class Answer(Protocol):
-    """A response of Starlette, or a `GenerationResponse`. `status_code` is final once the call returned."""
-
-    status_code: int
-    raw_headers: list[tuple[bytes, bytes]]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
-
-
-Handler = Callable[[Request], Awaitable[Answer]]
 
 
 class Endpoint:
     """An ASGI app for one route. It is one so that no middleware wraps `send`, which is called for every token.
 
-    Errors of a handler other than `ApiError` are answered with 500 and logged here: where the server's own log would
-    quote the error, which may quote the request.
+    Errors of a handler other than `ApiError` and those of the registry are answered with 500 and logged here: where the
+    server's own log would quote the error, which may quote the request.
     """
 
-    def __init__(self, route: str, handler: Handler, metrics: Metrics, access_log: AccessLog) -> None:
+    def __init__(self, route: RouteSpec, authenticator: Authenticator, metrics: Metrics, access_log: AccessLog) -> None:
         self._route = route
-        self._handler = handler
+        self._name = f"{route.method} {route.path}"
+        self._authenticator = authenticator
+        self._body = None if route.body is None or route.reads_body else msgspec.json.Decoder[Any](route.body)
+        self._status_code = next(iter(route.answers), 200)
+        self._headers = {"Cache-Control": "no-store"} if route.no_store else None
         self._metrics = metrics
         self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status_code = 500  # of an error that passes through
-        record = begin_record(scope, self._route)
+        record = begin_record(scope, self._name)
         answer: Answer | None = None
         try:
             answer = await self._answer(Request(scope, receive), record)
@@ -64,19 +60,36 @@ class Endpoint:
             status_code, record.is_cancelled = CLIENT_CLOSED_REQUEST, True
             raise
         finally:
-            self._metrics.requests[self._route, status_code] += 1
+            self._metrics.requests[self._name, status_code] += 1
             self._access_log.write(record, status_code)
 
     async def _answer(self, request: Request, record: RequestRecord) -> Answer:
+        refusal: ApiError | None
         try:
-            return await self._handler(request)
+            return await self._handle(request)
         except ApiError as error:
             refusal = error
         except ClientDisconnect:
             raise
-        except Exception:
-            _log.exception("a request failed", extra=record.tags)
-            refusal = internal_error()
+        except Exception as error:
+            refusal = from_adapter_error(error) if isinstance(error, AdapterError) else None
+            if refusal is None:
+                _log.exception("a request failed", extra=record.tags)
+                refusal = internal_error()
         self._metrics.count_error(refusal)
         record.error = refusal.detail.code or ""
         return refusal.response()
+
+    async def _handle(self, request: Request) -> Answer:
+        """Authenticates before anything of the body is read."""
+        arguments: list[Any] = [request]
+        if self._route.scope == "operator":
+            self._authenticator.check_operator(request)
+        elif self._route.scope != "public":
+            arguments.append(self._authenticator.identify(request, self._route.scope))
+        if self._body is not None:
+            arguments.append(await small_body(request, self._body))
+        result = await self._route.handler(*arguments)
+        if isinstance(result, msgspec.Struct):
+            return Response(msgspec.json.encode(result), self._status_code, self._headers, "application/json")
+        return result

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -26,8 +25,9 @@ from .fleet.dispatch import Dispatcher
 from .metrics import Metrics
 from .openai_api.errors import unavailable
 from .readiness import Readiness
-from .route import RouteSpec
-from .tenants.auth import Authenticator
+from .route import route
+
+_ONE_WORD: Final = {"text/plain": "One word."}
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,12 +62,10 @@ class OperationsApi:
         view: RegistryView,
         metrics: Metrics,
         readiness: Readiness,
-        authenticator: Authenticator,
         labels: Mapping[str, str],
         targets: Callable[[], Sequence[MetricsTarget]],
     ) -> None:
         """`labels`: of all that /metrics shows. `targets`: processes with metrics of their own, this one included."""
-        self._authenticator = authenticator
         self._labels, self._targets = labels, targets
         self._base = base
         self._dispatcher = dispatcher
@@ -75,46 +73,12 @@ class OperationsApi:
         self._metrics = metrics
         self._readiness = readiness
 
-    def routes(self) -> Sequence[RouteSpec]:
-        get = partial(RouteSpec, method="GET")
-        text = {"text/plain": "One word."}
-        return (
-            get(path="/health", handler=self.health, scope=None, summary="Does the router live?", texts=text),
-            get(
-                path="/ready",
-                handler=self.ready,
-                scope=None,
-                summary="Can a token be served?",
-                texts=text,
-                errors=("not_ready",),
-            ),
-            get(
-                path="/metrics",
-                handler=self.metrics,
-                scope="operator",
-                summary="Metrics for Prometheus.",
-                texts={"text/plain": "In Prometheus' text format."},
-            ),
-            get(
-                path="/metrics/targets",
-                handler=self.metrics_targets,
-                scope="operator",
-                summary="All processes that have metrics, for Prometheus.",
-                answers={200: list[TargetGroup]},
-            ),
-            get(
-                path="/status",
-                handler=self.status,
-                scope="operator",
-                summary="Gangs, their load, and what they are.",
-                answers={200: Status},
-            ),
-        )
-
+    @route("GET", "/health", scope="public", summary="Does the router live?", texts=_ONE_WORD)
     async def health(self, request: Request) -> Response:
         """200: the process runs and its event loop is not blocked. It says nothing about gangs."""
         return PlainTextResponse("ok")
 
+    @route("GET", "/ready", scope="public", summary="Can a token be served?", texts=_ONE_WORD, errors=("not_ready",))
     async def ready(self, request: Request) -> Response:
         """200 if a token can be served, else 503 with the reason."""
         problem = await self._readiness.problem()
@@ -122,25 +86,37 @@ class OperationsApi:
             raise unavailable(f"Not ready: {problem}.", "not_ready")
         return PlainTextResponse("ready")
 
+    @route(
+        "GET",
+        "/metrics",
+        scope="operator",
+        summary="Metrics for Prometheus.",
+        texts={"text/plain": "In Prometheus' text format."},
+    )
     async def metrics(self, request: Request) -> Response:
         """This router's own numbers, and what each gang has told it: all of a motet that has one router."""
-        self._authenticator.check_operator(request)
         own = router_families(self._metrics, router_facts(self._dispatcher, self._view), self._labels)
         gangs = gang_families({info.gang_id: load for info, load in self._dispatcher.gangs()}, self._labels)
         # In a thread: a hundred gangs have thousands of series.
         text = await asyncio.to_thread(text_of, chain(own, gangs))
         return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
+    @route(
+        "GET",
+        "/metrics/targets",
+        scope="operator",
+        summary="All processes that have metrics, for Prometheus.",
+        answers={200: list[TargetGroup]},
+    )
     async def metrics_targets(self, request: Request) -> Response:
         """For Prometheus' HTTP service discovery: where each process of this motet shows its own numbers."""
-        self._authenticator.check_operator(request)
         return Response(discovery(self._targets()), media_type="application/json")
 
-    async def status(self, request: Request) -> Response:
+    @route("GET", "/status", scope="operator", summary="Gangs, their load, and what they are.", answers={200: Status})
+    async def status(self, request: Request) -> Status:
         """What `motet status` shows."""
-        self._authenticator.check_operator(request)
         load = self._dispatcher.load()
-        status = Status(
+        return Status(
             version=__version__,
             model=self._base.name,
             redis_connected=self._view.connected,
@@ -150,8 +126,7 @@ class OperationsApi:
             refused_requests=self._metrics.refused.total(),
             timed_out_requests=self._metrics.num_timed_out,
         )
-        return Response(msgspec.json.encode(status), media_type="application/json")
 
     def _shown(self, gang: GangInfo, load: EngineLoad) -> dict[str, Any]:
-        # A gang knows its model by the folder on its machine, which is nobody's business.
+        # A gang names its model by the folder on its machine, which stays private.
         return {**msgspec.to_builtins(gang), "model": self._base.name, "load": load.flat()}

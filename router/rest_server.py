@@ -36,7 +36,7 @@ from .quotas.limits_api import LimitsApi
 from .quotas.quotas import Quotas
 from .readiness import Readiness
 from .residency.pin_keeper import PinKeeper
-from .route import RouteSpec
+from .route import RouteSpec, routes_of
 from .tenants.auth import Authenticator, Tokens
 from .text.text import TextService
 from .uploads.adapters_api import AdaptersApi
@@ -70,59 +70,50 @@ def create_app(
     canaries: CanaryBook | None = None,
     preloads: Preloads | None = None,
     pins: PinKeeper | None = None,
-    more_routes: Callable[[Authenticator], Sequence[RouteSpec]] = lambda authenticator: (),
+    more_routes: Callable[[RegistryView], Sequence[RouteSpec]] = lambda view: (),
 ) -> FastAPI:
     """The app. The caller starts and stops the collaborators that it passes in.
 
-    `operator_key`: what /status and the routes of metrics ask for, since they tell of all tenants. `metrics`: where
-    somebody else writes into them too. `labels`: of all that /metrics shows. `targets`: processes with metrics of their
-    own. `config`: what in it can change takes effect with the next request. `accountants`: they keep something
-    of each answer. `administration`: None: tenants and keys are not changed here. `tokens`: who verifies tokens
-    of identity providers; None: there are none. `quotas`: None: nobody has any. `canaries`: must be started; None: no
-    version can be put on trial. `preloads`: None, or no `canaries`: nothing is brought to gangs before somebody asks
-    for it. `pins`: must be started; None: nothing is pinned. `more_routes`: of what else the caller has made,
-    which ask this authenticator.
+    `config`: a change takes effect with the next request. `operator_key`: for /status, /metrics and the administration,
+    which show all tenants. `metrics`: None: its own. `labels`: of all that /metrics shows. `targets`: processes with
+    metrics of their own. `accountants`: account for each answer. `administration`: None: tenants and keys cannot be
+    changed here. `tokens`: verifies tokens of identity providers; None: only keys are accepted. `quotas`: None: there
+    are none. `canaries`: must be started; None: no version can be put on trial. `preloads`: None, or no `canaries`: no
+    adapter can be preloaded. `pins`: must be started; None: none can be pinned. `more_routes`: routes of what else the
+    caller has made.
     """
     metrics = metrics or Metrics()
-    authenticator = Authenticator(view, operator_key, tokens)
     base = BaseModel(config.now.model_name, dispatcher, view, scales_from_zero=config.now.scales_from_zero)
     readiness = Readiness(config, dispatcher, metrics)
-    operations = OperationsApi(base, dispatcher, view, metrics, readiness, authenticator, labels or {}, targets)
-    models = ModelsApi(base, view, authenticator)
     if canaries is not None:
         accountants = (*accountants, canaries)
     accounts = Accounts(accountants) if quotas is None else Accounts((quotas, *accountants), quotas.precheck)
     shadows = None if canaries is None else ShadowSender(dispatcher, text, canaries, accounts)
-    completions = CompletionsApi(config, base, dispatcher, view, text, metrics, authenticator, accounts, shadows)
-    adapters = AdaptersApi(config, authenticator, uploads, metrics)
     counts = None if canaries is None else canaries.counts
-    versions = VersionsApi(authenticator, uploads, counts)
-    limits = LimitsApi(authenticator, quotas, uploads)
-    access_log = AccessLog(config)
-    routes = [
-        *completions.routes(),
-        *models.routes(),
-        *adapters.routes(),
-        *versions.routes(),
-        *ResidencyApi(authenticator, uploads, dispatcher, view, counts, preloads, pins).routes(),
-        *limits.routes(),
-        *operations.routes(),
-        *more_routes(authenticator),
+    apis: list[object] = [
+        CompletionsApi(config, base, dispatcher, view, text, metrics, accounts, shadows),
+        ModelsApi(base, view),
+        AdaptersApi(config, uploads, metrics),
+        VersionsApi(uploads, counts),
+        ResidencyApi(uploads, dispatcher, view, counts, preloads, pins),
+        LimitsApi(quotas, uploads),
+        OperationsApi(base, dispatcher, view, metrics, readiness, labels or {}, targets),
     ]
+    routes = [*routes_of(*apis), *more_routes(view)]
     if counts is not None:
-        routes += TrialsApi(authenticator, uploads, counts).routes()
+        routes += routes_of(TrialsApi(uploads, counts))
     if canaries is not None and preloads is not None:
-        routes += PreloadApi(authenticator, uploads, Preloader(dispatcher, preloads, canaries)).routes()
+        routes += routes_of(PreloadApi(uploads, Preloader(dispatcher, preloads, canaries)))
     if pins is not None:
-        routes += PinApi(authenticator, uploads, view, pins).routes()
+        routes += routes_of(PinApi(uploads, view, pins))
     if administration is not None:
-        routes += TenantsApi(administration, view, authenticator).routes()
-        routes += KeysApi(administration, view, authenticator).routes()
+        routes += routes_of(TenantsApi(administration, view), KeysApi(administration, view))
     openapi = OpenApi(routes)
+    authenticator, access_log = Authenticator(view, operator_key, tokens), AccessLog(config)
     app = FastAPI(title="motet", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.routes = openapi.all_routes
     for route in openapi.all_routes:
-        endpoint = Endpoint(f"{route.method} {route.path}", route.handler, metrics, access_log)
+        endpoint = Endpoint(route, authenticator, metrics, access_log)
         app.router.routes.append(Route(route.path, endpoint, methods=[route.method]))
     app.add_exception_handler(HTTPException, partial(_no_route, metrics, access_log))
     app.add_exception_handler(Exception, partial(_internal, metrics))

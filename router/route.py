@@ -1,30 +1,87 @@
-"""A route of the REST API: what serves it, who may ask it, and what its OpenAPI description is made of."""
+"""The routes of the REST API: what a route's row says, and the decorator that is the row."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from types import MethodType
+from typing import Any, Literal, Protocol, TypeVar
+
+import msgspec
+from starlette.types import Receive, Send
+from starlette.types import Scope as AsgiScope
 
 from ..adapters.registry.tenants.records import Scope
-from .endpoint import Handler
 
-OperatorsAlone = Literal["operator"]
+NeededScope = Scope | Literal["operator", "public"]
+
+
+class Answer(Protocol):
+    """A response of Starlette, or a `GenerationResponse`. `status_code` is final once the call returned."""
+
+    status_code: int
+    raw_headers: list[tuple[bytes, bytes]]
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None: ...
+
+
+Handler = Callable[..., Awaitable[Answer | msgspec.Struct]]
+_Handler = TypeVar("_Handler", bound=Handler)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouteSpec:
-    """Types are such that msgspec can describe them. The handler's docstring becomes the description."""
+    """One route. Its types are such that msgspec can describe them; the handler's docstring is the description.
+
+    The endpoint calls the handler with the request; with the caller's `Identity` where a tenant's key is needed; and
+    with the decoded body where there is one. A struct that the handler returns is sent as JSON, with the first status
+    of `answers`.
+    """
 
     method: str
     path: str
     handler: Handler
-    scope: Scope | OperatorsAlone | None  # that a key needs, or the operators' key; None: anybody may ask
+    scope: NeededScope  # that a tenant's key must have; "operator": the operators' key is needed; "public": none is
     summary: str = ""
     body: Any = None  # of JSON; None: it takes none
+    reads_body: bool = False  # the handler reads the body itself
     form: Any = None  # a struct with the parts of a multipart form
     answers: dict[int, Any] = field(default_factory=dict)  # JSON by status, without errors; None: an empty body
+    no_store: bool = False  # its answers may hold a key: no cache may keep them
     texts: dict[str, str] = field(default_factory=dict)  # what else a 200 may be, by media type
     events: Any = None  # each event's data where the answer is a stream of events
     query: dict[str, Any] = field(default_factory=dict)  # types of its query parameters, by name
     headers: dict[str, Any] = field(default_factory=dict)  # types of the request's headers that it obeys
     errors: tuple[str, ...] = ()  # their codes, but for those that follow from the above; see openapi/error_codes.py
+
+    @property
+    def needs_tenant(self) -> bool:
+        """Whether only a tenant's key, or token, is accepted."""
+        return self.scope not in ("operator", "public")
+
+
+def route(method: str, path: str, *, scope: NeededScope, **row: Any) -> Callable[[_Handler], _Handler]:
+    """Makes a method the handler of a route. `row`: the other fields of `RouteSpec`.
+
+        @route("GET", "/v1/things/{name}", scope="upload", summary="Show a thing.", answers={200: Thing})
+        async def show(self, request: Request, identity: Identity) -> Thing: ...
+
+    A method with several decorators serves several routes.
+    """
+
+    def mark(handler: _Handler) -> _Handler:
+        spec = RouteSpec(method=method, path=path, scope=scope, handler=handler, **row)
+        handler.__dict__["routes"] = (spec, *handler.__dict__.get("routes", ()))
+        return handler
+
+    return mark
+
+
+def routes_of(*apis: object) -> Sequence[RouteSpec]:
+    """The routes of these objects' methods, in the order in which they are defined."""
+    return [
+        replace(spec, handler=MethodType(spec.handler, api))
+        for api in apis
+        for method in vars(type(api)).values()
+        for spec in getattr(method, "routes", ())
+    ]

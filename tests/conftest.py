@@ -10,15 +10,15 @@ from pathlib import Path
 import hypothesis
 import pytest
 import redis
-import torch
 from redis.asyncio import Redis
 
 from motet.adapters.registry import registry_view
 from motet.adapters.registry.registry import connect
 from motet.cluster.registry_server.redis_server import RedisServer
-from motet.kernels.backend import Kernels
 from motet.router.answers import generation_response
-from motet.tests.rigs.native_builds import BUILDS, load_build
+from motet.tests.rigs.cost_report import CostReport
+from motet.tests.rigs.moving_seed import commit_seed
+from motet.tests.rigs.passing_runs import PassingRuns
 from motet.tests.rigs.patience import PATIENCE_S
 
 # How long an example takes says only how busy the machine is.
@@ -28,47 +28,43 @@ hypothesis.settings.load_profile("motet")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("motet")
+    group.addoption("--thorough", action="store_true", help="Attacks and draws at full scale.")
+    group.addoption("--first-seed", type=int, help="Where tests that draw begin; otherwise it follows from the commit.")
     group.addoption("--kill-rounds", type=int, default=1, help="Kills of each kind of process in test_kills.py.")
-    group.addoption("--kill-seed", type=int, default=0, help="Draws the victims and the moments.")
-    group.addoption("--network-seeds", type=int, default=200, help="Runs of test_network_fuzz.py.")
-    group.addoption("--first-network-seed", type=int, default=0, help="The seed of the first of them.")
-    group.addoption("--hostile-scale", type=float, default=0.1, help="Size of the attacks in tests/hostile; 1: whole.")
+    group.addoption("--network-seeds", type=int, help="Runs of test_network_fuzz.py: 40, or 400 with --thorough.")
+    group.addoption(
+        "--hostile-scale",
+        type=float,
+        help="Size of the attacks in tests/hostile: 0.1, or 1, their whole size, if thorough.",
+    )
+    group.addoption("--by-file", action="store_true", help="Print what the tests of each file cost.")
+    group.addoption("--note-passed", action="store_true", help="Note in tests/passed.json which covered files passed.")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """In the background of a script SIGINT is ignored, and processes that tests start would inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    scale = config.option
+    whole = scale.thorough
+    scale.first_seed = commit_seed() if scale.first_seed is None else scale.first_seed
+    scale.network_seeds = scale.network_seeds or (400 if whole else 40)
+    scale.hostile_scale = scale.hostile_scale or (1.0 if whole else 0.1)
+    if scale.by_file:
+        config.pluginmanager.register(CostReport())
+    if scale.note_passed and not hasattr(config, "workerinput"):  # the controller hears of all workers' tests
+        if scale.keyword or scale.markexpr not in ("", "not cluster") or any("::" in name for name in config.args):
+            raise pytest.UsageError("--note-passed is for runs of all tests of a file")
+        config.pluginmanager.register(PassingRuns())
 
 
-# Files that take long, the longest first: tests are shared out file by file, and a long one in the end would run alone.
-# scripts/test --quick leaves them out.
-SLOW_FILES = (
-    "kernels/test_sanitizers.py",
-    "router/test_network_fuzz.py",
-    "workers/test_tensor_parallel.py",
-    "kernels/test_triton.py",
-    "workers/test_exactness.py",
-    "kernels/test_native.py",
-    "kernels/test_native_lora.py",
-    "kernels/test_lora.py",
-    "kernels/test_native_linear.py",
-    "workers/test_expert_adapters.py",
-    "kernels/test_attention.py",
-    "kernels/test_native_experts.py",
-    "kernels/test_native_sampling.py",
-    "kernels/test_experts.py",
-)
-TESTS = Path(__file__).resolve().parent
-assert all((TESTS / name).exists() for name in SLOW_FILES), "a file of SLOW_FILES has another name"
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"tests that draw: --first-seed {config.option.first_seed}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {TESTS / name: place for place, name in enumerate(SLOW_FILES)}
-    items.sort(key=lambda item: order.get(item.path, len(order)))
-    for item in items:
-        if item.path in order:
-            item.add_marker(pytest.mark.slow)
+    """Long files first: they are shared out file by file, and a long one at the end would run alone."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -103,9 +99,3 @@ async def redis_client(redis_url: str) -> AsyncIterator[Redis]:
     await client.flushall()
     yield client
     await client.aclose()
-
-
-@pytest.fixture(scope="module", params=BUILDS, ids=str)
-def native(request: pytest.FixtureRequest) -> tuple[Kernels, torch.dtype]:
-    """The native CPU kernels of each build in turn, and their dtype."""
-    return load_build(request.param), request.param[0]

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from motet.tests.rigs.imports import ROOT, imported_modules, module_of
+
 LEVELS = {"kernels": 0, "adapters": 0, "workers": 1, "router": 2, "cluster": 3}
 SEEN_BY_ROUTER = ("motet.workers.wire",)  # all of `workers` that `router` may import
 DEMO = "motet.examples"  # facts and questions; imports nothing of motet and only `cluster` drives it
@@ -47,21 +48,6 @@ def room_of(module: str) -> str:
 
 def relative(paths: list[Path]) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in paths]
-
-
-def module_of(path: Path, root: Path = ROOT) -> str:
-    return ".".join(("motet", *path.relative_to(root).with_suffix("").parts))
-
-
-def imported_modules(source: str, module: str) -> Iterator[str]:
-    """Absolute names of all that `module` imports, at any depth; `from x import y` gives x.y."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parts = module.split(".")[: -node.level] if node.level else []
-            origin = ".".join([*parts, *([node.module] if node.module else [])])
-            yield from (f"{origin}.{alias.name}" for alias in node.names)
 
 
 def is_within(imported: str, module: str) -> bool:

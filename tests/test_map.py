@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from motet.tests.rigs.imports import ROOT, imported_modules, module_of
 from motet.tests.test_layout import PRODUCT as PRODUCT_FILES
-from motet.tests.test_layout import imported_modules, module_of
 
-ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("kernels", "adapters", "workers", "router", "cluster")
 TOP_FOLDERS = (*PRODUCT, "benchmarks", "docs", "examples", "scripts", "tests")
 MAP = ROOT / "docs" / "map.md"

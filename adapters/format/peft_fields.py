@@ -39,7 +39,7 @@ HARMLESS: Mapping[str, str] = {
     "lora_dropout": "zero outside of training",
     "lora_ga_config": "read where init_lora_weights is lora_ga, which is refused; a converted adapter keeps it",
     "megatron_core": "read where megatron_config is set, which is refused",
-    "peft_version": "who wrote the file",
+    "peft_version": "which PEFT wrote the file",
     "qalora_group_size": "read where use_qalora is set, which is refused",
     "revision": "which revision of the base it was",
     "runtime_config": "where PEFT computes",

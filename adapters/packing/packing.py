@@ -35,7 +35,7 @@ def pack(content: AdapterContent, layout: AdapterLayout) -> Tensor:
                 a_start, b_start = place.a + index * place.stride, place.b + index * place.stride
                 a = found.a[:, slice(*part.inputs)]
                 b = found.b[slice(*part.outputs)].astype(np.float32)
-                with np.errstate(over="ignore"):  # what overflows is told below
+                with np.errstate(over="ignore"):  # overflows are checked below
                     array[a_start : a_start + a.size] = a.astype(dtype).reshape(-1)
                     b *= np.float32(found.scaling)
                     array[b_start : b_start + b.size] = b.astype(dtype).T.reshape(-1)  # [rank, out]

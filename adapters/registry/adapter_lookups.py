@@ -18,22 +18,22 @@ _Found = AdapterVersion | None | RegistryUnavailable
 
 
 class AdapterLookups:
-    """Asks `get_many` for names, one command at a time, and tells `found` of each answer before anybody who waits.
+    """Reads names with `get_many`, one command at a time. `on_found` gets each answer before its waiters do.
 
-    An event that is heard while a name is looked up is merged into the answer: the command may have read the name
-    before the change, and its answer may come after the event. Owned by one event loop.
+    An event that arrives while a name is looked up is merged into the answer, since the command may have read the name
+    before the change. Owned by one event loop.
     """
 
     def __init__(
         self,
         get_many: Callable[[Sequence[Name]], Awaitable[Sequence[AdapterVersion | None]]],
-        found: Callable[[Name, AdapterVersion | None], None],
+        on_found: Callable[[Name, AdapterVersion | None], None],
     ) -> None:
         self._get_many = get_many
-        self._tell = found
+        self._on_found = on_found
         self._waiting: dict[Name, asyncio.Future[_Found]] = {}
         self._under_way: dict[Name, asyncio.Future[_Found]] = {}
-        self._heard: dict[Name, list[AdapterSet | AdapterDeleted]] = {}  # of names under way
+        self._events: dict[Name, list[AdapterSet | AdapterDeleted]] = {}  # of names under way
         self._task: asyncio.Task[None] | None = None
 
     async def get(self, name: Name, deadline_s: float) -> AdapterVersion | None:
@@ -52,8 +52,8 @@ class AdapterLookups:
             raise RegistryUnavailable(str(found)) from found
         return found
 
-    def hear(self, event: RegistryEvent) -> None:
-        """An event of the registry, which may be of a name that is looked up just now."""
+    def observe(self, event: RegistryEvent) -> None:
+        """Takes in an event of the registry, whose name may be under way."""
         match event:
             case AdapterSet(adapter):
                 name = (adapter.tenant, adapter.name)
@@ -62,15 +62,15 @@ class AdapterLookups:
             case _:
                 return
         if name in self._under_way:
-            self._heard.setdefault(name, []).append(event)
+            self._events.setdefault(name, []).append(event)
 
     def forget(self) -> None:
-        """Answers of commands that are under way are thrown away, and their names are asked for again."""
+        """Discards the answers that are under way, and looks their names up again."""
         self._waiting = {**self._under_way, **self._waiting}
-        self._under_way, self._heard = {}, {}
+        self._under_way, self._events = {}, {}
 
     async def stop(self) -> None:
-        """Those who still wait are told that the registry is away."""
+        """Fails the lookups that still wait."""
         task, self._task = self._task, None
         await end_tasks(task)
         for name in [*self._under_way, *self._waiting]:
@@ -85,17 +85,17 @@ class AdapterLookups:
                 answers: Sequence[_Found] = await self._get_many(names)
             except RegistryUnavailable as error:
                 answers = [error] * len(names)
-            except Exception as error:  # those who wait are told, and the next lookups are made
+            except Exception as error:  # the waiters get the error, and the next lookups are made
                 _LOG.exception("a lookup in the registry failed")
                 answers = [RegistryUnavailable(f"the registry could not be read: {error!r}")] * len(names)
             if self._under_way is not asked:
                 continue  # forgotten
             for name, found in zip(names, answers, strict=True):
                 if not isinstance(found, RegistryUnavailable):
-                    found = _newest(found, self._heard.get(name, []))
-                    self._tell(name, found)
+                    found = _newest(found, self._events.get(name, []))
+                    self._on_found(name, found)
                 self._answer(name, found)
-            self._under_way, self._heard = {}, {}
+            self._under_way, self._events = {}, {}
         self._task = None
 
     def _answer(self, name: Name, found: _Found) -> None:
@@ -105,7 +105,7 @@ class AdapterLookups:
 
 
 def _newest(found: AdapterVersion | None, events: Sequence[AdapterSet | AdapterDeleted]) -> AdapterVersion | None:
-    """What the name means after the events, some of which the answer may have seen."""
+    """What the name means after the events, some of which the answer may already reflect."""
     for event in events:
         if isinstance(event, AdapterSet):
             if found is None or event.adapter.order > found.order:

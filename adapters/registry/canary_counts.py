@@ -1,7 +1,7 @@
-"""What all routers count of the answers of canaries and of the versions beside them, in Redis.
+"""Counts of the answers of canaries and of the versions that they are compared with, of all routers, in Redis.
 
-Each answer counts once, by its id, however often it is told: a router tells again what Redis did not confirm. And of
-those who ask, each decides little: how much of one sticky key counts is bounded (`counts_still`).
+Each answer counts once, by its id: a router repeats what Redis did not confirm. How much of one sticky key counts is
+bounded (`counts_still`), so that no single client decides a trial.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _STICKY_BOUND: Final = {
 class Outcome:
     """An answer as it counts."""
 
-    life: str  # of the tenant: see `life_of`
+    tenant_id: str
     of: str  # tenant/name
     response_id: str
     canary_id: str
@@ -92,14 +92,14 @@ class CanaryCounts:
         self._forget_updates = bind_script(client, "forget_updates.lua")
 
     async def add(self, outcomes: Sequence[Outcome]) -> None:
-        """Counts answers, each of them unless it was told before, as far as their sticky keys' bounds let."""
+        """Counts those answers that have not been counted yet, within the bounds of their sticky keys."""
         now = self._clock()
         async with answered_within(self._timeout_s), self._client.pipeline(transaction=False) as pipeline:
             for one in outcomes:
                 await self._count_answer(
                     on=pipeline,
-                    answers=ANSWERS + one.life,
-                    answer_order=ANSWER_ORDER + one.life,
+                    answers=ANSWERS + one.tenant_id,
+                    answer_order=ANSWER_ORDER + one.tenant_id,
                     counts=CANARY_COUNTS + one.canary_id,
                     sticky=CANARY_STICKY + one.canary_id,
                     response_id=one.response_id,
@@ -117,20 +117,20 @@ class CanaryCounts:
                 )
             await pipeline.execute()
 
-    async def rate(self, life: str, response_id: str, *, is_good: bool, comment: str = "") -> bool:
-        """Counts what somebody thinks of an answer; whether it counted.
+    async def rate(self, tenant_id: str, response_id: str, *, is_good: bool, comment: str = "") -> bool:
+        """Counts a thumb for an answer; whether it counted.
 
         It does not if the tenant has had no such answer in a trial within ANSWERS_KEPT_S, if it was rated before, or if
         too many thumbs are for answers to the same sticky key.
         """
         async with answered_within(self._timeout_s):
-            known: str | None = await self._client.hget(ANSWERS + life, response_id)
+            known: str | None = await self._client.hget(ANSWERS + tenant_id, response_id)
             if known is None or known.endswith(" rated"):
                 return False
             trial, arm, *sticky = known.split(" ")
             thumb = "up" if is_good else "down"
             counted = await self._rate_answer(
-                answers=ANSWERS + life,
+                answers=ANSWERS + tenant_id,
                 counts=CANARY_COUNTS + trial,
                 comments=CANARY_COMMENTS + trial,
                 sticky=CANARY_STICKY + trial,
@@ -161,26 +161,26 @@ class CanaryCounts:
         return [Trial(counts.get("of", ""), {arm: _arm(arm, counts) for arm in _ARMS}) for counts in found]
 
     async def comments(self, canary_id: str) -> list[str]:
-        """What people said of its answers, the newest first, each behind "arm up: " or "arm down: "."""
+        """The comments on its answers, the newest first, each after "arm up: " or "arm down: "."""
         async with answered_within(self._timeout_s):
             found: list[str] = await self._client.lrange(CANARY_COMMENTS + canary_id, 0, -1)
         return found
 
     async def news(self, limit: int) -> list[News]:
-        """At most so many of the trials that there is news of, any of them as likely as another."""
+        """At most `limit` trials that have new counts, chosen at random."""
         async with answered_within(self._timeout_s):
             found = await self._client.hrandfield(UPDATED_TRIALS, limit, withvalues=True)
         return [News(canary_id, int(num)) for canary_id, num in zip(found[::2], found[1::2], strict=True)]
 
     async def forget_news(self, news: Sequence[News]) -> None:
-        """The trials were looked at. What was counted in them meanwhile is news still."""
+        """The trials were looked at. Those in which something was counted meanwhile stay."""
         if news:
             numbers = [part for one in news for part in (one.canary_id, one.num)]
             async with answered_within(self._timeout_s):
                 await self._forget_updates(trials_and_numbers=numbers)
 
     async def hold_judging(self, router_id: str, hold_s: float) -> bool:
-        """Makes one router the judge for `hold_s`, as often as it asks; 0 ends it. False: another one is."""
+        """Makes this router the judge for `hold_s` from now on; 0 ends it. False: another one is."""
         return await self._judge.hold(router_id, hold_s)
 
     async def note_failures(self, failures: Mapping[tuple[str, str, int], str | None]) -> None:
@@ -202,7 +202,7 @@ class CanaryCounts:
 
 
 def kind_of(what: str) -> str:
-    """What a sticky key's bound holds of together: answers with their failures, and times of either kind."""
+    """The counts that a sticky key's bound holds for together: answers with failures, and times of either kind."""
     kind, _, is_time = what.partition(" ")
     return kind if is_time else "answers"
 

@@ -29,7 +29,7 @@ class AdapterDeleted:
 
     @property
     def order(self) -> tuple[int, int]:
-        """As that of records."""
+        """Comparable with that of records."""
         return self.revision, self.version
 
 
@@ -39,7 +39,7 @@ class KeySet:
 
     key_hash: str
     tenant: str | None
-    record: KeyRecord | None = None  # None: nothing is said of it beside its tenant
+    record: KeyRecord | None = None  # None: only its tenant is known
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ _tenants = msgspec.json.Decoder(TenantRecord)
 
 
 def key_id_of(key_hash: str) -> str:
-    """What a key is called, so that nobody has to say it: the hash of a random key may be known."""
+    """The public name of a key: keys are random, so part of a hash reveals nothing."""
     return key_hash[:KEY_ID_CHARS]
 
 

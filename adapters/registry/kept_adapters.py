@@ -1,4 +1,4 @@
-"""What a router remembers of the registry's adapters: all of them if there are few, else those that are most used."""
+"""The registry's adapters that a router keeps: all of them if there are few, else those that are most used."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ class _Kept:
 class KeptAdapters:
     """At most `capacity` adapters, and names of which it is known that there is no adapter.
 
-    Once it is `whole`, a name that is not here does not exist. Until then it may be `filling`: somebody adds page after
-    page of all adapters, and so every event matters, because a page may be older than one. Both end when there are more
-    adapters than it may keep. What goes first: the one that came first among those
-    that were not used since; each use, up to MAX_USES, lets an adapter be passed over once (the clock algorithm with
-    counts, as in GCLOCK). Records of a name never go back.
+    Once it is `whole`, a name that is not here does not exist. Until then it may be `filling`: all adapters are added
+    page by page, and since a page may be older than an event, every event is kept. Both end when there are more
+    adapters than `capacity`. Eviction is the clock algorithm with counts (GCLOCK): each use, up to MAX_USES, lets an
+    adapter be passed over once. A name never goes back to an older record.
     """
 
     def __init__(self, capacity: int, *, filling: bool = False) -> None:
@@ -41,8 +40,8 @@ class KeptAdapters:
         self.whole = False
         self._kept: OrderedDict[Name, _Kept] = OrderedDict()  # in the order in which room is looked for
         self._absent: OrderedDict[Name, Order] = OrderedDict()  # name -> a record that is over; the newest last
-        # Names that were looked up and had no version. They may be anything that somebody asks for, but say nothing
-        # of what pages hold, and so they may be forgotten at any time.
+        # Names that were looked up and had no version. Clients choose them, so their number is bounded; forgetting one
+        # costs a lookup.
         self._unknown: OrderedDict[Name, None] = OrderedDict()
         self._shared_ranks: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}
 

@@ -41,7 +41,7 @@ class KnownKeys:
         return sorted((self._keys[one] for one in self._hashes.get(tenant, ())), key=lambda key: key.key_id)
 
     def tenant(self, name: str) -> TenantRecord:
-        """A tenant of whom nothing was said has the defaults."""
+        """A tenant without a record has the defaults."""
         found = self._tenants.get(name)
         return TenantRecord(name=name) if found is None else found
 

@@ -1,8 +1,9 @@
-"""What launches that share a registry tell each other: which of them live, and one secret of routers and gangs.
+"""Heartbeats of the launches that share a registry, and one secret of their routers and gangs.
 
 A launch is one application on one cluster. Several share a registry while one cluster takes over from another. Each
-gives its own API keys; what it gave goes when it has been silent for long. Silence is counted by whoever listens, from
-one beat to the next, so that neither clocks that differ nor an outage of Redis make a living launch look dead.
+gives its own API keys, which are deleted when its heartbeats have stopped for long. Each router measures that by its
+own clock, from one heartbeat to the next, so that neither clocks that differ nor an outage of Redis expire a living
+launch.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ class Launches:
         self._client: Any = client
         self._timeout_s = timeout_s
 
-    async def beat(self, owner: str) -> dict[str, int]:
-        """Says that the launch lives; the number of beats of each launch."""
+    async def heartbeat(self, owner: str) -> dict[str, int]:
+        """Counts one more heartbeat of the launch; returns how many there were of each launch."""
         async with answered_within(self._timeout_s):
             transaction = self._client.pipeline(transaction=True)
             transaction.hincrby(LAUNCHES, owner, 1).hgetall(LAUNCHES)
-            _, beats = await transaction.execute()
-        return {launch: int(count) for launch, count in beats.items()}
+            _, heartbeats = await transaction.execute()
+        return {launch: int(count) for launch, count in heartbeats.items()}
 
     async def forget(self, owner: str) -> None:
-        """The launch is gone: nobody listens for it any more."""
+        """Removes an expired launch."""
         async with answered_within(self._timeout_s):
             await self._client.hdel(LAUNCHES, owner)
 
@@ -45,21 +46,21 @@ class Launches:
 
 
 @dataclass
-class SilentLaunches:
-    """Which launches have been silent for long, as one listener knows. Times are seconds of any steady clock."""
+class ExpiredLaunches:
+    """Which launches have sent no heartbeat for long. Times are seconds of any steady clock."""
 
-    silence_s: float  # after which a launch is given up
-    longest_gap_s: float  # between two times of listening; after a longer one all silence counts from anew
-    _heard: dict[str, tuple[int, float]] = field(default_factory=dict)  # beats, and when they were first seen
-    _listened_at: float | None = None
+    expires_after_s: float
+    longest_gap_s: float  # between two calls of `observe`; after a longer one all launches are watched from anew
+    _seen: dict[str, tuple[int, float]] = field(default_factory=dict)  # number of heartbeats, and when it last grew
+    _observed_at: float | None = None
 
-    def hear(self, beats: dict[str, int], now: float) -> Collection[str]:
-        """Takes in the beats of all launches. Those that have been silent for `silence_s`."""
-        if self._listened_at is None or now - self._listened_at > self.longest_gap_s:
-            self._heard.clear()
-        self._listened_at = now
-        self._heard = {
-            launch: self._heard[launch] if self._heard.get(launch, (-1, 0.0))[0] == count else (count, now)
-            for launch, count in beats.items()
+    def observe(self, heartbeats: dict[str, int], now: float) -> Collection[str]:
+        """Takes in how many heartbeats each launch has sent, and returns the launches that have expired."""
+        if self._observed_at is None or now - self._observed_at > self.longest_gap_s:
+            self._seen.clear()
+        self._observed_at = now
+        self._seen = {
+            launch: self._seen[launch] if self._seen.get(launch, (-1, 0.0))[0] == count else (count, now)
+            for launch, count in heartbeats.items()
         }
-        return [launch for launch, (_, since) in self._heard.items() if now - since >= self.silence_s]
+        return [launch for launch, (_, since) in self._seen.items() if now - since >= self.expires_after_s]

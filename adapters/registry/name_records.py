@@ -1,7 +1,7 @@
-"""What the registry holds of each name, and how it is changed: read, compute, and write if nobody wrote meanwhile.
+"""The registry's records of names. A change reads the record, computes the new one, and compares and swaps.
 
-A change is a pure function of `NameState` (`name_state.py`) and lands in one script or not at all; one that lost
-against another is computed anew.
+A change is a pure function of `NameState` (`name_state.py`) and is written by one script or not at all; if another
+change came first it is computed anew.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .versions.changed_fields import changed_fields
 from .versions.name_state import NameNotes, NameState, VersionNote, with_upload
 from .versions.rollout import MAX_CANARIES, MAX_PINS, MAX_PINS_IN_ALL, versions_of
 
-_MAX_TRIES: Final = 64  # of a change that others overtake
+_MAX_TRIES: Final = 64  # of a change that loses to others
 _encode = msgspec.json.Encoder().encode
 _decode_notes = msgspec.json.Decoder(NameNotes).decode
 
@@ -58,7 +58,7 @@ class NameRecords:
         num_bytes: int,
         activate: bool = True,
         note: VersionNote | None = None,
-        num_ended: int | None = None,
+        incarnation: int | None = None,
         entry: AuditEntry | None = None,
         bounds: Sequence[StorageBound] = (),
     ) -> tuple[AdapterVersion, AdapterVersion, bool]:
@@ -67,8 +67,8 @@ class NameRecords:
         The current version with the same digest is taken for the same upload; where the new one would not be current,
         any version of the name is. Raises VersionRefused for the first version of a name that is not to be current, and
         QuotaExceeded if what is stored would be over one of the bounds: that is decided where it is counted.
-        `num_ended`: of the tenant that asked; None: it is not looked at. Raises TenantGone if that tenant is being
-        deleted, or was: who has its name now gets nothing of it. `entry`: for the audit log.
+        `incarnation`: of the tenant that asked; None: it is not looked at. Raises TenantGone if that tenant is being
+        deleted, or was: the next tenant of its name gets nothing of it. `entry`: for the audit log.
         """
         check_tenant(tenant)
         check_name(name)
@@ -84,7 +84,7 @@ class NameRecords:
             upload = AdapterVersion(tenant, name, version, digest, module_ranks, num_bytes, now)
             return with_upload(state, upload, own, activate=activate, now=now), version, None
 
-        state, found, version = await self._change(f"{tenant}/{name}", add, entry, num_ended, bounds)
+        state, found, version = await self._change(f"{tenant}/{name}", add, entry, incarnation, bounds)
         if found is not None:
             return found, state.current, False
         made = state.current if activate else state.find(str(version))
@@ -96,10 +96,10 @@ class NameRecords:
         name: str,
         change: Callable[[NameState, float], NameState],
         entry: AuditEntry | None = None,
-        num_ended: int | None = None,
+        incarnation: int | None = None,
         most_pinned_bytes: int | None = None,
     ) -> NameState:
-        """The name after `change`, which gets it and the Unix time. `num_ended`, `entry`: see `register`.
+        """The name after `change`, which gets it and the Unix time. `incarnation`, `entry`: see `register`.
 
         `most_pinned_bytes`: that its tenant may have pinned afterwards if this adds any, beside the tenant's quota.
         Raises NoSuchName, TenantGone, what `change` raises, QuotaExceeded if more would be pinned than may be, and
@@ -109,7 +109,7 @@ class NameRecords:
         def apply(state: NameState | None, last_version: int, now: float) -> tuple[NameState, int, None]:
             return change(_existing(state, name), now), last_version, None
 
-        state, _, _ = await self._change(f"{tenant}/{name}", apply, entry, num_ended, (), most_pinned_bytes)
+        state, _, _ = await self._change(f"{tenant}/{name}", apply, entry, incarnation, (), most_pinned_bytes)
         return state
 
     async def _change(
@@ -117,7 +117,7 @@ class NameRecords:
         field: str,
         change: Callable[[NameState | None, int, float], tuple[NameState, int, AdapterVersion | None]],
         entry: AuditEntry | None = None,
-        num_ended: int | None = None,
+        incarnation: int | None = None,
         bounds: Sequence[StorageBound] = (),
         most_pinned_bytes: int | None = None,
     ) -> tuple[NameState, AdapterVersion | None, int]:
@@ -142,7 +142,7 @@ class NameRecords:
                     has_canary=after.rollout.canary is not None,
                     entry=encode_entry(written_entry),
                     result=result,
-                    incarnation=num_ended,
+                    incarnation=incarnation,
                     max_canaries=MAX_CANARIES,
                     max_pins=MAX_PINS,
                     max_pins_in_all=MAX_PINS_IN_ALL,
@@ -161,7 +161,7 @@ class NameRecords:
                     log_entry(written_entry, result)
                 return NameState(decode_adapter(field, written), after.notes), found, new_last
             await asyncio.sleep(random.uniform(0.0, 0.01))
-        raise RegistryUnavailable("others change this adapter all the time: try again")
+        raise RegistryUnavailable("this adapter keeps changing: try again")
 
     async def _read(self, field: str) -> tuple[NameState | None, int, str, str]:
         """The name, its last version, and record and notes as Redis holds them."""

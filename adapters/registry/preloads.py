@@ -1,4 +1,4 @@
-"""How tenants' preloads do, in Redis, so that every router can tell."""
+"""The state of tenants' preloads, in Redis, for all routers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from .redis_deadline import answered_within
 from .registry_keys import PREFIX
 
-KEPT_S: Final = 300  # after the last news
+KEPT_S: Final = 300  # after the last change
 _PRELOADS: Final = PREFIX + "preloads:"  # + tenant/name@version digest: hash: id of a gang -> JSON of Preload; expires
 
 
@@ -33,7 +33,7 @@ class Preloads:
         self._timeout_s = timeout_s
 
     async def note(self, place: str, news: Mapping[str, Preload]) -> None:
-        """How it goes with a version, as `place_of` names it, by the ids of gangs."""
+        """Writes the state of a version's preloads by the ids of gangs. `place`: see `place_of`."""
         key = _PRELOADS + place
         async with answered_within(self._timeout_s), self._client.pipeline(transaction=True) as pipeline:
             pipeline.hset(key, mapping={gang: msgspec.json.encode(preload) for gang, preload in news.items()})

@@ -65,7 +65,7 @@ class NumberedEvent:
 
 
 def connect(url: str, timeout_s: float = 2.0) -> Redis:
-    """A client that fails after `timeout_s` instead of trying again: whoever asked a motet server may try again."""
+    """A client that fails after `timeout_s` and does not retry: motet's own clients may."""
     client: Redis = Redis.from_url(
         url,
         decode_responses=True,
@@ -119,7 +119,7 @@ class Registry:
         digest: str,
         module_ranks: Mapping[str, int],
         num_bytes: int,
-        num_ended: int | None = None,
+        incarnation: int | None = None,
         entry: AuditEntry | None = None,
     ) -> tuple[AdapterVersion, bool]:
         """The name's current version, which has this digest, and whether this call made it. See `NameRecords`."""
@@ -129,7 +129,7 @@ class Registry:
             digest=digest,
             module_ranks=module_ranks,
             num_bytes=num_bytes,
-            num_ended=num_ended,
+            incarnation=incarnation,
             entry=entry,
         )
         return adapter, created
@@ -153,14 +153,6 @@ class Registry:
         async with self._bounded():
             found = await self._list_adapters(tenant=tenant, after=after, count=limit)
         return [decode_adapter(field, record) for field, record in zip(found[::2], found[1::2], strict=True)]
-
-    async def list(self, tenant: str) -> Sequence[AdapterVersion]:
-        """All of the tenant's adapters, sorted by name. One round trip for each PAGE_SIZE of them."""
-        adapters = page = await self.list_adapters(tenant)
-        while len(page) == PAGE_SIZE:
-            page = await self.list_adapters(tenant, page[-1].name)
-            adapters = [*adapters, *page]
-        return adapters
 
     async def delete(self, tenant: str, name: str, entry: AuditEntry | None = None) -> AdapterDeleted | None:
         """Removes the name with all its versions; None: there is no such name. `entry`: for the audit log."""
@@ -305,7 +297,7 @@ class Registry:
         return Position(newest[0][0] if newest else "0-0", int(number or 0), num_adapters)
 
     async def has_event(self, event_id: str, number: int) -> bool:
-        """Whether the stream holds this very event: then no later one has been missed by who knows it."""
+        """Whether the stream holds this very event, and so all events after it."""
         async with self._bounded():
             client: Any = self._client
             found = await client.xrange(EVENTS, event_id, event_id)

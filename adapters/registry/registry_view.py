@@ -1,4 +1,4 @@
-"""What a router knows of the registry, which it asks at every request, so that it serves on while Redis is down."""
+"""A router's copy of the registry, which every request reads, so that serving does not depend on Redis."""
 
 from __future__ import annotations
 
@@ -37,11 +37,9 @@ class _EventsMissed(Exception):  # noqa: N818
 class RegistryView:
     """All API keys, all tenants, and the adapters that are asked for most, up to `capacity`: all if no more are there.
 
-    It applies every event, and reads the adapters page by page; what is not kept yet, or no more, is looked up when it
-    is asked for.
-    After an outage it goes on with the events where it stopped, or loads again if some are lost. Owned by one event
-    loop. While Redis is down it answers with the last state that it knew, and can tell nothing of a name that it does
-    not keep.
+    It applies every event, and reads the adapters page by page; a name that is not kept is looked up on request.
+    After an outage it goes on with the events where it stopped, or loads again if some are lost. While Redis is down it
+    answers with the last state that it knew, but not about names that it does not keep. Owned by one event loop.
     """
 
     def __init__(self, registry: Registry, capacity: int = CAPACITY) -> None:
@@ -53,7 +51,7 @@ class RegistryView:
         self._lookups = AdapterLookups(registry.get_many, self._keep)
         self._event_id = "0-0"
         self._event_number = 0
-        self._advanced = asyncio.Condition()  # told when the number of events that are applied has changed
+        self._advanced = asyncio.Condition()  # notified when events were applied
         self._applied_meanwhile: list[RegistryEvent] | None = None  # a list while it loads
         self._connected = False
         self.on_outdated: Callable[[str], None] = lambda digest: None  # gets digests that a name has ceased to point to
@@ -97,15 +95,15 @@ class RegistryView:
             return adapter
         if not self._connected:
             raise RegistryUnavailable(
-                "the registry is away, and this router does not keep what it says of this name: try again in a moment"
+                "the registry cannot be reached, and this router does not keep this name: try again in a moment"
             )
         return await self._lookups.get((tenant, name), _LOOKUP_S)
 
     async def list_adapters(self, tenant: str, after: str = "", limit: int = PAGE_SIZE) -> Sequence[AdapterVersion]:
         """At most `limit` of the tenant's adapters, sorted by name, from behind the name `after`.
 
-        They are the registry's. While that is away, a view that is whole lists what it keeps; another one raises
-        RegistryUnavailable.
+        They are read from the registry. While that cannot be reached, a view that is whole lists its copy; another one
+        raises RegistryUnavailable.
         """
         try:
             return await self._registry.list_adapters(tenant, after, limit)
@@ -115,11 +113,11 @@ class RegistryView:
             return [adapter for adapter in self._names.of(tenant) if adapter.name > after][:limit]
 
     def key(self, key: str) -> KeyRecord | None:
-        """What is known of an API key; None: it is nobody's."""
+        """What is known of an API key; None: there is no such key."""
         return self._keys.key(sha256(key.encode()).digest())
 
     def tenant(self, name: str) -> TenantRecord:
-        """What is known of a tenant; one of whom nothing was said has the defaults."""
+        """What is known of a tenant; one without a record has the defaults."""
         return self._keys.tenant(name)
 
     @property
@@ -149,7 +147,7 @@ class RegistryView:
         """Applies an event at once, before it comes by the stream. An event older than the view's state is ignored."""
         if self._applied_meanwhile is not None:
             self._applied_meanwhile.append(event)
-        self._lookups.hear(event)
+        self._lookups.observe(event)
         outdated = _apply(event, self._names, self._keys)
         if outdated is not None:
             self.on_outdated(outdated)
@@ -182,7 +180,7 @@ class RegistryView:
         for event in meanwhile:  # they may be newer than what was loaded
             self.apply(event)
         self._connected = self._may_resume = True
-        await self._tell_advanced()
+        await self._notify_advanced()
 
     async def _load_once(self) -> None:
         position = await self._registry.position()
@@ -257,17 +255,17 @@ class RegistryView:
                 backoff_s = _FIRST_BACKOFF_S
                 continue
             except RegistryUnavailable as error:
-                self._lose("lost the registry, serving from memory: %s", error)
+                self._enter_outage("lost the registry, serving from memory: %s", error)
             except Exception as error:  # a view without events would serve old versions for ever
                 self._may_resume = False  # the next event may be the one that cannot be read
-                self._lose("cannot follow the registry, serving from memory: %r", error)
+                self._enter_outage("cannot follow the registry, serving from memory: %r", error)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _reconnect(self) -> None:
         if self._may_resume and await self._registry.has_event(self._event_id, self._event_number):
             self._connected = True  # the events go on from there
-            await self._tell_advanced()
+            await self._notify_advanced()
         else:
             await self._load()
 
@@ -290,13 +288,13 @@ class RegistryView:
                 self.pins.change(name, pin)
             self._event_id, self._event_number = entry.event_id, entry.number
         if entries:
-            await self._tell_advanced()
+            await self._notify_advanced()
 
-    async def _tell_advanced(self) -> None:
+    async def _notify_advanced(self) -> None:
         async with self._advanced:
             self._advanced.notify_all()
 
-    def _lose(self, message: str, error: Exception) -> None:
+    def _enter_outage(self, message: str, error: Exception) -> None:
         if self._connected:  # once per outage
             _LOG.warning(message, error)
         self._connected = False

@@ -27,13 +27,8 @@ class StoredCounts:
         of_tenant, of_key = (_use(text) for text in found)
         return of_tenant, of_key
 
-    async def forget(self, tenant: str) -> None:
-        """Drops the counts of a tenant all of whose adapters are deleted."""
-        async with answered_within(self._timeout_s):
-            await self._client.delete(STORED + tenant)
-
     async def count_once(self) -> bool:
-        """Counts all tenants anew unless that was done before; whether it did: a registry may be older than counts."""
+        """Counts all tenants unless that was done before; whether it did. A registry may be older than the counts."""
         async with answered_within(self._timeout_s):
             if await self._client.exists(STORED_IS_COUNTED):
                 return False
@@ -57,7 +52,7 @@ class StoredCounts:
 
 
 def bound_args(bounds: Sequence[StorageBound]) -> list[str]:
-    """The bounds that say something, as the scripts take them."""
+    """The bounds that are not open, as scripts take them."""
     args = []
     for bound in bounds:
         if not bound.is_open:

@@ -1,4 +1,4 @@
-"""Which layouts of packed files somebody still uses."""
+"""Which layouts of packed files are still in use."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ KEPT_S = 7 * 86_400.0
 
 
 class KeptLayouts:
-    """A file for each layout, whose time says when an application that packs so was last seen.
+    """A file for each layout, whose time says when an application last used the layout.
 
-    Applications with other layouts may share a store, as an old and a new one do while clients move. So a layout is
-    given up only when none has kept it for `KEPT_S`, and one that nobody has heard of counts from when it is found:
-    whoever uses it may be of a version that keeps nothing.
+    Applications with different layouts may share a store, as an old and a new one do during an upgrade. So a layout is
+    given up only when no application has used it for `KEPT_S`. An unknown layout counts from when it is found, since an
+    application of an older version records nothing.
     """
 
     def __init__(self, root: Path) -> None:
@@ -24,7 +24,7 @@ class KeptLayouts:
         self._own: set[str] = set()  # which stay, whatever clocks say
 
     def keep(self, keys: Iterable[str]) -> None:
-        """Somebody uses these now. To be said again long before `KEPT_S` have passed."""
+        """These are in use now. To be called again long before `KEPT_S` have passed."""
         own = set(keys)
         self._own |= own
         self._see(own)
@@ -45,5 +45,5 @@ class KeptLayouts:
 
 
 def is_old(path: Path) -> bool:
-    """Whether nobody has written the file for `KEPT_S`. Raises FileNotFoundError."""
+    """Whether the file was last written more than `KEPT_S` ago. Raises FileNotFoundError."""
     return time.time() - path.stat().st_mtime >= KEPT_S

@@ -6,7 +6,7 @@ root/
 ├── base                     fingerprint and name of the base that the whole store belongs to
 ├── id                       a word that names this store to others
 ├── tmp/                     unfinished files
-├── layouts/                 a file for each layout that adapters are packed for: its time is when somebody used it
+├── layouts/                 a file for each layout that adapters are packed for: its time is when it was last used
 └── ab/abcdef…/              first two digits of the digest, then the digest
     ├── adapter_model.safetensors   the tensors as uploaded, under PEFT's names
     ├── manifest.json               scaling of each module of each layer
@@ -104,7 +104,7 @@ class AdapterStore:
         """The adapter's pages `[num_pages, num_layers, slab]`, verified.
 
         Packs the adapter again if its packed file is missing or damaged. Raises AdapterCorrupt if that fails, too, and
-        StoreUnavailable if that cannot be told now, because the disk or the way to it fails.
+        StoreUnavailable if the store cannot be read now, because the disk or the way to it fails.
         """
         path = self._packed_path(digest, layout)
         problem = ""  # it is missing
@@ -157,7 +157,7 @@ class AdapterStore:
         return sorted(digest for beginning in BEGINNINGS for digest in self._digests(beginning))
 
     def store_id(self) -> str:
-        """A word that names this store, made by whoever asks first."""
+        """A word that names this store, made by the first call."""
         path = self._root / _ID_FILE
         if not path.exists():
             with self._lock(fcntl.LOCK_EX):
@@ -199,7 +199,7 @@ class AdapterStore:
         return removed
 
     def keep_layouts(self, layouts: Sequence[AdapterLayout]) -> int:
-        """Gangs that run pack adapters so: files of these layouts stay. To be called at least every few hours.
+        """Running gangs use these layouts: their files stay. To be called at least every few hours.
 
         Returns how many there are.
         """
@@ -209,8 +209,8 @@ class AdapterStore:
     def sweep_packed(self, beginning: str) -> int:
         """Removes packed files of layouts that are given up, see `KeptLayouts`, and returns how many.
 
-        Of digests that begin so, as `sweep_some`. A file that was written lately stays: somebody packs so who keeps no
-        layouts. No lock: what goes can be made again.
+        Of digests that begin so, as `sweep_some`. A file that was written lately stays: an application that records no
+        layouts may use it. No lock: what is removed can be made again.
         """
         num_removed = 0
         given_up: dict[str, bool] = {}

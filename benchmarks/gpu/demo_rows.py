@@ -99,9 +99,9 @@ def answered(device: str, dtype: Dtype, folder: Path, is_dry: bool) -> tuple[lis
     """All answers of a new engine, its steps, how many pages it moved behind its pool and back, and who waited."""
     model, store = ModelConfig.from_folder(BASE), AdapterStore(folder / "store")
     settings = Settings()
-    layout = AdapterLayout(model.shape, model.slab(settings.block_size), dtype)
+    layout = AdapterLayout(model.shape, model.slab(settings.memory.block_size), dtype)
     refs = dict(_stored(store, model, layout, 2 if is_dry else 4))
-    page_bytes = model.num_layers * model.slab(settings.block_size) * (4 if dtype == "float32" else 2)
+    page_bytes = model.num_layers * model.slab(settings.memory.block_size) * (4 if dtype == "float32" else 2)
     largest = max(layout.num_pages(ref.module_ranks) for ref in refs.values())
     num_requests, num_tokens = (5, 4) if is_dry else (24, 16)
     requests = list(_requests(refs, num_requests, num_tokens))
@@ -114,7 +114,7 @@ def answered(device: str, dtype: Dtype, folder: Path, is_dry: bool) -> tuple[lis
         kv_disk_path=folder / "kv",
         device=device,
         dtype=dtype,
-        pool_bytes=(largest + 4 * (longest // settings.block_size + 1)) * page_bytes,
+        pool_bytes=(largest + 4 * (longest // settings.memory.block_size + 1)) * page_bytes,
         host_bytes=sum(layout.num_pages(ref.module_ranks) for ref in refs.values()) * page_bytes,
         kv_host_bytes=30 * page_bytes,
         kv_disk_bytes=1000 * page_bytes,

@@ -55,7 +55,7 @@ class EngineSide:
         self._refs = refs
         self._next_id = 0
         self._engine = build_engine(
-            MotetConfig(
+            MotetConfig.of(
                 model_path=model_path,
                 data_dir=store_path.parent,
                 dtype="bfloat16",

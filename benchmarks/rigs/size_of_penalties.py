@@ -28,7 +28,7 @@ class DecodingEngine:
 
     def __init__(self, folder: Path) -> None:
         model_path = random_model.write_model(folder / "model")
-        config = MotetConfig(
+        config = MotetConfig.of(
             model_path=model_path,
             data_dir=folder,
             dtype="bfloat16",

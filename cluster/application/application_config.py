@@ -24,7 +24,7 @@ MODELS_FOLDER = "models"  # in the data folder: what was downloaded
 THIS_CLUSTER = "auto"
 
 
-class ApplicationConfig(MotetConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ApplicationConfig(MotetConfig, frozen=True, kw_only=True):
     """The settings of an application, which is built where neither model nor data folder need be."""
 
     def _check_model(self) -> None:

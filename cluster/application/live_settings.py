@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-from msgspec import structs
-
 from ..config import MotetConfig
 from ..settings.setting import Part
 from ..settings.setting_field import fields_of
@@ -30,10 +28,10 @@ def live_values(part: Part, user_config: Mapping[str, Any]) -> dict[str, Any]:
 def user_config_of(part: Part, config: MotetConfig) -> dict[str, Any]:
     """All that the replicas of `part` can take over, as `config` has it."""
     live = [field for field in fields_of(Settings) if field.mark.live_in == part]
-    return {field.flags[0]: written_value(field, getattr(config, field.name)) for field in live}
+    return {field.flags[0]: written_value(field, config.value(field.name)) for field in live}
 
 
 def without_live(config: C) -> C:
     """The same for two configs that differ in nothing but what replicas take over."""
     live = [field for field in fields_of(Settings) if field.mark.live_in is not None]
-    return structs.replace(config, **{field.name: field.default for field in live})
+    return config.replaced(**{field.name: field.default for field in live})

@@ -33,8 +33,8 @@ async def register_launch(config: MotetConfig, *, embedded_redis: bool) -> None:
         # Nobody else uses an embedded registry: as long as it is empty, it may change hands.
         remedy = OTHER_FOLDER if embedded_redis else OTHER_REDIS
         await _claim(registry, config, remedy, if_empty=embedded_redis)
-        await _check_objectives(registry, config, _owner(config), config.keys)
-        await registry.set_launch_keys(_owner(config), config.keys)
+        await _check_objectives(registry, config, _owner(config), config.access.keys)
+        await registry.set_launch_keys(_owner(config), config.access.keys)
 
 
 async def register_router(
@@ -66,13 +66,13 @@ async def forget_launch_keys(config: MotetConfig) -> None:
 async def check_objectives(config: MotetConfig) -> None:
     """Raises ConfigError for a latency objective of a tenant that has no key, and RegistryUnavailable."""
     async with _registry(config) as registry:
-        await _check_objectives(registry, config, _owner(config), config.keys)
+        await _check_objectives(registry, config, _owner(config), config.access.keys)
 
 
 @asynccontextmanager
 async def _registry(config: MotetConfig) -> AsyncIterator[Registry]:
-    assert config.redis_url is not None
-    client = connect(config.redis_url)
+    assert config.access.redis_url is not None
+    client = connect(config.access.redis_url)
     try:
         yield Registry(client)
     finally:
@@ -81,7 +81,7 @@ async def _registry(config: MotetConfig) -> AsyncIterator[Registry]:
 
 async def _claim(registry: Registry, config: MotetConfig, remedy: str, *, if_empty: bool) -> None:
     """Store and registry are this base's, before and after. Nothing has changed if it raises OtherBase."""
-    base = await asyncio.to_thread(identify_base, config.model_path, config.name)
+    base = await asyncio.to_thread(identify_base, config.model_path, config.serving.name)
     store = AdapterStore(config.store_path)
     store.check_base(base, OTHER_FOLDER)
     await registry.claim_base(base, remedy, if_empty=if_empty)
@@ -105,7 +105,7 @@ async def _check_objectives(
     registry: Registry, config: MotetConfig, owner: str, keys: Sequence[tuple[str, str]]
 ) -> None:
     known = {tenant for tenant, _ in keys}
-    asked = [(tenant, seconds) for tenant, seconds in config.latency_objectives_s if tenant not in known]
+    asked = [(tenant, seconds) for tenant, seconds in config.batching.latency_objectives_s if tenant not in known]
     if not asked:
         return
     known |= await registry.tenants_besides(owner)
@@ -118,7 +118,7 @@ async def _check_objectives(
 
 def _owner(config: MotetConfig) -> str:
     """An id of this data folder, made at its first launch, by which its keys are known in a Redis that others share."""
-    path = config.data_dir / OWNER_FILE
+    path = config.serving.data_dir / OWNER_FILE
     try:
         with path.open("x") as file:
             file.write(secrets.token_hex(16))
@@ -126,5 +126,5 @@ def _owner(config: MotetConfig) -> str:
         pass
     owner = path.read_text().strip()
     if not owner.isalnum():
-        raise ConfigError("--data-dir", str(config.data_dir), f"its {OWNER_FILE} is damaged; delete that file")
+        raise ConfigError("--data-dir", str(config.serving.data_dir), f"its {OWNER_FILE} is damaged; delete that file")
     return owner

@@ -54,7 +54,7 @@ def with_operator_client(command: Callable[Concatenate[MotetClient, P], None]) -
     @click.option(
         "--data-dir",
         type=click.Path(file_okay=False, path_type=Path),
-        default=Settings().data_dir,
+        default=Settings().serving.data_dir,
         envvar=DATA_DIR_VARIABLE,
         show_default=True,
         show_envvar=True,

@@ -34,9 +34,9 @@ def doctor(as_json: bool, **settings: Any) -> None:
     defaults = Settings()
     limits = EdgeLimits(
         max_connections=settings["max_connections"],
-        max_connections_per_source=defaults.max_connections_per_source,
-        max_requests_per_key=defaults.max_requests_per_key,
-        trusted_proxies=defaults.trusted_proxies,
+        max_connections_per_source=defaults.access.max_connections_per_source,
+        max_requests_per_key=defaults.access.max_requests_per_key,
+        trusted_proxies=defaults.access.trusted_proxies,
     )
     expected = Expectations(
         limits=limits if address is None else None,

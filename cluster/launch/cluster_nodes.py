@@ -25,7 +25,7 @@ class CannotJoin(Exception):  # noqa: N818
 def check_room(config: MotetConfig) -> None:
     """Raises CannotJoin if the nodes could not hold the first gangs and the routers even if they were empty."""
     nodes = alive_nodes()
-    if config.address is None:
+    if config.placement.address is None:
         remedy = "Ask for less, or start a cluster of several machines and give its --address"
     else:
         remedy = "Start nodes that have it, ask for less, or, where the cluster grows by itself, add --wait-for-nodes"
@@ -47,7 +47,7 @@ def room_taken(config: MotetConfig) -> list[str]:
 
 def check_nodes(config: MotetConfig) -> None:
     """Has every node that may get a part of motet check itself. Raises CannotJoin with all that is wrong."""
-    assert config.redis_url is not None
+    assert config.access.redis_url is not None
     wanted = [demand for demand, _ in demands(config)]
     hosts = [node for node in alive_nodes() if any(can_host(demand, node) for demand in wanted)]
     rooms = [room_for_workers(config, node) for node in hosts]
@@ -55,10 +55,10 @@ def check_nodes(config: MotetConfig) -> None:
     expected = NodeExpectations(
         version=__version__,
         model_path=config.model_path,
-        fingerprint=identify_base(config.model_path, config.name).fingerprint,
-        marker_path=config.data_dir / f"joining-{marker}",
+        fingerprint=identify_base(config.model_path, config.serving.name).fingerprint,
+        marker_path=config.serving.data_dir / f"joining-{marker}",
         marker=marker,
-        redis_url=config.redis_url,
+        redis_url=config.access.redis_url,
         redis_key=f"{PREFIX}joining:{marker}",
         worker=None,
     )
@@ -71,17 +71,16 @@ def check_nodes(config: MotetConfig) -> None:
 
 def demands(config: MotetConfig) -> list[tuple[Demand, int]]:
     """The gangs and the routers that must have room at the start: what one takes, and how many there are."""
-    gang = Demand(what="gang", bundles=config.gang_bundles, labels=dict(config.gang_labels), placement=config.placement)
-    router = Demand(what="router", bundles=(dict(config.router_resources),), labels={}, placement="strict-pack")
-    return [(gang, max(1, config.scaling.min_gangs)), (router, config.num_routers)]
+    placement = config.placement
+    gang = Demand("gang", config.gang_bundles, dict(placement.gang_labels), placement.strategy)
+    router = Demand("router", (dict(placement.router_resources),), {}, "strict-pack")
+    return [(gang, max(1, config.scaling.min_gangs)), (router, placement.num_routers)]
 
 
 def room_for_workers(config: MotetConfig, node: Node) -> int:
     """How many workers of gangs the node could hold at once, if it were empty."""
-    worker = Demand(
-        what="worker", bundles=config.gang_bundles[-1:], labels=dict(config.gang_labels), placement="strict-pack"
-    )
-    return places(worker, [node], config.scaling.max_gangs * config.tensor_parallel)
+    worker = Demand("worker", config.gang_bundles[-1:], dict(config.placement.gang_labels), "strict-pack")
+    return places(worker, [node], config.scaling_policy.max_gangs * config.placement.tensor_parallel)
 
 
 def alive_nodes() -> list[Node]:

@@ -24,7 +24,7 @@ class Node:
     labels: Mapping[str, str]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Demand:
     """What one gang takes, or one router, which has one bundle."""
 

@@ -80,14 +80,14 @@ class Deployment:
         RedisServerError, and the AdapterErrors of `register_launch`.
         """
         assert self._config is None, "a deployment is started once"
-        if config.address is None:
-            check_port_is_free(config.listen_host, config.port)
+        if config.placement.address is None:
+            check_port_is_free(config.listen_host, config.access.port)
         ModelConfig.from_folder(config.model_path)  # what cannot be served is told at once
         self._config = config
         try:
             self._parts.callback(self._restore_signals)
             self._catch_signals()
-            if config.address is None:
+            if config.placement.address is None:
                 self._start(config, on_event)
             else:
                 self._start_joined(config, on_event, replace=replace, wait_for_nodes=wait_for_nodes)
@@ -175,15 +175,15 @@ class Deployment:
 
     def _start_joined(self, config: MotetConfig, on_event: OnEvent, *, replace: bool, wait_for_nodes: bool) -> None:
         """As `_start`, on a running cluster; `stop` leaves nothing there but what was there before."""
-        assert config.address is not None
+        assert config.placement.address is not None
         self._parts.callback(restore_environment, set_environment(SERVE_FLAGS))
         from ..replicas.application import APP  # brings ray.serve, which reads its flags then
 
         self._joined = joined = JoinedCluster()
         try:
             self._parts.callback(joined.leave)
-            with step(on_event, f"joining the cluster at {config.address}"):
-                joined.join(config.address, config.edge)
+            with step(on_event, f"joining the cluster at {config.placement.address}"):
+                joined.join(config.placement.address, config.edge)
             self._catch_signals()  # see _start_ray
             if not wait_for_nodes:
                 check_room(config)
@@ -193,10 +193,10 @@ class Deployment:
                 check_nodes(config)
             self._parts.callback(joined.delete)
             with step(on_event, "starting Ray Serve"):
-                front = joined.start_serve(APP, config.listen_host, config.port, replace_application=replace)
+                front = joined.start_serve(APP, config.listen_host, config.access.port, replace_application=replace)
             for warning in room_taken(config):
                 _log.warning("%s", warning)
-            progress_path = config.data_dir / f"progress-{secrets.token_hex(8)}"
+            progress_path = config.serving.data_dir / f"progress-{secrets.token_hex(8)}"
             self._parts.callback(progress_path.unlink, missing_ok=True)
             joined.deployed(APP)
             self._deploy(config, progress_path, on_event)
@@ -211,8 +211,8 @@ class Deployment:
 
         `host`: an address of this machine at which other nodes reach a server of ours; None: no other node must.
         """
-        config.data_dir.mkdir(parents=True, exist_ok=True)
-        embedded_redis = config.redis_url is None
+        config.serving.data_dir.mkdir(parents=True, exist_ok=True)
+        embedded_redis = config.access.redis_url is None
         if embedded_redis:
             redis = RedisServer(config.redis_path, host=host)
             self._parts.callback(redis.stop)
@@ -223,29 +223,30 @@ class Deployment:
 
     def _write_secrets(self, config: MotetConfig) -> None:
         """They are there for replicas that start later, too, until the deployment has ended."""
-        assert config.redis_url is not None
-        self._secrets_path = config.data_dir / SECRETS_FILE
+        assert config.access.redis_url is not None
+        self._secrets_path = config.serving.data_dir / SECRETS_FILE
         self._parts.callback(self._secrets_path.unlink, missing_ok=True)
         launch_secrets = LaunchSecrets(
             token=secrets.token_hex(32),
-            redis_url=config.redis_url,
-            operator_key=config.operator_key or operator_key_in(config.data_dir),
+            redis_url=config.access.redis_url,
+            operator_key=config.access.operator_key or operator_key_in(config.serving.data_dir),
         )
         launch_secrets.write(self._secrets_path)
 
     def _start_ray(self, config: MotetConfig, on_event: OnEvent) -> None:
         session = secrets.token_hex(8)
         self._session_path = Path(tempfile.mkdtemp(prefix="motet-"))  # a short path: Unix sockets lie in it
-        self._kept_path = config.data_dir / "logs" / f"{time.strftime('%Y-%m-%dT%H-%M-%SZ', time.gmtime())}-{session}"
+        started_at = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
+        self._kept_path = config.serving.data_dir / "logs" / f"{started_at}-{session}"
         self._parts.callback(Janitor(session, self._session_path, self._kept_path).finish)
         variables = serve_environment(session, self._session_path, config.listen_host, config.edge)
         self._parts.callback(restore_environment, set_environment(variables))
         children = set(psutil.Process().children())
         self._parts.callback(_shut_ray_down)
-        self._max_gangs = config.scaling.max_gangs
-        num_cpus = config.scaling.max_gangs * config.num_cpus_of_a_gang
+        self._max_gangs = config.scaling_policy.max_gangs
+        num_cpus = config.scaling_policy.max_gangs * config.num_cpus_of_a_gang
         # Ray puts a handler before Python's that aborts the process three seconds after a SIGTERM: too soon to stop.
-        start_serve(self._session_path, config.port, num_cpus, on_event, self._catch_signals)
+        start_serve(self._session_path, config.access.port, num_cpus, on_event, self._catch_signals)
         self._catch_signals()
         started = set(psutil.Process().children()) - children
         self._servers = [process for process in started if process.name() in ("gcs_server", "raylet")]

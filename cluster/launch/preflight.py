@@ -31,60 +31,72 @@ def check_data_dir(data_dir: Path) -> None:
 
 def check_settings(config: MotetConfig) -> list[str]:
     """Warnings, a line each. Raises ConfigError, or ValueError for a model that cannot be served."""
-    if config.address is None:
-        check_port_is_free(config.listen_host, config.port)
+    if config.placement.address is None:
+        check_port_is_free(config.listen_host, config.access.port)
     return check_sizes(config)
 
 
 def check_sizes(config: MotetConfig) -> list[str]:
     """Warnings and errors as of `check_settings`, of what an update may change while motet runs."""
     model = ModelConfig.from_folder(config.model_path)
+    serving, batching, block_size = config.serving, config.batching, config.memory.block_size
+    degree = config.placement.tensor_parallel
     try:
-        sharding = ModelSharding(model, config.tensor_parallel, expert_sharding=config.expert_sharding)
+        sharding = ModelSharding(model, degree, expert_sharding=config.placement.expert_sharding)
     except ValueError as error:
-        raise ConfigError("--tensor-parallel", config.tensor_parallel, str(error)) from error
-    element_bytes = PAGE_DTYPES[config.dtype].itemsize
-    page_bytes = model.num_layers * sharding.slab(config.block_size, config.kv_dtype, element_bytes) * element_bytes
-    pool_bytes = config.pool_bytes
+        raise ConfigError("--tensor-parallel", degree, str(error)) from error
+    element_bytes = PAGE_DTYPES[serving.dtype].itemsize
+    page_bytes = model.num_layers * sharding.slab(block_size, serving.kv_dtype, element_bytes) * element_bytes
+    pool_bytes = config.memory.pool_bytes
     if pool_bytes is not None and pool_bytes < page_bytes:
         size = shortest_byte_size(pool_bytes)
         raise ConfigError("--pool-bytes", size, f"one page of this model takes {page_bytes} bytes")
-    if config.weights_dtype == "float8":
+    if serving.weights_dtype == "float8":
         _check_float8(sharding)
-    if config.address is None:  # nodes of a cluster check this themselves
-        device = probe_device(config.device)
-        config.worker_device.check(device)
-        if device.kind == "cpu":
-            pool_bytes = pool_bytes or CPU_POOL_BYTES
-        memory_bytes, num_pools = device.memory_bytes, 1
-        if config.gang_num_gpus:  # else there is a GPU for each worker
-            num_pools = config.worker_device.num_pools_on_a_gpu(config.scaling.max_gangs * config.tensor_parallel)
-        if memory_bytes is None:
-            memory_bytes, num_pools = psutil.virtual_memory().total, config.scaling.max_gangs * config.tensor_parallel
-        if pool_bytes is not None and pool_bytes * num_pools > memory_bytes:
-            has, what = format_byte_size(memory_bytes), "this machine" if device.kind == "cpu" else "a GPU here"
-            size = shortest_byte_size(pool_bytes)
-            raise ConfigError("--pool-bytes", size, f"{what} has {has} of memory: give less")
+    if config.placement.address is None:  # nodes of a cluster check this themselves
+        pool_bytes = _pool_bytes_here(config)
     open_checkpoint(config.model_path, "numpy")
     warnings = []
-    length = min(config.max_model_len or model.max_model_len, model.max_model_len)
-    if config.max_model_len is not None and config.max_model_len > length:
-        warnings.append(f"--max-model-len {config.max_model_len} is more than the model's {length}: {length} is served")
-    if config.max_num_sequences > config.max_tokens_per_step:
+    length = min(serving.max_model_len or model.max_model_len, model.max_model_len)
+    if serving.max_model_len is not None and serving.max_model_len > length:
         warnings.append(
-            f"--max-num-sequences {config.max_num_sequences} is more than the tokens of a step: "
-            f"{config.max_tokens_per_step} run at once; --max-tokens-per-step {config.max_num_sequences} serves all"
+            f"--max-model-len {serving.max_model_len} is more than the model's {length}: {length} is served"
+        )
+    if batching.max_num_sequences > batching.max_tokens_per_step:
+        warnings.append(
+            f"--max-num-sequences {batching.max_num_sequences} is more than the tokens of a step: "
+            f"{batching.max_tokens_per_step} run at once; --max-tokens-per-step {batching.max_num_sequences} serves all"
         )
     if pool_bytes is None:
-        return warnings  # what a GPU has left is known when it has loaded the model
-    num_tokens = pool_bytes // page_bytes * config.block_size
+        return warnings  # a GPU's free memory is known once the model is loaded
+    num_tokens = pool_bytes // page_bytes * block_size
     if num_tokens < length:
-        needed = -(-length // config.block_size) * page_bytes
+        needed = -(-length // block_size) * page_bytes
         warnings.append(
             f"the pool holds {num_tokens} tokens and the context has {length}: longer requests are refused; "
             f"--pool-bytes {needed} holds a whole one, without its adapter"
         )
     return warnings
+
+
+def _pool_bytes_here(config: MotetConfig) -> int | None:
+    """Size of a worker's pool on this machine; None: it depends on a GPU's free memory. Raises ConfigError."""
+    device = probe_device(config.serving.device)
+    config.worker_device.check(device)
+    pool_bytes = config.memory.pool_bytes
+    if device.kind == "cpu":
+        pool_bytes = pool_bytes or CPU_POOL_BYTES
+    num_workers = config.scaling_policy.max_gangs * config.placement.tensor_parallel
+    memory_bytes, num_pools = device.memory_bytes, 1
+    if config.placement.gang_num_gpus:  # else there is a GPU for each worker
+        num_pools = config.worker_device.num_pools_on_a_gpu(num_workers)
+    if memory_bytes is None:
+        memory_bytes, num_pools = psutil.virtual_memory().total, num_workers
+    if pool_bytes is not None and pool_bytes * num_pools > memory_bytes:
+        has, what = format_byte_size(memory_bytes), "this machine" if device.kind == "cpu" else "a GPU here"
+        size = shortest_byte_size(pool_bytes)
+        raise ConfigError("--pool-bytes", size, f"{what} has {has} of memory: give less")
+    return pool_bytes
 
 
 def _check_float8(sharding: ModelSharding) -> None:

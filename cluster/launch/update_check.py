@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from ..config import MotetConfig
 from ..settings.config_error import ConfigError
 from ..settings.update_rule import check_update
@@ -15,11 +13,11 @@ def updated(running: MotetConfig, wanted: MotetConfig, max_gangs: int | None) ->
     Raises ConfigError for a setting that only a restart can change.
     """
     # Cores are shared as at the start: another number of gangs is no reason to replace those that stay.
-    wanted = replace(wanted, gangs_beside=running.gangs_beside or running.scaling.max_gangs)
-    if wanted.redis_url is None:
-        wanted = replace(wanted, redis_url=running.redis_url)  # the embedded server goes on
-    check_update(replace(running, gangs_beside=wanted.gangs_beside), wanted)
-    if max_gangs is not None and wanted.scaling.max_gangs > max_gangs:
+    wanted = wanted.replaced(gangs_beside=running.gangs_beside or running.scaling_policy.max_gangs)
+    if wanted.access.redis_url is None:
+        wanted = wanted.replaced(redis_url=running.access.redis_url)  # the embedded server goes on
+    check_update(running.replaced(gangs_beside=wanted.gangs_beside), wanted)
+    if max_gangs is not None and wanted.scaling_policy.max_gangs > max_gangs:
         accepted = f"at most {max_gangs} is accepted until a restart, as Ray was started with room for so many"
-        raise ConfigError("--max-gangs", wanted.scaling.max_gangs, accepted)
+        raise ConfigError("--max-gangs", wanted.scaling_policy.max_gangs, accepted)
     return wanted

@@ -34,12 +34,12 @@ def build_application(
         GangReplica,
         name="gang",
         user_config=user_config_of("gang", config),
-        **_number_of_gangs(config.scaling, is_update),
+        **_number_of_gangs(config.scaling_policy, is_update),
         **_place_of_a_gang(config),
         # A process that dies is noticed at once; this is for an engine that stopped inside a living one.
         health_check_period_s=1.0,
         health_check_timeout_s=30.0,
-        graceful_shutdown_timeout_s=gang_end_s(config.drain_s),
+        graceful_shutdown_timeout_s=gang_end_s(config.timeouts.drain_s),
         max_constructor_retry_count=1,  # a model that cannot be loaded cannot be loaded again; Redis is waited for
     )
     routers: Any = serve.deployment(
@@ -47,13 +47,13 @@ def build_application(
         name="router",
         user_config=user_config_of("router", config),
         max_surge_percent=100,  # an update starts new ones first, so that there is always one to connect to
-        num_replicas=config.num_routers,
+        num_replicas=config.placement.num_routers,
         # No CPUs: a router waits more than it works, so the gangs get all of them.
-        ray_actor_options=Resources(custom=config.router_resources).actor_options,
+        ray_actor_options=Resources(custom=config.placement.router_resources).actor_options,
         max_ongoing_requests=100_000,  # admission is the router's own business
         health_check_period_s=5.0,
         health_check_timeout_s=30.0,
-        graceful_shutdown_timeout_s=config.router_drain_s,
+        graceful_shutdown_timeout_s=config.timeouts.router_drain_s,
         max_constructor_retry_count=3,
     )
     lasting, exposition = without_live(config), config.exposition
@@ -65,10 +65,9 @@ def build_application(
 
 def _settings_of_a_router(config: MotetConfig) -> tuple[object, ...]:
     """All settings that a RouterReplica reads from the config."""
-    packing = (config.tensor_parallel, config.block_size, config.dtype, config.expert_sharding, config.kv_dtype)
-    waiting = (config.sequence_wait_s, config.min_gangs == 0, config.admission)
+    waiting = (config.sequence_wait_s, config.scaling.min_gangs == 0, config.admission)
     shown = (config.logs, config.exposition)
-    return (config.router, *shown, config.model_path, config.store_path, config.name, packing, waiting)
+    return (config.router, *shown, config.model_path, config.store_path, config.serving.name, config.packing, waiting)
 
 
 def _with_version(deployment: Any, *settings: object) -> Any:
@@ -90,14 +89,14 @@ def _number_of_gangs(scaling: ScalingConfig, is_update: bool) -> dict[str, Any]:
 
 def _place_of_a_gang(config: MotetConfig) -> dict[str, Any]:
     """Options of the gangs' deployment: what the replica takes, or a bundle for the leader and one for each worker."""
-    labels = dict(config.gang_labels)
-    if config.tensor_parallel == 1:
+    labels = dict(config.placement.gang_labels)
+    if config.placement.tensor_parallel == 1:
         options = config.worker_resources.actor_options
         return {"ray_actor_options": options | ({"label_selector": labels} if labels else {})}
     bundles = list(config.gang_bundles)
     place: dict[str, Any] = {
         "ray_actor_options": actor_options(bundles[0]),
         "placement_group_bundles": bundles,
-        "placement_group_strategy": config.placement.replace("-", "_").upper(),
+        "placement_group_strategy": config.placement.strategy.replace("-", "_").upper(),
     }
     return place | ({"placement_group_bundle_label_selector": [labels] * len(bundles)} if labels else {})

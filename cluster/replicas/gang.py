@@ -40,6 +40,7 @@ from .gang_workers import RayWorkers
 from .garbage_collection import make_garbage_collection_rare
 from .replica_directory import ADDRESS
 from .replica_logging import configure_replica_logging
+from .running_parts import RunningParts
 
 if TYPE_CHECKING:  # the module imports torch, which launchers need not: they only name the class below
     from ...workers.loop import EngineLoop
@@ -83,11 +84,17 @@ class GangReplica:
         metrics = GangMetrics(info, exposition.name)
         self._engine = engine
         self._server = FrameServer(engine, info, token, leader, metrics.observe)
-        self._address = await self._server.start(host)
-        self._page = ProcessPage(
-            exposition, info.gang_id, launch.operator_key, lambda: metrics.families(GangFacts.of(self._server))
-        )
-        await self._page.start(host)
+        async with RunningParts() as parts:
+            parts.push_async_callback(
+                self._server.stop
+            )  # and with it the engine, which holds workers before it is started
+            self._address = await self._server.start(host)
+            self._page = ProcessPage(
+                exposition, info.gang_id, launch.operator_key, lambda: metrics.families(GangFacts.of(self._server))
+            )
+            parts.push_async_callback(self._page.stop)
+            await self._page.start(host)
+            self._parts = parts.pop_all()
         make_garbage_collection_rare()
         _log.info("gang %s serves %s at %s", info.gang_id, info.model, self._address)
 
@@ -128,8 +135,7 @@ class GangReplica:
         num_handed_over = await self._server.drain(self._leader.drain_s)
         if num_handed_over:
             _log.info("%d sequences were handed over", num_handed_over)
-        await self._page.stop()
-        await self._server.stop()
+        await self._parts.aclose()
         self._log.close()
 
 

@@ -15,11 +15,12 @@ from uuid import uuid4
 
 import ray
 from fastapi import FastAPI
-from msgspec import structs
 from prometheus_client.metrics_core import Metric
 from ray import serve
+from redis.asyncio import Redis
 
 from ...adapters.errors import RegistryUnavailable
+from ...adapters.packing.layout import AdapterLayout
 from ...adapters.registry.administration.administration import Administration
 from ...adapters.registry.administration.ended_keys import EndedKeys
 from ...adapters.registry.canary_counts import CanaryCounts
@@ -63,6 +64,7 @@ from .garbage_collection import make_garbage_collection_rare
 from .launch_keeper import LaunchKeeper, id_of_this_cluster
 from .replica_directory import ADDRESS, Metadata, ReplicaDirectory
 from .replica_logging import configure_replica_logging
+from .running_parts import RunningParts
 
 if TYPE_CHECKING:
     from ...router.oidc.token_verifier import TokenVerifier
@@ -90,111 +92,115 @@ class RouterReplica:
         with step(on_event, "starting a router"):
             secrets = await asyncio.to_thread(read_secrets, secrets_path)
             await asyncio.to_thread(check_model, config.model_path, config.hub_id, on_event)
-            await self._start(config, secrets, secrets_path, gang)
+            async with RunningParts() as parts:
+                await self._start(parts, config, secrets, secrets_path, gang)
+                self._parts = parts.pop_all()
 
-    async def _start(self, config: MotetConfig, secrets: LaunchSecrets, secrets_path: Path | None, gang: Any) -> None:
+    async def _start(
+        self, parts: RunningParts, config: MotetConfig, secrets: LaunchSecrets, secrets_path: Path | None, gang: Any
+    ) -> None:
+        """Starts each part after those that it needs."""
         await asyncio.to_thread(import_transformers_without_torch)
-        self._config, self._current = config, CurrentConfig(config.router)
-        self._redis = connect(secrets.redis_url)
-        self._registry = registry = Registry(self._redis)
-        self._launch = LaunchKeeper(
-            registry, Launches(self._redis), id_of_this_cluster(), partial(_keys_of, secrets_path)
-        )
-        await asyncio.to_thread(config.data_dir.mkdir, parents=True, exist_ok=True)
-        await when_redis_answers(partial(register_router, registry, config, self._launch.owner, secrets.keys))
-        # The secrets of a node may get a file of keys later.
-        given = secrets.keys if secrets_path is not None else secrets.keys or ()
-        await when_redis_answers(partial(self._launch.start, given))
-        self._view = RegistryView(registry)
-        await when_redis_answers(self._view.start)
-        token = await when_redis_answers(partial(shared_token, secrets))
-        model = await asyncio.to_thread(ModelConfig.from_folder, config.model_path)
-        layouts = layouts_of_gang(
-            model, config.tensor_parallel, config.block_size, config.dtype, config.expert_sharding, config.kv_dtype
-        )
-        self._uploads = UploadService(
-            await asyncio.to_thread(AdapterStore, config.store_path),
-            registry,
-            self._view,
-            layouts=layouts,
-            reserved=[config.name],
-            limits=UploadLimits(max_tensors_bytes=config.max_upload_bytes),
-        )
-        self._dispatcher = FleetDispatcher(
-            token,
-            config.sequence_wait_s,
-            self._show_demand,
-            adapter_pages=lambda adapter: layouts[0].num_pages(adapter.module_ranks),  # the same on every worker
-            admission=config.admission,
-        )
-        self._view.on_outdated = self._dispatcher.outdate
-        self._pins = PinKeeper(self._view.pins, self._dispatcher.connected)
-        self._pins.start()
-        self._demand = GangDemand(gang, lambda: self._dispatcher.num_waiting) if config.min_gangs == 0 else None
+        self._config, self._current, self._metrics = config, CurrentConfig(config.router), Metrics()
+        self._metrics.dropped_log_lines = lambda: self._log.num_dropped
         self._gangs: Mapping[str, Metadata] = {}
         self._routers: Mapping[str, Metadata] = {}
-        own = serve.get_replica_context().deployment
-        self._directories = (
-            ReplicaDirectory(gang.app_name, gang.deployment_name, self._update_gangs),
-            ReplicaDirectory(gang.app_name, own, self._update_routers),
+        redis = connect(secrets.redis_url)
+        parts.push_async_callback(redis.aclose)
+        self._registry = Registry(redis)
+        await self._start_launch_keeper(parts, redis, secrets, secrets_path)
+        view = self._view = RegistryView(self._registry)
+        await when_redis_answers(view.start)
+        parts.push_async_callback(view.stop)
+        token = await when_redis_answers(partial(shared_token, secrets))
+        model = await asyncio.to_thread(ModelConfig.from_folder, config.model_path)
+        layouts = layouts_of_gang(model, *config.packing)
+        self._uploads = UploadService(
+            await asyncio.to_thread(AdapterStore, config.store_path),
+            self._registry,
+            view,
+            layouts=layouts,
+            reserved=[config.serving.name],
+            limits=UploadLimits(max_tensors_bytes=config.requests.max_upload_bytes),
         )
-        for directory in self._directories:
-            directory.start()
-        self._quotas = Quotas(self._redis, lambda: len(self._routers))
-        self._quotas.start()
-        self._text = await asyncio.to_thread(TextService.from_folder, config.model_path)
+        text = await asyncio.to_thread(TextService.from_folder, config.model_path)
+        parts.callback(text.close)
+        usage = await parts.start(await _make_usage(redis, config))
+        self._metrics.ledger = usage.behind
+        self._administration = Administration.of(redis, [usage.retire])
+        quotas = await parts.start(Quotas(redis, lambda: len(self._routers)))
+        canary_counts = CanaryCounts(redis)
+        canaries = await parts.start(CanaryBook(view, canary_counts))
+        await parts.start(CanaryJudge(self._uploads, canary_counts))
+        await parts.start(EndedKeys(redis))
+        tokens = await _start_token_verifier(parts, config)
+        pins = await self._start_fleet(parts, gang, token, layouts[0])
         operator_key = secrets.operator_key
         if operator_key is None:
-            operator_key = await asyncio.to_thread(operator_key_in, config.data_dir)
-        self._tokens = await _verifier(config)
-        self._metrics = Metrics()
-        self._metrics.dropped_log_lines = lambda: self._log.num_dropped
-        self._usage = Usage(
-            self._redis,
-            config.ledger_path,
-            config.ledger_archive_path,
-            kept_days=config.ledger_days,
-            spool_bytes=config.ledger_spool_bytes,
-            min_free_bytes=config.min_free_bytes // LEDGERS_PART,
-            prices=None if config.prices_path is None else await asyncio.to_thread(read_prices, config.prices_path),
-        )
-        await self._usage.start()
-        self._administration = Administration.of(self._redis, [self._usage.retire])
-        self._metrics.ledger = self._usage.behind
-        self._watchdog = LoopWatchdog(self._metrics.loop_held_s)
+            operator_key = await asyncio.to_thread(operator_key_in, config.serving.data_dir)
         name = uuid4().hex[:8]
-        self._labels = {"router": name, "base": config.name}
-        counts = CanaryCounts(self._redis)
-        self._canaries, self._judge = CanaryBook(self._view, counts), CanaryJudge(self._uploads, counts)
-        self._canaries.start()
-        self._judge.start()
-        self._ended_keys = EndedKeys(self._redis)
-        self._ended_keys.start()
+        self._labels = {"router": name, "base": config.serving.name}
         self._page = ProcessPage(config.exposition, name, operator_key, self._families)
+        parts.push_async_callback(self._page.stop)
         await self._page.start(ray.util.get_node_ip_address())
         self._app = create_app(
             config=self._current,
             dispatcher=self._dispatcher,
-            view=self._view,
+            view=view,
             uploads=self._uploads,
-            text=self._text,
+            text=text,
             operator_key=operator_key,
             metrics=self._metrics,
             labels=self._labels,
             administration=self._administration,
-            tokens=self._tokens,
+            tokens=tokens,
             targets=lambda: targets_of(config.exposition, self._routers.values(), self._gangs.values()),
-            quotas=self._quotas,
-            canaries=self._canaries,
-            preloads=Preloads(self._redis),
-            pins=self._pins,
-            accountants=[self._usage.metering],
-            more_routes=self._usage.routes,
+            quotas=quotas,
+            canaries=canaries,
+            preloads=Preloads(redis),
+            pins=pins,
+            accountants=[usage.metering],
+            more_routes=usage.routes,
         )
         self._app.add_middleware(BoundedReceive)
         _keep_pauses_short()
-        self._watchdog.start()
-        self._sweeper = asyncio.create_task(self._sweep_forever(config.store_path))
+        sweeper = asyncio.create_task(self._sweep_forever(config.store_path))
+        parts.callback(sweeper.cancel)
+        await parts.start(LoopWatchdog(self._metrics.loop_held_s))
+
+    async def _start_launch_keeper(
+        self, parts: RunningParts, redis: Redis, secrets: LaunchSecrets, secrets_path: Path | None
+    ) -> None:
+        """Registers this router's base and its launch's keys, and follows changes of these keys."""
+        launch = LaunchKeeper(self._registry, Launches(redis), id_of_this_cluster(), partial(_keys_of, secrets_path))
+        await asyncio.to_thread(self._config.serving.data_dir.mkdir, parents=True, exist_ok=True)
+        await when_redis_answers(partial(register_router, self._registry, self._config, launch.owner, secrets.keys))
+        # A node's secrets may get a file of keys later.
+        given = secrets.keys if secrets_path is not None else secrets.keys or ()
+        await when_redis_answers(partial(launch.start, given))
+        parts.callback(launch.stop)
+
+    async def _start_fleet(self, parts: RunningParts, gang: Any, token: str, layout: AdapterLayout) -> PinKeeper:
+        """Connects to gangs as they start and end, and calls for a gang where there may be none."""
+        config = self._config
+        self._dispatcher = FleetDispatcher(
+            token,
+            config.sequence_wait_s,
+            self._show_demand,
+            adapter_pages=lambda adapter: layout.num_pages(adapter.module_ranks),  # the same on every worker
+            admission=config.admission,
+        )
+        parts.push_async_callback(self._dispatcher.close)
+        self._view.on_outdated = self._dispatcher.outdate
+        pins = await parts.start(PinKeeper(self._view.pins, self._dispatcher.connected))
+        self._demand: GangDemand | None = None
+        if config.scaling.min_gangs == 0:
+            self._demand = GangDemand(gang, lambda: self._dispatcher.num_waiting)
+            parts.callback(self._demand.stop)
+        own_deployment = serve.get_replica_context().deployment
+        await parts.start(ReplicaDirectory(gang.app_name, gang.deployment_name, self._update_gangs))
+        await parts.start(ReplicaDirectory(gang.app_name, own_deployment, self._update_routers))
+        return pins
 
     def record_replica_metadata(self) -> dict[str, str]:
         """What this replica tells the directory of every router."""
@@ -206,7 +212,7 @@ class RouterReplica:
         Serve would replace a running replica that refuses, by others that refuse as well.
         """
         try:
-            config = structs.replace(self._config, **live_values("router", user_config))
+            config = self._config.replaced(**live_values("router", user_config))
             check = partial(check_objectives_of, self._registry, config)
             await (check() if self._is_up else when_redis_answers(check))
         except (ConfigError, RegistryUnavailable) as error:
@@ -231,26 +237,7 @@ class RouterReplica:
 
     async def __del__(self) -> None:
         """Serve's hook for a graceful end, after the last request."""
-        self._watchdog.stop()
-        self._launch.stop()
-        self._sweeper.cancel()
-        if self._demand is not None:
-            self._demand.stop()
-        for directory in self._directories:
-            directory.stop()
-        await self._page.stop()
-        if self._tokens is not None:
-            await self._tokens.stop()
-        await self._pins.stop()
-        await self._dispatcher.close()
-        await self._quotas.stop()
-        await self._judge.stop()
-        await self._ended_keys.stop()
-        await self._canaries.stop()
-        await self._view.stop()
-        await self._usage.stop()
-        await self._redis.aclose()
-        self._text.close()
+        await self._parts.aclose()
         self._log.close()
 
     def _update_gangs(self, replicas: Mapping[str, Metadata]) -> None:
@@ -286,15 +273,26 @@ def _keys_of(secrets_path: Path | None) -> Sequence[tuple[str, str]] | None:
     return read_secrets(secrets_path).keys
 
 
-async def _verifier(config: MotetConfig) -> TokenVerifier | None:
-    """Follows the keys of those whose tokens are accepted; None: nobody's are."""
-    if not config.oidc_issuers:
+async def _make_usage(redis: Redis, config: MotetConfig) -> Usage:
+    limits = config.requests
+    return Usage(
+        redis,
+        config.ledger_path,
+        config.ledger_archive_path,
+        kept_days=limits.ledger_days,
+        spool_bytes=limits.ledger_spool_bytes,
+        min_free_bytes=limits.min_free_bytes // LEDGERS_PART,
+        prices=None if limits.prices_path is None else await asyncio.to_thread(read_prices, limits.prices_path),
+    )
+
+
+async def _start_token_verifier(parts: RunningParts, config: MotetConfig) -> TokenVerifier | None:
+    """Verifies tokens of the configured identity providers; None: there are none."""
+    if not config.access.oidc_issuers:
         return None
     from ...router.oidc.token_verifier import TokenVerifier  # what verifies signatures takes memory and time to load
 
-    verifier = TokenVerifier(config.oidc)
-    await verifier.start()
-    return verifier
+    return await parts.start(TokenVerifier(config.oidc))
 
 
 def _keep_pauses_short() -> None:

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from ...adapters.errors import KeyTaken, RegistryUnavailable
-from ...adapters.registry.launches import Launches, SilentLaunches
+from ...adapters.registry.launches import ExpiredLaunches, Launches
 from ...adapters.registry.registry import Registry
 from ..settings.config_error import ConfigError
 
 LOOK_S = 10.0  # between two looks at the file of keys
 BEAT_S = 60.0
-SILENCE_S = 15 * 60.0  # of a launch, after which its keys go
+SILENCE_S = 15 * 60.0  # without a heartbeat, after which a launch expires
 LONGEST_GAP_S = 3 * BEAT_S
 
 Keys = Sequence[tuple[str, str]]  # (tenant, key)
@@ -23,10 +23,10 @@ _log = logging.getLogger(__name__)
 
 
 class LaunchKeeper:
-    """Keeps the registry as this launch's secrets say, and takes back what silent launches gave.
+    """Keeps the registry as this launch's secrets say, and deletes the keys of expired launches.
 
     Several clusters may share a registry while one takes over from another. The keys of all that live let clients in.
-    One that ends does nothing: its keys go when nobody has heard of it for `SILENCE_S`. Belongs to one event loop.
+    One that ends does nothing: its keys are deleted after `SILENCE_S` without a heartbeat. Belongs to one event loop.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LaunchKeeper:
         self.owner = owner
         self._registry, self._launches, self._read_keys, self._clock = registry, launches, read_keys, clock
         self._keys: Keys | None = None
-        self._silent = SilentLaunches(SILENCE_S, LONGEST_GAP_S)
+        self._expired = ExpiredLaunches(SILENCE_S, LONGEST_GAP_S)
         self._beat_at = -BEAT_S
         self._task: asyncio.Task[None] | None = None
 
@@ -58,17 +58,17 @@ class LaunchKeeper:
             self._task.cancel()
 
     async def look(self) -> None:
-        """Takes over keys that have changed, and beats when it is time. Raises RegistryUnavailable."""
+        """Takes over keys that have changed, and sends the heartbeat when it is due. Raises RegistryUnavailable."""
         await self._take_over_keys()
         now = self._clock()
         if now - self._beat_at < BEAT_S:
             return
-        beats = await self._launches.beat(self.owner)
-        if beats[self.owner] == 1 and self._keys:  # others may have taken this launch for gone, and its keys back
+        heartbeats = await self._launches.heartbeat(self.owner)
+        if heartbeats[self.owner] == 1 and self._keys:  # it had expired for others, which may have deleted its keys
             await self._register(self._keys)
-        silent = self._silent.hear(beats, now)
+        expired = self._expired.observe(heartbeats, now)
         self._beat_at = now
-        for launch in silent:
+        for launch in expired:
             await self._registry.set_launch_keys(launch, ())
             await self._launches.forget(launch)
             _log.info("the keys of a launch that is gone were taken back: %s", launch)

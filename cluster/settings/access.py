@@ -13,8 +13,8 @@ from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_tenant
 from ...router.oidc.oidc_config import is_safe
 from ..logs.log_config import LogFormat, LogLevel
-from .placement import Placement
 from .setting import CountOrNone, Pairs, Refusal, Setting, Unit
+from .setting_field import SettingGroup
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 # Those with a public key: with a shared one, whoever can verify a token can make one.
@@ -108,7 +108,7 @@ def _without_password(url: str) -> str:
     return ("…@" if at else "") + re.split("[?#]", after)[0]
 
 
-class Access(Placement, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Access."""
 
     host: Annotated[

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_tenant
-from .memory import Memory
 from .setting import Count, Pairs, Refusal, Seconds, Setting, Share
+from .setting_field import SettingGroup
 
 
 def check_objectives(objectives_s: tuple[tuple[str, float], ...]) -> Refusal | None:
@@ -27,7 +27,7 @@ def check_objectives(objectives_s: tuple[tuple[str, float], ...]) -> Refusal | N
     return None
 
 
-class Batching(Memory, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Batching(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Batching and admission."""
 
     max_num_sequences: Annotated[Count, Setting("Sequences of a gang that run at once.", "live")] = 128

@@ -34,7 +34,7 @@ class SettingOption(click.Option):
             callback=lambda context, parameter, value: _converted(field, context, parameter, value),
             **details,
         )
-        self.group = field.group
+        self.heading = field.heading
 
     def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
         """As it was given, by the command line or a file: the schema converts it."""
@@ -47,7 +47,7 @@ class GroupedCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            heading = parameter.group if isinstance(parameter, SettingOption) else OTHER_OPTIONS
+            heading = parameter.heading if isinstance(parameter, SettingOption) else OTHER_OPTIONS
             if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)) is not None:
                 groups.setdefault(heading, []).append(record)
         others = groups.pop(OTHER_OPTIONS, [])

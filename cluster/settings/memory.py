@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from .serving import Serving
 from .setting import Bytes, BytesOrNone, Count, Setting, Share
+from .setting_field import SettingGroup
 
 
-class Memory(Serving, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Memory(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Memory."""
 
     pool_bytes: Annotated[

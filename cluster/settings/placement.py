@@ -7,8 +7,8 @@ from typing import Annotated
 from ...workers.config import ExpertSharding
 from ..resources import Placement as Strategy
 from ..resources import why_not_custom, why_not_labels, why_not_num_gpus
-from .scaling import Scaling
 from .setting import Amount, Count, Pairs, Refusal, Setting, Unit
+from .setting_field import SettingGroup
 
 Amounts = tuple[tuple[str, float], ...]
 Labels = tuple[tuple[str, str], ...]
@@ -44,7 +44,7 @@ def check_address(address: str | None) -> Refusal | None:
     return None
 
 
-class Placement(Scaling, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Placement(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Placement."""
 
     address: Annotated[
@@ -84,9 +84,12 @@ class Placement(Scaling, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Pairs("KEY=VALUE", example="accelerator=l4"),
         Setting("A label that the nodes of a gang must have.", flags=("node-label",), check=check_labels),
     ] = ()
-    placement: Annotated[
+    strategy: Annotated[
         Strategy,
-        Setting("The workers of a gang: all on one node, on as few as there is room, or on as many as there are."),
+        Setting(
+            "Which nodes the workers of a gang run on: all on one node, on as few nodes as possible, or on as many.",
+            flags=("placement",),
+        ),
     ] = "strict-pack"
     router_resources: Annotated[
         Amounts,

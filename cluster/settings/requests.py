@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from .access import Access
 from .setting import Bytes, BytesOrNone, Count, PositiveAmount, PositiveSeconds, Setting, Unit
+from .setting_field import SettingGroup
 
 
-class Requests(Access, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of requests, and what is recorded of them."""
 
     max_body_bytes: Annotated[

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from .batching import Batching
 from .setting import Count, CountOrNone, PositiveAmount, PositiveSeconds, Seconds, Setting, Share
+from .setting_field import SettingGroup
 
 
-class Scaling(Batching, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Scaling(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Scaling."""
 
     min_gangs: Annotated[

@@ -5,25 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
-
 from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_name
 from ...adapters.packing.layout import Dtype
 from ...workers.config import Device, KVDtype, SlowKernels, SmallSums, WeightsDtype
 from .setting import Count, Folder, Refusal, Setting
-from .setting_field import fields_of
-
-
-class SettingGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings that are valid from the moment that the object exists. Raises ConfigError instead of existing.
-
-    A struct cannot inherit from two others, so each group inherits from the one that stands before it in the help.
-    """
-
-    def __post_init__(self) -> None:
-        for field in fields_of(type(self)):
-            msgspec.structs.force_setattr(self, field.name, field.converted(getattr(self, field.name)))
+from .setting_field import SettingGroup
 
 
 def check_base_name(name: str) -> Refusal | None:

@@ -1,4 +1,4 @@
-"""All that is known of a setting, read from the annotation of its field."""
+"""Settings as described by the annotations of their fields, and the groups that hold them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .setting import BYTES, SECONDS, Pairs, Setting, Unit
 
 @dataclass(frozen=True)
 class SettingField:
-    """One setting of a schema: its name, its type with bounds, its default, and its mark."""
+    """One setting: its name, its heading in the help, its type with bounds, its default, and its mark."""
 
     name: str  # of the struct's field
-    group: str  # heading that it stands under
+    heading: str
     type: Any  # as annotated
     default: Any
     mark: Setting
@@ -173,21 +173,38 @@ class SettingField:
         return kind + least + more + most
 
 
+class SettingGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings under one heading: the first line of the subclass's docstring, without its full stop.
+
+    All values are valid once the object exists: an invalid one raises ConfigError.
+    """
+
+    def __post_init__(self) -> None:
+        for field in _fields_of_group(type(self)):
+            msgspec.structs.force_setattr(self, field.name, field.converted(getattr(self, field.name)))
+
+
+@cache
+def groups_of(schema: type[msgspec.Struct]) -> dict[str, type[SettingGroup]]:
+    """The groups that a struct is composed of, by the names of its fields. Its other fields are left out."""
+    types = {field.name: field.type for field in msgspec.structs.fields(schema)}
+    return {name: kind for name, kind in types.items() if isinstance(kind, type) and issubclass(kind, SettingGroup)}
+
+
 @cache
 def fields_of(schema: type[msgspec.Struct]) -> tuple[SettingField, ...]:
-    """The settings of a struct in the order of their definition, each under the heading of the class that defines it.
+    """All settings of a struct's groups, in the order of their definition."""
+    return tuple(field for group in groups_of(schema).values() for field in _fields_of_group(group))
 
-    A heading is the first line of that class's docstring without its full stop.
-    """
+
+@cache
+def _fields_of_group(group: type[SettingGroup]) -> tuple[SettingField, ...]:
+    heading = (group.__doc__ or group.__name__).splitlines()[0].rstrip(".")
     found = []
-    for field in msgspec.structs.fields(schema):
+    for field in msgspec.structs.fields(group):
         mark = next((part for part in _parts(field.type) if isinstance(part, Setting)), None)
-        if mark is not None:
-            owner = next(
-                kind for kind in reversed(schema.__mro__) if field.name in vars(kind).get("__annotations__", {})
-            )
-            heading = (owner.__doc__ or owner.__name__).splitlines()[0].rstrip(".")
-            found.append(SettingField(field.name, heading, field.type, field.default, mark))
+        assert mark is not None, f"{group.__name__}.{field.name} is not annotated with a Setting"
+        found.append(SettingField(field.name, heading, field.type, field.default, mark))
     return tuple(found)
 
 

@@ -9,8 +9,6 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-import msgspec
-
 from .setting_field import SettingField, fields_of
 from .settings import Settings
 from .update_rule import SERVES_OPTIONS
@@ -37,10 +35,10 @@ not take it, and the message says where it belongs.
 """
 
 
-def settings_page(schema: type[msgspec.Struct]) -> str:
+def settings_page(schema: type[Settings]) -> str:
     """Markdown."""
     sections = [INTRODUCTION]
-    for heading, fields in groupby(fields_of(schema), key=lambda field: field.group):
+    for heading, fields in groupby(fields_of(schema), key=lambda field: field.heading):
         rows = [_row(field) for field in fields]
         columns = ("setting", "accepted", "default", "live", "what it is", "application")
         head = f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}\n"

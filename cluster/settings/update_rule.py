@@ -8,11 +8,12 @@ which replaces every process, as Serve takes it for new code.
 
 from __future__ import annotations
 
-import msgspec
-
 from .config_error import ConfigError
 from .setting import Part
-from .setting_field import SettingField, fields_of
+from .setting_field import SettingField, fields_of, groups_of
+from .settings import Settings
+
+ONLY_RESTART = "only a restart changes this"
 
 # What Serve itself is told of the deployment `gang`, in place of an argument.
 SERVES_OPTIONS = {
@@ -22,18 +23,19 @@ SERVES_OPTIONS = {
 }
 
 
-def check_update(running: msgspec.Struct, wanted: msgspec.Struct) -> None:
+def check_update(running: Settings, wanted: Settings) -> None:
     """Raises ConfigError for the first difference that only a restart makes.
 
     Marked "restart" is what says where motet listens, whose it is, how its adapters are packed, or what Ray was started
     with. A field that is no setting is the same.
     """
-    settings = {field.name: field for field in fields_of(type(wanted))}
+    for field in fields_of(type(wanted)):
+        value = wanted.value(field.name)
+        if field.mark.change == "restart" and value != running.value(field.name):
+            raise ConfigError(field.option, field.shown(value), ONLY_RESTART)
     for name in wanted.__struct_fields__:
-        field, value = settings.get(name), getattr(wanted, name)
-        if (field is None or field.mark.change == "restart") and value != getattr(running, name):
-            key, shown = (name, value) if field is None else (field.option, field.shown(value))
-            raise ConfigError(key, shown, "only a restart changes this")
+        if name not in groups_of(type(wanted)) and getattr(wanted, name) != getattr(running, name):
+            raise ConfigError(name, getattr(wanted, name), ONLY_RESTART)
 
 
 def why_not_live(part: Part, field: SettingField) -> str | None:

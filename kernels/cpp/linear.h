@@ -176,7 +176,7 @@ void linear(const T* x, int64_t x_stride, const int64_t* offsets, int64_t num_gr
     }
 }
 
-// Whether these are the fastest linears known for this CPU. With matrix instructions (AMX) oneDNN is faster in
+// Whether these are the fastest linears for this CPU. With matrix instructions (AMX) oneDNN is faster in
 // bfloat16.
 template <class T>
 constexpr bool linear_is_best() {

@@ -109,7 +109,7 @@ struct NothingAhead {
 };
 
 // totals[i] += the sum over `kPairs` pairs of rows, each times factors[i][pair]. The columns of totals are in the order
-// of `Sums`. `ahead`, if any, is told how many cache lines of the rows are about to be read.
+// of `Sums`. `ahead`, if any, gets the number of cache lines of the rows that are about to be read.
 template <class T, int kPairs, class Ahead = NothingAhead>
 inline void add_weighted_rows(float* totals, int64_t total_stride, int64_t num_totals,
                               const typename RowPair<T>::Factors* factors, int64_t factor_stride, const T* const* rows,

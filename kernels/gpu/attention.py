@@ -51,7 +51,7 @@ class _Launch:
             return _Launch(batch, (group, head_dim), Decodes(batch, len(counts), None, None, tuning), None, 0)
         decodes = [sequence for sequence, count in enumerate(counts) if count == 1]
         widest = 128 if head_dim <= 128 else 64
-        if q.dtype == torch.float32:  # no matrix instructions: larger tiles spill, and are compiled for a minute
+        if q.dtype == torch.float32:  # no matrix instructions: larger tiles spill, and take a minute to compile
             widest = 32
         block_rows = max(min(widest, triton.next_power_of_2(max(counts) * group)), 32, triton.next_power_of_2(group))
         tokens = block_rows // group

@@ -21,7 +21,7 @@ def pages_of(table, start, end, BLOCK: tl.constexpr, PAGE: tl.constexpr):
     """The pages of the keys `start : start + BLOCK`, a page of the sequence's for each, and 0 from `end` on.
 
     Loops look them up one tile ahead: where an address is loaded in the same round as what lies there, the compiler's
-    pipelines hold one tile of K and V where they should hold two.
+    pipelines hold one tile of K and V instead of two.
     """
     key = start + tl.arange(0, BLOCK)
     return tl.load(table + key // PAGE, mask=key < end, other=0)

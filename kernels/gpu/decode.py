@@ -12,8 +12,8 @@ from ..attention import AttentionBatch
 from .decode_device import SPLITS_OF_ITEM, combine_kernel, decode_kernel, split_kernel
 
 _ROOM = 4096  # splits of a launch that are listed, at most: their partial sums take 67 MB for 32 heads of 128
-_DECODES_AT_ONCE = 256  # whose splits are counted
-_SPLITS_AT_ONCE = 16  # which are brought together
+_DECODES_AT_ONCE = 256  # decodes whose splits are counted together
+_SPLITS_AT_ONCE = 16  # splits that are added up together
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class Decodes:
     ) -> None:
         """Writes the decodes' rows of `out`. `scales`: of KV of eight bits, whose values `kv` are.
 
-        `numbers` and `shared`: what all kernels of attention are given alike.
+        `numbers` and `shared`: arguments that all kernels of attention have in common.
         """
         num_kv_heads, group, head_dim = kv.shape[3], shared["GROUP"], shared["HEAD_DIM"]
-        # Of eight bits registers hold the bytes and what they stand for: a tile has half as many keys.
+        # With eight bits, registers hold both the bytes and their values: a tile has half as many keys.
         block = keys_of_tile(self.tuning.keys, head_dim * (kv.element_size() if scales is None else 4))
         splits = self._splits_of(window, kv.shape[2], block)
         room = len(splits.items)

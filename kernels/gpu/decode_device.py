@@ -76,8 +76,8 @@ def split_kernel(
 ):
     """One program lists the splits of one decode.
 
-    A sequence's splits depend on what it sees alone, but where all together need more room than there is: then all
-    have twice as many keys, or four times, until there is room. There is room for one split of each.
+    A sequence's splits depend only on the keys that it sees, unless all together need more room than there is: then
+    every split gets twice as many keys, or four times, until all fit. One split of each sequence always fits.
     """
     mine = tl.program_id(0)
     keys = tl.full((), KEYS, tl.int32)
@@ -133,7 +133,7 @@ def decode_kernel(
     PAGE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program computes every so many-th split, for the heads that share one KV head."""
+    """Program i of n computes splits i, i + n, i + 2n … for the heads that share one KV head."""
     head, num_kv_heads = tl.program_id(1), tl.num_programs(1)
     member, dim = tl.arange(0, GROUP_ROWS), tl.arange(0, DIM)
     live = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]

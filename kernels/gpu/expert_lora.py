@@ -39,7 +39,7 @@ class TritonExpertLoraBatch:
 class TritonExpertLora:
     """`expert_lora.CapturableExpertLora`, for batches of `TritonLora`. Never waits for the device.
 
-    The host brings pairs together, in each layer, where `TritonLora` gives way to its twin.
+    Where `TritonLora` falls back to its twin, the host groups the pairs of each layer.
     """
 
     def __init__(self, lora: TritonLora) -> None:
@@ -89,7 +89,7 @@ class TritonExpertLora:
         assert isinstance(groups, TritonGroups), "groups are those of `TritonExperts`"
         num_pairs, num_own = len(groups.rows), len(groups.offsets) - 1
         num_programs = triton.cdiv(num_pairs, batch.tile_rows)
-        # Each part may begin a tile, and each program another one in the midst of a part.
+        # Each part may begin a tile, and each program may begin another one within a part.
         most_tiles = min(num_pairs, num_programs + len(batch.parts) // batch.num_experts * num_own)
         # The counter, and a number that keeps the tiles on a multiple of 16 bytes.
         numbers = torch.zeros(2 + 3 * most_tiles, dtype=torch.int64, device=groups.rows.device)

@@ -15,9 +15,9 @@ _TILES_TOGETHER = 32  # whose rows of x a cache holds while a weight's columns g
 
 @dataclass(frozen=True)
 class TritonGroups(ExpertGroups):
-    """All pairs of the batch, whoever's experts they chose, since only the device knows how many those are."""
+    """All pairs of the batch, those of other workers' experts included: only the device knows how many these are."""
 
-    experts: torch.Tensor  # [num_pairs] int64, counted from this worker's first; as many as it has: another worker's
+    experts: torch.Tensor  # [num_pairs] int64, from this worker's first; its number of experts: another worker's
     places: torch.Tensor  # [num_rows, top_k] int64, where each row's pairs stand
 
 
@@ -50,7 +50,7 @@ class TritonExperts:
         return TritonGroups(rows, factors, offsets, own, places.view(num_rows, top_k))
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
-        """See `experts.ExpertKernels.linear`. What comes out for pairs of other workers' experts may be anything."""
+        """See `experts.ExpertKernels.linear`. Outputs for pairs of other workers' experts are undefined."""
         num_pairs, (num_experts, num_out, num_in) = len(x), weight.shape
         out = torch.empty((num_pairs, num_out), dtype=x.dtype, device=x.device)
         if num_pairs == 0:

@@ -30,9 +30,9 @@ class ScaledFloat8:
 
     def linear(self, x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None) -> torch.Tensor:
         values, scales = self.quantise(x)
-        # Hopper's tensor cores keep some fourteen bits of a sum of such products, which costs per cents over thousands
-        # of inputs (DeepSeek-V3, arXiv 2412.19437 §3.3.2). Without `use_fast_accum` sums move to float32 as they grow;
-        # a decode waits for its weights all the same.
+        # Hopper's tensor cores keep some fourteen bits of a sum of such products, which costs some percent over
+        # thousands of inputs (DeepSeek-V3, arXiv 2412.19437 §3.3.2). Without `use_fast_accum` sums move to float32 as
+        # they grow; a decode waits for its weights all the same.
         return torch._scaled_mm(
             values,
             weight.values.t(),

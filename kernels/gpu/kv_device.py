@@ -24,7 +24,7 @@ def _rotated(x, head, num_heads, x_head, cos, sin, HEAD_DIM: tl.constexpr, HALF:
 def _store_float8(place, scale_place, first, second, live, HEAD_DIM: tl.constexpr):
     """Quantises heads, given in two halves `[heads, HALF]` in float32, and stores them and their scales."""
     size = tl.maximum(tl.abs(first), tl.abs(second))
-    # What is not a number makes its head infinite: a largest number would not tell of it.
+    # A NaN makes the scale of its head infinite: the maximum alone would not show it.
     size = tl.where((first == first) & (second == second), size, float("inf"))
     scale = float8_scale(tl.max(size, 1))
     tl.store(place, float8_bits(tl.div_rn(first, scale[:, None])), mask=live)

@@ -169,8 +169,8 @@ class TritonLora:
         shape = (len(modules), splits, len(x), batch.ranks)
         shrunk = torch.empty(shape, dtype=torch.float32, device=x.device)
         if len(batch.tiles):
-            # Tiles lie on the axis without a limit to speak of. Modules come first: they share a tile's rows of x, and
-            # the next tile mostly A of the same adapter. Splits share nothing.
+            # Tiles lie on the grid's first axis, which is nearly unlimited. Modules vary fastest: they share a tile's
+            # rows of x, and the next tile mostly reads A of the same adapter. Splits share nothing.
             shrink_kernel[(len(batch.tiles) * len(modules), splits)](
                 x,
                 pool[:, layer],

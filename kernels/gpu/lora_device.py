@@ -180,7 +180,7 @@ def expand_kernel(
     num_steps = tl.minimum(steps, width // WIDTH - block * steps)
     shrunk += slot * SPLITS * num_rows * ranks
     y_place = y + row[:, None] * y_row + (column + own + tl.arange(0, WIDTH))[None, :]
-    # One round for each step and 16 ranks: the next rows of B are on their way whatever a round ends.
+    # One round for each step and 16 ranks: the next rows of B are loaded while a round computes.
     rank_tiles = tl.cdiv(a_rows, _RANKS)
     rounds = num_workers * rank_tiles  # of a step
     vectors = _vectors(shrunk, row, ranks, num_rows, here[:, None] & (rank < a_rows)[None, :], SPLITS)

@@ -92,6 +92,6 @@ def float8_bits(quotient):
     # Under 2^-6 the steps are 2^-9, as float32's are from 2^14 on: the sum is rounded as it should be.
     small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0.015625, small, normal)
-    code = tl.where(quotient != quotient, 0x7F, code)  # what is not a number stays none
+    code = tl.where(quotient != quotient, 0x7F, code)  # NaN stays NaN
     sign = (quotient.to(tl.int32, bitcast=True) >> 24) & 0x80
     return (code | sign).to(tl.uint8)

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
 from msgspec import structs
-from starlette.responses import Response
 
-from ...adapters.errors import (
-    AdapterInvalid,
-    NoSuchKey,
-    NoSuchTenant,
-    RegistryUnavailable,
-    TenantEnding,
-    TenantExists,
-    TooManyKeys,
-)
-from ...adapters.registry.administration.record_changes import MAX_KEYS
+from ...adapters.errors import NoSuchTenant
 from ...adapters.registry.tenants.audit_entry import WrittenEntry
 from ...adapters.registry.tenants.records import KeyRecord, Quota, Scope, TenantRecord
-from ..openai_api.errors import ApiError, invalid_value, unavailable
 
 
 class QuotaShown(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,43 +121,8 @@ def shown_entry(written: WrittenEntry) -> AuditShown:
     )
 
 
-def json_answer(body: msgspec.Struct, status_code: int = 200) -> Response:
-    """An answer that nobody keeps: it may hold a key."""
-    headers = {"Cache-Control": "no-store"}
-    return Response(msgspec.json.encode(body), status_code, headers, "application/json")
-
-
-def no_tenant(name: str) -> ApiError:
-    return ApiError(404, f"The tenant {name!r} does not exist.", param="tenant", code="tenant_not_found")
-
-
-def no_key() -> ApiError:
-    """404: the same for a key that does not exist and for a key of another tenant."""
-    return ApiError(404, "There is no such API key.", param="key_id", code="key_not_found")
-
-
-@contextmanager
-def as_api_errors(tenant: str = "") -> Iterator[None]:
-    """What the registry raises, as answers."""
-    try:
-        yield
-    except AdapterInvalid as error:
-        raise invalid_value("name", f"{error}.") from error
-    except TenantExists as error:
-        raise ApiError(409, f"The tenant {tenant!r} exists already.", param="name", code="tenant_exists") from error
-    except TenantEnding as error:
-        message = "The deletion of this tenant has not ended: repeat it before anything else."
-        raise ApiError(409, message, code="tenant_ending") from error
-    except TooManyKeys as error:
-        message = f"A tenant may have {MAX_KEYS} keys: delete some that are not needed any more."
-        raise ApiError(409, message, code="too_many_keys") from error
-    except NoSuchTenant as error:
-        raise no_tenant(tenant) from error
-    except NoSuchKey as error:
-        raise no_key() from error
-    except RegistryUnavailable as error:
-        message = f"Tenants and keys cannot be read or changed now, try again: {error}"
-        raise unavailable(message, "registry_unavailable") from error
+def no_tenant(name: str) -> NoSuchTenant:
+    return NoSuchTenant(f"the tenant {name[:64]!r} does not exist")
 
 
 def _key_fields(key: KeyRecord) -> dict[str, Any]:

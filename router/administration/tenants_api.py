@@ -3,96 +3,66 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_tenant
 from ...adapters.registry.administration.administration import Administration
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.records import TenantRecord
-from ..bodies.small_body import small_body
 from ..openai_api.errors import invalid_value
-from ..openai_api.list_page import PAGE_QUERY, ListPage, encoded_list, page_request
-from ..route import RouteSpec
-from ..tenants.auth import Authenticator
+from ..openai_api.list_page import PAGE_QUERY, ListPage, list_answer, page_request
+from ..route import route
 from ..tenants.identity import operators
-from .answers import (
-    AuditShown,
-    Deleted,
-    TenantShown,
-    as_api_errors,
-    json_answer,
-    no_tenant,
-    shown_entry,
-    shown_tenant,
-)
+from .answers import AuditShown, Deleted, TenantShown, no_tenant, shown_entry, shown_tenant
 from .bodies import TenantBody, TenantChanges, given, quota_of
 
 TENANTS: Final = "/v1/admin/tenants"
+_TENANT: Final = f"{TENANTS}/{{tenant}}"
 AUDIT: Final = "/v1/admin/audit"
 _MAX_ENTRIES: Final = 1000  # of the log, in one answer
 _ENTRY_ID: Final = re.compile(r"([0-9]{1,20})-([0-9]{1,20})")  # of a Redis stream: two numbers of 64 bits, not both 0
-_new: Final = msgspec.json.Decoder(TenantBody)
-_changes: Final = msgspec.json.Decoder(TenantChanges)
+_ONE: Final = ("tenant_not_found", "tenant_ending", "registry_unavailable")
 
 
 class TenantsApi:
     """Reads from the router's copy of the registry, after it has come up with all that was changed before."""
 
-    def __init__(self, administration: Administration, view: RegistryView, authenticator: Authenticator) -> None:
+    def __init__(self, administration: Administration, view: RegistryView) -> None:
         self._tenants, self._audit = administration.tenants, administration.audit
-        self._view, self._authenticator = view, authenticator
+        self._view = view
 
-    def routes(self) -> Sequence[RouteSpec]:
-        one = f"{TENANTS}/{{tenant}}"
-        found, away = {200: TenantShown}, ("registry_unavailable",)
-        of_one = ("tenant_not_found", "tenant_ending", *away)
-        return (
-            _route(
-                "GET", TENANTS, self.list, "List tenants.", {200: ListPage[TenantShown]}, query=PAGE_QUERY, errors=away
-            ),
-            _route(
-                "POST",
-                TENANTS,
-                self.create,
-                "Create a tenant.",
-                {201: TenantShown},
-                body=TenantBody,
-                errors=("tenant_exists", "tenant_ending", *away),
-            ),
-            _route("GET", one, self.show, "Show a tenant.", found, errors=of_one),
-            _route("PATCH", one, self.change, "Change a tenant.", found, body=TenantChanges, errors=of_one),
-            _route("DELETE", one, self.delete, "Delete a tenant with all that is its.", {200: Deleted}, errors=of_one),
-            _route("POST", f"{one}/suspend", self.suspend, "Refuse a tenant's requests.", found, errors=of_one),
-            _route("POST", f"{one}/resume", self.resume, "Accept a tenant's requests again.", found, errors=of_one),
-            _route(
-                "GET",
-                AUDIT,
-                self.audit,
-                "Show who changed what, the newest change first.",
-                {200: ListPage[AuditShown]},
-                query={**PAGE_QUERY, "tenant": str},
-                errors=away,
-            ),
-        )
-
+    @route(
+        "GET",
+        TENANTS,
+        scope="operator",
+        summary="List tenants.",
+        query=PAGE_QUERY,
+        answers={200: ListPage[TenantShown]},
+        errors=("registry_unavailable",),
+    )
     async def list(self, request: Request) -> Response:
-        self._authenticator.check_operator(request)
         wanted = page_request(request)
-        with as_api_errors():
-            await self._view.catch_up()
+        await self._view.catch_up()
         names = sorted(name for name in self._view.keys.tenant_names() if name > (wanted.after or ""))
         page = names[: wanted.limit]
-        body = await encoded_list([self._shown(name) for name in page], page, len(names) > len(page))
-        return Response(body, media_type="application/json")
+        return await list_answer(map(self._shown, page), page, len(names) > len(page))
 
-    async def create(self, request: Request) -> Response:
-        self._authenticator.check_operator(request)
-        body = await small_body(request, _new)
+    @route(
+        "POST",
+        TENANTS,
+        scope="operator",
+        summary="Create a tenant.",
+        body=TenantBody,
+        answers={201: TenantShown},
+        no_store=True,
+        errors=("tenant_exists", "tenant_ending", "registry_unavailable"),
+    )
+    async def create(self, request: Request, body: TenantBody) -> TenantShown:
+        _check_name(body.name)
         tenant = TenantRecord(
             name=body.name,
             label=body.label,
@@ -100,87 +70,127 @@ class TenantsApi:
             is_background=body.background,
             quota=quota_of(body.quota),
         )
-        with as_api_errors(body.name):
-            await self._tenants.create(tenant, operators(request))
-        return await self._answer(body.name, 201)
+        await self._tenants.create(tenant, operators(request))
+        return await self._changed(body.name)
 
-    async def show(self, request: Request) -> Response:
-        self._authenticator.check_operator(request)
-        return json_answer(self._shown(await self._found(request)))
+    @route(
+        "GET",
+        _TENANT,
+        scope="operator",
+        summary="Show a tenant.",
+        answers={200: TenantShown},
+        no_store=True,
+        errors=_ONE,
+    )
+    async def show(self, request: Request) -> TenantShown:
+        return self._shown(await self._found(request))
 
-    async def change(self, request: Request) -> Response:
-        self._authenticator.check_operator(request)
-        body = await small_body(request, _changes)
+    @route(
+        "PATCH",
+        _TENANT,
+        scope="operator",
+        summary="Change a tenant.",
+        body=TenantChanges,
+        answers={200: TenantShown},
+        no_store=True,
+        errors=_ONE,
+    )
+    async def change(self, request: Request, body: TenantChanges) -> TenantShown:
         fields = given(body)
         if "background" in fields:
             fields["is_background"] = fields.pop("background")
         name = await self._found(request)
-        with as_api_errors(name):
-            await self._tenants.change(name, fields, operators(request))
-        return await self._answer(name)
+        await self._tenants.change(name, fields, operators(request))
+        return await self._changed(name)
 
-    async def suspend(self, request: Request) -> Response:
-        self._authenticator.check_operator(request)
-        name = await self._found(request)
-        with as_api_errors(name):
-            await self._tenants.suspend(name, operators(request))
-        return await self._answer(name)
-
-    async def resume(self, request: Request) -> Response:
-        self._authenticator.check_operator(request)
-        name = await self._found(request)
-        with as_api_errors(name):
-            await self._tenants.resume(name, operators(request))
-        return await self._answer(name)
-
-    async def delete(self, request: Request) -> Response:
+    @route(
+        "DELETE",
+        _TENANT,
+        scope="operator",
+        summary="Delete a tenant with all that is its.",
+        answers={200: Deleted},
+        no_store=True,
+        errors=_ONE,
+    )
+    async def delete(self, request: Request) -> Deleted:
         """200 when nothing of the tenant is left. One that was cut off is repeated."""
-        self._authenticator.check_operator(request)
         name = await self._found(request)
-        with as_api_errors(name):
-            num_adapters = await self._tenants.delete(name, operators(request))
-            await self._view.catch_up()
-        return json_answer(Deleted(id=name, object="tenant", num_adapters=num_adapters))
+        num_adapters = await self._tenants.delete(name, operators(request))
+        await self._view.catch_up()
+        return Deleted(id=name, object="tenant", num_adapters=num_adapters)
 
+    @route(
+        "POST",
+        f"{_TENANT}/suspend",
+        scope="operator",
+        summary="Refuse a tenant's requests.",
+        answers={200: TenantShown},
+        no_store=True,
+        errors=_ONE,
+    )
+    async def suspend(self, request: Request) -> TenantShown:
+        name = await self._found(request)
+        await self._tenants.suspend(name, operators(request))
+        return await self._changed(name)
+
+    @route(
+        "POST",
+        f"{_TENANT}/resume",
+        scope="operator",
+        summary="Accept a tenant's requests again.",
+        answers={200: TenantShown},
+        no_store=True,
+        errors=_ONE,
+    )
+    async def resume(self, request: Request) -> TenantShown:
+        name = await self._found(request)
+        await self._tenants.resume(name, operators(request))
+        return await self._changed(name)
+
+    @route(
+        "GET",
+        AUDIT,
+        scope="operator",
+        summary="Show who changed what, the newest change first.",
+        query={**PAGE_QUERY, "tenant": str},
+        answers={200: ListPage[AuditShown]},
+        errors=("registry_unavailable",),
+    )
     async def audit(self, request: Request) -> Response:
         """The newest entries, or those before the entry `after`; with `tenant` only those about it."""
-        self._authenticator.check_operator(request)
         wanted = page_request(request)
         if wanted.after is not None and not _is_entry_id(wanted.after):
             raise invalid_value("after", "it is no id of an entry.")
         tenant = request.query_params.get("tenant", "")
-        with as_api_errors():
-            if tenant:
-                check_tenant(tenant)
-            limit = min(wanted.limit, _MAX_ENTRIES)
-            entries = await self._audit.read(wanted.after or "", limit + 1, tenant)
-        page = [shown_entry(entry) for entry in entries[:limit]]
-        body = await encoded_list(page, [entry.id for entry in page], len(entries) > limit)
-        return Response(body, media_type="application/json")
+        if tenant:
+            _check_name(tenant)
+        limit = min(wanted.limit, _MAX_ENTRIES)
+        entries = await self._audit.read(wanted.after or "", limit + 1, tenant)
+        page = entries[:limit]
+        return await list_answer(map(shown_entry, page), [entry.id for entry in page], len(entries) > limit)
 
     async def _found(self, request: Request) -> str:
-        """The name in the path, of a tenant that there is. Raises 404."""
+        """The name in the path, of a tenant that there is. Raises NoSuchTenant."""
         name: str = request.path_params["tenant"]
-        with as_api_errors():
-            await self._view.catch_up()
+        await self._view.catch_up()
         if not self._view.keys.has_tenant(name):
-            raise no_tenant(name[:64])
+            raise no_tenant(name)
         return name
 
-    async def _answer(self, name: str, status_code: int = 200) -> Response:
+    async def _changed(self, name: str) -> TenantShown:
         """What this router knows of the tenant once it has the change."""
-        with as_api_errors():
-            await self._view.catch_up()
-        return json_answer(self._shown(name), status_code)
+        await self._view.catch_up()
+        return self._shown(name)
 
     def _shown(self, name: str) -> TenantShown:
         return shown_tenant(self._view.tenant(name), len(self._view.keys.keys_of(name)))
 
 
-def _route(method: str, path: str, handler: Any, summary: str, answers: dict[int, Any], **more: Any) -> RouteSpec:
-    return RouteSpec(
-        method=method, path=path, handler=handler, scope="operator", summary=summary, answers=answers, **more
-    )
+def _check_name(name: str) -> None:
+    try:
+        check_tenant(name)
+    except AdapterInvalid as error:
+        raise invalid_value("name", f"{error}.") from error
 
 
 def _is_entry_id(text: str) -> bool:

@@ -10,10 +10,27 @@ from typing import Final
 import msgspec
 from starlette.responses import Response
 
+from ...adapters.errors import (
+    AdapterError,
+    AdapterInvalid,
+    NoSuchKey,
+    NoSuchName,
+    NoSuchTenant,
+    NoSuchVersion,
+    QuotaExceeded,
+    RegistryUnavailable,
+    TenantEnding,
+    TenantExists,
+    TenantGone,
+    TooManyKeys,
+    UploadTooLarge,
+    VersionRefused,
+)
 from ...workers.wire.messages import SequenceError
 
 RETRY_AFTER_S: Final = 1
 LONGEST_RETRY_AFTER_S: Final = 3600  # estimates beyond an hour mean no more than that the queue is long
+BEARER_CHALLENGE: Final[Mapping[str, str]] = MappingProxyType({"WWW-Authenticate": "Bearer"})
 DO_NOT_RETRY: Final[Mapping[str, str]] = MappingProxyType({"x-should-retry": "false"})  # OpenAI's clients obey it
 
 
@@ -72,6 +89,11 @@ def model_not_found(model: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
+def unknown_key() -> ApiError:
+    """401: the same for keys that never were, that have ended, and whose tenant has."""
+    return ApiError(401, "Incorrect API key provided.", code="invalid_api_key", headers=BEARER_CHALLENGE)
+
+
 def unavailable(message: str, code: str) -> ApiError:
     """503: the request cannot be served now; the client may try again in a second."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
@@ -85,6 +107,40 @@ def insufficient_quota(message: str) -> ApiError:
 def internal_error() -> ApiError:
     """500: a fault of motet. The cause is in the log and not in the answer."""
     return ApiError(500, "The server had an error while processing the request.", code="internal_error")
+
+
+def from_adapter_error(error: AdapterError) -> ApiError | None:
+    """The error for the client when the registry, or an upload, has failed; None: it is a fault of motet."""
+    message = str(error)
+    sentence = f"{message[:1].upper()}{message[1:].removesuffix('.')}."
+    match error:
+        case AdapterInvalid():
+            return ApiError(400, message, code="invalid_value")
+        case TenantGone():
+            return unknown_key()
+        case NoSuchName():
+            return ApiError(404, message, param="name", code="adapter_not_found")
+        case NoSuchVersion():
+            return ApiError(404, message, param="version", code="version_not_found")
+        case NoSuchTenant():
+            return ApiError(404, sentence, param="tenant", code="tenant_not_found")
+        case NoSuchKey():  # the same for a key that does not exist and for a key of another tenant
+            return ApiError(404, "There is no such API key.", param="key_id", code="key_not_found")
+        case VersionRefused():
+            return ApiError(409, message, code="version_refused")
+        case TenantExists():
+            return ApiError(409, sentence, param="name", code="tenant_exists")
+        case TenantEnding():
+            return ApiError(409, sentence, code="tenant_ending")
+        case TooManyKeys():
+            return ApiError(409, sentence, code="too_many_keys")
+        case UploadTooLarge():
+            return ApiError(413, message, code="too_large")
+        case QuotaExceeded():
+            return insufficient_quota(message)
+        case RegistryUnavailable():
+            return unavailable(f"The registry cannot be asked now: {message}", "registry_unavailable")
+    return None
 
 
 def from_sequence_error(error: SequenceError) -> ApiError:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 from starlette.requests import Request
+from starlette.responses import Response
 
 from ...adapters.registry.registry import PAGE_SIZE
 from ..loop_share import LoopShare
@@ -24,7 +25,7 @@ PAGE_QUERY: Final[dict[str, Any]] = {
 
 
 class ListPage(msgspec.Struct, Generic[Entry], frozen=True, kw_only=True):
-    """A page of a list. It is described by this, and written by `encoded_list`."""
+    """A page of a list."""  # the API's description; `list_answer` writes it
 
     object: Literal["list"] = "list"
     data: list[Entry]
@@ -67,11 +68,12 @@ async def read_page(
     return entries[:most], len(entries) > most
 
 
-async def encoded_list(entries: Sequence[msgspec.Struct | dict[str, object]], ids: Sequence[str], more: bool) -> bytes:
-    """The JSON of a page, which may be long. `more`: the list goes on after it."""
+async def list_answer(entries: Iterable[msgspec.Struct], ids: Sequence[str], more: bool) -> Response:
+    """A page, which may be long, as JSON. `more`: the list goes on after it."""
     share, data = LoopShare(), bytearray()
     for entry in entries:
         data += b"," + _encode(entry)
         await share.pause()
     ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None, "has_more": more}
-    return b'{"object":"list","data":[' + data[1:] + b"]," + _encode(ends)[1:]
+    body = b'{"object":"list","data":[' + data[1:] + b"]," + _encode(ends)[1:]
+    return Response(body, media_type="application/json")

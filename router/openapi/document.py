@@ -124,7 +124,7 @@ def _operation(route: RouteSpec, types: _Types, shared: dict[tuple[str, ...], st
     operation: Schema = {"operationId": operation_id(route), "summary": route.summary, "tags": [_tag(route.path)]}
     if description := inspect.getdoc(route.handler):
         operation["description"] = description
-    if route.scope is not None:
+    if route.scope != "public":
         operation["security"] = [{"bearer": [route.scope]}]
     if parameters := [*_parameters(route, types)]:
         operation["parameters"] = parameters

@@ -118,8 +118,8 @@ _WITH_FORM: Final = ("invalid_form", "missing_required_parameter", "too_large", 
 def codes_of(route: RouteSpec) -> tuple[str, ...]:
     """The codes of all errors that the route can give, in the order of `ERRORS`. Raises KeyError for an unknown one."""
     codes = {*EVERYWHERE, *route.errors}
-    if route.scope is not None:
-        codes.update(_WITH_OPERATORS_KEY if route.scope == "operator" else _WITH_KEY)
+    if route.scope != "public":
+        codes.update(_WITH_KEY if route.needs_tenant else _WITH_OPERATORS_KEY)
     for has, more in ((route.query, _WITH_QUERY), (route.body, _WITH_BODY), (route.form, _WITH_FORM)):
         codes.update(more if has else ())
     if "{" in route.path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ...adapters.registry.tenants.life import life_of
 from ..tenants.identity import Identity
 
 Kind = Literal["requests", "tokens"]
@@ -56,4 +55,4 @@ def bounds_of(identity: Identity) -> Bounds | None:
     streams = of_tenant.concurrent_streams, of_key.concurrent_streams
     if not rates and streams == (None, None):
         return None
-    return Bounds(life_of(identity.tenant), key_id, tuple(rates), *streams)
+    return Bounds(identity.tenant.tenant_id, key_id, tuple(rates), *streams)

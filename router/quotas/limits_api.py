@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 
-from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.tenants.storage_bounds import StorageUse, storage_bounds
 from ...adapters.upload import UploadService
-from ..openai_api.errors import unavailable
-from ..route import RouteSpec
-from ..tenants.auth import Authenticator
+from ..route import route
 from ..tenants.identity import Identity
 from .bounds import Kind, Owner
 from .quotas import Quotas
@@ -47,35 +42,25 @@ _NO_LIMIT = Limit(limit=None, remaining=None)
 
 
 class LimitsApi:
-    def __init__(self, authenticator: Authenticator, quotas: Quotas | None, uploads: UploadService) -> None:
-        self._authenticator, self._quotas, self._uploads = authenticator, quotas, uploads
+    def __init__(self, quotas: Quotas | None, uploads: UploadService) -> None:
+        self._quotas, self._uploads = quotas, uploads
 
-    def routes(self) -> Sequence[RouteSpec]:
-        return [
-            RouteSpec(
-                method="GET",
-                path="/v1/limits",
-                handler=self.show,
-                scope="metrics",
-                summary="The quotas of the tenant and of its key, and what is left of them.",
-                answers={200: LimitsAnswer},
-                errors=("registry_unavailable",),
-            )
-        ]
-
-    async def show(self, request: Request) -> Response:
-        identity = self._authenticator.identify(request, "metrics")
+    @route(
+        "GET",
+        "/v1/limits",
+        scope="metrics",
+        summary="The quotas of the tenant and of its key, and what is left of them.",
+        answers={200: LimitsAnswer},
+        errors=("registry_unavailable",),
+    )
+    async def show(self, request: Request, identity: Identity) -> LimitsAnswer:
         standing = None if self._quotas is None else await self._quotas.look(identity)
-        try:
-            stored = await self._uploads.stored(identity.name, identity.key.key_id)
-        except RegistryUnavailable as error:
-            raise unavailable(f"What is stored cannot be counted now: {error}", "registry_unavailable") from error
-        answer = LimitsAnswer(
+        stored = await self._uploads.stored(identity.name, identity.key.key_id)
+        return LimitsAnswer(
             tenant=_of("tenant", identity, standing, stored[0]),
             key=_of("key", identity, standing, stored[1]),
             is_fleet_wide=self._quotas is None or not self._quotas.is_local,
         )
-        return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 def _of(owner: Owner, identity: Identity, standing: Standing | None, stored: StorageUse) -> OwnersLimits:

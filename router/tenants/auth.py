@@ -11,12 +11,11 @@ from typing import Protocol
 from starlette.requests import Request
 
 from ...adapters.registry.registry_view import RegistryView
-from ...adapters.registry.tenants.records import KeyRecord, Scope, TenantRecord
+from ...adapters.registry.tenants.records import KeyRecord, Scope
 from ..access.request_record import record_of
-from ..openai_api.errors import ApiError, unavailable
+from ..openai_api.errors import BEARER_CHALLENGE, ApiError, unavailable, unknown_key
 from .identity import Identity
 
-_CHALLENGE = {"WWW-Authenticate": "Bearer"}
 _MAX_KEY_CHARS = 1024
 
 
@@ -76,20 +75,11 @@ class Authenticator:
             return None, ""  # made for the tenant that had the name before
         return key, subject
 
-    def tenant(self, name: str) -> TenantRecord:
-        """What is known of a tenant, by the name that the operators give it."""
-        return self._view.tenant(name)
-
     def check_operator(self, request: Request) -> None:
         """Raises 401 unless the request has the operators' key. A tenant's key is none."""
         # Digests have one length, so that the time tells nothing of the key's.
         if not hmac.compare_digest(_digest(_credential_of(request)), self._operator_hash):
             raise unknown_key()
-
-
-def unknown_key() -> ApiError:
-    """401: the same for keys that never were, that have ended, and whose tenant has."""
-    return ApiError(401, "Incorrect API key provided.", code="invalid_api_key", headers=_CHALLENGE)
 
 
 def _digest(key: str) -> bytes:
@@ -104,6 +94,6 @@ def _credential_of(request: Request) -> str:
             401,
             "You didn't provide an API key. Send it in the header Authorization: Bearer YOUR_KEY.",
             code="invalid_api_key",
-            headers=_CHALLENGE,
+            headers=BEARER_CHALLENGE,
         )
     return key

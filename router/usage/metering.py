@@ -8,7 +8,6 @@ from typing import Final
 import msgspec
 
 from ...adapters.registry.ledger.entry import Entry, Stage
-from ...adapters.registry.tenants.life import life_number
 from ..accounts.account import Account, AnswerRequest, Ending, Progress
 from ..loop_share import LoopShare
 from ..openai_api.errors import unavailable
@@ -90,7 +89,7 @@ class _MeteredAnswer:
         return Entry(
             id=asked.response_id,
             tenant=asked.identity.name,
-            num_ended=life_number(asked.identity.tenant),
+            num_ended=asked.identity.tenant.incarnation,
             began_at=parsed.created,
             stage=stage,
             key_id=asked.identity.key.key_id,

@@ -10,8 +10,8 @@ from redis.asyncio import Redis
 
 from ...adapters.registry.ledger.archive import LedgerArchive
 from ...adapters.registry.ledger.ledger import Ledger
-from ..route import RouteSpec
-from ..tenants.auth import Authenticator
+from ...adapters.registry.registry_view import RegistryView
+from ..route import RouteSpec, routes_of
 from .ledger_keeper import LedgerKeeper
 from .metering import Metering
 from .prices import Prices
@@ -55,8 +55,8 @@ class Usage:
         """A tenant is deleted: its ledger is archived and removed."""
         await self.archive.retire(life, datetime.now(UTC))
 
-    def routes(self, authenticator: Authenticator) -> Sequence[RouteSpec]:
-        return UsageApi(authenticator, self.ledger, self._prices).routes()
+    def routes(self, view: RegistryView) -> Sequence[RouteSpec]:
+        return routes_of(UsageApi(view, self.ledger, self._prices))
 
     def behind(self) -> tuple[int, float]:
         """What Redis does not have yet: bytes of lines, and for how long there have been some, seconds."""

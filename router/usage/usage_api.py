@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from datetime import UTC, date, datetime, timedelta
 from typing import Final
@@ -11,15 +11,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.ledger.ledger import Ledger, Sum
-from ...adapters.registry.tenants.life import life_of, parse_life
-from ...adapters.registry.tenants.records import TenantRecord
-from ..endpoint import Answer
+from ...adapters.registry.registry_view import RegistryView
+from ...adapters.registry.tenants.records import TenantRecord, parse_tenant_id
 from ..loop_share import LoopShare
-from ..openai_api.errors import unavailable
-from ..route import RouteSpec
-from ..tenants.auth import Authenticator
+from ..route import Answer, route
+from ..tenants.identity import Identity
 from .csv_answer import CsvAnswer
 from .held_sums import HeldSums
 from .prices import Prices
@@ -28,61 +25,55 @@ from .usage_rows import UsageList, UsageSums, csv_head, csv_line
 from .usage_turns import UsageTurns
 
 _OPERATORS: Final = ""  # no tenant's name
+_QUERY: Final = {"by": str, "from": str, "to": str, "format": str, "limit": int, "after": int}
+_CSV: Final = {"text/csv": "The same, with `format=csv`."}
+_ERRORS: Final = ("registry_unavailable", "too_many_requests")
 _CSV_LINES: Final = 100  # that are sent at once
 
 
 class UsageApi:
-    def __init__(self, authenticator: Authenticator, ledger: Ledger, prices: Prices | None) -> None:
-        """`prices`: None: amounts are not told."""
-        self._authenticator, self._ledger, self._prices = authenticator, ledger, prices
+    def __init__(self, view: RegistryView, ledger: Ledger, prices: Prices | None) -> None:
+        """`prices`: None: amounts are not shown."""
+        self._view, self._ledger, self._prices = view, ledger, prices
         self._turns, self._held = UsageTurns(), HeldSums()
 
-    def routes(self) -> Sequence[RouteSpec]:
-        query: dict[str, object] = {"by": str, "from": str, "to": str, "format": str, "limit": int, "after": int}
-        return (
-            RouteSpec(
-                method="GET",
-                path="/v1/usage",
-                handler=self.show,
-                scope="metrics",
-                summary="What the tenant has used, by hour, day, adapter or key.",
-                answers={200: UsageList},
-                texts={"text/csv": "The same, with `format=csv`."},
-                errors=("registry_unavailable", "too_many_requests"),
-                query=query,
-            ),
-            RouteSpec(
-                method="GET",
-                path="/v1/admin/usage",
-                handler=self.show_all,
-                scope="operator",
-                summary="What all tenants have used, for the operators.",
-                answers={200: UsageList},
-                texts={"text/csv": "The same, with `format=csv`."},
-                errors=("registry_unavailable", "too_many_requests"),
-                query={**query, "tenant": str},
-            ),
-        )
-
-    async def show(self, request: Request) -> Answer:
+    @route(
+        "GET",
+        "/v1/usage",
+        scope="metrics",
+        summary="What the tenant has used, by hour, day, adapter or key.",
+        query=_QUERY,
+        answers={200: UsageList},
+        texts=_CSV,
+        errors=_ERRORS,
+    )
+    async def show(self, request: Request, identity: Identity) -> Answer:
         """A tenant hears of itself alone."""
-        tenant = self._authenticator.identify(request, "metrics").tenant
         query = usage_query(request.query_params, datetime.now(UTC), for_operators=False)
-        return await self._answer(life_of(tenant), query, lambda: _one(tenant))
+        return await self._answer(identity.tenant.tenant_id, query, lambda: _one(identity.tenant))
 
+    @route(
+        "GET",
+        "/v1/admin/usage",
+        scope="operator",
+        summary="What all tenants have used, for the operators.",
+        query={**_QUERY, "tenant": str},
+        answers={200: UsageList},
+        texts=_CSV,
+        errors=_ERRORS,
+    )
     async def show_all(self, request: Request) -> Answer:
         """Tenants that there are: what a deleted one used is in the archive alone."""
-        self._authenticator.check_operator(request)
         query = usage_query(request.query_params, datetime.now(UTC), for_operators=True)
         if query.tenant is not None:
-            tenant = self._authenticator.tenant(query.tenant)
+            tenant = self._view.tenant(query.tenant)
             return await self._answer(_OPERATORS, query, lambda: _one(tenant))
         return await self._answer(_OPERATORS, query, self._tenants)
 
     async def _tenants(self) -> AsyncIterator[TenantRecord]:
         for life in await self._ledger.lives():
-            tenant = self._authenticator.tenant(parse_life(life)[0])
-            if life_of(tenant) == life:
+            tenant = self._view.tenant(parse_tenant_id(life)[0])
+            if tenant.tenant_id == life:
                 yield tenant
 
     async def _answer(
@@ -92,16 +83,13 @@ class UsageApi:
             await turn.enter_async_context(self._turns.turn(asker))
             hold = turn.enter_context(self._held.answer(is_csv=query.is_csv))
             found, share = UsageSums(query, self._prices), LoopShare()
-            try:
-                async for tenant in tenants():
-                    for pages in self._reads(life_of(tenant), query):
-                        async with self._turns.reading():
-                            async for page in pages:
-                                found.add(tenant.name, page)
-                                hold(found.num_sums)
-                                await share.pause()
-            except RegistryUnavailable as error:
-                raise _unavailable(error) from error
+            async for tenant in tenants():
+                for pages in self._reads(tenant.tenant_id, query):
+                    async with self._turns.reading():
+                        async for page in pages:
+                            found.add(tenant.name, page)
+                            hold(found.num_sums)
+                            await share.pause()
             if query.is_csv:
                 return CsvAnswer(_csv(found, query.limit), turn.pop_all())
             has_more, rows = False, list[msgspec.Raw]()
@@ -142,7 +130,3 @@ async def _csv(found: UsageSums, limit: int | None) -> AsyncIterator[bytes]:
             yield "".join(lines).encode()
             lines.clear()
     yield "".join(lines).encode()
-
-
-def _unavailable(error: RegistryUnavailable) -> Exception:
-    return unavailable(f"Usage cannot be read now, try again: {error}", "registry_unavailable")

@@ -17,7 +17,6 @@ from ...adapters.ended_tasks import end_tasks
 from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.canary_counts import Arm, CanaryCounts, Outcome
 from ...adapters.registry.registry_view import RegistryView
-from ...adapters.registry.tenants.life import life_of
 from ...adapters.registry.versions.canary_policy import first_token_bin, per_token_bin
 from ...adapters.registry.versions.rollout import rollout_of
 from ..accounts.account import Account, AnswerRequest, Ending
@@ -80,8 +79,8 @@ class CanaryBook:
         elif key in self._failed.values and not ending.error:
             self.note_load(version, None)
         if trial is not None:
-            life, of = life_of(asked.identity.tenant), f"{version.tenant}/{version.name}"
-            self.count(Outcome(life, of, asked.response_id, trial.canary_id, trial.arm, counted, trial.sticky))
+            tenant_id, of = asked.identity.tenant.tenant_id, f"{version.tenant}/{version.name}"
+            self.count(Outcome(tenant_id, of, asked.response_id, trial.canary_id, trial.arm, counted, trial.sticky))
 
     def note_load(self, version: AdapterVersion, reason: str | None) -> None:
         """A gang could not load the version, for this reason; None: one could. Redis is told soon."""

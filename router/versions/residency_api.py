@@ -8,21 +8,20 @@ from typing import Final, Literal
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 
 from ...adapters.adapter import AdapterVersion
 from ...adapters.registry.canary_counts import CanaryCounts
 from ...adapters.registry.preloads import Preload, Preloads, place_of
 from ...adapters.registry.registry_view import RegistryView
+from ...adapters.registry.versions.name_state import NameState
 from ...adapters.registry.versions.rollout import versions_of
 from ...adapters.upload import UploadService
-from ..access.request_record import record_of
 from ..fleet.dispatch import Dispatcher
 from ..fleet.known_gang import AdapterTier
 from ..residency.pin_keeper import PinKeeper
-from ..route import RouteSpec
-from ..tenants.auth import Authenticator
-from .versions_api import NAME, answer, answered
+from ..route import route
+from ..tenants.identity import Identity
+from .versions_api import NAME, read_name
 
 Tier = Literal["device", "host", "store"]  # a gang's pool, or on its way there; its host memory; the store alone
 State = Literal["ready", "coming", "failed"]
@@ -52,7 +51,6 @@ class ResidencyAnswer(msgspec.Struct, frozen=True):
 class ResidencyApi:
     def __init__(
         self,
-        authenticator: Authenticator,
         uploads: UploadService,
         dispatcher: Dispatcher,
         view: RegistryView,
@@ -61,30 +59,23 @@ class ResidencyApi:
         pins: PinKeeper | None,
     ) -> None:
         """`counts`, `preloads`: what routers have noted of versions; None: nobody notes it. `pins`: None: none is."""
-        self._authenticator, self._uploads, self._dispatcher, self._view = authenticator, uploads, dispatcher, view
+        self._uploads, self._dispatcher, self._view = uploads, dispatcher, view
         self._counts, self._preloads, self._pins = counts, preloads, pins
 
-    def routes(self) -> Sequence[RouteSpec]:
-        return (
-            RouteSpec(
-                method="GET",
-                path=f"{NAME}/residency",
-                handler=self.show,
-                scope="metrics",
-                summary="Where an adapter's versions are.",
-                answers={200: ResidencyAnswer},
-                errors=("adapter_not_found", "registry_unavailable"),
-            ),
-        )
+    @route(
+        "GET",
+        f"{NAME}/residency",
+        scope="metrics",
+        summary="Where an adapter's versions are.",
+        answers={200: ResidencyAnswer},
+        errors=("adapter_not_found", "registry_unavailable"),
+    )
+    async def show(self, request: Request, identity: Identity) -> ResidencyAnswer:
+        state = await read_name(self._uploads, request, identity)
+        return ResidencyAnswer(await self._residencies(state), len(self._dispatcher.gangs()))
 
-    async def show(self, request: Request) -> Response:
-        tenant, name = self._authenticator.identify(request, "metrics").name, request.path_params["name"]
-        found = await answered(self._found(tenant, name))
-        record_of(request.scope).model = name
-        return answer(ResidencyAnswer(found, len(self._dispatcher.gangs())))
-
-    async def _found(self, tenant: str, name: str) -> list[VersionResidency]:
-        state = await self._uploads.state(tenant, name)
+    async def _residencies(self, state: NameState) -> list[VersionResidency]:
+        tenant, name = state.current.tenant, state.current.name
         versions = [*versions_of(state.current)]
         pins: Mapping[str, str | None] = {}
         if self._pins is not None and state.rollout.pinned_gangs:

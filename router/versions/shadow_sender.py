@@ -15,7 +15,6 @@ from msgspec import structs
 
 from ...adapters.adapter import AdapterVersion
 from ...adapters.registry.canary_counts import Outcome
-from ...adapters.registry.tenants.life import life_of
 from ...adapters.registry.versions.canary_choice import gets_canary
 from ...adapters.registry.versions.rollout import Shadow, rollout_of, version_of
 from ...workers.wire.messages import AdapterRef
@@ -153,5 +152,5 @@ class ShadowSender:
                 duration_s=duration_s,
             )
             account.settle(ending)
-        life, of = life_of(identity.tenant), f"{version.tenant}/{version.name}"
-        self._book.count(Outcome(life, of, asked.response_id, shadow.id, "shadow", counted_of(ending)))
+        tenant_id, of = identity.tenant.tenant_id, f"{version.tenant}/{version.name}"
+        self._book.count(Outcome(tenant_id, of, asked.response_id, shadow.id, "shadow", counted_of(ending)))

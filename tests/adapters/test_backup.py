@@ -61,7 +61,7 @@ async def unreadable(data: Path) -> tuple[list[str], list[str]]:
     store = AdapterStore(data / "store")
     async with uploading(data) as (uploads, _):
         names, broken = [], []
-        for adapter in await uploads.list("acme"):
+        for adapter in await uploads.list_page("acme", "", 100):
             names.append(adapter.name)
             try:
                 store.load_packed(adapter.digest, LAYOUT)
@@ -126,7 +126,7 @@ async def test_the_order_is_what_saves_an_upload_in_between(tmp_path: Path, orde
 async def test_the_same_bytes_again_mend_a_store_that_is_older_than_redis(tmp_path: Path) -> None:
     async with uploading(tmp_path / "data") as (uploads, _):
         await upload(uploads, tmp_path / "spool", "lost", 1)
-        (adapter,) = await uploads.list("acme")
+        (adapter,) = await uploads.list_page("acme", "", 100)
         store = AdapterStore(tmp_path / "data" / "store")
         folder = tmp_path / "data" / "store" / adapter.digest[:2] / adapter.digest
         await asyncio.to_thread(lambda: subprocess.run(["rm", "-r", folder], check=True))
@@ -146,7 +146,7 @@ async def test_what_a_restored_registry_does_not_name_goes_after_an_hour(tmp_pat
         (tmp_path / "older" / "store" / "tmp").rmdir()
         (tmp_path / "older" / "store").rmdir()
         (tmp_path / "data" / "store").rename(tmp_path / "older" / "store")
-        assert await uploads.list("acme") == []
+        assert await uploads.list_page("acme", "", 100) == []
         assert await uploads.sweep() == 0  # marked
         assert await uploads.sweep() == 0  # not an hour later
         assert await uploads.sweep(older_than_s=0) == 1

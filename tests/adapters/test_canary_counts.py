@@ -131,5 +131,7 @@ async def test_who_was_deleted_changes_nothing_of_the_next_tenant_s(redis_client
     await registry.names.register("acme", "x", **facts)  # type: ignore[arg-type]
     await redis_client.hset(TENANTS, "acme", '{"name": "acme", "num_ended": 1}')
     with pytest.raises(TenantGone):
-        await registry.names.change("acme", "x", lambda state, _: name_state.with_note(state, "1", "mine"), num_ended=0)
-    await registry.names.change("acme", "x", lambda state, _: name_state.with_note(state, "1", "mine"), num_ended=1)
+        await registry.names.change(
+            "acme", "x", lambda state, _: name_state.with_note(state, "1", "mine"), incarnation=0
+        )
+    await registry.names.change("acme", "x", lambda state, _: name_state.with_note(state, "1", "mine"), incarnation=1)

@@ -8,7 +8,8 @@ import pytest
 from redis.asyncio import Redis
 
 from motet.adapters.registry.lua_script import LuaScript
-from motet.tests.test_layout import ROOT, our_files
+from motet.tests.rigs.imports import ROOT
+from motet.tests.test_layout import our_files
 
 SCRIPTS = [path for path in our_files(ROOT) if path.suffix == ".lua"]
 

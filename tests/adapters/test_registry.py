@@ -33,12 +33,12 @@ async def test_register_get_list_delete(registry: Registry) -> None:
     assert created
     assert adapter == AdapterVersion("acme", "pirate", 1, "a" * 64, {"q_proj": 8, "v_proj": 4}, 1000, 1234567890.125)
     assert await registry.get("acme", "pirate") == adapter
-    assert await registry.list("acme") == [adapter]
+    assert await registry.list_adapters("acme") == [adapter]
     assert "a" * 64 in await registry.digests()
     assert await registry.delete("acme", "pirate") == AdapterDeleted("acme", "pirate", 1, revision=2)
     assert await registry.delete("acme", "pirate") is None
     assert await registry.get("acme", "pirate") is None
-    assert await registry.list("acme") == []
+    assert await registry.list_adapters("acme") == []
     assert len(await registry.digests()) == 0
 
 
@@ -69,7 +69,7 @@ async def test_tenants_do_not_see_each_other(registry: Registry) -> None:
         await registry.register(tenant, "shared", **facts())
         await registry.register(tenant, f"own-{tenant}", **facts())
     for tenant in ("acme", "acme.", "acme-2", "acme0", "a", "ACME", "z"):
-        assert {(adapter.tenant, adapter.name) for adapter in await registry.list(tenant)} == {
+        assert {(adapter.tenant, adapter.name) for adapter in await registry.list_adapters(tenant)} == {
             (tenant, "shared"),
             (tenant, f"own-{tenant}"),
         }
@@ -81,7 +81,7 @@ async def test_tenants_do_not_see_each_other(registry: Registry) -> None:
 async def test_lists_are_sorted_by_name(registry: Registry) -> None:
     for name in ("b", "a.1", "B", "0", "a"):
         await registry.register("acme", name, **facts())
-    assert [adapter.name for adapter in await registry.list("acme")] == ["0", "B", "a", "a.1", "b"]
+    assert [adapter.name for adapter in await registry.list_adapters("acme")] == ["0", "B", "a", "a.1", "b"]
 
 
 async def test_a_list_is_read_in_pages(registry: Registry) -> None:
@@ -101,12 +101,15 @@ async def test_a_list_is_read_in_pages(registry: Registry) -> None:
         await registry.list_adapters("acme", "", 0)
 
 
-async def test_a_list_longer_than_a_page_is_whole(registry: Registry, redis_client: Redis) -> None:
+async def test_a_list_longer_than_a_page_comes_in_pages(registry: Registry, redis_client: Redis) -> None:
     record = "1 " + "a" * 64 + ' {"module_ranks": {"q_proj": 8}, "num_bytes": 1, "created_at": 1.0}'
     fields = [f"acme/n{i:05}" for i in range(2 * PAGE_SIZE)]
     await redis_client.hset(PREFIX + "adapters", mapping=dict.fromkeys(fields, record))
     await redis_client.zadd(PREFIX + "names", dict.fromkeys(fields, 0))
-    assert [f"acme/{adapter.name}" for adapter in await registry.list("acme")] == fields
+    first = await registry.list_adapters("acme")
+    rest = await registry.list_adapters("acme", first[-1].name)
+    assert len(first) == PAGE_SIZE
+    assert [f"acme/{adapter.name}" for adapter in (*first, *rest)] == fields
 
 
 @pytest.mark.parametrize("tenant", ["a/b", "", "a\n", "{x}"])
@@ -116,7 +119,7 @@ async def test_names_cannot_break_out(tenant: str, registry: Registry) -> None:
     with pytest.raises(AdapterInvalid):
         await registry.register("acme", f"{tenant}/x", **facts())
     with pytest.raises(AdapterInvalid):
-        await registry.list(tenant)
+        await registry.list_adapters(tenant)
     with pytest.raises(AdapterInvalid):
         await registry.set_key(tenant, "secret")
 
@@ -322,7 +325,7 @@ async def test_without_redis_every_call_is_unavailable() -> None:
         registry.ping(),
         registry.register("acme", "x", **facts()),
         registry.get("acme", "x"),
-        registry.list("acme"),
+        registry.list_adapters("acme"),
         registry.delete("acme", "x"),
         registry.digests(),
         registry.set_key("acme", "x"),

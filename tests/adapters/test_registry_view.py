@@ -252,7 +252,7 @@ async def test_a_random_history_ends_in_the_same_state_and_versions_never_go_bac
     await eventually(lambda: owner_of(view, "the end") == "acme")
     for name in names:
         assert await view.resolve("acme", name) == await registry.get("acme", name)
-    assert await view.list_adapters("acme") == await registry.list("acme")
+    assert await view.list_adapters("acme") == await registry.list_adapters("acme")
     await view.stop()
 
 

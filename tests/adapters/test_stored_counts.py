@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from motet.adapters.errors import QuotaExceeded
+from motet.adapters.registry.administration.tenant_registry import TenantRegistry
 from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_keys import STORED, STORED_IS_COUNTED
+from motet.adapters.registry.tenants.audit_entry import Actor
 from motet.adapters.registry.tenants.storage_bounds import StorageBound, StorageUse, check_pinned, check_storage
 from motet.adapters.registry.versions.name_state import VersionNote, with_alias
 from motet.adapters.registry.versions.rollout import MAX_VERSIONS
@@ -75,7 +77,7 @@ async def test_parallel_uploads_do_not_exceed_a_quota_together(registry: Registr
     refused = [result for result in results if result is not None]
     assert len(refused) == 15
     assert all(isinstance(error, QuotaExceeded) and "5 adapters are stored" in str(error) for error in refused)
-    assert len(await registry.list("acme")) == 5
+    assert len(await registry.list_adapters("acme")) == 5
     results = await asyncio.gather(
         *(put(registry, "n0" if number == 0 else "big", 100 + number, 600, bounds=bounds) for number in range(1)),
         *(put(registry, f"n{number}", 200 + number, 600, bounds=bounds) for number in range(5)),
@@ -90,7 +92,7 @@ async def test_a_refused_upload_leaves_nothing_in_the_registry(registry: Registr
     with pytest.raises(QuotaExceeded, match="5 more are over this tenant's quota of 4"):
         await put(registry, "x", 1, 5, bounds=(StorageBound("", None, 4),))
     assert await registry.get("acme", "x") is None
-    assert await registry.list("acme") == []
+    assert await registry.list_adapters("acme") == []
     assert await registry.num_events() == before
     assert (await registry.stored.of("acme", ""))[0] == StorageUse()
     await put(registry, "x", 1, 4, bounds=(StorageBound("", None, 4),))
@@ -121,7 +123,7 @@ async def test_a_recount_says_what_the_counts_said(registry: Registry, redis_cli
 
 async def test_a_tenant_that_is_gone_leaves_no_counts(registry: Registry, redis_client: Redis) -> None:
     await put(registry, "x", 1, 100)
-    await registry.stored.forget("acme")
+    await TenantRegistry(redis_client).delete("acme", Actor(kind="operator"))
     assert not await redis_client.exists(STORED + "acme")
 
 

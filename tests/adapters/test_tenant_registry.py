@@ -173,8 +173,8 @@ async def test_a_deleted_tenant_leaves_nothing(
     assert [view.key(key) for _, key in made] == [None] * 3 and view.key("configured") is None
     assert view.key(other) is not None and view.key("theirs") is not None
     assert not view.keys.has_tenant("acme") and sorted(view.keys.tenant_names()) == ["acm", "acme2"]
-    assert await registry.list("acme") == [] and await view.resolve("acme", "own") is None
-    assert len(await registry.list("acme2")) == len(await registry.list("acm")) == 1
+    assert await registry.list_adapters("acme") == [] and await view.resolve("acme", "own") is None
+    assert len(await registry.list_adapters("acme2")) == len(await registry.list_adapters("acm")) == 1
     assert await redis_client.scard(LAUNCH_KEYS) == 1
     again = await tenants.create(TenantRecord(name="acme"), OPERATOR)
     assert again.num_ended == 1
@@ -183,22 +183,22 @@ async def test_a_deleted_tenant_leaves_nothing(
 
 async def test_an_upload_of_a_deleted_tenant_comes_to_nobody(tenants: TenantRegistry, registry: Registry) -> None:
     await tenants.create(TenantRecord(name="acme"), OPERATOR)
-    await register(registry, "acme", "before", num_ended=0)
+    await register(registry, "acme", "before", incarnation=0)
     await tenants.delete("acme", OPERATOR)
     with pytest.raises(TenantGone):
-        await register(registry, "acme", "late", num_ended=0)
+        await register(registry, "acme", "late", incarnation=0)
     await tenants.create(TenantRecord(name="acme"), OPERATOR)
     with pytest.raises(TenantGone):
-        await register(registry, "acme", "late", num_ended=0)
-    await register(registry, "acme", "own", num_ended=1)
-    assert [adapter.name for adapter in await registry.list("acme")] == ["own"]
+        await register(registry, "acme", "late", incarnation=0)
+    await register(registry, "acme", "own", incarnation=1)
+    assert [adapter.name for adapter in await registry.list_adapters("acme")] == ["own"]
 
 
 async def test_what_is_kept_of_a_tenant_ends_with_its_own_life(redis_client: Redis) -> None:
     ended = []
 
-    async def end(life: str) -> None:
-        ended.append(life)
+    async def end(tenant_id: str) -> None:
+        ended.append(tenant_id)
         if len(ended) == 2:
             raise CutOff
 

@@ -37,13 +37,13 @@ OTHERS = {
 LIVE_IN = {field.name: field.mark.live_in for field in fields_of(Settings) if field.mark.live_in is not None}
 PARTS: tuple[Part, ...] = ("router", "gang")
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
-DEFAULTS = MotetConfig(model_path=BASE, data_dir=BASE)
+DEFAULTS = MotetConfig.of(model_path=BASE, data_dir=BASE)
 MIG = "nvidia.com/mig-1g.10gb"
 
 
 def deployments(**given: Any) -> tuple[Any, Any]:
     """The deployments of the routers and of the gangs."""
-    routers = build_application(MotetConfig(model_path=BASE, data_dir=BASE, **given), Path("secrets"))
+    routers = build_application(MotetConfig.of(model_path=BASE, data_dir=BASE, **given), Path("secrets"))
     (gangs,) = (argument for argument in routers._bound_deployment.init_args if hasattr(argument, "_bound_deployment"))
     return routers._bound_deployment, gangs._bound_deployment
 
@@ -68,7 +68,7 @@ def test_a_gang_of_one_is_placed_as_its_replica() -> None:
 
 def test_a_gang_of_several_has_a_bundle_for_each() -> None:
     _, gangs = deployments(
-        tensor_parallel=2, gang_num_gpus=1.0, placement="spread", gang_labels=(("zone", "east"),), gang_num_cpus=2.0
+        tensor_parallel=2, gang_num_gpus=1.0, strategy="spread", gang_labels=(("zone", "east"),), gang_num_cpus=2.0
     )
     worker = {"CPU": 2.0, "GPU": 1.0}
     assert gangs._replica_config.placement_group_bundles == [{"CPU": 0.1}, worker, worker]
@@ -87,8 +87,8 @@ def test_a_gang_is_on_one_node_unless_asked() -> None:
 def test_an_update_of_a_live_setting_acts(name: str) -> None:
     """On gangs or routers: another version replaces them, and other options are Serve's to take over."""
     given = {"device": "cpu", "num_threads": 1, "max_gangs": 3, "kv_disk_bytes": 1 << 20}
-    running = MotetConfig(model_path=BASE, data_dir=BASE, **given)  # type: ignore[arg-type]
-    other = OTHERS[name] if name in OTHERS else getattr(running, name) + 1
+    running = MotetConfig.of(model_path=BASE, data_dir=BASE, **given)
+    other = OTHERS[name] if name in OTHERS else running.value(name) + 1
 
     def acting(**changed: Any) -> list[tuple[str, str]]:
         both = deployments(**(given | changed))
@@ -102,11 +102,11 @@ def test_an_update_of_a_live_setting_acts(name: str) -> None:
 def test_what_replicas_take_over_replaces_none(name: str) -> None:
     """They get it at once, and those that are started later have it from the beginning."""
     part = LIVE_IN[name]
-    changed: dict[str, Any] = {name: OTHERS[name] if name in OTHERS else getattr(DEFAULTS, name) + 1}
+    changed: dict[str, Any] = {name: OTHERS[name] if name in OTHERS else DEFAULTS.value(name) + 1}
     before, after = dict(zip(PARTS, deployments(), strict=True)), dict(zip(PARTS, deployments(**changed), strict=True))
     assert [before[one].version for one in PARTS] == [after[one].version for one in PARTS]
     assert live_values(part, after[part].user_config)[name] == changed[name]
-    assert live_values(part, before[part].user_config)[name] == getattr(DEFAULTS, name)
+    assert live_values(part, before[part].user_config)[name] == DEFAULTS.value(name)
     other = next(one for one in PARTS if one != part)
     assert before[other].user_config == after[other].user_config
     assert repr(before[part].init_args) != repr(after[part].init_args)

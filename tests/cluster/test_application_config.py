@@ -39,16 +39,20 @@ def test_arguments_have_the_keys_and_the_values_of_the_configuration_file() -> N
         "data-dir": "/shared",
     }
     config = application_config(json.loads(json.dumps(args)), {})
-    assert (config.pool_bytes, config.max_num_sequences, config.prefix_cache) == (2 << 30, 64, False)
-    assert config.latency_objectives_s == (("acme", 2.5), ("zoo", 1.0))
-    assert config.gang_resources == (("nvidia.com/mig-1g.10gb", 1.0),)
-    assert (config.model_path, config.name, config.hub_id) == (Path("/models/base"), "base", None)
+    assert (config.memory.pool_bytes, config.batching.max_num_sequences, config.memory.prefix_cache) == (
+        2 << 30,
+        64,
+        False,
+    )
+    assert config.batching.latency_objectives_s == (("acme", 2.5), ("zoo", 1.0))
+    assert config.placement.gang_resources == (("nvidia.com/mig-1g.10gb", 1.0),)
+    assert (config.model_path, config.serving.name, config.hub_id) == (Path("/models/base"), "base", None)
 
 
 def test_a_hub_id_is_where_every_node_downloads_it_to() -> None:
     config = application_config({"model": "someone/model"}, {"MOTET_DATA_DIR": "/shared"})
     assert (config.hub_id, config.model_path) == ("someone/model", Path("/shared/models/someone--model"))
-    assert config.data_dir == Path("/shared")
+    assert config.serving.data_dir == Path("/shared")
 
 
 @pytest.mark.parametrize("model", [None, "", 3, "./base", "~/base", "a/b/c"])
@@ -110,7 +114,7 @@ def test_live_settings_are_read_as_they_were_written(part: Part) -> None:
     config = application_config(MODEL | {"latency-objective": ["acme=2.5"], "max-body-bytes": "1MiB"}, {})
     written = json.loads(json.dumps(user_config_of(part, config)))
     values = live_values(part, written)
-    assert values == {name: getattr(config, name) for name in values}
+    assert values == {name: config.value(name) for name in values}
     assert written == {field.flags[0]: written_value(field, values[field.name]) for field in live_in(part)}
     assert live_values(part, {}) == {}
 

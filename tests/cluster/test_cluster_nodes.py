@@ -22,7 +22,7 @@ def node(name: str, **resources: float) -> Node:
 
 
 def config(tmp_path: Path, **given: Any) -> MotetConfig:
-    return MotetConfig(model_path=BASE, data_dir=tmp_path, **given)
+    return MotetConfig.of(model_path=BASE, data_dir=tmp_path, **given)
 
 
 @pytest.fixture

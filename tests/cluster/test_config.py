@@ -24,21 +24,21 @@ def paths(tmp_path: Path) -> dict[str, Any]:
 
 def test_defaults(paths: dict[str, Any]) -> None:
     config = MotetConfig.from_environment({}, **paths)
-    assert config.name == "tiny"
-    assert config.redis_url is None
+    assert config.serving.name == "tiny"
+    assert config.access.redis_url is None
     assert config.url == "http://127.0.0.1:8000"
     assert config.store_path == paths["data_dir"] / "store"
 
 
 def test_the_parts_get_what_was_set(paths: dict[str, Any]) -> None:
-    config = MotetConfig(**paths, name="base", dtype="float32", pool_bytes=123, max_model_len=7, max_upload_bytes=9)
+    config = MotetConfig.of(**paths, name="base", dtype="float32", pool_bytes=123, max_model_len=7, max_upload_bytes=9)
     assert (config.engine.dtype, config.engine.pool_bytes, config.engine.max_model_len) == ("float32", 123, 7)
     assert config.engine.store_path == config.store_path
     assert (config.router.model_name, config.router.max_upload_bytes) == ("base", 9)
-    patient = MotetConfig(**paths, max_queue_wait_s=0.0, max_gangs=3, max_waiting_sequences=5, max_waiting_tokens=6)
+    patient = MotetConfig.of(**paths, max_queue_wait_s=0.0, max_gangs=3, max_waiting_sequences=5, max_waiting_tokens=6)
     assert (patient.admission.max_queue_wait_s, patient.admission.max_gangs) == (0.0, 3)
     objectives_s = (("acme", 2.0),)
-    assert MotetConfig(**paths, latency_objectives_s=objectives_s).admission.latency_objectives_s == objectives_s
+    assert MotetConfig.of(**paths, latency_objectives_s=objectives_s).admission.latency_objectives_s == objectives_s
     assert (patient.leader.max_waiting_sequences, patient.leader.max_waiting_tokens) == (5, 6)
 
 
@@ -48,37 +48,41 @@ def test_what_is_told_of_settings_has_no_secret(paths: dict[str, Any]) -> None:
         "operator_key": "hush-2",
         "redis_url": "redis://:hush-3@localhost",
     }
-    told = MotetConfig(**paths, **secrets, latency_objectives_s=(("acme", 2.0),), max_queue_wait_s=3.0).told
+    told = MotetConfig.of(**paths, **secrets, latency_objectives_s=(("acme", 2.0),), max_queue_wait_s=3.0).told
     assert "hush" not in str(told) and told["max-queue-wait"] == 3.0 and told["latency-objective"] == ["acme=2.0"]
     assert msgspec.json.decode(msgspec.json.encode(told)) == told
 
 
 def test_tokens_need_an_audience(paths: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="--oidc-issuers needs --oidc-audience"):
-        MotetConfig(**paths, oidc_issuers="https://id.example")
-    both = MotetConfig(**paths, oidc_issuers="https://id.example", oidc_audience="motet")
+        MotetConfig.of(**paths, oidc_issuers="https://id.example")
+    both = MotetConfig.of(**paths, oidc_issuers="https://id.example", oidc_audience="motet")
     assert (both.oidc.oidc_issuers, both.oidc.oidc_audience) == ("https://id.example", "motet")
 
 
 def test_the_number_of_gangs(paths: dict[str, Any]) -> None:
-    assert MotetConfig(**paths).scaling.is_fixed
-    two = MotetConfig(**paths, min_gangs=2)
-    assert (two.scaling.min_gangs, two.scaling.max_gangs, two.sequence_wait_s) == (2, 2, two.gang_wait_s)
-    none = MotetConfig(**paths, min_gangs=0, max_tokens_per_step=10)
-    assert (none.scaling.max_gangs, none.scaling.queued_tokens_per_gang) == (1, 160)
-    assert none.sequence_wait_s == none.scaling.start_grace_s == none.cold_start_wait_s
+    assert MotetConfig.of(**paths).scaling_policy.is_fixed
+    two = MotetConfig.of(**paths, min_gangs=2)
+    assert (two.scaling_policy.min_gangs, two.scaling_policy.max_gangs, two.sequence_wait_s) == (
+        2,
+        2,
+        two.timeouts.gang_wait_s,
+    )
+    none = MotetConfig.of(**paths, min_gangs=0, max_tokens_per_step=10)
+    assert (none.scaling_policy.max_gangs, none.scaling_policy.queued_tokens_per_gang) == (1, 160)
+    assert none.sequence_wait_s == none.scaling_policy.start_grace_s == none.timeouts.cold_start_wait_s
     assert none.router.scales_from_zero
     with pytest.raises(ValueError, match="--min-gangs = 3: at most --max-gangs, which is 2"):
-        MotetConfig(**paths, min_gangs=3, max_gangs=2)
+        MotetConfig.of(**paths, min_gangs=3, max_gangs=2)
 
 
 def test_what_does_not_hold_between_two_settings_is_told_of_their_options(paths: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^--kv-disk-bytes needs --kv-host-bytes above 0: pages reach the disk"):
-        MotetConfig(**paths, kv_disk_bytes=1 << 30, kv_host_bytes=0)
+        MotetConfig.of(**paths, kv_disk_bytes=1 << 30, kv_host_bytes=0)
     with pytest.raises(
         ValueError, match=r"^--scale-to-zero-after = 5\.0: at least two scaling windows, which are 10 s"
     ):
-        MotetConfig(**paths, scale_to_zero_after_s=5.0)
+        MotetConfig.of(**paths, scale_to_zero_after_s=5.0)
 
 
 @pytest.mark.parametrize(
@@ -87,11 +91,11 @@ def test_what_does_not_hold_between_two_settings_is_told_of_their_options(paths:
 )
 def test_redis_url_of_the_environment(paths: dict[str, Any], given: str | None, url: str) -> None:
     config = MotetConfig.from_environment({"REDIS_URL": "redis://environment"}, **paths, redis_url=given)
-    assert config.redis_url == url
+    assert config.access.redis_url == url
 
 
 def test_an_empty_variable_is_no_value(paths: dict[str, Any]) -> None:
-    assert MotetConfig.from_environment({"REDIS_URL": ""}, **paths).redis_url is None
+    assert MotetConfig.from_environment({"REDIS_URL": ""}, **paths).access.redis_url is None
 
 
 def test_where_compiled_kernels_are_kept(paths: dict[str, Any], tmp_path: Path) -> None:
@@ -106,7 +110,7 @@ def test_where_compiled_kernels_are_kept(paths: dict[str, Any], tmp_path: Path) 
     [("0.0.0.0", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000"), ("10.0.0.7", "http://10.0.0.7:8000")],
 )
 def test_url(paths: dict[str, Any], host: str, url: str) -> None:
-    assert MotetConfig(**paths, host=host).url == url
+    assert MotetConfig.of(**paths, host=host).url == url
 
 
 @pytest.mark.parametrize(
@@ -141,7 +145,7 @@ def test_url(paths: dict[str, Any], host: str, url: str) -> None:
 )
 def test_a_bad_value_is_named(paths: dict[str, Any], key: str, value: Any, accepted: str) -> None:
     with pytest.raises(ValueError) as caught:
-        MotetConfig(**paths, **{key: value})
+        MotetConfig.of(**paths, **{key: value})
     assert str(caught.value).startswith(f"{OPTIONS[key]} = {value!r}: ")
     assert accepted in str(caught.value)
 
@@ -156,17 +160,17 @@ def test_a_bad_value_is_named(paths: dict[str, Any], key: str, value: Any, accep
 )
 def test_a_bad_objective_is_named(paths: dict[str, Any], objectives_s: list[tuple[str, float]], problem: str) -> None:
     with pytest.raises(ValueError, match=f"^--latency-objective = {problem}"):
-        MotetConfig(**paths, latency_objectives_s=tuple(objectives_s))
+        MotetConfig.of(**paths, latency_objectives_s=tuple(objectives_s))
 
 
 def test_a_folder_without_a_model(paths: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model_path = .*config\.json"):
-        MotetConfig(model_path=tmp_path / "nothing", data_dir=paths["data_dir"])
+        MotetConfig.of(model_path=tmp_path / "nothing", data_dir=paths["data_dir"])
 
 
 def test_a_password_is_not_repeated(paths: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
-        MotetConfig(**paths, redis_url="http://:secret@host:6379")
+        MotetConfig.of(**paths, redis_url="http://:secret@host:6379")
     assert "secret" not in str(caught.value)
 
 
@@ -184,7 +188,7 @@ def test_a_password_is_not_repeated(paths: dict[str, Any]) -> None:
 )
 def test_a_password_that_is_cut_is_refused_and_not_repeated(paths: dict[str, Any], url: str) -> None:
     with pytest.raises(ConfigError, match="percent-encode the password") as caught:
-        MotetConfig(**paths, redis_url=url)
+        MotetConfig.of(**paths, redis_url=url)
     assert not {"Secret", "Part", "1234"} & {*re.findall(r"\w+", str(caught.value))}
 
 
@@ -199,7 +203,7 @@ def test_a_password_that_is_cut_is_refused_and_not_repeated(paths: dict[str, Any
     ],
 )
 def test_urls_that_redis_understands(paths: dict[str, Any], url: str) -> None:
-    assert MotetConfig(**paths, redis_url=url).redis_url == url
+    assert MotetConfig.of(**paths, redis_url=url).access.redis_url == url
 
 
 @pytest.mark.parametrize(
@@ -208,11 +212,11 @@ def test_urls_that_redis_understands(paths: dict[str, Any], url: str) -> None:
 )
 def test_bad_keys(paths: dict[str, Any], keys: tuple[tuple[str, str], ...]) -> None:
     with pytest.raises(ConfigError) as caught:
-        MotetConfig(**paths, keys=keys)
+        MotetConfig.of(**paths, keys=keys)
     assert caught.value.key == "--key"
     assert "my secret" not in str(caught.value)
 
 
 def test_one_key_for_two_tenants(paths: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="given to acme"):
-        MotetConfig(**paths, keys=(("acme", "the-same-key"), ("globex", "the-same-key")))
+        MotetConfig.of(**paths, keys=(("acme", "the-same-key"), ("globex", "the-same-key")))

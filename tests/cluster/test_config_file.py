@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import click
+import msgspec
 import pytest
 from click.testing import CliRunner
-from msgspec.structs import replace
 
 from motet.cluster.commands import foreground
 from motet.cluster.commands.config_file import RereadableCommand, reread_options, take_defaults
@@ -21,18 +21,22 @@ from motet.cluster.launch.local_serve import free_ports
 from motet.cluster.launch.update_check import updated
 from motet.cluster.settings.config_error import ConfigError
 from motet.cluster.settings.flags import options_of
-from motet.cluster.settings.serving import SettingGroup
 from motet.cluster.settings.setting import Count, Pairs, Setting
+from motet.cluster.settings.setting_field import SettingGroup
 from motet.tests.rigs.running_motet import DEMO
 from motet.tests.rigs.setting_options import OPTIONS
 
 
-class Options(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Few(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A few."""
 
     count: Annotated[Count, Setting("How many.", flags=("count", "number"))] = 1
     keys: Annotated[tuple[tuple[str, str], ...], Pairs("A=B"), Setting("Which.", flags=("key",))] = ()
     flag: Annotated[bool, Setting("Whether.")] = False
+
+
+class Options(msgspec.Struct):
+    few: Few
 
 
 def run(file: Path, *arguments: str, then: str | None = None) -> tuple[Any, list[dict[str, Any]]]:
@@ -179,7 +183,7 @@ def test_a_bad_value_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (result.exit_code, result.exception) == (0, None)
     said = result.stdout.splitlines()[-len(BAD_LINES) - 1 :]
     assert [one.startswith("not updated: ") for one in said] == [*[True] * len(BAD_LINES), False], said
-    assert [one.prefix_cache for one in deployment.updates] == [False]
+    assert [one.memory.prefix_cache for one in deployment.updates] == [False]
 
 
 def config_option() -> click.Option:
@@ -188,18 +192,18 @@ def config_option() -> click.Option:
 
 @pytest.fixture
 def running(tmp_path: Path) -> MotetConfig:
-    return MotetConfig(model_path=DEMO / "base", data_dir=tmp_path, redis_url="unix:///embedded")
+    return MotetConfig.of(model_path=DEMO / "base", data_dir=tmp_path, redis_url="unix:///embedded")
 
 
 def test_a_default_that_is_written_down_is_no_change(running: MotetConfig) -> None:
-    wanted = MotetConfig(model_path=DEMO / "base", data_dir=running.data_dir, host="127.0.0.1")
+    wanted = MotetConfig.of(model_path=DEMO / "base", data_dir=running.serving.data_dir, host="127.0.0.1")
     assert updated(running, wanted, max_gangs=1).listen_host == running.listen_host == "127.0.0.1"
 
 
 def test_what_may_change_changes_and_the_embedded_redis_stays(running: MotetConfig) -> None:
     objectives_s = (("acme", 2.0),)
-    wanted = replace(running, pool_bytes=1 << 20, max_gangs=3, latency_objectives_s=objectives_s, redis_url=None)
-    assert updated(running, wanted, max_gangs=3) == replace(wanted, redis_url="unix:///embedded", gangs_beside=1)
+    wanted = running.replaced(pool_bytes=1 << 20, max_gangs=3, latency_objectives_s=objectives_s, redis_url=None)
+    assert updated(running, wanted, max_gangs=3) == wanted.replaced(redis_url="unix:///embedded", gangs_beside=1)
 
 
 @pytest.mark.parametrize(
@@ -217,18 +221,18 @@ def test_what_may_change_changes_and_the_embedded_redis_stays(running: MotetConf
 def test_what_only_a_restart_changes_is_refused_by_its_name(running: MotetConfig, change: dict[str, Any]) -> None:
     (key,) = change
     with pytest.raises(ConfigError, match=rf"^{OPTIONS[key]} = .*only a restart changes this") as refused:
-        updated(running, replace(running, **change), max_gangs=1)
+        updated(running, running.replaced(**change), max_gangs=1)
     assert "secret" not in str(refused.value)
 
 
 def test_another_number_of_gangs_replaces_none(running: MotetConfig) -> None:
-    running = replace(running, max_gangs=4)
-    fewer = updated(running, replace(running, max_gangs=2), max_gangs=4)
-    assert (fewer.scaling.max_gangs, fewer.gangs_beside) == (2, 4)
+    running = running.replaced(max_gangs=4)
+    fewer = updated(running, running.replaced(max_gangs=2), max_gangs=4)
+    assert (fewer.scaling_policy.max_gangs, fewer.gangs_beside) == (2, 4)
     assert fewer.engine == running.engine
-    assert updated(fewer, replace(running, max_gangs=3, gangs_beside=None), max_gangs=4).engine == running.engine
+    assert updated(fewer, running.replaced(max_gangs=3, gangs_beside=None), max_gangs=4).engine == running.engine
 
 
 def test_there_is_no_room_for_more_gangs_than_at_the_start(running: MotetConfig) -> None:
     with pytest.raises(ConfigError, match="--max-gangs = 3: at most 2 is accepted until a restart"):
-        updated(running, replace(running, max_gangs=3), max_gangs=2)
+        updated(running, running.replaced(max_gangs=3), max_gangs=2)

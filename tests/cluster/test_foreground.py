@@ -40,7 +40,7 @@ def test_a_second_interrupt_does_not_keep_it_from_stopping(tmp_path: Path, monke
     monkeypatch.setattr(logging, "disable", lambda _: None)  # of this process, for good
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     said = io.StringIO()
-    config = MotetConfig(model_path=DEMO / "base", data_dir=tmp_path)
+    config = MotetConfig.of(model_path=DEMO / "base", data_dir=tmp_path)
     try:
         with pytest.raises(SystemExit) as ended, foreground.deployed(config, Console(file=said)):
             raise KeyboardInterrupt

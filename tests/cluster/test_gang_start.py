@@ -19,7 +19,7 @@ def test_what_a_gang_refuses_is_one_line_of_its_log(
 ) -> None:
     """As on a cluster whose nodes nobody could ask before; with the names that settings have for those who set them."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    config = MotetConfig(model_path=BASE, data_dir=tmp_path, address="auto", weights_dtype="float8")
+    config = MotetConfig.of(model_path=BASE, data_dir=tmp_path, address="auto", weights_dtype="float8")
     with pytest.raises(ValueError, match="weights_dtype = 'float8'"):
         _build_engine(config.engine, ignore_event, None, "127.0.0.1")
     (said,) = (record for record in caplog.records if record.levelno >= logging.ERROR)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from motet.adapters.errors import KeyTaken, OtherBase
-from motet.adapters.registry.launches import Launches, SilentLaunches
+from motet.adapters.registry.launches import ExpiredLaunches, Launches
 from motet.adapters.registry.registry import Registry
 from motet.cluster.application.registration import register_router
 from motet.cluster.application.shared_token import shared_token
@@ -47,7 +47,7 @@ class Cluster:
 
 @pytest.fixture
 def config(tmp_path: Path) -> MotetConfig:
-    return MotetConfig(model_path=DEMO / "base", data_dir=tmp_path)
+    return MotetConfig.of(model_path=DEMO / "base", data_dir=tmp_path)
 
 
 async def known(client: Redis, *keys: str) -> list[str | None]:
@@ -129,7 +129,7 @@ async def test_another_base_and_anothers_key_are_refused(
     redis_client: Redis, config: MotetConfig, tmp_path: Path, other_base: Path
 ) -> None:
     await Cluster("old", redis_client, config, (("acme", "key"),)).start()
-    changed = MotetConfig(model_path=other_base, name="base", data_dir=tmp_path / "other")
+    changed = MotetConfig.of(model_path=other_base, name="base", data_dir=tmp_path / "other")
     with pytest.raises(OtherBase, match="REDIS_URL"):
         await Cluster("new", redis_client, changed, (("acme", "new"),)).start()
     with pytest.raises(KeyTaken):
@@ -138,7 +138,7 @@ async def test_another_base_and_anothers_key_are_refused(
 
 
 async def test_an_objective_needs_a_tenant_with_a_key(redis_client: Redis, tmp_path: Path) -> None:
-    hasty = MotetConfig(model_path=DEMO / "base", data_dir=tmp_path, latency_objectives_s=(("acme", 2.0),))
+    hasty = MotetConfig.of(model_path=DEMO / "base", data_dir=tmp_path, latency_objectives_s=(("acme", 2.0),))
     with pytest.raises(ConfigError, match="no tenant acme"):
         await Cluster("one", redis_client, hasty, (("zoo", "key"),)).start()
     await Cluster("one", redis_client, hasty, (("acme", "key"),)).start()
@@ -153,9 +153,9 @@ async def test_routers_and_gangs_agree_on_a_token(redis_client: Redis, redis_url
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 400), st.booleans()), max_size=40))
-def test_who_beats_is_never_silent(steps: list[tuple[float, bool]]) -> None:
+def test_a_launch_with_heartbeats_never_expires(steps: list[tuple[float, bool]]) -> None:
     """Whatever the gaps between two times of listening: who has beaten since the last two is not given up."""
-    silent, now, beats = SilentLaunches(SILENCE_S, LONGEST_GAP_S), 0.0, 0
+    expired, now, beats = ExpiredLaunches(SILENCE_S, LONGEST_GAP_S), 0.0, 0
     unchanged_since, listened_at = 0.0, None
     for gap, has_beaten in steps:
         now += gap
@@ -163,4 +163,4 @@ def test_who_beats_is_never_silent(steps: list[tuple[float, bool]]) -> None:
             unchanged_since = now
         beats += has_beaten
         listened_at = now
-        assert ("it" in silent.hear({"it": beats}, now)) == (now - unchanged_since >= SILENCE_S)
+        assert ("it" in expired.observe({"it": beats}, now)) == (now - unchanged_since >= SILENCE_S)

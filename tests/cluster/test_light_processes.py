@@ -38,12 +38,12 @@ from motet.cluster.config import MotetConfig
 from motet.cluster.application import base_fingerprint, model_source
 from motet.cluster.launch import joined_cluster, launch, local_serve, preflight
 from motet.cluster.launch.local_serve import free_ports, serve_environment, set_environment
-limits = MotetConfig(model_path=demo / "base").edge
+limits = MotetConfig.of(model_path=demo / "base").edge
 set_environment(serve_environment("test", folder, "127.0.0.1", limits))
 from ray import cloudpickle
 from motet.cluster.replicas.application import build_application
 model_path = model_source.resolve_model(str(demo / "base"), folder, print)
-config = MotetConfig(model_path=model_path, data_dir=folder, port=free_ports(1)[0], pool_bytes=64 << 20)
+config = MotetConfig.of(model_path=model_path, data_dir=folder, port=free_ports(1)[0], pool_bytes=64 << 20)
 config = config.with_redis_url("redis://nowhere")
 preflight.check_settings(config)
 base_fingerprint.identify_base(model_path, "demo")

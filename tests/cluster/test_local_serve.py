@@ -63,7 +63,7 @@ def test_ports_that_are_taken_are_passed_over(monkeypatch: pytest.MonkeyPatch) -
 def test_haproxy_lets_streams_end_when_another_one_takes_over(tmp_path: Path) -> None:
     variables = serve_environment("session", tmp_path, "127.0.0.1", edge_limits())
     longest_s = int(variables["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"])
-    assert longest_s >= MotetConfig(model_path=DEMO / "base", data_dir=tmp_path).router_drain_s
+    assert longest_s >= MotetConfig.of(model_path=DEMO / "base", data_dir=tmp_path).timeouts.router_drain_s
 
 
 def test_the_environment_is_put_back(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from msgspec import structs
 
 from motet.cluster.config import MotetConfig
 from motet.cluster.launch.local_serve import free_ports
@@ -26,7 +25,7 @@ BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 
 
 def config(tmp_path: Path, model_path: Path = BASE, **given: Any) -> MotetConfig:
-    return MotetConfig(
+    return MotetConfig.of(
         model_path=model_path, data_dir=tmp_path, port=free_ports(1)[0], **{"pool_bytes": 64 << 20, **given}
     )
 
@@ -101,7 +100,7 @@ def test_parts_that_a_gpu_does_not_multiply_with_eight_bits(tmp_path: Path) -> N
     served = config(tmp_path, model, weights_dtype="float8", gang_num_gpus=1.0, address="auto", dtype="bfloat16")
     assert check_settings(served) == []
     with pytest.raises(ConfigError, match=r"each of 2 workers has a linear with 24 inputs .*multiples of 16"):
-        check_settings(structs.replace(served, tensor_parallel=2))
+        check_settings(served.replaced(tensor_parallel=2))
     assert FLOAT8_MULTIPLE == _MULTIPLE
 
 

@@ -118,7 +118,7 @@ async def test_nothing_acknowledged_is_lost_by_kill_9(
     await asyncio.gather(*writers)
     await asyncio.to_thread(server.stop)
     await asyncio.to_thread(make_server(tmp_path / "redis").start)
-    kept = {(adapter.name, adapter.version, adapter.digest) for adapter in await registry.list("acme")}
+    kept = {(adapter.name, adapter.version, adapter.digest) for adapter in await registry.list_adapters("acme")}
     assert acknowledged <= kept
     await client.aclose()
 

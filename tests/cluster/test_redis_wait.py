@@ -20,6 +20,7 @@ from motet.cluster.replicas import gang, ingress
 from motet.cluster.replicas.gang import GangReplica
 from motet.cluster.replicas.ingress import RouterReplica
 from motet.cluster.replicas.launch_keeper import LaunchKeeper
+from motet.cluster.replicas.running_parts import RunningParts
 from motet.tests.rigs.ray_nodes import DEMO
 
 SECRETS = LaunchSecrets(redis_url="redis://127.0.0.1:1")
@@ -63,7 +64,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def config(tmp_path: Path) -> MotetConfig:
-    return MotetConfig(model_path=DEMO / "base", data_dir=tmp_path, max_gangs=1)
+    return MotetConfig.of(model_path=DEMO / "base", data_dir=tmp_path, max_gangs=1)
 
 
 @pytest.fixture
@@ -121,10 +122,10 @@ async def test_a_router_waits_for_redis_with_all_that_it_asks(
     monkeypatch.setattr(RegistryView, "start", asked["view"])
     monkeypatch.setattr(ingress, "id_of_this_cluster", lambda: "cluster-1")
     monkeypatch.setattr(ingress, "import_transformers_without_torch", lambda: None)
-    monkeypatch.setattr(ingress, "FleetDispatcher", enough)
+    monkeypatch.setattr(ingress, "TextService", SimpleNamespace(from_folder=enough))
     monkeypatch.setattr(ingress, "AdapterStore", lambda path: None)
     monkeypatch.setattr(ingress, "UploadService", lambda *given, **more: None)
     replica = HalfRouter.__new__(HalfRouter)
     with pytest.raises(Enough):
-        await replica._start(config, SECRETS, None, None)
+        await replica._start(RunningParts(), config, SECRETS, None, None)
     assert {name: one.num_calls for name, one in asked.items()} == dict.fromkeys(asked, 2)

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 from redis.asyncio import Redis
 from safetensors.torch import load_file, save_file
 
@@ -43,7 +42,7 @@ def other_base(tmp_path: Path) -> Path:
 
 def config_of(data_dir: Path, redis_url: str, *keys: tuple[str, str]) -> MotetConfig:
     data_dir.mkdir()
-    return MotetConfig(model_path=DEMO_BASE, data_dir=data_dir, redis_url=redis_url, keys=keys)
+    return MotetConfig.of(model_path=DEMO_BASE, data_dir=data_dir, redis_url=redis_url, keys=keys)
 
 
 async def upload(registry: Registry, name: str = "pirate") -> None:
@@ -51,7 +50,7 @@ async def upload(registry: Registry, name: str = "pirate") -> None:
 
 
 async def launch(config: MotetConfig, *keys: tuple[str, str], embedded_redis: bool = True) -> None:
-    await register_launch(replace(config, keys=keys), embedded_redis=embedded_redis)
+    await register_launch(config.replaced(keys=keys), embedded_redis=embedded_redis)
 
 
 async def test_keys_of_the_launch_before_are_gone(config: MotetConfig, registry: Registry) -> None:
@@ -79,18 +78,18 @@ async def test_data_folders_that_share_a_redis_have_launches_of_their_own(
 async def test_an_objective_is_for_a_tenant_with_a_key(
     config: MotetConfig, registry: Registry, tmp_path: Path, redis_url: str
 ) -> None:
-    hasty = replace(config, latency_objectives_s=(("acme", 2.0),))
+    hasty = config.replaced(latency_objectives_s=(("acme", 2.0),))
     problem = r"--latency-objective = 'acme=2': there is no tenant acme; those with a key are: zoo$"
     await launch(config, ("acme", "old"))
     with pytest.raises(ConfigError, match=problem):  # its key goes with the launch before
         await launch(hasty, ("zoo", "new"))
     assert [await registry.tenant_of_key(key) for key in ("old", "new")] == ["acme", None]
     await launch(hasty, ("acme", "mine"), ("zoo", "new"))
-    other = replace(config_of(tmp_path / "other", redis_url), latency_objectives_s=hasty.latency_objectives_s)
+    other = config_of(tmp_path / "other", redis_url).replaced(latency_objectives_s=hasty.batching.latency_objectives_s)
     await launch(other)  # another data folder's launch gave it one
     await check_objectives(other)
     with pytest.raises(ConfigError, match=r"no tenant nobody; those with a key are: acme, zoo$"):
-        await check_objectives(replace(other, latency_objectives_s=(("nobody", 2.0),)))
+        await check_objectives(other.replaced(latency_objectives_s=(("nobody", 2.0),)))
     await forget_launch_keys(config)
     with pytest.raises(ConfigError, match=r"no tenant acme; those with a key are: none$"):
         await check_objectives(other)
@@ -99,7 +98,7 @@ async def test_an_objective_is_for_a_tenant_with_a_key(
 
 
 async def test_a_damaged_owner_is_told(config: MotetConfig) -> None:
-    (config.data_dir / OWNER_FILE).write_text("")
+    (config.serving.data_dir / OWNER_FILE).write_text("")
     with pytest.raises(ConfigError, match=OWNER_FILE):
         await launch(config)
 
@@ -107,7 +106,7 @@ async def test_a_damaged_owner_is_told(config: MotetConfig) -> None:
 async def test_another_base_is_refused_once_there_are_adapters(
     config: MotetConfig, registry: Registry, other_base: Path
 ) -> None:
-    other = replace(config, model_path=other_base, name="base")
+    other = config.replaced(model_path=other_base, name="base")
     await launch(config)
     await launch(other)  # nobody has an adapter yet
     await launch(config)
@@ -124,7 +123,7 @@ async def test_a_redis_of_others_is_never_taken_over(
 ) -> None:
     """The launch that claimed the registry may be about to upload."""
     await launch(config, embedded_redis=False)
-    other = replace(config_of(tmp_path / "other", redis_url), model_path=other_base)
+    other = config_of(tmp_path / "other", redis_url).replaced(model_path=other_base)
     with pytest.raises(OtherBase, match="REDIS_URL"):
         await launch(other, embedded_redis=False)
     await launch(config, embedded_redis=False)
@@ -137,8 +136,8 @@ async def test_a_data_folder_of_another_base_is_refused_before_redis_is_touched(
     files = lora_files()
     AdapterStore(config.store_path).put(validate(files.config_bytes, files.write(tmp_path), SHAPE), [LAYOUT])
     await redis_client.flushall()
-    with pytest.raises(OtherBase, match=f"{config.data_dir}.*--data-dir"):
-        await launch(replace(config, model_path=other_base))
+    with pytest.raises(OtherBase, match=f"{config.serving.data_dir}.*--data-dir"):
+        await launch(config.replaced(model_path=other_base))
     assert await redis_client.dbsize() == 0
 
 
@@ -146,6 +145,6 @@ async def test_a_base_cannot_take_an_adapters_name(config: MotetConfig, registry
     await launch(config)
     await upload(registry, "pirate")
     with pytest.raises(ConfigError, match=r"acme has an adapter of this name.*--name"):
-        await launch(replace(config, name="pirate"), ("acme", "key"))
+        await launch(config.replaced(name="pirate"), ("acme", "key"))
     assert await registry.tenant_of_key("key") is None
-    await launch(replace(config, name="captain"))
+    await launch(config.replaced(name="captain"))

@@ -21,7 +21,7 @@ MIG = "nvidia.com/mig-1g.10gb"
 
 
 def config(**given: Any) -> MotetConfig:
-    return MotetConfig(model_path=BASE, data_dir=BASE, **given)
+    return MotetConfig.of(model_path=BASE, data_dir=BASE, **given)
 
 
 def test_a_bundle_names_what_is_taken() -> None:
@@ -59,8 +59,8 @@ def test_a_leader_of_several_takes_none_of_the_devices() -> None:
         ("router_resources", (("CPU", 1.0),), "one of Ray's own"),
         ("gang_labels", (("zone", "east,west"),), "KEY=VALUE"),
         ("gang_labels", (("zone", "a"), ("zone", "b")), "more than once"),
-        ("placement", "anywhere", "strict-pack, pack or spread is accepted"),
-        ("placement", "spread", "a gang of one worker"),
+        ("strategy", "anywhere", "strict-pack, pack or spread is accepted"),
+        ("strategy", "spread", "a gang of one worker"),
         ("address", "ray://head:10001", "Ray Client is not supported"),
         ("address", "head", "HOST:PORT"),
         ("address", "head:port", "HOST:PORT"),
@@ -76,7 +76,7 @@ def test_a_bad_value_is_named(key: str, value: Any, accepted: str) -> None:
 
 @pytest.mark.parametrize("address", [None, "auto", "10.0.0.1:6379", "[fd00::1]:6379", "head.example:1"])
 def test_addresses(address: str | None) -> None:
-    assert config(address=address).address == address
+    assert config(address=address).placement.address == address
 
 
 def test_on_a_cluster_the_front_is_for_others_too() -> None:

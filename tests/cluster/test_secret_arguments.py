@@ -82,7 +82,7 @@ def test_a_config_leaves_its_secrets_behind() -> None:
         "operator_key": "secret-too",
         "redis_url": "redis://:secret-3@host",
     }
-    config = MotetConfig(model_path=DEMO / "base", **given)
+    config = MotetConfig.of(model_path=DEMO / "base", **given)
     assert "secret" in repr(config)
     assert "secret" not in repr(config.without_secrets())
     assert config.without_secrets().router == config.router
@@ -90,4 +90,4 @@ def test_a_config_leaves_its_secrets_behind() -> None:
 
 def test_keys_come_from_the_environment() -> None:
     config = MotetConfig.from_environment({"MOTET_KEYS": "acme=one globex=two"}, model_path=DEMO / "base")
-    assert config.keys == (("acme", "one"), ("globex", "two"))
+    assert config.access.keys == (("acme", "one"), ("globex", "two"))

@@ -19,7 +19,7 @@ from motet.cluster.config import part_config
 from motet.cluster.settings.config_error import ConfigError
 from motet.cluster.settings.flags import options_of
 from motet.cluster.settings.setting import Bytes, Count, Setting
-from motet.cluster.settings.setting_field import fields_of
+from motet.cluster.settings.setting_field import SettingGroup, fields_of, groups_of
 from motet.cluster.settings.settings import Settings
 from motet.cluster.settings.settings_page import settings_page
 from motet.cluster.settings.update_rule import check_update
@@ -29,11 +29,15 @@ ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "examples" / "demo" / "base"
 
 
-class Extended(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Experiments(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Experiments."""
 
     new_room_bytes: Annotated[Bytes, Setting("Room for something new.", "live")] = 3 << 20
     num_novelties: Annotated[Count, Setting("So many new things.")] = 2
+
+
+class Extended(Settings, frozen=True, kw_only=True):
+    experiments: Experiments = msgspec.field(default_factory=Experiments)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,25 +66,25 @@ def test_a_setting_that_is_added_in_one_place_is_everywhere(tmp_path: Path) -> N
     given = run(file)[1]  # the file, and the default
     assert (given["new_room_bytes"], given["num_novelties"]) == (5 << 20, 2)
     assert run(file, "--new-room-bytes", "6MiB", "--novelties", "4")[1]["new_room_bytes"] == 6 << 20
-    assert Extended(new_room_bytes="7MiB").new_room_bytes == 7 << 20  # type: ignore[arg-type]
+    assert Extended.of(new_room_bytes="7MiB").experiments.new_room_bytes == 7 << 20
 
     result, given = run(file, "--novelties", "0")  # the check
     assert (result.exit_code, given) == (2, {})
     assert "Invalid value for '--novelties': '0': a whole number from 1 is accepted" in result.stderr
     with pytest.raises(ConfigError, match=r"^--new-room-bytes = 0: a size .* from 1 is accepted$"):
-        Extended(new_room_bytes=0)
+        Extended.of(new_room_bytes=0)
 
-    running = Extended()  # the rule of updates
-    check_update(running, Extended(new_room_bytes=1))
+    running = Extended.of()  # the rule of updates
+    check_update(running, Extended.of(new_room_bytes=1))
     with pytest.raises(ConfigError, match="--novelties = 3: only a restart changes this"):
-        check_update(running, Extended(num_novelties=3))
+        check_update(running, Extended.of(num_novelties=3))
 
     page = settings_page(Extended)  # the docs
     assert "## Experiments" in page
     assert "| `--novelties` | a whole number from 1 | 2 |  | So many new things. |" in page
     assert "| `--new-room-bytes` |" in page
 
-    part = part_config(NewPart, Extended(num_novelties=9), folder="here")  # and where it acts
+    part = part_config(NewPart, Extended.of(num_novelties=9), folder="here")  # and where it acts
     assert part == NewPart(new_room_bytes=3 << 20, num_novelties=9, folder="here")
 
 
@@ -93,13 +97,29 @@ def test_every_setting_is_an_option_and_a_key() -> None:
     options = {option.name: option for option in serve.params}
     for field in fields_of(Settings):
         assert options[field.name].opts == [f"--{flag}" for flag in field.flags]
-        assert field.default == Settings.__struct_defaults__[Settings.__struct_fields__.index(field.name)]
+        assert Settings().value(field.name) == field.converted(field.default)
     flags = [flag for field in fields_of(Settings) for flag in field.flags]
     assert len(flags) == len(set(flags))
 
 
-def test_every_field_is_a_setting() -> None:
-    assert tuple(field.name for field in fields_of(Settings)) == Settings.__struct_fields__
+def test_every_field_is_a_group_and_no_two_settings_have_one_name() -> None:
+    assert tuple(groups_of(Settings)) == Settings.__struct_fields__
+    names = [name for group in groups_of(Settings).values() for name in group.__struct_fields__]
+    assert [field.name for field in fields_of(Settings)] == names
+    assert len(names) == len(set(names))
+
+
+def test_values_go_to_their_groups_by_name() -> None:
+    made = Settings.of(port=9000, max_num_sequences="7")
+    assert (made.access.port, made.batching.max_num_sequences, made.value("port")) == (9000, 7, 9000)
+    assert made.access.max_connections == Settings().access.max_connections
+    assert made.replaced(port="9001") == Settings.of(port=9001, max_num_sequences=7)
+    with pytest.raises(ConfigError, match="--port = 0"):
+        made.replaced(port=0)
+    with pytest.raises(TypeError, match="pool"):
+        Settings.of(pool=1)
+    with pytest.raises(TypeError, match="pool"):
+        made.replaced(pool=1)
 
 
 def test_defaults_are_acceptable_and_shown_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +144,7 @@ RESTART_ONLY = {
     *("address", "host", "port", "keys", "operator_key", "redis_url"),
     *("oidc_issuers", "oidc_audience", "oidc_algorithms", "oidc_tenant_claim", "oidc_scopes_claim"),
     *("max_connections", "max_connections_per_source", "max_requests_per_key", "trusted_proxies"),
-    *("num_routers", "tensor_parallel", "expert_sharding", "placement"),
+    *("num_routers", "tensor_parallel", "expert_sharding", "strategy"),
     *("gang_num_cpus", "gang_num_gpus", "gang_resources", "gang_labels", "router_resources"),
 }
 
@@ -146,7 +166,7 @@ def test_what_only_a_restart_changes_is_known_by_name() -> None:
         ("upload_idle_s", 0, "a number of seconds above 0"),
         ("host_bytes", "2GB", "a size (bytes, or a number with KiB, MiB, GiB or TiB) from 0"),
         ("prefix_cache", "perhaps", "true or false"),
-        ("placement", "anywhere", "strict-pack, pack or spread"),
+        ("strategy", "anywhere", "strict-pack, pack or spread"),
         ("num_threads", "many", "auto or a whole number from 1"),
         ("data_dir", "", "a folder"),
         ("data_dir", "~nosuchuser/x", "a folder"),
@@ -157,7 +177,7 @@ def test_what_only_a_restart_changes_is_known_by_name() -> None:
 )
 def test_a_bad_value_is_named_with_what_is_accepted(name: str, value: Any, accepted: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        Settings(**{name: value})
+        Settings.of(**{name: value})
     assert str(refused.value) == f"{OPTIONS[name]} = {value!r}: {accepted} is accepted"
 
 
@@ -175,7 +195,7 @@ def test_a_bad_value_is_named_with_what_is_accepted(name: str, value: Any, accep
 )
 def test_tokens_that_anybody_could_make_cannot_be_asked_for(name: str, value: Any) -> None:
     with pytest.raises(ConfigError):
-        Settings(**{name: value})
+        Settings.of(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -193,13 +213,13 @@ def test_tokens_that_anybody_could_make_cannot_be_asked_for(name: str, value: An
     ],
 )
 def test_numbers_are_read_as_python_reads_them(name: str, text: Any, number: object) -> None:
-    made = getattr(Settings(**{name: text}), name)
+    made = Settings.of(**{name: text}).value(name)
     assert (made, type(made)) == (number, type(number))
 
 
 def test_of_several_pairs_the_bad_one_is_shown() -> None:
     with pytest.raises(ConfigError, match=r"^--latency-objective = 'zoo=x': TENANT=SECONDS"):
-        Settings(latency_objectives_s=("acme=1", "zoo=x"))  # type: ignore[arg-type]
+        Settings.of(latency_objectives_s=("acme=1", "zoo=x"))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +240,7 @@ def test_of_several_pairs_the_bad_one_is_shown() -> None:
 )
 def test_a_secret_is_not_repeated(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{OPTIONS[name]} = ") as refused:
-        Settings(**{name: value})
+        Settings.of(**{name: value})
     assert "my-secret" not in str(refused.value)
 
 
@@ -234,15 +254,12 @@ def test_plain_values_become_settings() -> None:
         "num_threads": "auto",
         "gang_num_cpus": 2,
     }
-    made = Settings(**values)
-    assert (made.pool_bytes, made.host_bytes) == (2 << 30, 0)
-    assert made.latency_objectives_s == (("acme", 2.0), ("zoo", 0.5))
-    assert made.keys == (("acme", "secret"),)
-    assert type(made.gang_num_cpus) is float
-    plain = {name: getattr(made, name) for name in Settings.__struct_fields__ if name not in ("data_dir", "cache_path")}
-    assert msgspec.convert(msgspec.to_builtins(plain), Settings) == made
-    with pytest.raises(msgspec.ValidationError, match="unknown field `pool`"):
-        msgspec.convert({"pool": 1}, Settings)
+    made = Settings.of(**values)
+    assert (made.memory.pool_bytes, made.memory.host_bytes) == (2 << 30, 0)
+    assert made.batching.latency_objectives_s == (("acme", 2.0), ("zoo", 0.5))
+    assert made.access.keys == (("acme", "secret"),)
+    assert type(made.placement.gang_num_cpus) is float
+    assert Settings.of(**msgspec.to_builtins({name: made.value(name) for name in values})) == made
 
 
 def test_settings_are_read_without_torch() -> None:
@@ -250,7 +267,7 @@ def test_settings_are_read_without_torch() -> None:
         "import sys",
         "import motet.cluster.commands.serve_command",
         "from motet.cluster.config import MotetConfig",
-        f"config = MotetConfig(model_path=__import__('pathlib').Path({str(BASE)!r}), device='cpu')",
+        f"config = MotetConfig.of(model_path=__import__('pathlib').Path({str(BASE)!r}), device='cpu')",
         "config.engine, config.router, config.leader, config.admission, config.gang_bundles",
         "assert 'torch' not in sys.modules and 'ray' not in sys.modules",
     )

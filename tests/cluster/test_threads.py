@@ -84,7 +84,7 @@ def test_auto_is_resolved_by_where_the_gang_runs(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(config_module, "usable_cores", lambda: 8)
 
     def threads(**given: object) -> int:
-        return MotetConfig(model_path=BASE, data_dir=tmp_path, device="cpu", **given).engine.num_threads  # type: ignore[arg-type]
+        return MotetConfig.of(model_path=BASE, data_dir=tmp_path, device="cpu", **given).engine.num_threads
 
     assert threads() == 7
     assert threads(max_gangs=2) == 3

@@ -13,6 +13,7 @@ from motet.workers.models.rotary import rotary_table
 from motet.workers.models.rotary_config import RotaryConfig
 from motet.workers.plan import SequencePlan, StepPlan, packed, unpacked
 
+pytestmark = pytest.mark.slow
 BLOCK, HEAD_DIM, NUM_KV_HEADS, NUM_PAGES = 4, 8, 2, 400
 ROTARY = rotary_table(RotaryConfig(10000.0, "default", {}), HEAD_DIM, 128)
 # bfloat16 keeps 8 bits of K, V and of the result.

@@ -16,6 +16,7 @@ from motet.workers.models.experts import choose_experts
 
 HIDDEN, WIDTH = 12, 8
 # bfloat16 keeps 8 bits of each product.
+pytestmark = pytest.mark.slow
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 

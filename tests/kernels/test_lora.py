@@ -12,6 +12,7 @@ from motet.adapters.packing.layout import AdapterLayout
 from motet.kernels.lora import ABSENT, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from motet.kernels.plain.lora import PlainLora
 
+pytestmark = pytest.mark.slow
 SHAPE = BaseShape(
     num_layers=2,
     modules={

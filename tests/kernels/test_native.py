@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import motet.kernels.gpu
 from motet.kernels import norms
 from motet.kernels.attention import AttentionBatch
-from motet.kernels.backend import Kernels, OnlySlowKernels, choose_kernels
+from motet.kernels.backend import FastKernelsUnavailable, Kernels, choose_kernels
 from motet.kernels.native.build import COMPILERS, NativeUnavailable, load_library
 from motet.kernels.plain import attention as plain_attention
 from motet.tests.rigs.native_builds import DTYPES, EXAMPLES, HERE, TOLERANCE, close, load_build
@@ -277,10 +277,10 @@ def test_without_a_compiler_the_twins_serve_and_one_line_says_what_is_lost(
 
 
 def test_slow_kernels_can_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OnlySlowKernels, match=r"none is faster for torch\.float16 on cpu"):
+    with pytest.raises(FastKernelsUnavailable, match=r"none is faster for torch\.float16 on cpu"):
         choose_kernels(CPU, torch.float16, 1, slow_ones=False)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(OnlySlowKernels, match=r"no C\+\+ compiler was found"):
+    with pytest.raises(FastKernelsUnavailable, match=r"no C\+\+ compiler was found"):
         choose_kernels(CPU, torch.bfloat16, 1, slow_ones=False)
 
 

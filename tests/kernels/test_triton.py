@@ -1,11 +1,10 @@
-"""The Triton kernels without a GPU: interpreted in a process of their own, and compiled ahead of time."""
+"""The Triton kernels without a GPU, compiled ahead of time. Interpreted they run in `tests/interpreted`."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
 import json
-import os
 import re
 import subprocess
 import sys
@@ -107,20 +106,6 @@ def test_long_products_use_hoppers_own_instructions() -> None:
             CASES[case][0]()
         for launch in launches:
             assert "wgmma.mma_async" in compile_launch(launch, 90).matrix_instructions, launch.name
-
-
-def test_interpreted() -> None:
-    """`tests/interpreted`: each kernel against its twin, and the engine on all of them."""
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted"],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
-    assert "skipped" not in run.stdout.splitlines()[-1]
 
 
 def test_the_benchmark_for_gpus_runs_dry() -> None:

@@ -37,7 +37,7 @@ NOBODY: Final[Refusal] = (401, "invalid_api_key")
 
 def refusal(route: RouteSpec, credentials: str) -> Refusal | None:
     """How the route must refuse such credentials; None: whatever it answers, it does not refuse them."""
-    if route.scope is None:
+    if route.scope == "public":
         return None
     if route.scope == "operator":
         return None if credentials == "the operators' key" else NOBODY

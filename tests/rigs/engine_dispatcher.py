@@ -43,7 +43,7 @@ def client_of(
         text=text_service(),
         operator_key=OPERATOR_KEY,
         accountants=() if usage is None else (usage.metering,),
-        more_routes=(lambda authenticator: ()) if usage is None else usage.routes,
+        more_routes=(lambda view: ()) if usage is None else usage.routes,
     )
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://router", headers=HEADERS)
 

@@ -90,7 +90,7 @@ class RayClusterPods:
             name,
         ]
         self._folder = tempfile.TemporaryDirectory()
-        edge = MotetConfig(model_path=DEMO / "base").edge
+        edge = MotetConfig.of(model_path=DEMO / "base").edge
         haproxy = write_haproxy(Path(self._folder.name) / "haproxy", edge, None)
         self.nodes = RayNodes(
             self.addresses,

@@ -43,5 +43,5 @@ def edge_limits(**given: Any) -> EdgeLimits:
 
 
 def scaling_config(**given: Any) -> ScalingConfig:
-    times = {"start_grace_s": DEFAULTS.cold_start_wait_s, "window_s": DEFAULTS.scaling_window_s}
+    times = {"start_grace_s": DEFAULTS.timeouts.cold_start_wait_s, "window_s": DEFAULTS.scaling.scaling_window_s}
     return part_config(ScalingConfig, DEFAULTS, **{**ONE_GANG, **times, **given})

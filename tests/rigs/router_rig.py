@@ -36,7 +36,6 @@ from motet.router.quotas.quotas import Quotas
 from motet.router.residency.pin_keeper import PinKeeper
 from motet.router.rest_server import create_app
 from motet.router.route import RouteSpec
-from motet.router.tenants.auth import Authenticator
 from motet.router.text.text import TextService
 from motet.router.versions.canary_book import CanaryBook
 from motet.tests.rigs.engine_loads import engine_load
@@ -334,7 +333,7 @@ class RouterRig:
         quotas: Quotas | None = None,
         *,
         accountants: Sequence[Accountant] = (),
-        more_routes: Callable[[Authenticator], Sequence[RouteSpec]] = lambda authenticator: (),
+        more_routes: Callable[[RegistryView], Sequence[RouteSpec]] = lambda view: (),
         administration: Administration | None = None,
         counts: CanaryCounts | None = None,
         preloads: Preloads | None = None,

@@ -14,7 +14,7 @@ from motet.tests.rigs.made_api_page import made_page
 
 ROOT = Path(__file__).resolve().parents[2]
 API = ROOT / "docs" / "api.md"
-CODE = re.compile(r"""code="(\w+)"|(?:unavailable|_registry_away)\([^)]*"(\w+)"\)""")
+CODE = re.compile(r"""code="(\w+)"|unavailable\([^)]*"(\w+)"\)""")
 OF_THE_EDGE = {
     "invalid_header",
     "bad_http",

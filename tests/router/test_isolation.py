@@ -86,8 +86,8 @@ async def test_every_route_is_in_the_tables(front: RealFront) -> None:
     }
     assert all(isinstance(route, Route) for route in front.app.routes), "what else serves requests here?"
     assert served == {(route.method, route.path) for route in routes_of(front)}
-    assert {route.path for route in routes_of(front) if route.scope is None} == ANYBODYS
-    of_a_tenant = [route for route in routes_of(front) if route.scope not in (None, "operator")]
+    assert {route.path for route in routes_of(front) if route.scope == "public"} == ANYBODYS
+    of_a_tenant = [route for route in routes_of(front) if route.needs_tenant]
     nameless = {f"{route.method} {route.path}" for route in of_a_tenant if not names_things(route)}
     assert nameless == NAMELESS, "what may a body of it name? add that to THINGS"
 
@@ -142,7 +142,7 @@ async def test_anothers_things_are_as_if_they_did_not_exist(front: RealFront) ->
     """With a good key of every scope: the same bytes as for what nobody has, and for its owner it is there."""
     looked_at = set()
     for route in sorted(routes_of(front), key=is_deletion):
-        if not names_things(route) or route.scope in (None, "operator"):
+        if not names_things(route) or not route.needs_tenant:
             continue
         bearer = f"Bearer {ASKER_KEY}"
         before = await front.stored()

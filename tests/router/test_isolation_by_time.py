@@ -133,7 +133,7 @@ async def told_apart(front: RealFront, app: ASGIApp, route: RouteSpec, pairs: Se
 
 def tenants_routes(front: RealFront) -> list[RouteSpec]:
     """Those that name an adapter."""
-    named = [route for route in front.app.state.routes if names_things(route) and route.scope not in (None, "operator")]
+    named = [route for route in front.app.state.routes if names_things(route) and route.needs_tenant]
     return [
         route
         for route in named

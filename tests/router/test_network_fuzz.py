@@ -1,6 +1,6 @@
 """Engine, router and two gangs over a network that breaks in every way: by seeds, in simulated time.
 
-`--network-seeds` says how many, `--first-network-seed` where to begin. A seed that fails fails again.
+`--network-seeds` says how many, `--first-seed` where to begin. A seed that fails fails again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from motet.workers.leader.sequence_journal import SequenceJournal
 from motet.workers.scheduling.sequence import Sequence
 from motet.workers.wire.messages import SequenceUpdate
 
+pytestmark = pytest.mark.slow
 NUM_PARTS = 8  # of the seeds, so that a failure names few of them
 SEEDS_UNTIL_FOUND = 60  # in which an injected bug must show
 
@@ -30,14 +31,14 @@ async def _run(seed: int, num_events: Counter[str]) -> None:
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_each_token_once_and_nothing_left(part: int, request: pytest.FixtureRequest) -> None:
-    first, num_seeds = request.config.getoption("--first-network-seed"), request.config.getoption("--network-seeds")
+    first, num_seeds = request.config.getoption("--first-seed"), request.config.getoption("--network-seeds")
     num_events: Counter[str] = Counter()
     seeds = range(first + part, first + num_seeds, NUM_PARTS)
     for seed in seeds:
         try:
             run_simulated(_run(seed, num_events))
         except BaseException as error:
-            error.add_note(f"network seed {seed}")
+            error.add_note(f"again with --first-seed {seed} --network-seeds 1")
             raise
     if len(seeds) >= 20:
         kinds = ("cut", "blip", "stall", "silence", "refuse", "slow", "kill", "drain", "fail", "move")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import msgspec
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.requests import Request
@@ -14,6 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from motet.router.openapi.document import openapi_document, operation_id
 from motet.router.openapi.error_codes import ERRORS, codes_of
 from motet.router.route import RouteSpec
+from motet.router.tenants.identity import Identity
 from motet.router.text.text import TextService
 from motet.tests.rigs.all_routes import rig_with_all_routes
 from motet.tests.rigs.router_rig import BASE, RouterRig, text_service
@@ -43,7 +46,7 @@ def problems(route: RouteSpec) -> list[str]:
         found.append("summary: a short sentence about what it is for")
     if route.path.startswith("/v1/admin/") != (route.scope == "operator" and route.path.startswith("/v1/")):
         found.append("scope: paths under /v1/admin/, and no others under /v1/, are for the operators")
-    if route.path.startswith("/v1/") and route.scope is None:
+    if route.path.startswith("/v1/") and route.scope == "public":
         found.append("scope: what a key needs for it")
     if not route.answers and not route.texts:
         found.append("answers (or texts): what it gives")
@@ -63,13 +66,26 @@ def test_every_route_is_described(routes: tuple[RouteSpec, ...]) -> None:
     assert sorted(ids) == sorted(set(ids))
 
 
+def test_every_handler_takes_what_its_row_says(routes: tuple[RouteSpec, ...]) -> None:
+    for route in routes:
+        hints = get_type_hints(route.handler)
+        expected: list[Any] = [Request]
+        if route.needs_tenant:
+            expected.append(Identity)
+        if route.body is not None and not route.reads_body:
+            expected.append(route.body)
+        assert [hints[name] for name in inspect.signature(route.handler).parameters] == expected, route.path
+        if issubclass(hints["return"], msgspec.Struct):
+            assert hints["return"] == next(iter(route.answers.values())), route.path
+
+
 def test_a_route_that_is_not_described_is_found() -> None:
     async def handler(request: Request) -> Response:
         return PlainTextResponse("")
 
     bare = RouteSpec(method="GET", path="/v1/admin/x", handler=handler, scope="admin")
     assert [problem.split(":")[0] for problem in problems(bare)] == ["summary", "scope", "answers (or texts)"]
-    unheard = RouteSpec(method="GET", path="/v1/admin/x", handler=handler, scope=None, errors=("unheard_of",))
+    unheard = RouteSpec(method="GET", path="/v1/admin/x", handler=handler, scope="public", errors=("unheard_of",))
     with pytest.raises(KeyError, match=r"GET /v1/admin/x: .*'unheard_of'.*error_codes.py"):
         openapi_document([unheard])
 
@@ -95,7 +111,7 @@ def test_each_operation_tells_scope_errors_and_bodies(routes: tuple[RouteSpec, .
     for route in routes:
         operation = document["paths"][route.path.replace(":path", "")][route.method.lower()]
         assert ("requestBody" in operation) == (route.body is not None or route.form is not None)
-        assert operation.get("security", []) == ([] if route.scope is None else [{"bearer": [route.scope]}])
+        assert operation.get("security", []) == ([] if route.scope == "public" else [{"bearer": [route.scope]}])
         told = {status: resolved(document, response) for status, response in operation["responses"].items()}
         assert {int(status) for status in told} == {
             *route.answers,

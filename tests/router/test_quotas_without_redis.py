@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from motet.adapters.registry.registry import connect
-from motet.adapters.registry.tenants.life import life_of
 from motet.adapters.registry.tenants.records import Quota
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.router.accounts.account import Progress
@@ -349,7 +348,7 @@ async def test_an_answer_that_was_held_is_forgotten_in_time(server: RedisServer)
         go_on(server, [quotas])
         await eventually(lambda: not quotas.is_local)
         account.settle(ending(prompt=100, completion=100))
-        client, answer = connect(server.url), QuotaKeys(life_of(who.tenant)).answer("cmpl-1")
+        client, answer = connect(server.url), QuotaKeys(who.tenant.tenant_id).answer("cmpl-1")
 
         async def is_kept_for_a_stream() -> bool:
             return 0 < await client.pttl(answer) <= RESUMABLE_MS

@@ -62,7 +62,7 @@ class Part:
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MotetConfig:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # no janitor removes the session's folder here
-    return MotetConfig(model_path=DEMO_BASE, data_dir=tmp_path / "data", port=free_ports(1)[0])
+    return MotetConfig.of(model_path=DEMO_BASE, data_dir=tmp_path / "data", port=free_ports(1)[0])
 
 
 def ignore(*args: Any, **options: Any) -> None:

@@ -1,6 +1,6 @@
 """kill -9 of any process of Ray Serve in the middle of 32 streams: every token comes once, and no page is leaked.
 
-`--kill-rounds N` kills each kind of process N times; each time another one, at another moment, from `--kill-seed`.
+`--kill-rounds N` kills each kind of process N times; each time another one, at another moment, from `--first-seed`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def undisturbed(motet: RunningMotet) -> list[Heard]:
 def test_streams_outlive_it(
     motet: RunningMotet, undisturbed: list[Heard], kind: str, pytestconfig: pytest.Config
 ) -> None:
-    drawn = random.Random(f"{kind} {pytestconfig.getoption('kill_seed')}")
+    drawn = random.Random(f"{kind} {pytestconfig.getoption('first_seed')}")
     num_resumed = _num_resumed(motet)
     num_rounds = pytestconfig.getoption("kill_rounds")
     for _ in range(num_rounds):

@@ -124,7 +124,7 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applicatio
     secrets_path.mkdir(mode=0o700)
     for name, text in secrets.items():
         (secrets_path / name).write_text(text)
-    edge = MotetConfig(model_path=DEMO / "base").edge
+    edge = MotetConfig.of(model_path=DEMO / "base").edge
     variables: dict[str, Any] = SERVE_FLAGS | LASTING_STREAMS | {SECRETS_VARIABLE: str(secrets_path)}
     variables[BINARY_VARIABLE] = str(write_haproxy(folder / "haproxy", edge, None))
     port, dashboard_port = free_ports(2)

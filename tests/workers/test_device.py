@@ -50,12 +50,12 @@ def test_a_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="device = 'tpu': cpu, cuda or auto is accepted"):
-        MotetConfig(model_path=BASE, data_dir=tmp_path, device="tpu")  # type: ignore[arg-type]
+        MotetConfig.of(model_path=BASE, data_dir=tmp_path, device="tpu")
 
 
 @pytest.mark.parametrize("degree", [1, 2])
 def test_each_worker_takes_a_gpu_of_its_own(degree: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = MotetConfig(model_path=BASE, data_dir=tmp_path, tensor_parallel=degree)
+    served = MotetConfig.of(model_path=BASE, data_dir=tmp_path, tensor_parallel=degree)
     monkeypatch.setattr(device_probe, "has_driver", lambda: False)
     assert "GPU" not in str(_place_of_a_gang(served)).upper().replace("NUM_CPUS", "")
     monkeypatch.setattr(device_probe, "has_driver", lambda: True)

@@ -19,6 +19,7 @@ from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, Answer, Oracl
 from motet.workers.models.config import ModelConfig
 from motet.workers.wire.messages import AdapterRef, Cancel, SamplingParams
 
+pytestmark = pytest.mark.slow
 TOLERANCE = 1e-3  # of logits and log-probabilities in float32
 BFLOAT16_TOLERANCE = 0.25  # of log-probabilities, mean over the vocabulary; transformers in bfloat16 is 0.12 off itself
 KERNELS = "native" if any(shutil.which(name) for name in COMPILERS) else "torch"  # with a warning

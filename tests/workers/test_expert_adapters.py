@@ -27,6 +27,7 @@ from motet.workers.models.config import ModelConfig
 from motet.workers.models.sharding import ModelSharding, layouts_of_gang
 from motet.workers.wire.messages import AdapterRef, SamplingParams
 
+pytestmark = pytest.mark.slow
 BLOCK_SIZE = 8
 NUM_TOKENS = 12
 TOLERANCE = 1e-3  # of log-probabilities in float32; below it a choice is a close call, which rounding may decide

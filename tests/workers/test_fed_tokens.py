@@ -135,19 +135,19 @@ def test_draws_that_must_look_through_the_whole_vocabulary_are_known_before_they
     with engine(stock, "cpu") as (rig, _):
         here = ask(rig, temperature=1.5, top_p=0.98)
     monkeypatch.setattr(joint_sampling, "FIRST_LOOK", 4)
-    looked, look = list[int](), joint_sampling._looked_through
+    looked, look = list[int](), joint_sampling._draw_from_all
 
     def counted(*given: Any) -> Any:
         looked.append(1)
         return look(*given)
 
-    monkeypatch.setattr(joint_sampling, "_looked_through", counted)
+    monkeypatch.setattr(joint_sampling, "_draw_from_all", counted)
     with engine(stock, "cuda") as (rig, _):
         assert_same(ask(rig, temperature=1.5, top_p=0.98), here)
     assert looked
 
 
-def test_draws_that_are_looked_through_again_have_their_own_logits(
+def test_draws_that_are_draw_from_all_again_have_their_own_logits(
     stock: Stock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All recordings write into one buffer. The next step, which is fed nothing of this one's, may be one of them."""

@@ -31,6 +31,7 @@ from motet.workers.plan import Residence, SequencePlan, StepPlan, packed
 from motet.workers.wire.messages import AdapterRef, SamplingParams
 from motet.workers.worker_builder import build_executor
 
+pytestmark = pytest.mark.slow
 BLOCK_SIZE = 8
 NUM_TOKENS = 10
 TOLERANCE = 1e-3  # of log-probabilities in float32; below it a choice is a close call, which rounding may decide

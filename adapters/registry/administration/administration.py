@@ -1,4 +1,4 @@
-"""All that changes tenants and keys, and what tells who did."""
+"""All registries through which tenants and keys are changed, and their audit log."""
 
 from __future__ import annotations
 

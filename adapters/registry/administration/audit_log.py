@@ -1,4 +1,4 @@
-"""The audit log as it is read, the newest entries first; and what no other change writes into it."""
+"""The audit log: reading it, the newest entries first, and entries for changes of settings."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class AuditLog:
         return entries[:limit]
 
     async def note_settings(self, settings: Mapping[str, object]) -> bool:
-        """Whether these settings are others than those that were noted last; then an entry says which have changed.
+        """Whether these settings differ from those that were noted last. If so, an entry lists what has changed.
 
-        Every router calls it with what it serves by, and one of them writes. Secrets must not be among them.
+        Every router calls it with its settings, and one of them writes. Secrets must not be among them.
         """
         text = msgspec.json.encode(settings, order="sorted").decode()
         while True:
@@ -65,13 +65,13 @@ class AuditLog:
                 before: str = await self._client.get(SETTINGS) or ""
             if before == text:
                 return False
-            told = msgspec.json.decode(before or "{}", type=dict[str, object])
-            given = msgspec.json.decode(text, type=dict[str, object])
+            old = msgspec.json.decode(before or "{}", type=dict[str, object])
+            new = msgspec.json.decode(text, type=dict[str, object])
             changed: dict[str, object] = {}
-            if before:  # the first settings of all are no change of any
-                for name in sorted(told.keys() | given.keys()):  # a release may take one away
-                    if told.get(name) != given.get(name):
-                        changed[name] = {"from": told.get(name), "to": given.get(name)}
+            if before:  # the first settings change nothing
+                for name in sorted(old.keys() | new.keys()):  # a release may remove one
+                    if old.get(name) != new.get(name):
+                        changed[name] = {"from": old.get(name), "to": new.get(name)}
             entry = AuditEntry(
                 action="settings.change" if before else "settings.first",
                 tenant="",
@@ -88,6 +88,6 @@ class AuditLog:
 
 
 def _place(written: WrittenEntry) -> tuple[int, int]:
-    """In the order of all entries: no two have the same id."""
+    """The entry's id as numbers that sort as entries do; no two have the same."""
     milliseconds, _, number = written.id.partition("-")
     return int(milliseconds), int(number)

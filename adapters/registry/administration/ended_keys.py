@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class EndedKeys:
-    """Any number of routers may do this at once: what one has deleted, the others do not find. Keeps nothing."""
+    """Any number of routers may do this at once: what one has deleted, the others do not find."""
 
     def __init__(self, client: Redis, timeout_s: float = 3.0) -> None:
         self._timeout_s = timeout_s
@@ -49,7 +49,7 @@ class EndedKeys:
                 if await self.forget():
                     rest_s = _BETWEEN_PAGES_S
             except RegistryUnavailable:
-                pass  # the view says so in the log
+                pass  # the view logs it
             except Exception:
                 _log.exception("keys that have ended cannot be deleted")
             await asyncio.sleep(rest_s)

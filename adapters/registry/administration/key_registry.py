@@ -1,4 +1,4 @@
-"""API keys in the registry: made, changed, rotated, deleted. A key is told once, to who makes it."""
+"""API keys in the registry: created, changed, rotated, deleted. Only the call that creates a key returns it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..tenants.audit_entry import Actor, AuditEntry
 from ..tenants.records import KeyRecord, TenantRecord
 from .record_changes import Found, RecordChanges, Wanted
 
-KEY_PREFIX: Final = "motet-"  # by which scanners for secrets find a key in a text
+KEY_PREFIX: Final = "motet-"  # lets scanners for secrets recognise a key
 _NUM_RANDOM_BYTES: Final = 32
 
 
@@ -30,7 +30,7 @@ class KeyRegistry:
         self._clock = clock
 
     async def create(self, wanted: KeyRecord, actor: Actor) -> tuple[KeyRecord, str]:
-        """A new key as `wanted` says, whose id and time are made here; its record, and the key itself.
+        """Creates a key with the fields of `wanted`, but for id and time. Returns its record and the key itself.
 
         Raises TenantEnding if its tenant is being deleted, and TooManyKeys.
         """
@@ -86,7 +86,7 @@ class KeyRegistry:
         return _key_of(done, new_hash), new_key, _key_of(done, key_hash)
 
     async def delete(self, key_hash: str, key: KeyRecord, actor: Actor) -> None:
-        """The key is nobody's any more. Raises NoSuchKey."""
+        """Deletes the key. Raises NoSuchKey."""
 
         def make(found: Found) -> Wanted:
             return Wanted(entry=_entry("key.delete", _held(found, key_hash), actor, {}), keys={key_hash: None})

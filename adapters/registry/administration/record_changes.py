@@ -17,14 +17,14 @@ from ..tenants.audit_entry import AuditEntry, encode_entry, log_entry
 from ..tenants.records import KeyRecord, TenantRecord
 
 MAX_KEYS: Final = 1000  # of a tenant, beside those of a configuration
-_NUM_TRIES: Final = 32  # each but the last means that somebody else has changed the same record in between
+_NUM_TRIES: Final = 32  # a try fails when the record has changed since it was read
 
 _TOO_MANY_KEYS: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What the registry says."""
+    """What the registry holds."""
 
     tenant: TenantRecord | None
     keys: Mapping[str, KeyRecord | None]  # by hash
@@ -32,10 +32,10 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What it is to say."""
+    """What the registry is to hold."""
 
     entry: AuditEntry
-    tenant: TenantRecord | None = None  # None: what it says
+    tenant: TenantRecord | None = None  # None: it stays
     keys: Mapping[str, KeyRecord | None] = field(default_factory=dict)  # by hash; None: it is deleted
 
 
@@ -48,21 +48,21 @@ class RecordChanges:
         self._change_records = bind_script(client, "administration/change_records.lua")
 
     async def change(self, tenant: str, hashes: Sequence[str], make: Callable[[Found], Wanted]) -> Wanted:
-        """What was changed, in one script. `make` is called with what there is, as often as that changes meanwhile.
+        """Applies a change in one script and returns it. `make` is called again whenever the records have changed.
 
-        What it raises goes through, and nothing has changed. Raises RegistryUnavailable; after that the change may have
-        happened or not. Raises TooManyKeys if the tenant would have more than MAX_KEYS.
+        What `make` raises is raised, and nothing has changed. Raises RegistryUnavailable, after which the change may or
+        may not have happened, and TooManyKeys if the tenant would have more than MAX_KEYS.
         """
         for _ in range(_NUM_TRIES):
             async with answered_within(self._timeout_s):
                 pipeline = self._client.pipeline(transaction=False).hget(TENANTS, tenant)
                 if hashes:
                     pipeline = pipeline.hmget(API_KEYS, list(hashes))
-                told, *others = await pipeline.execute()
+                tenant_record, *others = await pipeline.execute()
             held = dict(zip(hashes, others[0] if hashes else (), strict=True))
             wanted = make(
                 Found(
-                    tenant=None if told is None else decode_tenant(told),
+                    tenant=None if tenant_record is None else decode_tenant(tenant_record),
                     keys={one: None if record is None else decode_key(one, record) for one, record in held.items()},
                 )
             )
@@ -73,7 +73,7 @@ class RecordChanges:
                 done = await self._change_records(
                     entry=encode_entry(wanted.entry),
                     tenant=tenant,
-                    old_record=told,
+                    old_record=tenant_record,
                     new_record=_encoded(wanted.tenant),
                     max_keys=MAX_KEYS,
                     keys=keys,
@@ -83,7 +83,7 @@ class RecordChanges:
             if done:
                 log_entry(wanted.entry)
                 return wanted
-        raise RegistryUnavailable("others change the same things all the time: try again")
+        raise RegistryUnavailable("these records keep changing: try again")
 
 
 def _encoded(record: TenantRecord | KeyRecord | None) -> str:

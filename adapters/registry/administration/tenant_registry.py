@@ -14,12 +14,11 @@ from ...names import check_tenant
 from ..redis_deadline import answered_within
 from ..registry_keys import ANSWER_ORDER, ANSWERS, bind_script
 from ..tenants.audit_entry import Actor, AuditEntry
-from ..tenants.life import life_of
 from ..tenants.records import TenantRecord
 from .record_changes import Found, RecordChanges, Wanted
 
 _PAGE_SIZE: Final = 200  # of what is deleted at once: a few milliseconds of Redis's time
-# Deletes what somebody keeps of a tenant, whose life (`life_of`) it is told; may be called again.
+# Deletes what is kept of the tenant with this `tenant_id`; may be called again.
 EndOfTenant = Callable[[str], Awaitable[None]]
 
 
@@ -33,7 +32,7 @@ class TenantRegistry:
         timeout_s: float = 3.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`ends`: what else is done before a tenant is gone."""
+        """`ends`: what else is deleted with a tenant."""
         self._changes = RecordChanges(client, timeout_s)
         self._ends, self._timeout_s, self._clock = tuple(ends), timeout_s, clock
         self._delete_page_of_keys = bind_script(client, "administration/delete_keys_of_tenant.lua")
@@ -42,7 +41,7 @@ class TenantRegistry:
     async def create(self, tenant: TenantRecord, actor: Actor) -> TenantRecord:
         """The tenant as it was made. Raises AdapterInvalid for its name, TenantExists, TenantEnding.
 
-        One that had a key already, and of whom nothing else was said, is taken over with its keys.
+        A tenant that has keys but no record keeps its keys.
         """
         check_tenant(tenant.name)
         given = {"weight": tenant.weight, "is_background": tenant.is_background, "quota": structs.asdict(tenant.quota)}
@@ -80,7 +79,7 @@ class TenantRegistry:
         return _tenant_of(await self._changes.change(name, (), make))
 
     async def suspend(self, name: str, actor: Actor) -> TenantRecord:
-        """From now on the tenant's requests are refused. What runs goes on to its end."""
+        """From now on the tenant's requests are refused. Running ones finish."""
         return await self.change(name, {"is_suspended": True}, actor, "tenant.suspend")
 
     async def resume(self, name: str, actor: Actor) -> TenantRecord:
@@ -89,26 +88,26 @@ class TenantRegistry:
     async def delete(self, name: str, actor: Actor) -> int:
         """Deletes a tenant with all that is its, and returns how many adapters this call has deleted.
 
-        The tenant is refused from the first moment on. The rest goes in pages; where that is cut off, the same call
-        goes on with it, and until it has ended nobody can have the tenant's name. The caller has made sure that there
+        The tenant is refused at once; its things are deleted page by page. If that is interrupted, the same call
+        continues it, and until it has ended the tenant's name cannot be used again. The caller has made sure that there
         is such a tenant. Raises NoSuchTenant if another call has ended it meanwhile.
         """
         check_tenant(name)
-        life = ""
+        tenant_id = ""
 
         def begun(found: Found) -> Wanted:
-            nonlocal life
+            nonlocal tenant_id
             wanted = self._begun(name, found, actor)
             ending = wanted.tenant or found.tenant
             assert ending is not None
-            life = life_of(ending)
+            tenant_id = ending.tenant_id
             return wanted
 
         await self._changes.change(name, (), begun)
         await self._delete_keys(name)
-        num_adapters = await self._delete_adapters(name, life)
+        num_adapters = await self._delete_adapters(name, tenant_id)
         for end in self._ends:
-            await end(life)
+            await end(tenant_id)
         await self._changes.change(name, (), lambda found: self._ended(name, found, actor))
         return num_adapters
 
@@ -134,12 +133,12 @@ class TenantRegistry:
             if cursor == "0":
                 return
 
-    async def _delete_adapters(self, name: str, life: str) -> int:
+    async def _delete_adapters(self, name: str, tenant_id: str) -> int:
         num_deleted = 0
         while True:
             async with answered_within(self._timeout_s):
                 num: int = await self._delete_page_of_adapters(
-                    tenant=name, count=_PAGE_SIZE, answers=ANSWERS + life, answer_order=ANSWER_ORDER + life
+                    tenant=name, count=_PAGE_SIZE, answers=ANSWERS + tenant_id, answer_order=ANSWER_ORDER + tenant_id
                 )
             num_deleted += num
             if num < _PAGE_SIZE:

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from ..tenants.life import life_name
+from ..tenants.records import make_tenant_id
 
 # What is counted of each entry, in the order in which Redis has it. A new one goes to the end.
 NUMBERS: Final = (
@@ -61,7 +61,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     id: str  # of the response
     tenant: str
-    num_ended: int = 0  # tenants that had its name before (`life_of`)
+    num_ended: int = 0  # the tenant's incarnation
     began_at: int  # Unix time, seconds; the same in all entries of an id: it is counted in this hour and on this day
     stage: Stage = Stage.UNDER_WAY
     key_id: str = ""
@@ -80,7 +80,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def life(self) -> str:
         """Under which it is counted: not the tenant's name, which another tenant may have by now."""
-        return life_name(self.tenant, self.num_ended)
+        return make_tenant_id(self.tenant, self.num_ended)
 
     @property
     def group(self) -> Group:

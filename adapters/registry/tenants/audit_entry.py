@@ -1,4 +1,4 @@
-"""Who changed what: an entry of the audit log. It never holds a key, nor anything that a client generated with one."""
+"""Entries of the audit log: who changed what. They never hold a key, nor anything that a client generated with one."""
 
 from __future__ import annotations
 

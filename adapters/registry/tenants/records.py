@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
+_INCARNATION: Final = "~"  # which no tenant's name has
 Scope = Literal["infer", "upload", "admin", "metrics"]
-ALL_OF_A_TENANT: frozenset[Scope] = frozenset({"infer", "upload", "metrics"})  # what a key may do if nothing is said
+ALL_OF_A_TENANT: frozenset[Scope] = frozenset({"infer", "upload", "metrics"})  # the default
 
 
 class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
@@ -22,18 +23,41 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
 
 
 class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """A tenant. One of whom nothing was said has what stands here."""
+    """A tenant. A tenant without a record has the defaults."""
 
     name: str
-    label: str = ""  # the operators' words
+    label: str = ""  # free text of operators
     created_at: float = 0.0  # Unix time, seconds; 0: it came with a configured key
     is_suspended: bool = False
-    is_ending: bool = False  # its deletion has begun, and goes on until all that is its is gone
-    is_gone: bool = False  # it was deleted; who has its name now has nothing of it
+    is_ending: bool = False  # its deletion has begun and has not ended
+    is_gone: bool = False  # it was deleted
     num_ended: int = 0  # tenants that had this name before and were deleted, one that is ending included
     weight: float = 1.0  # its share of what gangs compute, beside those of other tenants
-    is_background: bool = False  # all that it asks for yields to everybody else's
+    is_background: bool = False  # its requests yield to all others
     quota: Quota = Quota()
+
+    @property
+    def incarnation(self) -> int:
+        """How many tenants had this name before; it does not change while this one is being deleted."""
+        return self.num_ended - self.is_ending
+
+    @property
+    def tenant_id(self) -> str:
+        """Differs from that of every other tenant that ever has this name. Things are counted and kept by it, so that
+        the next tenant of the name gets nothing of this one. Can be a file's name.
+        """
+        return make_tenant_id(self.name, self.incarnation)
+
+
+def make_tenant_id(name: str, incarnation: int) -> str:
+    """The first tenant of a name has the name itself."""
+    return f"{name}{_INCARNATION}{incarnation}" if incarnation else name
+
+
+def parse_tenant_id(tenant_id: str) -> tuple[str, int]:
+    """The tenant's name and incarnation."""
+    name, _, incarnation = tenant_id.partition(_INCARNATION)
+    return name, int(incarnation or 0)
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -42,7 +66,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
     key_id: str  # may be shown
     tenant: str
     scopes: frozenset[Scope] = ALL_OF_A_TENANT
-    label: str = ""  # its maker's words
+    label: str = ""  # free text
     created_at: float = 0.0  # Unix time, seconds; 0: it was configured
     expires_at: float | None = None  # Unix time, seconds; None: never
     quota: Quota = Quota()  # beside its tenant's

@@ -1,4 +1,4 @@
-"""Who gets a canary: a pure function of who asks, so that every router says the same, and again tomorrow."""
+"""Which requests get a canary: a pure function, so that every router decides alike, at any time."""
 
 from __future__ import annotations
 

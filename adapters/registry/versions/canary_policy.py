@@ -2,8 +2,9 @@
 
 For each kind of bad event the two versions' rates get bounds that hold at all times at once: confidence sequences from
 a beta-binomial mixture (Robbins 1970; Howard et al., arXiv 1810.08240 §3), by Ville's inequality. A canary goes when
-its lower bound is above the stable version's upper bound by a margin. So two versions that are equally good are told
-apart wrongly with probability FALSE_ALARM at most, however long the trial lasts and however often it is looked at.
+its lower bound is above the stable version's upper bound by a margin. So a canary that is as good as the
+stable version is taken back with probability FALSE_ALARM at most, however long the trial lasts and however often it is
+looked at.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FAULT_MARGIN: Final = 0.02  # by how much more of the canary's answers may fail
 SLOW_MARGIN: Final = 0.15  # by how much more of them may be slower than any one of the edges
 THUMB_MARGIN: Final = 0.1
 FREE_ANSWERS: Final = 2  # of each sticky key, that count with each version
-ANSWERS_A_SHARE: Final = 100  # one more for so many that count in all, of the same kind and version
+ANSWERS_A_SHARE: Final = 100  # one more for each 100 that count in all, of the same kind and version
 # Edges of the histograms of times, each twice the one before.
 FIRST_TOKEN_EDGES_S: Final = tuple(0.004 * 2**step for step in range(15))  # up to 66 s
 PER_TOKEN_EDGES_S: Final = tuple(0.0005 * 2**step for step in range(14))  # up to 4 s
@@ -56,11 +57,11 @@ class _Question:
 
 
 def counts_still(num_of_key: int, num_of_all: int) -> bool:
-    """Whether one more answer of a sticky key counts, after so many of it and of all, of one kind and version.
+    """Whether one more answer of a sticky key counts, given how many of its own and of all have counted.
 
-    So each key is a hundredth of the sample, and two more: two keys alone never take a canary back that does well for
-    all others, whatever they do, as twice a hundredth is within every margin and twice two of MIN_ANSWERS is too little
-    to tell. And no version is judged by less than ten keys.
+    Both numbers are of one kind and version. Each key is at most a hundredth of the sample, and two more. So two keys
+    alone never take back a canary that does well for all others: twice a hundredth is within every margin, and twice
+    two of MIN_ANSWERS decides nothing. No version is judged by less than ten keys.
     """
     return num_of_key < FREE_ANSWERS + num_of_all // ANSWERS_A_SHARE
 

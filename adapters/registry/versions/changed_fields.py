@@ -10,11 +10,11 @@ from .rollout import versions_of
 
 
 def changed_fields(before: NameState | None, after: NameState) -> dict[str, object]:
-    """Each field that differs, as {"from": …, "to": …}; None stands for what was not there, or is there no more.
+    """Each field that differs, as {"from": …, "to": …}; None stands for an absent field.
 
     `current` is a version's number, `pinned_gangs` how many gangs keep it in host memory, `versions` are all numbers,
     `aliases` only those that changed; `canary` and `shadow` have version and share. Of an ended canary there is also
-    how and why it ended. Of notes, which may say anything, only the versions are told.
+    how and why it ended. Of notes, which are free text, only the versions are listed.
     """
     facts, now = {} if before is None else _facts(before), _facts(after)
     changed: dict[str, object] = {

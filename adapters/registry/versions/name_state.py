@@ -33,7 +33,7 @@ MAX_NOTE_CHARS: Final = 1000
 
 
 class VersionNote(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What people said of a version. Routers do not keep it."""
+    """Free text about a version, and its uploader. Routers do not keep it."""
 
     note: str = ""
     uploaded_by: str = ""  # id of a key
@@ -165,7 +165,7 @@ def with_shadow(state: NameState, selector: str | None, share: float, shadow_id:
 
 
 def with_pin(state: NameState, num_gangs: int) -> NameState:
-    """The name whose current version, whichever that is, so many gangs keep in host memory; 0: none."""
+    """The name whose current version is kept in host memory by `num_gangs` gangs; 0: it is not pinned."""
     if num_gangs == 0 and not state.rollout.pinned_gangs:
         raise NoSuchVersion(f"{state.current.name} is not pinned")
     return _with(state, pinned_gangs=num_gangs)

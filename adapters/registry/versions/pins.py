@@ -1,4 +1,4 @@
-"""Which adapters are pinned: kept in the host memory of so many gangs, as a router knows it."""
+"""Which adapters are pinned, which means kept in the host memory of a number of gangs, as a router knows it."""
 
 from __future__ import annotations
 

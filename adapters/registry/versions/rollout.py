@@ -1,7 +1,7 @@
-"""What a name's record says beside its current version: its other versions, and who gets which of them.
+"""What a name's record holds beside its current version: its other versions, and which requests get which of them.
 
-It rides in the record and in each event of it, so that whoever keeps the record knows of every version without asking.
-It is kept as JSON, and read when somebody asks: most names have none.
+It is part of the record and of each of its events, so that a copy of the record knows every version. It is kept as
+JSON and decoded when it is needed: most names have none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_ALIASES: Final = 8  # of a name
 MAX_CANARIES: Final = 64  # of a tenant, that run at once
 MAX_PINNED_GANGS: Final = 16  # of a name
 MAX_PINS: Final = 256  # names of a tenant that are pinned
-MAX_PINS_IN_ALL: Final = 10_000  # which routers keep, and tell gangs
+MAX_PINS_IN_ALL: Final = 10_000  # which routers keep and send to gangs
 
 
 class VersionFacts(msgspec.Struct, frozen=True, array_like=True):
@@ -34,14 +34,14 @@ class VersionFacts(msgspec.Struct, frozen=True, array_like=True):
 class Canary(msgspec.Struct, frozen=True, omit_defaults=True):
     """A version on trial: a share of the requests for the name goes to it."""
 
-    id: str  # of this trial: a new one draws anew who gets it
+    id: str  # of this trial: another trial chooses other requests
     version: int
     share: float  # above 0, below 1
     started_at: float = 0.0  # Unix time, seconds
 
 
 class Shadow(msgspec.Struct, frozen=True):
-    """A version that a share of the requests for the name is sent to as well, and whose answers nobody sees."""
+    """A version that a share of the requests for the name is sent to as well, and whose answers are discarded."""
 
     id: str
     version: int

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from .requests import Requests
 from .setting import CountOrNone, PositiveSeconds, Seconds, Setting
+from .setting_field import SettingGroup
 
 
-class Patience(Requests, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Patience and failure."""
+class Timeouts(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Timeouts and recovery."""
 
     gang_wait_s: Annotated[
         Seconds,
