@@ -17,6 +17,7 @@ _NUMBERS: Final = (
     "prompt_tokens",
     "cached_tokens",
     "output_tokens",
+    "recomputed_tokens",
     "kv_device_page_seconds",
     "adapter_device_page_seconds",
 )
@@ -64,7 +65,8 @@ def _print_table(found: dict[str, Any]) -> None:
     rows = [*found["data"], {**found["total"], "start": "total"}]
     fields = ["start", "tenant", "adapter", "version", "key_id"]
     shown = [name for name in fields if name == "start" or any(row.get(name) is not None for row in rows)]
-    numbers = [name for name in _NUMBERS if not name.endswith("_page_seconds") or found["total"][name] != "0"]
+    always = ("requests", "prompt_tokens", "cached_tokens", "output_tokens")
+    numbers = [name for name in _NUMBERS if name in always or found["total"].get(name) not in (None, 0, "0")]
     if found["currency"] is not None:
         numbers.append("amount")
     headings = {"start": "time", "key_id": "key", "amount": f"amount {found['currency']}"}

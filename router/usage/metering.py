@@ -104,4 +104,5 @@ class _MeteredAnswer:
             output_tokens=progress.num_completion_tokens,
             kv_device_page_ms=progress.kv_page_ms,
             adapter_device_page_ms=progress.adapter_page_ms,
+            recomputed_tokens=progress.num_recomputed_tokens,
         )

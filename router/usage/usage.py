@@ -51,9 +51,9 @@ class Usage:
     async def stop(self) -> None:
         await self.keeper.stop()
 
-    async def retire(self, life: str) -> None:
+    async def retire(self, tenant_id: str) -> None:
         """A tenant is deleted: its ledger is archived and removed."""
-        await self.archive.retire(life, datetime.now(UTC))
+        await self.archive.retire(tenant_id, datetime.now(UTC))
 
     def routes(self, view: RegistryView) -> Sequence[RouteSpec]:
         return routes_of(UsageApi(view, self.ledger, self._prices))

@@ -71,9 +71,9 @@ class UsageApi:
         return await self._answer(_OPERATORS, query, self._tenants)
 
     async def _tenants(self) -> AsyncIterator[TenantRecord]:
-        for life in await self._ledger.lives():
-            tenant = self._view.tenant(parse_tenant_id(life)[0])
-            if tenant.tenant_id == life:
+        for tenant_id in await self._ledger.tenant_ids():
+            tenant = self._view.tenant(parse_tenant_id(tenant_id)[0])
+            if tenant.tenant_id == tenant_id:
                 yield tenant
 
     async def _answer(
@@ -101,16 +101,16 @@ class UsageApi:
             body = msgspec.json.encode(found.list_of(rows, has_more=has_more))
             return Response(body, media_type="application/json")
 
-    def _reads(self, life: str, query: UsageQuery) -> Iterator[AsyncIterator[list[Sum]]]:
+    def _reads(self, tenant_id: str, query: UsageQuery) -> Iterator[AsyncIterator[list[Sum]]]:
         """Each of a month's days, or of a day's hours."""
         last = (query.end - timedelta(seconds=1)).date()
         if query.needs_hours:
             for number in range((last - query.start.date()).days + 1):
-                yield self._ledger.hours(life, query.start.date() + timedelta(days=number))
+                yield self._ledger.hours(tenant_id, query.start.date() + timedelta(days=number))
             return
         month = query.start.date().replace(day=1)
         while month <= last:
-            yield self._ledger.days(life, month)
+            yield self._ledger.days(tenant_id, month)
             month = date(month.year + month.month // 12, month.month % 12 + 1, 1)
 
 

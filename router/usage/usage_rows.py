@@ -56,6 +56,7 @@ class UsageRow(msgspec.Struct, kw_only=True, omit_defaults=False):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    recomputed_tokens: int = 0  # computed again after a preemption or by another gang: never charged
     kv_device_page_seconds: str = "0"  # this and what follows: exact decimal numbers
     adapter_device_page_seconds: str = "0"
     amount: str | None = None  # in the list's currency; null: there are no prices

@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 from collections import defaultdict
+from collections.abc import AsyncIterator
 from datetime import UTC, date, datetime, timedelta
 from functools import reduce
 from pathlib import Path
@@ -23,10 +24,12 @@ from motet.adapters.registry.ledger.archive import LedgerArchive
 from motet.adapters.registry.ledger.entry import NUMBERS, OTHERS, Entry, Group, Stage, merged, parse_group
 from motet.adapters.registry.ledger.ledger import Ledger
 from motet.adapters.registry.registry import connect
+from motet.tests.rigs.ledger_entries import bytes_by_kind, realistic_answers
 from motet.tests.rigs.patience import PATIENCE_S
 
 NOON = int(datetime(2026, 11, 22, 12, 30, tzinfo=UTC).timestamp())
 DAY = date(2026, 11, 22)
+PREFIX = "motet:{tenant:acme}:ledger:"
 
 
 def entry(number: int = 1, **told: Any) -> Entry:
@@ -48,7 +51,10 @@ def stories(draw: st.DrawFn) -> list[Entry]:
                 version=draw(st.integers(0, 1)),
                 requests=1,
                 output_tokens=draw(st.integers(0, 5)),
-                prompt_tokens=draw(st.sampled_from([0, 3, 1 << 45])),
+                prompt_tokens=draw(st.sampled_from([3, 5, 1 << 45])),
+                cached_tokens=draw(st.integers(0, 3)),
+                recomputed_tokens=draw(st.integers(0, 2)),
+                error=draw(st.sampled_from(["", "timeout"])),
             )
         )
     return found
@@ -79,11 +85,15 @@ def test_what_entries_say_together_depends_neither_on_order_nor_on_repetition(st
         assert merged(a, a) == a
 
 
-def test_the_end_beats_what_was_known_before_it() -> None:
-    known = entry(output_tokens=9, cached_tokens=4)
-    end = entry(stage=Stage.COMPLETE, output_tokens=7)
-    assert merged(known, end).numbers == end.numbers
-    assert merged(end, entry(stage=Stage.CUT_OFF, output_tokens=8, cut_off=1)).numbers == end.numbers
+def test_the_latest_stage_says_how_an_answer_ended_and_its_cost_never_shrinks() -> None:
+    known = entry(output_tokens=9, prompt_tokens=8, cached_tokens=2, requests=1, cut_off=1, error="timeout")
+    end = entry(
+        stage=Stage.COMPLETE, output_tokens=7, prompt_tokens=8, cached_tokens=8, recomputed_tokens=3, requests=1
+    )
+    both = merged(known, end)
+    assert (both.stage, both.error, both.requests, both.cut_off) == (Stage.COMPLETE, "", 1, 0)
+    # The second one found in the cache what the first one had computed.
+    assert (both.prompt_tokens, both.cached_tokens, both.output_tokens, both.recomputed_tokens) == (8, 2, 9, 3)
 
 
 def test_a_group_is_read_as_it_was_written() -> None:
@@ -98,6 +108,12 @@ async def hours_of(ledger: Ledger) -> dict[tuple[datetime, Group], tuple[int, ..
         async for page in ledger.hours("acme", date(2026, 11, day))
         for s in page
     }
+
+
+async def entries_of(ledger: Ledger, day: date, tenant_id: str = "acme") -> AsyncIterator[Entry]:
+    async for page in ledger.entries_of(tenant_id, day):
+        for one in page:
+            yield one
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -120,6 +136,11 @@ def test_redis_sums_as_the_rule_says(redis_url: str, story: list[Entry], rng: An
                 by_day[hour.date(), group] = tuple(map(sum, zip(before, numbers, strict=True)))
             days = [s async for page in ledger.days("acme", DAY) for s in page]
             assert {(s.start.date(), s.group): s.numbers for s in days} == by_day
+            by_id: dict[str, Entry] = {}
+            for one in story:
+                by_id[one.id] = merged(by_id[one.id], one) if one.id in by_id else one
+            kept = [e for pending in await ledger.pending_days("acme") async for e in entries_of(ledger, pending.day)]
+            assert sorted(kept, key=lambda e: e.id) == sorted(by_id.values(), key=lambda e: e.id)
         finally:
             await client.aclose()
 
@@ -131,14 +152,20 @@ async def test_tenants_are_apart_and_named(redis_client: Redis) -> None:
     await ledger.take([entry(1, requests=1), entry(1, tenant="zenith", requests=1, output_tokens=5)])
     assert [s.numbers[4] async for page in ledger.hours("acme", DAY) for s in page] == [0]
     assert [s.numbers[4] async for page in ledger.hours("zenith", DAY) for s in page] == [5]
-    assert await ledger.lives() == ["acme", "zenith"]
+    assert await ledger.tenant_ids() == ["acme", "zenith"]
 
 
 async def test_all_that_is_kept_expires(redis_client: Redis) -> None:
     await Ledger(redis_client, kept_days=3).take([entry(requests=1)])
     keys = [key async for key in redis_client.scan_iter("motet:{tenant:acme}:ledger:*")]
     lasting = [key for key in keys if await redis_client.ttl(key) < 0]
-    assert lasting == ["motet:{tenant:acme}:ledger:entries"]  # it is archived and trimmed
+    # These go when the day has been archived.
+    assert sorted(key.removeprefix("motet:{tenant:acme}:ledger:") for key in lasting) == [
+        "groups:20261122",
+        "pending",
+        "records:20261122",
+        "records:20261122:",
+    ]
 
 
 async def test_what_cannot_be_reached_is_said(tmp_path: Path) -> None:
@@ -148,41 +175,40 @@ async def test_what_cannot_be_reached_is_said(tmp_path: Path) -> None:
     await client.aclose()
 
 
-async def add_old(client: Redis, day: date, numbers: range, tenant: str = "acme") -> None:
-    """Entries that were taken in on that day."""
-    start = int(datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp() * 1000)
-    for number in numbers:
-        text = msgspec.json.encode(entry(number, tenant=tenant, requests=1))
-        await client.xadd(f"motet:{{tenant:{tenant}}}:ledger:entries", {"e": text}, id=f"{start + number}-0")
-    await client.sadd("motet:{ledger}:tenants", tenant)
-
-
 def archived(archive: LedgerArchive, day: date, tenant: str = "acme") -> list[str]:
     with gzip.open(archive.path(tenant, day)) as file:
         return [json.loads(line)["e"]["id"] for line in file]
 
 
-async def test_days_that_passed_are_archived_then_trimmed(redis_client: Redis, tmp_path: Path) -> None:
+def began_on(day: date) -> int:
+    return int(datetime(day.year, day.month, day.day, 12, tzinfo=UTC).timestamp())
+
+
+async def test_days_that_passed_are_archived_then_removed(redis_client: Redis, tmp_path: Path) -> None:
     ledger = Ledger(redis_client, kept_days=3)
     archive = LedgerArchive(ledger, tmp_path / "ledger")
-    days = [DAY - timedelta(days=number) for number in (6, 5, 3, 0)]
+    days = [DAY - timedelta(days=number) for number in (6, 5, 2, 0)]
+    now = datetime.now(UTC)
     for place, day in enumerate(days):
-        await add_old(redis_client, day, range(place * 2000, place * 2000 + 1500))
-    now = datetime(2026, 11, 22, 1, tzinfo=UTC)
+        numbers = range(place * 2000, place * 2000 + 1500)
+        await ledger.take([entry(number, requests=1, began_at=began_on(day)) for number in numbers])
+        changed = now - timedelta(days=(DAY - day).days)
+        await redis_client.zadd(PREFIX + "pending", {f"{day:%Y%m%d}": int(changed.timestamp() * 1e6)})
     assert await archive.archive_all(now) == 2
-    assert archived(archive, days[0]) == [f"cmpl-{number}" for number in range(1500)]
-    assert archived(archive, days[1]) == [f"cmpl-{number}" for number in range(2000, 3500)]
-    assert await ledger.first_day("acme") == days[2]  # kept as yet
+    assert sorted(archived(archive, days[0])) == sorted(f"cmpl-{number}" for number in range(1500))
+    assert sorted(archived(archive, days[1])) == sorted(f"cmpl-{number}" for number in range(2000, 3500))
+    assert [pending.day for pending in await ledger.pending_days("acme")] == days[2:]  # kept as yet
+    assert not [key async for key in redis_client.scan_iter(f"{PREFIX}*{days[0]:%Y%m%d}*") if ":hours:" not in key]
     assert await archive.archive_all(now) == 0
 
 
-async def test_nothing_is_trimmed_that_is_not_archived(
+async def test_nothing_is_removed_that_is_not_archived(
     redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger = Ledger(redis_client, kept_days=3)
     archive = LedgerArchive(ledger, tmp_path / "ledger")
-    day = DAY - timedelta(days=9)
-    await add_old(redis_client, day, range(3))
+    later = datetime.now(UTC) + timedelta(days=4)
+    await ledger.take([entry(number, requests=1) for number in range(3)])
 
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
@@ -190,13 +216,16 @@ async def test_nothing_is_trimmed_that_is_not_archived(
     with monkeypatch.context() as patch:
         patch.setattr("motet.adapters.store.durable_file.os.fsync", full)
         with pytest.raises(OSError, match="No space"):
-            await archive.archive("acme", datetime(2026, 11, 22, tzinfo=UTC))
-    assert await ledger.first_day("acme") == day
-    assert not archive.path("acme", day).exists()
-    # An archivist that died after the file was there, and before it trimmed: the next one writes each entry once.
-    await archive._archive_day("acme", day)
-    assert await archive.archive("acme", datetime(2026, 11, 22, tzinfo=UTC)) == 1
-    assert archived(archive, day) == ["cmpl-0", "cmpl-1", "cmpl-2"]
+            await archive.archive("acme", later)
+    assert not archive.path("acme", DAY).exists()
+    # An archivist that died before it removed the day: the next one writes each entry once.
+    (pending,) = await ledger.pending_days("acme")
+    await archive._archive_day("acme", DAY, lambda: archive._lines_of("acme", DAY))
+    # What changes after it was read is not removed.
+    await ledger.take([entry(3, requests=1)])
+    assert not await ledger.remove_day("acme", pending)
+    assert await archive.archive("acme", later) == 1
+    assert sorted(archived(archive, DAY)) == ["cmpl-0", "cmpl-1", "cmpl-2", "cmpl-3"]
 
 
 async def test_a_deleted_tenants_ledger_goes_after_a_last_archive(redis_client: Redis, tmp_path: Path) -> None:
@@ -208,18 +237,55 @@ async def test_a_deleted_tenants_ledger_goes_after_a_last_archive(redis_client: 
     await archive.retire("acme", now)
     files = list((tmp_path / "ledger").rglob("acme.jsonl.gz"))
     assert len(files) == 1
-    assert await ledger.lives() == ["zenith"]
+    assert await ledger.tenant_ids() == ["zenith"]
     assert [key async for key in redis_client.scan_iter("motet:{tenant:acme}*")] == []
-    # What the tenant still had under way comes to nobody else, and adds to its file.
+    # What the tenant still had under way comes to no other tenant, and adds to its file.
     await ledger.take([entry(3, requests=1, began_at=began)])
     await ledger.take([entry(4, requests=1, began_at=began, num_ended=1)])
     today = datetime.fromtimestamp(began, UTC).date()
     own = [s.numbers[0] async for page in ledger.days("acme~1", today) for s in page]
     assert own == [1]
     await archive.retire("acme", now)
-    assert await ledger.lives() == ["acme~1", "zenith"]
+    assert await ledger.tenant_ids() == ["acme~1", "zenith"]
     lines = gzip.decompress(files[0].read_bytes()).splitlines()
     assert sorted(json.loads(line)["e"]["id"] for line in lines) == ["cmpl-1", "cmpl-3"]
+
+
+async def test_what_versions_before_records_left_is_counted_once_and_archived(
+    redis_client: Redis, tmp_path: Path
+) -> None:
+    """As such a version wrote it for one id that was cut off, and whose stream is resumed here."""
+    group = "k\ta\t0\t"
+    await redis_client.sadd("motet:{ledger}:tenants", "acme")
+    await redis_client.hset(PREFIX + "seen:20261122", "cmpl-1", f"1\n{group}\n1 1 30 10 5 700 0")
+    await redis_client.hset(PREFIX + "hours:20261122", f"12\t{group}", "2 1 60 20 9 900 0")
+    await redis_client.hset(PREFIX + "days:202611", mapping={f"22\t{group}": "2 1 60 20 9 900 0", "22\t": 1})
+    midnight_ms = int(datetime(2026, 11, 22, tzinfo=UTC).timestamp() * 1000)
+    for number in range(1500):
+        text = msgspec.json.encode(entry(number, requests=1))
+        await redis_client.xadd(PREFIX + "entries", {"e": text}, id=f"{midnight_ms + number}-0")
+    ledger = Ledger(redis_client, kept_days=3)
+    await ledger.take([entry(1, requests=1, prompt_tokens=30, cached_tokens=30, output_tokens=8, stage=Stage.COMPLETE)])
+    found = await hours_of(ledger)
+    assert found == {(datetime(2026, 11, 22, 12, tzinfo=UTC), Group("k", "a", 0, "")): (2, 0, 60, 20, 12, 900, 0, 0)}
+    archive = LedgerArchive(ledger, tmp_path)
+    assert await archive.archive("acme", datetime.now(UTC)) == 0
+    assert archived(archive, DAY) == [f"cmpl-{number}" for number in range(1500)]
+    assert not await redis_client.xlen(PREFIX + "entries")
+    await ledger.remove("acme", datetime(2026, 11, 23, tzinfo=UTC))
+    assert not await redis_client.exists(PREFIX + "seen:20261122")
+
+
+async def test_an_answer_takes_at_most_100_bytes(redis_client: Redis) -> None:
+    """Of Redis, besides the sums; of realistic answers whose ids the server's own parts make."""
+    ledger = Ledger(redis_client, kept_days=3)
+    answers = realistic_answers(5_000, num_adapters=50)
+    await ledger.take(answers)
+    num_bytes = await bytes_by_kind(redis_client, "acme")
+    assert num_bytes.keys() == {"records", "groups", "pending", "hours", "days"}
+    assert sum(num_bytes[kind] for kind in ("records", "groups", "pending")) / len(answers) <= 100
+    kept = [one for pending in await ledger.pending_days("acme") async for one in entries_of(ledger, pending.day)]
+    assert sorted(kept, key=lambda one: one.id) == sorted(answers, key=lambda one: one.id)
 
 
 async def test_one_archives_at_a_time(redis_client: Redis) -> None:

@@ -1,4 +1,4 @@
-"""The ledger's archive: several who archive one life lose nothing, and a damaged file stops nobody."""
+"""The ledger's archive: several archivists of one tenant lose nothing, and a damaged file stops none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 
 from motet.adapters.registry.ledger.archive import LedgerArchive
 from motet.adapters.registry.ledger.entry import Entry
-from motet.adapters.registry.ledger.ledger import Ledger, RawEntry
+from motet.adapters.registry.ledger.ledger import Ledger
 from motet.adapters.registry.registry import connect
 from motet.tests.rigs.patience import PATIENCE_S
 
@@ -29,8 +29,8 @@ def entries(count: int, tenant: str = "acme") -> list[Entry]:
     ]
 
 
-def archived(root: Path, life: str) -> list[str]:
-    (path,) = root.glob(f"*/{life}.jsonl.gz")
+def archived(root: Path, tenant_id: str) -> list[str]:
+    (path,) = root.glob(f"*/{tenant_id}.jsonl.gz")
     return sorted(json.loads(line)["e"]["id"] for line in gzip.decompress(path.read_bytes()).splitlines())
 
 
@@ -41,8 +41,8 @@ class SlowLedger(Ledger):
         super().__init__(client, kept_days=0, timeout_s=PATIENCE_S)
         self.has_page, self.may_go_on = asyncio.Event(), asyncio.Event()
 
-    async def entries_of(self, life: str, day: date) -> AsyncIterator[list[RawEntry]]:
-        async for page in super().entries_of(life, day):
+    async def entries_of(self, tenant_id: str, day: date) -> AsyncIterator[list[Entry]]:
+        async for page in super().entries_of(tenant_id, day):
             yield page
             self.has_page.set()
             await self.may_go_on.wait()
@@ -89,8 +89,7 @@ async def test_a_damaged_file_is_kept_aside_and_stops_nobody(
     ledger = Ledger(redis_client, kept_days=0)
     archive, now = LedgerArchive(ledger, tmp_path), datetime.now(UTC)
     await ledger.take([*entries(3), *entries(1, "zeta")])
-    day = await ledger.first_day("acme")
-    assert day is not None
+    (day,) = [pending.day for pending in await ledger.pending_days("acme")]
     lines = b"".join(b'{"n":"1-%d","e":{"id":"old-%03d"}}\n' % (n, n) for n in range(300))
     damaged = {"cut off": gzip.compress(lines)[:-20], "no gzip": b"broken", "no JSON": gzip.compress(b"{\n" + lines)}[
         damage
@@ -108,20 +107,19 @@ async def test_a_damaged_file_is_kept_aside_and_stops_nobody(
     (aside,) = path.parent.glob("*.damaged")
     assert aside.read_bytes() == damaged and str(aside) in caplog.text
     await archive.retire("acme", now)  # ends
-    assert await ledger.lives() == ["zeta"]
+    assert await ledger.tenant_ids() == ["zeta"]
 
 
 async def test_one_that_cannot_be_archived_does_not_stop_those_behind_it(redis_client: Redis, tmp_path: Path) -> None:
     ledger = Ledger(redis_client, kept_days=0)
     archive, now = LedgerArchive(ledger, tmp_path), datetime.now(UTC)
     await ledger.take([*entries(1), *entries(1, "zeta")])
-    day = await ledger.first_day("acme")
-    assert day is not None
+    (day,) = [pending.day for pending in await ledger.pending_days("acme")]
     archive.path("acme", day).mkdir(parents=True)
     with pytest.raises(OSError, match="1 ledgers could not be archived, such as those of acme"):
         await archive.archive_all(now + timedelta(days=2))
     assert archived(tmp_path, "zeta") == ["cmpl-0"]
-    assert await ledger.first_day("acme") == day  # nothing is lost
+    assert [pending.day for pending in await ledger.pending_days("acme")] == [day]  # nothing is lost
 
 
 async def test_a_days_file_is_never_whole_in_memory(redis_client: Redis, tmp_path: Path) -> None:
@@ -129,8 +127,7 @@ async def test_a_days_file_is_never_whole_in_memory(redis_client: Redis, tmp_pat
     ledger = Ledger(redis_client, kept_days=0)
     archive = LedgerArchive(ledger, tmp_path)
     await ledger.take(entries(3))
-    day = await ledger.first_day("acme")
-    assert day is not None
+    (day,) = [pending.day for pending in await ledger.pending_days("acme")]
     path, num_lines, filler = archive.path("acme", day), 6000, "x" * 2000
     path.parent.mkdir(parents=True)
     with gzip.open(path, "wb", compresslevel=1) as file:

@@ -123,7 +123,13 @@ def test_what_is_no_bound_is_refused(text: str) -> None:
 async def test_usage_at_the_command_line(redis_client: Redis, tmp_path: Path) -> None:
     usage = Usage(redis_client, tmp_path, tmp_path, kept_days=3, spool_bytes=1 << 30, min_free_bytes=0, prices=None)
     now = int(time.time())
-    told: dict[str, Any] = {"began_at": now, "stage": Stage.COMPLETE, "requests": 1, "output_tokens": 7}
+    told: dict[str, Any] = {
+        "began_at": now,
+        "stage": Stage.COMPLETE,
+        "requests": 1,
+        "output_tokens": 7,
+        "recomputed_tokens": 96,
+    }
     await usage.ledger.take(
         [
             Entry(id="1", tenant="acme", adapter="poet", version=2, key_id="k", **told),
@@ -145,6 +151,8 @@ async def test_usage_at_the_command_line(redis_client: Redis, tmp_path: Path) ->
         assert (row["adapter"], row["version"], row["output_tokens"]) == ("poet", 2, 7)
         lines = (await run("--by", "adapter", "--csv")).stdout.splitlines()
         assert len(lines) == 2 and "poet" in lines[1]
+        assert dict(zip(lines[0].split(","), lines[1].split(","), strict=True))["recomputed_tokens"] == "96"
+        assert "recomputed tokens" in own.stdout
         everybody = await run("--all", "--by", "tenant", "--key", OPERATOR_KEY)
         assert everybody.exit_code == 0 and "acme" in everybody.stdout and "zoo" in everybody.stdout
         wrong = await run("--by", "week")

@@ -25,18 +25,15 @@ class Received:
     num_cached_tokens: int = 0
 
 
-async def ledger_entries(client: Redis, lives: Iterable[str], tenant: str | None = None) -> dict[str, Entry]:
-    """What the ledger says of each id now, by its entries. `tenant`: None: each life is its tenant's first one."""
-    import msgspec
-
+async def ledger_entries(client: Redis, tenant_ids: Iterable[str], tenant: str | None = None) -> dict[str, Entry]:
+    """What the ledger says of each id now, by its entries. `tenant`: None: each id is its tenant's name."""
     ledger, found = Ledger(client, kept_days=3), dict[str, Entry]()
     today = datetime.now(UTC).date()
-    for life in lives:
+    for tenant_id in tenant_ids:
         for day in (today - timedelta(days=1), today):
-            async for page in ledger.entries_of(life, day):
-                for raw in page:
-                    entry = msgspec.json.decode(raw.text, type=Entry)
-                    assert entry.life == life and entry.tenant == (tenant or life)
+            async for page in ledger.entries_of(tenant_id, day):
+                for entry in page:
+                    assert entry.tenant_id == tenant_id and entry.tenant == (tenant or tenant_id)
                     found[entry.id] = merged(found[entry.id], entry) if entry.id in found else entry
     return found
 

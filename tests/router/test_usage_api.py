@@ -57,7 +57,7 @@ async def usage(redis_client: Redis, tmp_path: Path) -> Usage:
             entry(3, hours=1, key_id="k2"),
             entry(4, hours=30),
             entry(5, hours=24 * 12),  # in another month
-            entry(6, tenant="zenith", output_tokens=1000),
+            entry(6, tenant="zenith", output_tokens=1000, recomputed_tokens=48),
         ]
     )
     return usage

@@ -25,9 +25,9 @@ async def test_what_a_deleted_tenant_had_under_way_is_not_its_successors(redis_u
             key = await client.post("/v1/admin/tenants/acme/keys", headers=OPERATORS, json={})
             return {"Authorization": f"Bearer {key.json()['key']}"}
 
-        async def entries_of(life: str) -> list[Any]:
+        async def entries_of(tenant_id: str) -> list[Any]:
             async with asyncio.timeout(PATIENCE_S):
-                while not (found := await ledger_entries(front.redis, [life], tenant="acme")):  # noqa: ASYNC110
+                while not (found := await ledger_entries(front.redis, [tenant_id], tenant="acme")):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             return [*found.values()]
 

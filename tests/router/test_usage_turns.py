@@ -22,10 +22,10 @@ class MonthlyLedger:
     def __init__(self) -> None:
         self.read: list[str] = []
 
-    async def days(self, life: str, month: date) -> AsyncIterator[list[Sum]]:
-        self.read.append(life)
+    async def days(self, tenant_id: str, month: date) -> AsyncIterator[list[Sum]]:
+        self.read.append(tenant_id)
         await asyncio.sleep(0)
-        if life == "broken":
+        if tenant_id == "broken":
             raise RegistryUnavailable("Redis is away")
         yield []
 

@@ -1,8 +1,10 @@
-"""Entries of the ledger on disk, a file for each tenant's life and day: JSON lines, compressed.
+"""Entries of the ledger on disk, a file for each tenant and day: JSON lines, compressed.
 
-`<root>/2026-11-22/acme.jsonl.gz` has what was taken in on that day (UTC, by Redis's clock), each line `{"n": number in
-the tenant's stream, "e": entry}`; `acme~1.jsonl.gz` has those of who was called so after `acme` was deleted once. What
-a tenant used follows from these files alone: `merged` of entry.py, by id.
+`<root>/2026-11-22/acme.jsonl.gz` has the answers that began on that day (UTC), each line `{"n": digest of the line,
+"e": entry}`; `acme~1.jsonl.gz` has those of the tenant that was called `acme` after the first one was deleted. Two
+lines of one id are merged by `merged` of entry.py. What a tenant used follows from these files alone.
+
+Versions before records wrote what was taken in on that day, with its number in a stream as `n`.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ import logging
 import os
 import shutil
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from datetime import UTC, date, datetime, timedelta
+from datetime import date, datetime, timedelta
+from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -24,13 +27,14 @@ import msgspec
 
 from ...errors import RegistryUnavailable
 from ...store.durable_file import make_folder, replacing
-from .ledger import Ledger, RawEntry
+from .ledger import Ledger, PendingDay
 
 _LOCK_INTERVAL_S: Final = 0.05
-_NUM_NAMED: Final = 5  # of those that could not be archived
-_MOST_LINE_BYTES: Final = 1 << 20  # what is longer is no entry
+_NUM_NAMED: Final = 5  # of ledgers that could not be archived
+_MOST_LINE_BYTES: Final = 1 << 20  # a longer line is no entry
 _log = logging.getLogger(__name__)
 _Version = tuple[int, int, int] | None  # of a file, None: there is none
+_Pages = AsyncIterator[list[tuple[str, bytes]]]  # of a day's lines: the name of each, and its entry as JSON
 
 
 class ArchivedEntry(msgspec.Struct, frozen=True):
@@ -51,25 +55,33 @@ class LedgerArchive:
     def __init__(self, ledger: Ledger, root: Path) -> None:
         self._ledger, self._root = ledger, root
 
-    async def archive(self, life: str, now: datetime) -> int:
-        """Archives days that are older than the ledger keeps; returns how many. Raises RegistryUnavailable, OSError.
+    async def archive(self, tenant_id: str, now: datetime) -> int:
+        """Archives days that have not changed for longer than the ledger keeps them; returns how many.
 
-        A day's entries leave Redis only when their file survives a crash of the machine.
+        A day's entries leave Redis only when their file survives a crash of the machine. Raises RegistryUnavailable,
+        OSError.
         """
-        return await self._archive_before(life, now.date() - timedelta(days=self._ledger.kept_days))
+        num_days = 0
+        async with self._locked(tenant_id):
+            await self._archive_old(tenant_id)
+            end_us = (now - timedelta(days=self._ledger.kept_days)).timestamp() * 1e6
+            for pending in await self._ledger.pending_days(tenant_id):
+                if pending.changed_us < end_us:
+                    num_days += await self._archive_pending(tenant_id, pending)
+        return num_days
 
     async def archive_all(self, now: datetime) -> int:
         """The same for all tenants. Raises OSError when all others are archived, if some could not be."""
         num_days, failed, last = 0, list[str](), None
-        for life in await self._ledger.lives():
+        for tenant_id in await self._ledger.tenant_ids():
             try:
-                num_days += await self.archive(life, now)
+                num_days += await self.archive(tenant_id, now)
             except RegistryUnavailable:
                 raise
             except Exception as error:
                 if not isinstance(error, OSError):
-                    _log.exception("the ledger of %s could not be archived", life)
-                failed.append(life)
+                    _log.exception("the ledger of %s could not be archived", tenant_id)
+                failed.append(tenant_id)
                 last = error
         if failed:
             names = ", ".join(failed[:_NUM_NAMED])
@@ -77,56 +89,75 @@ class LedgerArchive:
             raise OSError(message) from last
         return num_days
 
-    async def retire(self, life: str, now: datetime) -> None:
+    async def retire(self, tenant_id: str, now: datetime) -> None:
         """Archives all of a tenant's entries, and removes its ledger: the tenant is deleted.
 
-        Those that come later stay until their day is archived; nobody is shown them.
+        Those that come later stay until their day is archived, and no question for usage shows them.
         """
-        await self._archive_before(life, now.astimezone(UTC).date() + timedelta(days=2))
-        await self._ledger.remove(life, now)
+        async with self._locked(tenant_id):
+            await self._archive_old(tenant_id)
+            while days := await self._ledger.pending_days(tenant_id):
+                for pending in days:
+                    await self._archive_pending(tenant_id, pending)
+            await self._ledger.remove(tenant_id, now)
 
-    def path(self, life: str, day: date) -> Path:
-        return self._root / day.isoformat() / f"{life}.jsonl.gz"
+    def path(self, tenant_id: str, day: date) -> Path:
+        return self._root / day.isoformat() / f"{tenant_id}.jsonl.gz"
 
-    async def _archive_before(self, life: str, end: date) -> int:
-        num_days = 0
-        async with self._locked(life):
-            while (day := await self._ledger.first_day(life)) is not None and day < end:
-                await self._archive_day(life, day)
-                await self._ledger.trim(life, day)
-                num_days += 1
-        return num_days
+    async def _archive_pending(self, tenant_id: str, pending: PendingDay) -> bool:
+        await self._archive_day(tenant_id, pending.day, lambda: self._lines_of(tenant_id, pending.day))
+        return await self._ledger.remove_day(tenant_id, pending)
+
+    async def _archive_old(self, tenant_id: str) -> None:
+        """Archives the stream of versions before records."""
+        while (day := await self._ledger.first_old_day(tenant_id)) is not None:
+            last = ""
+
+            async def lines(day: date = day) -> _Pages:
+                nonlocal last
+                async for page in self._ledger.old_entries_of(tenant_id, day):
+                    last = page[-1].number
+                    yield [(entry.number, entry.text.encode()) for entry in page]
+
+            await self._archive_day(tenant_id, day, lines)
+            if last:  # else another archivist has trimmed it
+                await self._ledger.trim_old(tenant_id, last)
+
+    async def _lines_of(self, tenant_id: str, day: date) -> _Pages:
+        async for page in self._ledger.entries_of(tenant_id, day):
+            texts = [_encode(entry) for entry in page]
+            yield [(blake2b(text, digest_size=8).hexdigest(), text) for text in texts]
 
     @asynccontextmanager
-    async def _locked(self, life: str) -> AsyncIterator[None]:
-        """Waits until nobody else archives this life. Where the file system has no locks it does not wait."""
+    async def _locked(self, tenant_id: str) -> AsyncIterator[None]:
+        """Waits until no other archivist works on this tenant. Where the file system has no locks it does not wait."""
         folder = self._root / "locks"
         await asyncio.to_thread(make_folder, folder)
-        with await asyncio.to_thread((folder / life).open, "ab") as file:
+        with await asyncio.to_thread((folder / tenant_id).open, "ab") as file:
             while not await asyncio.to_thread(_lock, file):  # noqa: ASYNC110
                 await asyncio.sleep(_LOCK_INTERVAL_S)
             yield
 
-    async def _archive_day(self, life: str, day: date) -> None:
-        while not await self._has_written(life, day):
-            pass  # each time somebody else has, so that this ends
+    async def _archive_day(self, tenant_id: str, day: date, lines: Callable[[], _Pages]) -> None:
+        while not await self._has_written(tenant_id, day, lines()):
+            pass  # another archivist has, which happens seldom
 
-    async def _has_written(self, life: str, day: date) -> bool:
-        """False: the file was replaced meanwhile, by one whom no lock kept from it.
+    async def _has_written(self, tenant_id: str, day: date, pages: _Pages) -> bool:
+        """False: another archivist, which no lock held off, has replaced the file meanwhile.
 
-        Then it has what it was before it trimmed, which is missing here, and stays.
+        That file stays: it may have entries that have left Redis since.
         """
-        path, temporary = self.path(life, day), self._root / "tmp"
+        path, temporary = self.path(tenant_id, day), self._root / "tmp"
         for folder in (path.parent, temporary):
             await asyncio.to_thread(make_folder, folder)
         before = await asyncio.to_thread(_version, path)
         writing = _writing(path, temporary, before)
         file = await asyncio.to_thread(writing.__enter__)
         try:
-            # What an archivist that died before it trimmed has written, or what came before the tenant was deleted.
+            # What another archivist wrote, or this one before more entries came.
             held = await asyncio.to_thread(_copy_lines, path, temporary, file)
-            async for page in self._ledger.entries_of(life, day):
-                new = b"".join(_line(entry) for entry in page if entry.number not in held)
+            async for page in pages:
+                new = b"".join(_line(name, text) for name, text in page if name not in held)
                 await asyncio.to_thread(file.write, new)
         except BaseException as error:
             await asyncio.to_thread(writing.__exit__, type(error), error, error.__traceback__)
@@ -139,7 +170,7 @@ class LedgerArchive:
 
 
 class _ReplacedError(Exception):
-    """Somebody else has replaced the file."""
+    """Another archivist has replaced the file."""
 
 
 @contextmanager
@@ -156,7 +187,7 @@ def _writing(path: Path, temporary: Path, before: _Version) -> Iterator[BinaryIO
 def _version(path: Path) -> _Version:
     """Another one for each file that was ever at this path."""
     try:
-        with path.open("rb") as file:  # opened, since a network's file system may tell old news of one that is not
+        with path.open("rb") as file:  # opened: a network's file system may show old attributes of a file that is not
             found = os.fstat(file.fileno())
     except FileNotFoundError:
         return None
@@ -173,26 +204,26 @@ def _lock(file: BinaryIO) -> bool:
     return True
 
 
-def _line(entry: RawEntry) -> bytes:
-    return _encode(ArchivedEntry(entry.number, msgspec.Raw(entry.text.encode()))) + b"\n"
+def _line(name: str, text: bytes) -> bytes:
+    return _encode(ArchivedEntry(name, msgspec.Raw(text))) + b"\n"
 
 
 def _copy_lines(path: Path, temporary: Path, target: BinaryIO) -> set[str]:
-    """Copies what a file has, a line at a time, and returns the lines' numbers; none if there is no such file."""
-    numbers = set[str]()
+    """Copies what a file has, a line at a time, and returns the lines' names; none if there is no such file."""
+    names = set[str]()
     if not path.exists():
-        return numbers
+        return names
     damage: Exception | None = None
     try:
         with gzip.open(path) as file:
             while line := file.readline(_MOST_LINE_BYTES):
                 try:
-                    number = _decode(line).n
+                    name = _decode(line).n
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     damage = error
                     continue
-                if number not in numbers:
-                    numbers.add(number)
+                if name not in names:
+                    names.add(name)
                     target.write(line.removesuffix(b"\n") + b"\n")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         damage = error
@@ -200,5 +231,5 @@ def _copy_lines(path: Path, temporary: Path, target: BinaryIO) -> set[str]:
         aside = path.with_name(f"{path.name}.{path.stat().st_mtime_ns}.damaged")  # one name however often it is tried
         with path.open("rb") as file, replacing(aside, temporary) as copy:
             shutil.copyfileobj(file, copy)
-        _log.error("%s is damaged (%s): it is kept as %s, and %d entries go on", path, damage, aside, len(numbers))
-    return numbers
+        _log.error("%s is damaged (%s): it is kept as %s, and %d entries go on", path, damage, aside, len(names))
+    return names

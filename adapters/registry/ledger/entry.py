@@ -1,8 +1,9 @@
 """One answer as the ledger has it, and what several entries of one id say together.
 
-An id is counted once, however many entries of it there are, in whatever order they come: the entry that knows most of
-the end decides (`Stage`), and among such entries the largest of each number. So a router may write how far an answer
-has come, and die; another one may write the end; and an entry may be sent again if it is not known whether it arrived.
+An id is counted once, however many entries of it there are, in whatever order they come. The entry that knows most of
+the end (`Stage`) decides how the answer ended. What the answer has cost only grows, so the largest of each such number
+counts. So a router may write how far an answer has come, and die; another one may write the end; and an entry may be
+sent again if it is not known whether it arrived.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ NUMBERS: Final = (
     "requests",
     "cut_off",  # of these, answers whose client did not hear the end
     "prompt_tokens",
-    "cached_tokens",  # of the prompts', that were not computed
+    "cached_tokens",  # of the prompts', that were found in the cache
     "output_tokens",
     "kv_device_page_ms",  # pages of KV that sequences held, times milliseconds
     "adapter_device_page_ms",  # the same, of their parts of the adapters that they ran with
+    "recomputed_tokens",  # computed again after a preemption or by another gang: never charged
 )
-_NUM_DIGEST_DIGITS: Final = 12  # of a digest in sums: versions of a name are told apart by their number anyway
+NUM_DIGEST_DIGITS: Final = 12  # of a digest in sums: versions of a name are told apart by their number anyway
 
 
 class Stage(IntEnum):
@@ -76,15 +78,21 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     output_tokens: int = 0
     kv_device_page_ms: int = 0
     adapter_device_page_ms: int = 0
+    recomputed_tokens: int = 0
 
     @property
-    def life(self) -> str:
+    def tenant_id(self) -> str:
         """Under which it is counted: not the tenant's name, which another tenant may have by now."""
         return make_tenant_id(self.tenant, self.num_ended)
 
     @property
     def group(self) -> Group:
-        return Group(self.key_id, self.adapter, self.version, self.digest[:_NUM_DIGEST_DIGITS])
+        return Group(self.key_id, self.adapter, self.version, self.digest[:NUM_DIGEST_DIGITS])
+
+    @property
+    def full_group(self) -> str:
+        """The group as text, with all of the digest."""
+        return f"{self.key_id}\t{self.adapter}\t{self.version}\t{self.digest}"
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -92,17 +100,18 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def merged(one: Entry, other: Entry) -> Entry:
-    """What two entries of one id say together. Associative, commutative, and an entry twice says what it says once."""
-    assert (one.id, one.life) == (other.id, other.life)
+    """What two entries of one id say together. Associative, commutative, and an entry twice says what it says once.
+
+    Each position of the prompt is charged once. So what is cached is what no entry has computed: a stream that is
+    resumed finds in the cache what it computed before.
+    """
+    assert (one.id, one.tenant_id) == (other.id, other.tenant_id)
     # A stream can be resumed with another key of its tenant: then either would do, and all must choose the same.
-    first = min(one, other, key=_identity)
+    first = min(one, other, key=lambda entry: (entry.full_group.encode(), entry.began_at))
+    later = max(one, other, key=lambda entry: (entry.stage, entry.error.encode()))
+    numbers = {name: max(getattr(one, name), getattr(other, name)) for name in NUMBERS}
+    num_computed = max(entry.prompt_tokens - entry.cached_tokens for entry in (one, other))
+    numbers["cached_tokens"] = numbers["prompt_tokens"] - num_computed
     if one.stage != other.stage:
-        numbers_of = max(one, other, key=lambda entry: entry.stage)
-        numbers = {name: getattr(numbers_of, name) for name in NUMBERS}
-    else:
-        numbers = {name: max(getattr(one, name), getattr(other, name)) for name in NUMBERS}
-    return msgspec.structs.replace(first, stage=max(one.stage, other.stage), **numbers)
-
-
-def _identity(entry: Entry) -> tuple[bytes, int, str]:
-    return str(entry.group).encode(), entry.began_at, entry.error
+        numbers |= {"requests": later.requests, "cut_off": later.cut_off}
+    return msgspec.structs.replace(first, stage=later.stage, error=later.error, **numbers)

@@ -7,15 +7,27 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 from redis.asyncio import Redis
 
 from ..lease import Lease
+from ..lua_script import LuaScript
 from ..redis_deadline import answered_within
-from .entry import Entry, Group, parse_group
-from .ledger_scripts import ARCHIVIST, DAYS, ENTRIES, HOURS, LIVES, SEEN, SUMS_SCRIPT, TAKE_SCRIPT, prefix_of
+from .entry import NUM_DIGEST_DIGITS, OTHERS, Entry, Group, parse_group
+from .ledger_keys import (
+    ARCHIVIST,
+    DAYS,
+    HOURS,
+    OLD_ENTRIES,
+    OLD_SEEN,
+    PENDING,
+    TENANT_IDS,
+    entry_of,
+    field_of,
+    prefix_of,
+)
 
 DAY_S: Final = 86_400
 HOURS_KEPT_DAYS: Final = 40
@@ -25,7 +37,9 @@ _BATCH_SIZE: Final = 100  # entries of a script, a few milliseconds of Redis's t
 _SENT_AT_ONCE: Final = 200  # entries, which the event loop writes and reads in one piece
 _PAGE_SIZE: Final = 1000
 _SUMS_PAGE_SIZE: Final = 200  # of what the event loop reads in one piece
-_encode: Final = msgspec.json.Encoder().encode
+_TAKE, _RECORDS_PAGE, _REMOVE_DAY, _SUMS_PAGE = (
+    LuaScript(Path(__file__).with_name(f"{name}.lua")) for name in ("take", "records_page", "remove_day", "sums_page")
+)
 
 
 @dataclass(frozen=True)
@@ -38,8 +52,18 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class RawEntry:
-    number: str  # of the stream: grows with each entry of a tenant
+class PendingDay:
+    """A day whose records are in Redis."""
+
+    day: date
+    changed_us: int  # when one of them changed last: Unix time in microseconds, by Redis's clock
+
+
+@dataclass(frozen=True)
+class OldEntry:
+    """An entry in the stream of versions before records."""
+
+    number: str  # grows
     text: str  # JSON of an `Entry`
 
 
@@ -47,97 +71,127 @@ class Ledger:
     """Raises RegistryUnavailable when Redis does not answer in time. Every call may be repeated."""
 
     def __init__(self, client: Redis, kept_days: int, timeout_s: float = 3.0, max_groups: int = MAX_GROUPS) -> None:
-        """`kept_days`: for so long after its day an id is known, and counted once; entries stay for as long.
+        """`kept_days`: an id is known, and counted once, for so long after its day's last entry.
 
         `max_groups`: of a tenant and a day; what is beyond them is counted for `OTHERS`.
         """
         self._client: Any = client
         self.kept_days, self._timeout_s, self._max_groups = kept_days, timeout_s, max_groups
-        self._take_script = client.register_script(TAKE_SCRIPT)
-        self._sums_script = client.register_script(SUMS_SCRIPT)
+        self._take = _TAKE.bind(client)
+        self._records_page = _RECORDS_PAGE.bind(client)
+        self._remove_day = _REMOVE_DAY.bind(client)
+        self._sums_page = _SUMS_PAGE.bind(client)
         self._archivist = Lease(client, ARCHIVIST, timeout_s)
 
     async def take(self, entries: Sequence[Entry]) -> None:
         """Takes entries in, of any tenants. Each may have been taken in before."""
         for start in range(0, len(entries), _SENT_AT_ONCE):
-            by_life: defaultdict[str, list[Entry]] = defaultdict(list)
+            by_tenant: defaultdict[str, list[Entry]] = defaultdict(list)
             for entry in entries[start : start + _SENT_AT_ONCE]:
-                by_life[entry.life].append(entry)
+                by_tenant[entry.tenant_id].append(entry)
             async with answered_within(self._timeout_s), self._client.pipeline(transaction=False) as pipeline:
-                pipeline.sadd(LIVES, *by_life)
-                for life, found in by_life.items():
+                pipeline.sadd(TENANT_IDS, *by_tenant)
+                for tenant_id, found in by_tenant.items():
                     for first in range(0, len(found), _BATCH_SIZE):
-                        arguments = self._arguments(found[first : first + _BATCH_SIZE])
-                        await self._take_script(keys=[prefix_of(life)], args=arguments, client=pipeline)
+                        await self._take(
+                            on=pipeline,
+                            prefix=prefix_of(tenant_id),
+                            hour_seconds=HOURS_KEPT_DAYS * DAY_S,
+                            day_seconds=DAYS_KEPT_DAYS * DAY_S,
+                            max_groups=self._max_groups,
+                            others=str(OTHERS),
+                            digest_digits=NUM_DIGEST_DIGITS,
+                            entries=_arguments(found[first : first + _BATCH_SIZE]),
+                        )
                 await asyncio.sleep(0)
                 await pipeline.execute()
 
-    async def hours(self, life: str, day: date) -> AsyncIterator[list[Sum]]:
+    async def hours(self, tenant_id: str, day: date) -> AsyncIterator[list[Sum]]:
         """What a tenant used in each hour of a day, in small pages."""
-        start = datetime(day.year, day.month, day.day, tzinfo=UTC)
-        async for page in self._sums(f"{prefix_of(life)}{HOURS}{_day(start)}"):
+        start = _midnight(day)
+        async for page in self._sums(f"{prefix_of(tenant_id)}{HOURS}{_day(start)}"):
             yield [Sum(start + timedelta(hours=place), group, numbers) for place, group, numbers in page]
 
-    async def days(self, life: str, month: date) -> AsyncIterator[list[Sum]]:
+    async def days(self, tenant_id: str, month: date) -> AsyncIterator[list[Sum]]:
         """What a tenant used on each day of the month that `month` is in, in small pages."""
-        start = datetime(month.year, month.month, 1, tzinfo=UTC)
-        async for page in self._sums(f"{prefix_of(life)}{DAYS}{_month(start)}"):
+        start = _midnight(month.replace(day=1))
+        async for page in self._sums(f"{prefix_of(tenant_id)}{DAYS}{_month(start)}"):
             yield [Sum(start + timedelta(days=place - 1), group, numbers) for place, group, numbers in page]
 
-    async def lives(self) -> list[str]:
+    async def tenant_ids(self) -> list[str]:
         """Those of tenants that may have a ledger, sorted."""
         async with answered_within(self._timeout_s):
-            return sorted(await self._client.smembers(LIVES))
+            return sorted(await self._client.smembers(TENANT_IDS))
 
-    async def first_day(self, life: str) -> date | None:
-        """When the oldest entry that is kept was taken in, by Redis's clock; None: there is none."""
+    async def pending_days(self, tenant_id: str) -> list[PendingDay]:
+        """The days that have records, beginning with the one that has not changed for longest."""
         async with answered_within(self._timeout_s):
-            found = await self._client.xrange(prefix_of(life) + ENTRIES, count=1)
+            found = await self._client.zrange(prefix_of(tenant_id) + PENDING, 0, -1, withscores=True)
+        return [PendingDay(datetime.strptime(day, "%Y%m%d").date(), int(score)) for day, score in found]
+
+    async def entries_of(self, tenant_id: str, day: date) -> AsyncIterator[list[Entry]]:
+        """What is known of each answer that began on the day, in small pages."""
+        first: str | None = ""
+        while first is not None:
+            async with answered_within(self._timeout_s):
+                first, page = await self._records_page(prefix=prefix_of(tenant_id), day=_day(day), first=first)
+            yield [entry_of(tenant_id, day, *page[i : i + 3]) for i in range(0, len(page), 3)]
+
+    async def remove_day(self, tenant_id: str, pending: PendingDay) -> bool:
+        """Forgets what is known of the day's answers; sums stay. False: it has changed meanwhile, and is kept."""
+        async with answered_within(self._timeout_s):
+            day = _day(pending.day)
+            return bool(await self._remove_day(prefix=prefix_of(tenant_id), day=day, changed=pending.changed_us))
+
+    async def first_old_day(self, tenant_id: str) -> date | None:
+        """The day of the oldest entry in the stream of versions before records; None: there is none."""
+        async with answered_within(self._timeout_s):
+            found = await self._client.xrange(prefix_of(tenant_id) + OLD_ENTRIES, count=1)
         return datetime.fromtimestamp(int(found[0][0].split("-")[0]) / 1000, UTC).date() if found else None
 
-    async def entries_of(self, life: str, day: date) -> AsyncIterator[list[RawEntry]]:
-        """Pages of the entries that were taken in on that day, by Redis's clock."""
-        start = _midnight_ms(day)
+    async def old_entries_of(self, tenant_id: str, day: date) -> AsyncIterator[list[OldEntry]]:
+        """Pages of that stream's entries that were taken in on that day, by Redis's clock."""
+        start = int(_midnight(day).timestamp()) * 1000
         first, last = f"{start}-0", f"{start + DAY_S * 1000 - 1}"
         while True:
             async with answered_within(self._timeout_s):
-                page = await self._client.xrange(prefix_of(life) + ENTRIES, first, last, count=_PAGE_SIZE)
+                page = await self._client.xrange(prefix_of(tenant_id) + OLD_ENTRIES, first, last, count=_PAGE_SIZE)
             if page:
-                yield [RawEntry(number, fields["e"]) for number, fields in page]
+                yield [OldEntry(number, fields["e"]) for number, fields in page]
             if len(page) < _PAGE_SIZE:
                 return
             first = f"({page[-1][0]}"
 
-    async def trim(self, life: str, day: date) -> None:
-        """Forgets the entries that were taken in on this day or before; sums stay."""
+    async def trim_old(self, tenant_id: str, number: str) -> None:
+        """Forgets that stream's entries up to the one with this number."""
         async with answered_within(self._timeout_s):
-            oldest = f"{_midnight_ms(day) + DAY_S * 1000}-0"
-            await self._client.xtrim(prefix_of(life) + ENTRIES, minid=oldest, approximate=False)
+            time, place = number.split("-")
+            behind = f"{time}-{int(place) + 1}"
+            await self._client.xtrim(prefix_of(tenant_id) + OLD_ENTRIES, minid=behind, approximate=False)
 
-    async def remove(self, life: str, now: datetime) -> None:
-        """Forgets all of a tenant's ledger."""
-        prefix, names = prefix_of(life), {ENTRIES}
+    async def remove(self, tenant_id: str, now: datetime) -> None:
+        """Forgets all of a tenant's ledger, of which no records are pending."""
+        prefix, names = prefix_of(tenant_id), {OLD_ENTRIES}
         for number in range(-1, DAYS_KEPT_DAYS + 32):
             day = now - timedelta(days=number)
-            names |= {HOURS + _day(day), SEEN + _day(day), DAYS + _month(day)}
+            names |= {HOURS + _day(day), OLD_SEEN + _day(day), DAYS + _month(day)}
         async with answered_within(self._timeout_s):
             await self._client.unlink(*(prefix + name for name in names))
-            await self._client.srem(LIVES, life)
+            await self._client.srem(TENANT_IDS, tenant_id)
 
     async def hold_archive(self, owner: str, hold_s: float) -> bool:
         """Whether `owner` alone archives, for so long from now on."""
         return await self._archivist.hold(owner, hold_s)
 
     async def _sums(self, key: str) -> AsyncIterator[list[tuple[int, Group, tuple[int, ...]]]]:
-        # Redis may tell a field twice while it makes room for more. By hour or day, since a set that is large takes
-        # long when it grows.
+        # HSCAN may return a field twice while the hash grows. By hour or day, since a large set takes long to grow.
         seen: defaultdict[str, set[str]] = defaultdict(set)
         groups: dict[str, tuple[str, Group]] = {}  # each is there for many hours or days
         cursor = "0"
         while True:
             async with answered_within(self._timeout_s):
-                cursor, told = await self._sums_script(keys=[key], args=[cursor, _SUMS_PAGE_SIZE])
-            page, words = [], told.split("\n")
+                cursor, text = await self._sums_page(sums=key, cursor=cursor, count=_SUMS_PAGE_SIZE)
+            page, words = [], text.split("\n")
             for field, numbers in zip(words[::2], words[1::2], strict=False):
                 place, _, name = field.partition("\t")
                 if not name or name in seen[place]:
@@ -152,27 +206,25 @@ class Ledger:
             if cursor == "0":
                 return
 
-    def _arguments(self, entries: Sequence[Entry]) -> list[str | int | bytes]:
-        arguments: list[str | int | bytes] = [
-            (self.kept_days + 1) * DAY_S,
-            HOURS_KEPT_DAYS * DAY_S,
-            DAYS_KEPT_DAYS * DAY_S,
-            self._max_groups,
-        ]
-        for entry in entries:
-            began = datetime.fromtimestamp(entry.began_at, UTC)
-            arguments += (entry.id, _month(began), _day(began), f"{began.hour:02}", int(entry.stage))
-            arguments += (str(entry.group), " ".join(map(str, entry.numbers)), _encode(entry))
-        return arguments
+
+def _arguments(entries: Sequence[Entry]) -> list[str | int]:
+    """Those of take.lua."""
+    arguments: list[str | int] = []
+    for entry in entries:
+        began = datetime.fromtimestamp(entry.began_at, UTC)
+        second = began.hour * 3600 + began.minute * 60 + began.second
+        arguments += (field_of(entry.id), entry.id, _month(began), _day(began), f"{began.hour:02}", second)
+        arguments += (int(entry.stage), entry.full_group, " ".join(map(str, entry.numbers)), entry.error)
+    return arguments
 
 
-def _day(time: datetime) -> str:
+def _day(time: date) -> str:
     return f"{time:%Y%m%d}"
 
 
-def _month(time: datetime) -> str:
+def _month(time: date) -> str:
     return f"{time:%Y%m}"
 
 
-def _midnight_ms(day: date) -> int:
-    return int(datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()) * 1000
+def _midnight(day: date) -> datetime:
+    return datetime(day.year, day.month, day.day, tzinfo=UTC)
