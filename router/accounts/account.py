@@ -1,7 +1,8 @@
 """What is kept of each answer beside the answer: quotas, usage, how a version does.
 
-An `Accountant` is told of every answer before it is made, and may refuse it. It is told again when the answer has
-ended, before its last bytes go out: who has been told of the end can be asked for what it cost.
+An `Accountant` opens an account for every answer before it is made, and may refuse it. The account is settled when the
+answer has ended, before its last bytes go out: so a client that has received the end finds what it cost. An answer that
+is cut off is settled when its gangs have reported what they computed, shortly after its end.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ class Ending:
     """How an answer has ended."""
 
     progress: Progress
-    error: str  # code of the error that its client is told; empty: none
+    error: str  # code of the error that its client gets; empty: none
     is_cancelled: bool  # its client has left before the end
     first_token_s: float | None  # from the request's arrival; None: no token came
     duration_s: float
-    reason: str = ""  # what its client is told of the error
+    reason: str = ""  # the message of the error that its client gets
 
 
 class Account(Protocol):

@@ -55,7 +55,7 @@ class BeamRun:
         self._is_stopped, self._limit = is_stopped, limit
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=rules.num_candidates)
         self._request = msgspec.structs.replace(request, sampling=sampling, key="")
-        self._num_cached_tokens: int | None = None  # of the prompt, as told in the first round
+        self._num_cached_tokens: int | None = None  # of the prompt, as reported in the first round
         self._ended_usage = SequenceUsage()  # of the rounds before
         self._began_at: float | None = None  # when a step was first planned for it, by time.perf_counter()
         self._open: list[SequenceStream] = []  # of this round
@@ -84,8 +84,8 @@ class BeamRun:
         try:
             search = NEW_SEARCH
             while search.live:
-                told = await self._ask(search.live)
-                search = advanced(search, told, self._rules, self._is_stopped)
+                rows = await self._ask(search.live)
+                search = advanced(search, rows, self._rules, self._is_stopped)
         except _BeamLostError as failure:
             return [SequenceUpdate(0, error=failure.error)] * self._rules.width
         finally:
@@ -107,12 +107,12 @@ class BeamRun:
             request = msgspec.structs.replace(self._request, prompt_token_ids=[*prompt_token_ids, *beam.token_ids])
             self._open.append(self._dispatcher.submit(request, limit=limit))
             await share.pause()
-        told = [await _only_update(stream) for stream in self._open]
+        updates = [await _only_update(stream) for stream in self._open]
         if beams == NEW_SEARCH.live:
-            self._num_cached_tokens = told[0].num_cached_tokens
-            if told[0].computing_s is not None:
-                self._began_at = time.perf_counter() - told[0].computing_s
-        return [_logprobs(update) for update in told]
+            self._num_cached_tokens = updates[0].num_cached_tokens
+            if updates[0].computing_s is not None:
+                self._began_at = time.perf_counter() - updates[0].computing_s
+        return [_logprobs(update) for update in updates]
 
     def _update(self, beam: Beam) -> SequenceUpdate:
         # A beam that a stop string has ended says "length" here: its `Choice` finds the string, and says "stop".

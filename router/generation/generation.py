@@ -127,7 +127,7 @@ class Generation:
                     await asyncio.sleep(0)
                 if choice.finish_reason is not None:
                     break  # after a stop string
-                if self._num_cached[index] is None:  # else a gang that goes on with the sequence tells its own number
+                if self._num_cached[index] is None:  # else a gang that goes on with it sends its own number
                     self._num_cached[index] = part.num_cached_tokens
                 update = part if choice.num_tokens >= self._num_seen[index] else self._take_seen(index, part)
                 if choice.finish_reason is None and (update.token_ids or update.finish_reason is not None):
@@ -151,7 +151,9 @@ class Generation:
         seen, rest = _split(update, num_seen - choice.num_tokens)
         self._fold(index, seen)
         if choice.finish_reason is not None and choice.num_tokens < num_seen:
-            raise wrong_position(f"choice {index} ends after {choice.num_tokens} tokens, and it tells of {num_seen}.")
+            raise wrong_position(
+                f"choice {index} ends after {choice.num_tokens} tokens, and the position says {num_seen}."
+            )
         return rest
 
     def _fold(self, index: int, update: SequenceUpdate) -> Delta:
@@ -250,13 +252,13 @@ class Generation:
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """Tokens of the prompts that no choice had to compute; None: not all sequences have told yet."""
+        """Tokens of the prompts that no choice had to compute; None: not all sequences have reported yet."""
         n, found = self.request.n, 0
         for start, prompt in zip(range(0, len(self.choices), n), self.request.prompts, strict=True):
-            told = [num_cached for num_cached in self._num_cached[start : start + n] if num_cached is not None]
-            if len(told) < n:
+            known = [num_cached for num_cached in self._num_cached[start : start + n] if num_cached is not None]
+            if len(known) < n:
                 return None
-            found += min(*told, len(prompt.token_ids))
+            found += min(*known, len(prompt.token_ids))
         return found
 
     def _mean_logprob(self, index: int) -> float:

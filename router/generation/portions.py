@@ -11,7 +11,7 @@ MAX_TOKENS: Final = 32  # that are taken in at once: with 20 log-probabilities e
 
 
 def portions(update: SequenceUpdate) -> Sequence[SequenceUpdate]:
-    """Updates of at most `MAX_TOKENS` tokens that tell together what `update` tells."""
+    """Updates of at most `MAX_TOKENS` tokens that say together what `update` says."""
     token_ids, logprobs = update.token_ids, update.logprobs
     if len(token_ids) <= MAX_TOKENS:
         return (update,)

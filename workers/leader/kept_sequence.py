@@ -15,7 +15,7 @@ from ..wire.unread_update import UnreadUpdate
 class KeptSequence:
     engine_id: int
     request: SequenceRequest
-    owner: int | None  # number of the router stream that hears of it; None: an orphan
+    owner: int | None  # number of the router stream that receives its updates; None: an orphan
     token_ids: list[int]  # all that were generated, those that it came with included
     num_without_logprobs: int  # of the first tokens: those it came with, or all whose log-probabilities were dropped
     logprobs: KeptLogprobs = field(default_factory=KeptLogprobs)  # of the other tokens, if asked for
@@ -56,7 +56,7 @@ class KeptSequence:
     def rest_for(self, request: SequenceRequest) -> UnreadUpdate:
         """What the sequence has beyond the tokens that come with the request, under the request's id."""
         num_had = len(request.generated_token_ids)
-        told = SequenceUpdate(
+        state = SequenceUpdate(
             request.sequence_id,
             [],
             None,
@@ -68,4 +68,4 @@ class KeptSequence:
         logprobs = None
         if self.request.sampling.num_logprobs is not None:
             logprobs = self.logprobs.copy_from(num_had - self.num_without_logprobs)
-        return UnreadUpdate(told, array("I", self.token_ids[num_had:]), logprobs)
+        return UnreadUpdate(state, array("I", self.token_ids[num_had:]), logprobs)

@@ -32,7 +32,7 @@ class Attachment(NamedTuple):
 
 
 class SequenceJournal:
-    """Sequences with keys, by the engine's id. It decides which stream may have them; the caller tells the engine.
+    """Sequences with keys, by the engine's id. It decides which stream may have them; the caller commands the engine.
 
     `now`: seconds of any clock that never goes back. It holds the tokens of unfinished sequences, as the engine does
     too, and of finished ones as much as the config says.

@@ -1,6 +1,6 @@
-"""What one router has not been told yet of its sequences, and which part of it the next frame holds.
+"""Updates that one router has not been sent yet, and which part of it the next frame holds.
 
-A frame has about half a megabyte at most, whatever there is to tell: short updates first, then a piece of each long one
+A frame has about half a megabyte at most, whatever there is to send: short updates first, then a piece of each long one
 in turn. So a stream that is resumed with a long past, or a router that was slow for a moment, does not keep others'
 tokens from coming.
 """
@@ -78,7 +78,7 @@ class UnsentUpdates:
             self._merge(before, update)
 
     def begin(self, sequence_id: int, unread: UnreadUpdate) -> None:
-        """Adds what a sequence that has not been told of yet brings from before."""
+        """Adds what a sequence without unsent updates brings from before."""
         assert sequence_id not in self._by_id
         self._by_id[sequence_id] = unread
         self._is_plain = False

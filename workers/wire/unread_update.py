@@ -53,7 +53,7 @@ class UnreadUpdate:
         self._num_at_first = self.num_added_values
 
     def __bool__(self) -> bool:
-        """There is something to tell."""
+        """There is something to send."""
         has_ended = self._last.finish_reason is not None or self._last.error is not None
         return has_ended or self._num_taken < len(self._token_ids)
 
