@@ -167,10 +167,6 @@ class MotetClient:
         """All entries of a list of the server's."""
         return self._entries(path)
 
-    def limits(self) -> dict[str, Any]:
-        """The tenant's and its key's quotas, and what is left of them."""
-        return dict(self._json("GET", "/v1/limits"))
-
     def usage(self, query: Mapping[str, str], *, of_all: bool) -> str:
         """The answer to /v1/usage, as JSON or CSV. `of_all`: of all tenants, for the operators."""
         path = "/v1/admin/usage" if of_all else "/v1/usage"

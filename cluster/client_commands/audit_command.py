@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 from urllib.parse import urlencode
 
@@ -9,16 +10,15 @@ import click
 
 from ..client.client import MotetClient
 from ..client.client_options import with_operator_client
-from .shown import show_entries, show_json
-from .tenant_commands import as_json
+from .output import json_option, print_json, print_table, time_text
 
 PATH = "/v1/admin/audit"
 
 
 @click.command()
-@click.option("--tenant", help="Only what was done with this one's things.")
-@click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="How many entries, at most.")
-@as_json
+@click.option("--tenant", help="Only changes of this tenant, its keys and its adapters.")
+@click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="Maximum number of entries.")
+@json_option
 @with_operator_client
 def audit(client: MotetClient, tenant: str | None, limit: int, as_json: bool) -> None:
     """Show who changed which tenant, key or adapter, the newest change first; for operators."""
@@ -30,6 +30,18 @@ def audit(client: MotetClient, tenant: str | None, limit: int, as_json: bool) ->
         found += page["data"]
         more, after = page["has_more"], page["last_id"]
     if as_json:
-        show_json(found)
-    else:
-        show_entries(found)
+        print_json(found)
+        return
+    rows = [
+        (
+            time_text(entry["at"]),
+            " ".join(filter(None, (entry["actor"]["kind"], entry["actor"]["id"]))),
+            entry["action"],
+            entry["tenant"],
+            entry["target"],
+            json.dumps(entry["changed"]) if entry["changed"] else entry["result"],
+            entry["request_id"],
+        )
+        for entry in found
+    ]
+    print_table(("when", "who", "did", "tenant", "to", "what", "request"), rows)

@@ -1,10 +1,10 @@
-"""What is typed for tenants and keys: lifetimes, and bounds of a quota."""
+"""Options of tenants and keys as they are typed: lifetimes and bounds of a quota."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Mapping
+from typing import Final
 
 import click
 
@@ -14,21 +14,20 @@ from ..byte_size import parse_byte_size
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _LIFETIME: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)([smhd]?)")
 _NO_BOUND: Final = "none"
-C = TypeVar("C", bound=Callable[..., Any])
 
 
 def lifetime_s(text: str) -> float:
     """A time in seconds, typed as 45s, 30m, 12h, 90d, or as a plain number of seconds. Raises BadParameter."""
     match = _LIFETIME.fullmatch(text)
     if match is None:
-        raise click.BadParameter(f"{text!r} is no time: one like 45s, 30m, 12h or 90d is accepted")
+        raise click.BadParameter(f"{text!r} is not a time: one like 45s, 30m, 12h or 90d is accepted")
     return float(match[1]) * _UNITS_S[match[2] or "s"]
 
 
 def bound(text: str) -> tuple[str, int | None]:
-    """NAME=NUMBER, one bound of a quota; NAME=none takes it away. Raises BadParameter."""
-    told, _, value = text.partition("=")
-    name = told.replace("-", "_")
+    """NAME=NUMBER, one bound of a quota; NAME=none removes it. Raises BadParameter."""
+    typed, _, value = text.partition("=")
+    name = typed.replace("-", "_")
     if name not in Quota.__struct_fields__:
         names = ", ".join(field.replace("_", "-") for field in Quota.__struct_fields__)
         raise click.BadParameter(f"{text!r}: the bounds of a quota are {names}")
@@ -43,19 +42,16 @@ def bound(text: str) -> tuple[str, int | None]:
     return name, number
 
 
-def with_quota(command: C) -> C:
-    """The command with --quota, which may be repeated."""
-    option = click.option(
-        "--quota",
-        "bounds",
-        type=bound,
-        metavar="NAME=NUMBER",
-        multiple=True,
-        help="A bound, as requests-per-minute=600 or stored-bytes=10GiB; none: there is none. May be repeated.",
-    )
-    return option(command)
+quota_option = click.option(
+    "--quota",
+    "bounds",
+    type=bound,
+    metavar="NAME=NUMBER",
+    multiple=True,
+    help="A bound such as requests-per-minute=600 or stored-bytes=10GiB; none removes it. May be repeated.",
+)
 
 
-def quota_of(bounds: Sequence[tuple[str, int | None]]) -> dict[str, int | None]:
-    """As a body has it."""
-    return dict(bounds)
+def quota_text(quota: Mapping[str, int | None]) -> str:
+    """A quota's bounds as they are typed."""
+    return " ".join(f"{name.replace('_', '-')}={bound}" for name, bound in quota.items() if bound is not None)

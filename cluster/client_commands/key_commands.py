@@ -1,7 +1,8 @@
-"""`motet keys create | list | rotate | delete`. A new key is all of the standard output, so that it can be piped."""
+"""`motet keys create | list | rotate | delete`. Standard output is the new key alone, so that it can be piped."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 from urllib.parse import quote
 
@@ -10,9 +11,9 @@ import click
 from ...adapters.registry.tenants.records import Scope
 from ..client.client import MotetClient
 from ..client.client_options import with_operator_client
-from .given import lifetime_s, quota_of, with_quota
-from .shown import show_json, show_keys
-from .tenant_commands import as_json, label, path_of
+from .given import lifetime_s, quota_option, quota_text
+from .output import json_option, print_json, print_table, time_text
+from .tenant_commands import label, path_of
 
 PATH = "/v1/admin/keys"
 
@@ -29,14 +30,14 @@ def keys() -> None:
     "scopes",
     type=click.Choice(get_args(Scope)),
     multiple=True,
-    help="What it may do; may be repeated. Without: infer, upload and metrics.",
+    help="What the key allows; may be repeated. Default: infer, upload and metrics.",
 )
 @label
 @click.option(
-    "--expires-in", type=lifetime_s, metavar="TIME", help="For how long it is good, as 90d. Without: for ever."
+    "--expires-in", type=lifetime_s, metavar="TIME", help="How long it is valid, for example 90d. Default: forever."
 )
-@with_quota
-@as_json
+@quota_option
+@json_option
 @with_operator_client
 def create(
     client: MotetClient,
@@ -47,22 +48,24 @@ def create(
     bounds: tuple[tuple[str, int | None], ...],
     as_json: bool,
 ) -> None:
-    """Make a key of TENANT. It is shown now and never again."""
-    body: dict[str, Any] = {"scopes": list(scopes) or None, "expires_in_s": expires_in, "quota": quota_of(bounds)}
-    _tell(client.call("POST", f"{path_of(tenant)}/keys", body if label is None else {**body, "label": label}), as_json)
+    """Make a key for TENANT. It is shown only once."""
+    body: dict[str, Any] = {"scopes": list(scopes) or None, "expires_in_s": expires_in, "quota": dict(bounds)}
+    _print_new_key(
+        client.call("POST", f"{path_of(tenant)}/keys", body if label is None else {**body, "label": label}), as_json
+    )
 
 
 @keys.command(name="list")
 @click.argument("tenant")
-@as_json
+@json_option
 @with_operator_client
 def list_keys(client: MotetClient, tenant: str, as_json: bool) -> None:
     """List the keys of TENANT, without the keys themselves."""
     found = client.listed(f"{path_of(tenant)}/keys")
     if as_json:
-        show_json(found)
+        print_json(found)
     else:
-        show_keys(found)
+        _print_keys(found)
 
 
 @keys.command()
@@ -73,27 +76,43 @@ def list_keys(client: MotetClient, tenant: str, as_json: bool) -> None:
     metavar="TIME",
     default="24h",
     show_default=True,
-    help="How long the old key is good yet.",
+    help="How long the old key stays valid.",
 )
-@as_json
+@json_option
 @with_operator_client
 def rotate(client: MotetClient, key_id: str, overlap: float, as_json: bool) -> None:
-    """Make a key that may do what KEY_ID may, which ends after the overlap."""
-    _tell(client.call("POST", f"{PATH}/{quote(key_id, safe='')}/rotate", {"overlap_s": overlap}), as_json)
+    """Replace KEY_ID by a new key with the same scopes and quota. The old key expires after the overlap."""
+    _print_new_key(client.call("POST", f"{PATH}/{quote(key_id, safe='')}/rotate", {"overlap_s": overlap}), as_json)
 
 
 @keys.command()
 @click.argument("key_id")
 @with_operator_client
 def delete(client: MotetClient, key_id: str) -> None:
-    """Delete the key KEY_ID: it is nobody's from now on."""
+    """Delete the key KEY_ID. It is invalid from now on."""
     client.call("DELETE", f"{PATH}/{quote(key_id, safe='')}")
     click.echo(f"deleted {key_id}")
 
 
-def _tell(made: dict[str, Any], as_json: bool) -> None:
+def _print_new_key(made: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        show_json(made)
+        print_json(made)
         return
     click.echo(made["key"])
     click.echo(f"{made['id']} of {made['tenant']} may {', '.join(made['scopes'])}; it is not shown again", err=True)
+
+
+def _print_keys(keys: Sequence[Mapping[str, Any]]) -> None:
+    rows = [
+        (
+            key["id"],
+            key["tenant"],
+            " ".join(key["scopes"]),
+            time_text(key["expires_at"]) or "never",
+            quota_text(key["quota"]),
+            time_text(key["created_at"]),
+            key["label"],
+        )
+        for key in keys
+    ]
+    print_table(("id", "tenant", "scopes", "expires", "quota", "created", "label"), rows)

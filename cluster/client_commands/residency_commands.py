@@ -1,54 +1,68 @@
-"""`motet preload` and `motet residency`: where an adapter's versions are, and how they get there."""
+"""`motet preload`, `motet residency`, `motet pin` and `motet unpin`: which gangs hold an adapter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from .caller import Caller, path_of, print_json, print_table
+from ..client.client import MotetClient
+from ..client.client_options import with_client
+from .adapter_commands import path_of
+from .output import json_option, print_json, print_table
 
 
-def residency_commands(with_client: Callable[[Any], Any]) -> Sequence[click.Command]:
-    """The commands. `with_client`: see `version_commands`."""
-    return _preload(with_client), _residency(with_client)
+@click.command()
+@click.argument("model")
+@click.option("--gangs", type=click.IntRange(1, 16), default=1, show_default=True, help="Number of gangs.")
+@with_client
+def preload(client: MotetClient, model: str, gangs: int) -> None:
+    """Load MODEL at gangs before it is requested: NAME, or NAME@VERSION with a number or an alias."""
+    name, _, version = model.partition("@")
+    body = {"gangs": gangs, **({"version": version} if version else {})}
+    begun = client.call("POST", f"{path_of(name)}/preload", body)
+    click.echo(f"loading version {begun['version']} of {name} at {_gangs(begun['gangs'])}: see motet residency {name}")
 
 
-def _preload(with_client: Callable[[Any], Any]) -> click.Command:
-    @click.command()
-    @click.argument("model")
-    @click.option("--gangs", type=click.IntRange(1, 16), default=1, show_default=True, help="At so many of them.")
-    @with_client
-    def preload(client: Caller, model: str, gangs: int) -> None:
-        """Bring MODEL to gangs before anybody asks for it: NAME, or NAME@VERSION, a number or an alias."""
-        name, _, version = model.partition("@")
-        body = {"gangs": gangs, **({"version": version} if version else {})}
-        begun = client.call("POST", f"{path_of(name)}/preload", body)
-        gangs_told = "1 gang" if begun["gangs"] == 1 else f"{begun['gangs']} gangs"
-        click.echo(f"version {begun['version']} of {name} comes to {gangs_told}: see motet residency {name}")
-
-    return preload
+@click.command()
+@click.argument("name")
+@json_option
+@with_client
+def residency(client: MotetClient, name: str, as_json: bool) -> None:
+    """Show which gangs have the versions of the adapter NAME, in which tier, and why one could not get them."""
+    found = client.call("GET", f"{path_of(name)}/residency")
+    if as_json:
+        print_json(found)
+        return
+    rows = [(one["version"], one["tier"], one["state"], _where(one["gangs"]), one["reason"]) for one in found["data"]]
+    print_table(("version", "tier", "state", "gangs", "reason"), rows)
 
 
-def _residency(with_client: Callable[[Any], Any]) -> click.Command:
-    @click.command()
-    @click.argument("name")
-    @click.option("--json", "as_json", is_flag=True, help="As the server tells it.")
-    @with_client
-    def residency(client: Caller, name: str, as_json: bool) -> None:
-        """Show which gangs have the versions of the adapter NAME, in which tier, and why one could not get them."""
-        found = client.call("GET", f"{path_of(name)}/residency")
-        if as_json:
-            print_json(found)
-            return
-        rows = [
-            (one["version"], one["tier"], one["state"], _where(one["gangs"]), one["reason"] or "")
-            for one in found["data"]
-        ]
-        print_table(("version", "tier", "state", "gangs", "reason"), rows)
+@click.command()
+@click.argument("name")
+@click.option("--gangs", type=click.IntRange(1, 16), default=1, show_default=True, help="Number of gangs.")
+@with_client
+def pin(client: MotetClient, name: str, gangs: int) -> None:
+    """Keep the current version of the adapter NAME in the host memory of gangs."""
+    pinned = client.call("PUT", f"{path_of(name)}/pin", {"gangs": gangs})
+    click.echo(
+        f"{name}, now version {pinned['version']}, is pinned to {_gangs(gangs)}, which counts as {pinned['bytes']} "
+        f"bytes: see motet residency {name}"
+    )
 
-    return residency
+
+@click.command()
+@click.argument("name")
+@with_client
+def unpin(client: MotetClient, name: str) -> None:
+    """Unpin the adapter NAME."""
+    client.call("DELETE", f"{path_of(name)}/pin")
+    click.echo(f"{name} is no longer pinned")
+
+
+def _gangs(number: int) -> str:
+    return "1 gang" if number == 1 else f"{number} gangs"
 
 
 def _where(gangs: Sequence[dict[str, Any]]) -> str:

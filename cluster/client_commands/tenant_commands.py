@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -9,14 +10,13 @@ import click
 
 from ..client.client import MotetClient
 from ..client.client_options import with_operator_client
-from .given import quota_of, with_quota
-from .shown import show_json, show_tenants
+from .given import quota_option, quota_text
+from .output import json_option, print_json, print_table, time_text
 
 PATH = "/v1/admin/tenants"
-as_json = click.option("--json", "as_json", is_flag=True, help="As the server tells it.")
-label = click.option("--label", metavar="TEXT", help="What it is, in your own words.")
+label = click.option("--label", metavar="TEXT", help="A description.")
 weight = click.option(
-    "--weight", type=click.FloatRange(0.001, 1000), metavar="NUMBER", help="Its share, beside those of others."
+    "--weight", type=click.FloatRange(0.001, 1000), metavar="NUMBER", help="Its share relative to other tenants."
 )
 
 
@@ -32,10 +32,10 @@ def tenants() -> None:
 @tenants.command()
 @click.argument("name")
 @weight
-@click.option("--background", is_flag=True, help="All that it asks for yields to everybody else's.")
+@click.option("--background", is_flag=True, help="Its requests yield to those of all other tenants.")
 @label
-@with_quota
-@as_json
+@quota_option
+@json_option
 @with_operator_client
 def create(
     client: MotetClient,
@@ -49,24 +49,24 @@ def create(
     """Create the tenant NAME, which has no keys yet."""
     body: dict[str, Any] = {"name": name, "weight": weight, "background": background, "label": label}
     body = {field: value for field, value in body.items() if value is not None}
-    _show(client.call("POST", PATH, {**body, "quota": quota_of(bounds)}), as_json)
+    _show(client.call("POST", PATH, {**body, "quota": dict(bounds)}), as_json)
 
 
 @tenants.command(name="list")
-@as_json
+@json_option
 @with_operator_client
 def list_tenants(client: MotetClient, as_json: bool) -> None:
     """List all tenants."""
     found = client.listed(PATH)
     if as_json:
-        show_json(found)
+        print_json(found)
     else:
-        show_tenants(found)
+        _print_tenants(found)
 
 
 @tenants.command()
 @click.argument("name")
-@as_json
+@json_option
 @with_operator_client
 def show(client: MotetClient, name: str, as_json: bool) -> None:
     """Show the tenant NAME."""
@@ -76,10 +76,12 @@ def show(client: MotetClient, name: str, as_json: bool) -> None:
 @tenants.command(name="set")
 @click.argument("name")
 @weight
-@click.option("--background/--no-background", default=None, help="Whether all that it asks for yields to others.")
+@click.option(
+    "--background/--no-background", default=None, help="Whether its requests yield to those of all other tenants."
+)
 @label
-@with_quota
-@as_json
+@quota_option
+@json_option
 @with_operator_client
 def change(
     client: MotetClient,
@@ -94,24 +96,24 @@ def change(
     body: dict[str, Any] = {"weight": weight, "background": background, "label": label}
     body = {field: value for field, value in body.items() if value is not None}
     if bounds:
-        body["quota"] = quota_of(bounds)
+        body["quota"] = dict(bounds)
     if not body:
-        raise click.UsageError("nothing was given that is to be changed")
+        raise click.UsageError("nothing to change was given")
     _show(client.call("PATCH", path_of(name), body), as_json)
 
 
 @tenants.command()
 @click.argument("name")
-@as_json
+@json_option
 @with_operator_client
 def suspend(client: MotetClient, name: str, as_json: bool) -> None:
-    """Refuse all that the tenant NAME asks from now on. What runs goes on to its end."""
+    """Refuse new requests of the tenant NAME. Those that run are completed."""
     _show(client.call("POST", f"{path_of(name)}/suspend"), as_json)
 
 
 @tenants.command()
 @click.argument("name")
-@as_json
+@json_option
 @with_operator_client
 def resume(client: MotetClient, name: str, as_json: bool) -> None:
     """Accept the requests of the tenant NAME again."""
@@ -123,7 +125,7 @@ def resume(client: MotetClient, name: str, as_json: bool) -> None:
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @with_operator_client
 def delete(client: MotetClient, name: str, yes: bool) -> None:
-    """Delete the tenant NAME with its keys, its adapters and all else that is its. If it is cut off, repeat it."""
+    """Delete the tenant NAME with its keys, adapters and all other data. If interrupted, run it again."""
     if not yes:
         click.confirm(f"Delete {name} with all its keys and adapters? They cannot be brought back", abort=True)
     gone = client.call("DELETE", path_of(name))
@@ -132,6 +134,23 @@ def delete(client: MotetClient, name: str, yes: bool) -> None:
 
 def _show(tenant: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        show_json(tenant)
+        print_json(tenant)
     else:
-        show_tenants([tenant])
+        _print_tenants([tenant])
+
+
+def _print_tenants(tenants: Sequence[Mapping[str, Any]]) -> None:
+    rows = [
+        (
+            tenant["name"],
+            tenant["state"],
+            f"{tenant['weight']:g}",
+            "background" if tenant["background"] else "",
+            tenant["num_keys"],
+            quota_text(tenant["quota"]),
+            time_text(tenant["created_at"]),
+            tenant["label"],
+        )
+        for tenant in tenants
+    ]
+    print_table(("name", "state", "weight", "class", "keys", "quota", "created", "label"), rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -13,13 +12,14 @@ import click
 from ... import __version__
 from ..client.client import MotetClient
 from ..client.client_options import with_client, with_operator_client
+from ..client_commands.adapter_commands import adapters
 from ..client_commands.audit_command import audit
 from ..client_commands.key_commands import keys
-from ..client_commands.limit_lines import limit_lines
+from ..client_commands.limits_command import limits
+from ..client_commands.residency_commands import pin, preload, residency, unpin
 from ..client_commands.tenant_commands import tenants
-from ..client_commands.usage_command import usage_command
-from ..client_commands.version_commands import version_commands
-from .adapter_commands import adapters
+from ..client_commands.usage_command import usage
+from ..client_commands.version_commands import aliases, canary, versions
 from .chat import Chat
 from .doctor_command import doctor
 from .edge_command import edge_program
@@ -72,24 +72,9 @@ def status(client: MotetClient, seconds: float) -> None:
         click.echo(line)
 
 
-@main.command()
-@click.option("--json", "as_json", is_flag=True, help="As the server tells it.")
-@with_client
-def limits(client: MotetClient, as_json: bool) -> None:
-    """Show the quotas of the tenant and of its key, and what is left of them."""
-    found = client.limits()
-    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(limit_lines(found)))
-
-
-main.add_command(serve)
-main.add_command(adapters)
-main.add_command(usage_command(with_client))
-main.add_command(doctor)
-main.add_command(edge_program)
-main.add_command(tenants)
-main.add_command(keys)
-main.add_command(audit)
-for _command in version_commands(with_client):
+for _command in (serve, doctor, edge_program, adapters, versions, aliases, canary, preload, residency, pin, unpin):
+    main.add_command(_command)
+for _command in (limits, usage, tenants, keys, audit):
     main.add_command(_command)
 
 

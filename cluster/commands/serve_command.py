@@ -11,11 +11,11 @@ import click
 from rich.console import Console
 
 from ..client.key_file import read_keys
+from ..progress_display import ProgressDisplay
 from ..progress_log import step
 from ..settings.flags import GroupedCommand, options_of
 from ..settings.settings import Settings
 from .config_file import RereadableCommand, reread_options, take_defaults
-from .progress import ProgressDisplay
 from .secret_arguments import settings_with_secrets
 
 DEFAULT_TENANT = "default"

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 from rich.console import Console
 
-from motet.cluster.commands.progress import ProgressDisplay
+from motet.cluster.progress_display import ProgressDisplay
 from motet.cluster.progress_log import step
 
 LONG_S = 3600.0

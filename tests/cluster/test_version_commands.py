@@ -56,10 +56,10 @@ async def test_a_tenant_rolls_out_and_back_by_commands(redis_client: Redis, tmp_
         assert "deleted x@prod" in await told("aliases", "delete", "x", "prod")
         await told("canary", "start", "x", "2")
         assert "stopped the canary of x" in await told("canary", "stop", "x")
-        assert "version 2 of x comes to 1 gang" in await told("preload", "x@2")
+        assert "loading version 2 of x at 1 gang" in await told("preload", "x@2")
         rig.dispatcher.tiers = {"gang-1": "device"}
         while "device" not in (listed := await told("residency", "x")):
             assert "coming" in listed
         assert '"tier": "device"' in await told("residency", "x", "--json")
         assert "x, now version 1, is pinned to 2 gangs" in await told("pin", "x", "--gangs", "2")
-        assert "x is not pinned any more" in await told("unpin", "x")
+        assert "x is no longer pinned" in await told("unpin", "x")

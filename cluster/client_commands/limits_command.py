@@ -1,11 +1,16 @@
-"""What `motet limits` prints."""
+"""`motet limits`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
 
+import click
+
 from ..byte_size import format_byte_size
+from ..client.client import MotetClient
+from ..client.client_options import with_client
+from .output import json_option, print_json
 
 _ROWS: Final = {
     "requests_per_minute": "requests a minute",
@@ -16,8 +21,20 @@ _ROWS: Final = {
 }
 
 
+@click.command()
+@json_option
+@with_client
+def limits(client: MotetClient, as_json: bool) -> None:
+    """Show the quotas of the tenant and of its key, and what is left of them."""
+    found = client.call("GET", "/v1/limits")
+    if as_json:
+        print_json(found)
+    else:
+        click.echo("\n".join(limit_lines(found)))
+
+
 def limit_lines(found: Mapping[str, Any]) -> list[str]:
-    """What the server tells of quotas, for a person."""
+    """A line for each quota."""
     lines = []
     for owner in ("tenant", "key"):
         for name, words in _ROWS.items():
@@ -28,7 +45,7 @@ def limit_lines(found: Mapping[str, Any]) -> list[str]:
         if found[owner]["pinned_bytes"] is not None:
             lines.append(f"{owner:7} {'pinned':18} {_shown('pinned_bytes', found[owner]['pinned_bytes'])} at most")
     if not found["is_fleet_wide"]:
-        lines.append("Redis is away: what is left is the share of the router that answered.")
+        lines.append("Redis does not answer: the numbers are those of the router that answered.")
     return lines or ["no quotas"]
 
 

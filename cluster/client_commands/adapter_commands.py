@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
+from urllib.parse import quote
 
 import click
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Column
 
 from ..byte_size import format_byte_size
 from ..client.client import ADAPTER_FILES, AdapterInfo, MotetClient
 from ..client.client_options import with_client
-from .progress import ProgressDisplay
+from ..progress_display import ProgressDisplay
+from .output import json_option, print_json, print_table
 
-SILENT_BYTES = 64 << 20  # smaller uploads end too soon for lines of progress
-UNLIMITED_WIDTH = 10_000  # columns, where no terminal limits them
+SILENT_BYTES = 64 << 20  # smaller uploads end before a line of progress is useful
+
+
+def path_of(name: str) -> str:
+    return f"/v1/adapters/{quote(name, safe='')}"
 
 
 @click.group()
@@ -27,7 +30,7 @@ def adapters() -> None:
 @adapters.command()
 @click.argument("name")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--activate/--no-activate", default=True, help="Whether NAME means the new version from now on.")
+@click.option("--activate/--no-activate", default=True, help="Whether NAME refers to the new version from now on.")
 @click.option("--note", metavar="TEXT", default="", help="What is new, for the list of versions.")
 @with_client
 def upload(client: MotetClient, name: str, folder: Path, activate: bool, note: str) -> None:
@@ -48,45 +51,28 @@ def upload(client: MotetClient, name: str, folder: Path, activate: bool, note: s
 
 
 @adapters.command(name="list")
-@click.option("--json", "as_json", is_flag=True, help="As the server tells it.")
+@json_option
 @with_client
 def list_adapters(client: MotetClient, as_json: bool) -> None:
     """List the tenant's adapters."""
     found = client.adapters()
     if as_json:
-        click.echo(json.dumps([adapter.fields for adapter in found], indent=2))
+        print_json([adapter.fields for adapter in found])
     else:
-        _print_table(found)
+        _print_adapters(found)
 
 
 @adapters.command()
 @click.argument("name")
-@click.option("--json", "as_json", is_flag=True, help="As the server tells it.")
+@json_option
 @with_client
 def show(client: MotetClient, name: str, as_json: bool) -> None:
     """Show the current version of the adapter NAME."""
     adapter = client.adapter(name)
     if as_json:
-        click.echo(json.dumps(adapter.fields, indent=2))
+        print_json(adapter.fields)
     else:
-        _print_table([adapter])
-
-
-def _print_table(found: list[AdapterInfo]) -> None:
-    table = Table(
-        Column("name", overflow="fold"), "version", "rank", "targets", "size", "digest", box=None, pad_edge=False
-    )
-    for adapter in found:
-        table.add_row(
-            adapter.name,
-            str(adapter.version),
-            str(adapter.rank),
-            " ".join(adapter.targets),
-            format_byte_size(adapter.num_bytes),
-            adapter.digest[:12],
-        )
-    width = None if sys.stdout.isatty() else UNLIMITED_WIDTH
-    Console(highlight=False, markup=False, width=width).print(table)
+        _print_adapters([adapter])
 
 
 @adapters.command()
@@ -96,3 +82,12 @@ def delete(client: MotetClient, name: str) -> None:
     """Delete the adapter NAME."""
     client.delete_adapter(name)
     click.echo(f"deleted {name}")
+
+
+def _print_adapters(found: list[AdapterInfo]) -> None:
+    columns = (Column("name", overflow="fold"), "version", "rank", "targets", "size", "digest")
+    rows = [
+        (one.name, one.version, one.rank, " ".join(one.targets), format_byte_size(one.num_bytes), one.digest[:12])
+        for one in found
+    ]
+    print_table(columns, rows)
