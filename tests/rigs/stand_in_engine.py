@@ -9,6 +9,8 @@ import math
 import threading
 import time
 
+import msgspec
+
 from motet.tests.rigs.engine_loads import engine_load
 from motet.workers.engine_messages import End, EngineMessage, GiveUpWaiting, PinChanges
 from motet.workers.leader.served_engine import OnStep, StepReport
@@ -177,7 +179,7 @@ class StandInEngine:
                     self._num_computed += sum(1 if count else len(r.prompt_token_ids) for r, count in chosen)
                     self._num_generated += len(chosen)
                     self._busy_s += time.perf_counter() - began_at
-                updates = [self._next(request, count) for request, count in chosen]
+                updates = [_with_usage(self._next(*one), *one) for one in chosen]
                 waiting = [*self._running.values()][len(placed) :]
                 num_queued_tokens = sum(len(r.prompt_token_ids) for r, _ in waiting)
                 given_up, self._given_up = self._given_up, []
@@ -219,8 +221,14 @@ class StandInEngine:
         limit = request.sampling.max_tokens
         is_last = limit is not None and count + 1 >= limit
         logprobs = None if request.sampling.num_logprobs is None else [TokenLogprobs(-float(count), [], [])]
-        usage = _usage(request, count + 1) if is_last or count == len(request.generated_token_ids) else None
-        return SequenceUpdate(request.sequence_id, [token], logprobs, "length" if is_last else None, usage=usage)
+        return SequenceUpdate(request.sequence_id, [token], logprobs, "length" if is_last else None)
+
+
+def _with_usage(update: SequenceUpdate, request: SequenceRequest, count: int) -> SequenceUpdate:
+    """A gang reports the usage with a sequence's first and last token."""
+    if update.finish_reason is None and count > len(request.generated_token_ids):
+        return update
+    return msgspec.structs.replace(update, usage=_usage(request, count + len(update.token_ids)))
 
 
 def _usage(request: SequenceRequest, num_generated: int) -> SequenceUsage:

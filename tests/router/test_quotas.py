@@ -103,13 +103,13 @@ async def test_tokens_are_reserved_and_given_back(redis_client: Redis, redis_url
         assert int(headers(second)["x-ratelimit-remaining-tokens"]) < 200
 
 
-async def test_an_answer_that_failed_before_its_first_token_costs_no_tokens(
+async def test_an_answer_that_failed_before_anything_was_computed_costs_no_tokens(
     redis_client: Redis, redis_url: str
 ) -> None:
     who = identity(Quota(tokens_per_minute=1000))
     async with routers(redis_url, 1) as (quotas,):
         account = await quotas.open(asked(who, prompt=900, new=100))
-        account.settle(ending(prompt=900, error="overloaded"))
+        account.settle(ending(prompt=0, error="overloaded"))
         again = await quotas.open(asked(who, prompt=900, new=100))  # after it, in the same batch or the next
         assert headers(again)["x-ratelimit-remaining-tokens"] == "0"
 
